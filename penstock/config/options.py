@@ -1,0 +1,68 @@
+"""How a configuration field is declared: its default and its help text in one place.
+
+CLI flags, ``LLM(...)`` keywords, the YAML file and the reference page are all made from the
+dataclasses that use `option`, so an option cannot exist without its documentation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+_HELP = "help"
+
+
+def option(default: Any, help: str) -> Any:
+    """A documented dataclass field. `help` is one or two plain sentences."""
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata={_HELP: help})
+    return dataclasses.field(default=default, metadata={_HELP: help})
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option as the CLI, the YAML reader and the docs see it."""
+
+    name: str
+    help: str
+    default: Any
+    type: type  # bool, int, float, str; the element type where `is_list`
+    optional: bool  # None is a value
+    is_list: bool
+    choices: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def options_of(config_class: type) -> Iterator[Option]:
+    """The options that a config dataclass declares, in order."""
+    hints = typing.get_type_hints(config_class)
+    for field in dataclasses.fields(config_class):
+        if _HELP not in field.metadata:
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        yield _describe(field.name, field.metadata[_HELP], default, hints[field.name])
+
+
+def _describe(name: str, help: str, default: Any, hint: Any) -> Option:
+    optional = False
+    if get_origin(hint) in (Union, types.UnionType):
+        members = [arg for arg in get_args(hint) if arg is not type(None)]
+        optional = len(members) < len(get_args(hint))
+        (hint,) = members
+    is_list = get_origin(hint) is list
+    if is_list:
+        (hint,) = get_args(hint)
+    choices: tuple[str, ...] = ()
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        hint = str
+    return Option(name, help, default, hint, optional, is_list, choices)

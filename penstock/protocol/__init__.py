@@ -1,0 +1,1 @@
+"""What crosses boundaries between layers and processes. Nothing here imports torch."""

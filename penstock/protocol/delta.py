@@ -1,0 +1,27 @@
+"""EngineDelta: what is new about a request, on its way from the engine to its client."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from penstock.protocol.step import PromptLogprobs, TokenLogprobs
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"  # end of text, a stop token or a stop text
+    LENGTH = "length"  # max_tokens or the end of the context
+    ABORT = "abort"  # the client went away or asked for it
+    ERROR = "error"  # the request failed; `EngineDelta.error` says how
+
+
+class EngineDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop text that ended it
+    error: str | None = None

@@ -1,0 +1,31 @@
+"""Every error that a user can cause, typed, with the field and the remedy in its text."""
+
+from __future__ import annotations
+
+
+class PenstockError(Exception):
+    """Base of all errors that Penstock raises on purpose."""
+
+
+class ConfigError(PenstockError):
+    """An engine option, or a combination of options, that cannot work."""
+
+
+class InputError(PenstockError, ValueError):
+    """A request that cannot be run; `field` names what was wrong with it."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ModelError(PenstockError):
+    """A model that cannot be found, read or understood."""
+
+
+class RequestFault(PenstockError):
+    """A request that failed while it ran. The engine and its other requests go on."""
+
+
+class EngineDeadError(PenstockError):
+    """The engine is gone; nothing more can be run on it."""

@@ -1,0 +1,47 @@
+"""What a user gets back: RequestOutput and its completions, under the names vLLM's users know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Logprob:
+    """The log-probability of one token at one position."""
+
+    logprob: float
+    rank: int | None = None  # 1 is the most likely token
+    decoded_token: str | None = None
+
+
+LogprobsAtPosition = dict[int, Logprob]  # by token id
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[LogprobsAtPosition] | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    stop_reason: int | str | None = None  # the stop token or stop text; None for end of text
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestOutput:
+    """What a request has produced: so far, since the last time, or in all (`output_kind`)."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[LogprobsAtPosition | None] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None

@@ -1,0 +1,33 @@
+"""EngineRequest: everything needed to run a request, or to run it again."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.protocol.sampling import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Immutable and serializable; checked by the frontend before it reaches the engine.
+
+    `output_token_ids` is empty for a fresh request. A replay carries the tokens that its client
+    has already seen: it enters as if preempted, so penalties, limits, seeds and usage keep the
+    boundary between prompt and output.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams  # max_tokens is resolved: never None here
+    seed: int  # drawn by the frontend where the user gave none; 0 <= seed < 2**64
+    eos_token_ids: list[int] = []
+    bad_words_token_ids: list[list[int]] = []
+    priority: int = 0  # lower runs first
+    arrival_time: float = 0.0
+    cache_salt: str | None = None
+    read_prefix_cache: bool = True  # off for prompt logprobs, which need every prompt row
+    output_token_ids: list[int] = []
+
+    @property
+    def max_tokens(self) -> int:
+        assert self.params.max_tokens is not None, "the frontend resolves max_tokens"
+        return self.params.max_tokens

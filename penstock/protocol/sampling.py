@@ -1,0 +1,171 @@
+"""SamplingParams: what a user may ask of the sampler, checked on construction."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+from penstock.protocol.errors import InputError
+
+MAX_N = 128
+MAX_STOP_STRINGS = 64
+MAX_BIAS_ENTRIES = 1024
+
+
+class OutputKind(enum.IntEnum):
+    """How much of the output each `RequestOutput` holds."""
+
+    CUMULATIVE = 0  # everything so far, every time
+    DELTA = 1  # only what is new since the last one
+    FINAL_ONLY = 2  # one output, when the request is finished
+
+
+RequestOutputKind = OutputKind  # the name that vLLM's users know
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How to choose the next token, and when to stop."""
+
+    n: int = 1
+    """Number of completions for the prompt."""
+    presence_penalty: float = 0.0
+    """Subtracted once from every token that the output already contains; -2 to 2."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time a token occurs in the output so far; -2 to 2."""
+    repetition_penalty: float = 1.0
+    """Divides (or multiplies, if negative) the logits of tokens in prompt and output; > 0."""
+    temperature: float = 1.0
+    """0 is greedy; lower is more certain."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probabilities add up to this; (0, 1]."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the most likely one; [0, 1]."""
+    seed: int | None = None
+    """Makes the output repeatable. None draws a seed for each request."""
+    stop: str | list[str] | None = None
+    """Texts that end the output when they appear in it."""
+    stop_token_ids: list[int] | None = None
+    """Tokens that end the output."""
+    ignore_eos: bool = False
+    """Go on after the end-of-text token."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None: as many as fit into the context."""
+    min_tokens: int = 0
+    """Fewest tokens to generate before a stop token or stop text may end the output."""
+    logprobs: int | None = None
+    """How many most likely tokens to return log-probabilities for, the chosen one besides;
+    -1: all."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt."""
+    detokenize: bool = True
+    """Turn tokens into text; off leaves `text` empty and stop strings unusable."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Accepted for compatibility: the tokenizer's own spacing is always kept."""
+    include_stop_str_in_output: bool = False
+    """Keep the stop text that ended the output."""
+    output_kind: OutputKind = OutputKind.CUMULATIVE
+    """What each output of a stream holds."""
+    logit_bias: dict[int, float] | None = None
+    """Added to the logits of these tokens; -100 to 100."""
+    allowed_token_ids: list[int] | None = None
+    """Only these tokens may be chosen."""
+    bad_words: list[str] | None = None
+    """Words that must not be generated."""
+    extra_args: dict[str, Any] | None = None
+    """Passed on to custom logits processors."""
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def validate(self) -> None:
+        """Raise `InputError` for the first value that makes no sense."""
+        _check_int("n", self.n, 1, MAX_N)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, above=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise InputError(
+                    f"min_tokens must be at most max_tokens ({self.max_tokens}), "
+                    f"got {self.min_tokens}",
+                    "min_tokens",
+                )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_int(name, value, -1, 2**31 - 1)
+        self._validate_stops()
+        self._validate_token_sets()
+
+    def _validate_stops(self) -> None:
+        stops = self.stop_strings
+        if not all(isinstance(text, str) and text for text in stops):
+            raise InputError("stop must hold non-empty strings", "stop")
+        if len(stops) > MAX_STOP_STRINGS:
+            raise InputError(
+                f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stops)}", "stop"
+            )
+        if stops and not self.detokenize:
+            raise InputError("stop needs detokenize=True: stop texts are found in text", "stop")
+        for token_id in self.stop_token_ids or []:
+            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+
+    def _validate_token_sets(self) -> None:
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InputError("allowed_token_ids must not be empty", "allowed_token_ids")
+        for token_id in self.allowed_token_ids or []:
+            _check_int("allowed_token_ids", token_id, 0, 2**31 - 1)
+        if self.logit_bias is not None:
+            if len(self.logit_bias) > MAX_BIAS_ENTRIES:
+                raise InputError(
+                    f"logit_bias may hold at most {MAX_BIAS_ENTRIES} entries, "
+                    f"got {len(self.logit_bias)}",
+                    "logit_bias",
+                )
+            for token_id, bias in self.logit_bias.items():
+                _check_int("logit_bias", token_id, 0, 2**31 - 1)
+                _check_float("logit_bias", bias, -100.0, 100.0)
+        if not all(isinstance(word, str) and word for word in self.bad_words or []):
+            raise InputError("bad_words must hold non-empty strings", "bad_words")
+
+
+def _check_int(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InputError(f"{name} must be an integer, got {value!r}", name)
+    if value < low:
+        raise InputError(f"{name} must be at least {low}, got {value}", name)
+    if value > high:
+        raise InputError(f"{name} must be at most {high}, got {value}", name)
+
+
+def _check_float(name: str, value: object, low: float, high: float, above: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise InputError(f"{name} must be a finite number, got {value!r}", name)
+    if value < low or value > high or (above and value == low):
+        bound = f"above {low:g}" if above else f"at least {low:g}"
+        raise InputError(f"{name} must be {bound} and at most {high:g}, got {value:g}", name)

@@ -1,0 +1,80 @@
+"""What the scheduler asks of the runner for one step, and what comes back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.protocol.sampling import SamplingParams
+
+
+class NewRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request that enters the runner's tables: seen first, or back after a preemption."""
+
+    request_id: str
+    token_ids: list[int]  # the prompt, then the output known so far
+    num_prompt_tokens: int
+    num_computed_tokens: int  # served by the prefix cache
+    params: SamplingParams
+    seed: int
+    eos_token_ids: list[int] = []
+    bad_words_token_ids: list[list[int]] = []
+    num_prompt_logprobs: int = 0  # prompt positions whose logprobs are delivered already
+
+
+class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """One request's share of a step."""
+
+    request_id: str
+    incarnation: int  # how often it was preempted; results of an older one are dropped
+    num_tokens: int  # tokens to compute in this step, drafted ones included
+    samples: bool  # this step reaches the end of the known tokens, so a new one is sampled
+    new_block_ids: list[list[int]] = []  # per KV group, appended to the block table; [] if none
+    num_drafts: int = 0  # how many of num_tokens are drafts, which the runner's tables hold
+
+
+class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a worker needs for one step and nothing else.
+
+    Block tables and tokens live in the runner's tables: a decode step's plan carries neither
+    prompt tokens nor full block tables.
+    """
+
+    step_id: int
+    scheduled: list[ScheduledRequest]
+    new_requests: list[NewRequest] = []
+    released_ids: list[str] = []  # finished, aborted or preempted: their rows may be reused
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.scheduled)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the chosen token first, then the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int  # of the chosen token, 1 is the most likely
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of prompt tokens `start`, `start + 1`, ...; start is at least 1."""
+
+    start: int
+    positions: list[TokenLogprobs]
+
+
+class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one scheduled request got out of a step."""
+
+    request_id: str
+    incarnation: int
+    token_ids: list[int] = []  # none for a chunk of a prompt, several with speculation
+    logprobs: list[TokenLogprobs] = []  # one for each token, where asked for
+    prompt_logprobs: PromptLogprobs | None = None
+    fault: str | None = None  # this request failed; its blocks are never published
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    step_id: int
+    results: list[RequestResult]
