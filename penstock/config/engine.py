@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.options import Option, option, options_of
@@ -169,8 +169,7 @@ class EngineConfig:
                     values[declared.name] = coerce(declared, unknown.pop(declared.name))
             built[section] = config_class(**values)
         if unknown:
-            name = next(iter(unknown))
-            raise ConfigError(f"unknown option {name!r}{_did_you_mean(name)}")
+            refuse_unknown_option(next(iter(unknown)))
         return cls(**built)
 
 
@@ -209,11 +208,13 @@ def parse_bytes(name: str, text: str) -> int:
     unit = number[-1:] if number[-1:] in units else ""
     try:
         return int(float(number.removesuffix(unit)) * units[unit])
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}") from None
 
 
-def _did_you_mean(name: str) -> str:
+def refuse_unknown_option(name: str) -> NoReturn:
+    """Raise the ConfigError for a name that no option has, with the nearest one that exists."""
     known = [declared.name for section in all_options().values() for declared in section]
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"unknown option {name!r}{hint}")

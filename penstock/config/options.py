@@ -30,7 +30,7 @@ class Option:
     name: str
     help: str
     default: Any
-    type: type  # bool, int, float, str; the element type where `is_list`
+    type: type  # bool, int, float, str, dict; the element type where `is_list`
     optional: bool  # None is a value
     is_list: bool
     choices: tuple[str, ...]
@@ -49,15 +49,16 @@ def options_of(config_class: type) -> Iterator[Option]:
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        yield _describe(field.name, field.metadata[_HELP], default, hints[field.name])
+        yield describe(field.name, field.metadata[_HELP], default, hints[field.name])
 
 
-def _describe(name: str, help: str, default: Any, hint: Any) -> Option:
+def describe(name: str, help: str, default: Any, hint: Any) -> Option:
+    """An option from its type hint: a plain type, a `Literal`, a list or a dict, or None too."""
     optional = False
     if get_origin(hint) in (Union, types.UnionType):
         members = [arg for arg in get_args(hint) if arg is not type(None)]
         optional = len(members) < len(get_args(hint))
-        (hint,) = members
+        hint = members[-1]  # of `str | list[str]`, the list, which holds either
     is_list = get_origin(hint) is list
     if is_list:
         (hint,) = get_args(hint)
@@ -65,4 +66,6 @@ def _describe(name: str, help: str, default: Any, hint: Any) -> Option:
     if get_origin(hint) is Literal:
         choices = get_args(hint)
         hint = str
+    if get_origin(hint) is dict:
+        hint = dict
     return Option(name, help, default, hint, optional, is_list, choices)

@@ -1,0 +1,205 @@
+"""What the benchmarks share: their flags, running a workload once, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import penstock
+from penstock.cli.bench.workloads import (
+    NAMES,
+    Shape,
+    Workload,
+    named_workload,
+    random_workload,
+)
+from penstock.cli.common import check
+from penstock.config.cli import engine_options_from_args
+from penstock.protocol.errors import ConfigError, RequestFault
+from penstock.protocol.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.llm import LLM
+
+DEFAULT_LEN = 128
+
+
+def add_workload_arguments(
+    parser: argparse.ArgumentParser, count_flag: str, count_help: str, default_count: int
+) -> None:
+    """``--workload``, or lengths and a count of requests under the name `count_flag`."""
+    parser.add_argument(
+        "--workload", choices=NAMES, help="A reference workload; excludes lengths and counts."
+    )
+    parser.add_argument(
+        count_flag,
+        dest="num_requests",
+        type=positive_int,
+        metavar="N",
+        help=f"{count_help} (default: {default_count})",
+    )
+    for flag, what in (("--input-len", "Prompt"), ("--output-len", "Output")):
+        parser.add_argument(
+            flag,
+            type=positive_int,
+            metavar="N",
+            help=f"{what} tokens of each request (default: {DEFAULT_LEN})",
+        )
+    parser.set_defaults(default_num_requests=default_count)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, *, num_iters: int, warmup: int) -> None:
+    """How often to measure, and where the JSON report goes."""
+    parser.add_argument(
+        "--num-iters",
+        type=positive_int,
+        default=num_iters,
+        metavar="N",
+        help="Measured runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--num-iters-warmup",
+        type=natural_int,
+        default=warmup,
+        metavar="N",
+        help="Runs before those, not measured (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="Also write the report as JSON; - writes it to standard output, the table moves to "
+        "standard error.",
+    )
+
+
+def positive_int(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def natural_int(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
+    return number
+
+
+def benchmark_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options given, prefix caching off unless asked for.
+
+    Every run sends the same prompts: with a warm cache it would measure something else.
+    """
+    return {"enable_prefix_caching": False, **engine_options_from_args(args)}
+
+
+def workload_from_args(args: argparse.Namespace) -> Workload:
+    given = {
+        "num_requests": args.num_requests,
+        "input_len": args.input_len,
+        "output_len": args.output_len,
+    }
+    if args.workload is not None:
+        if extra := [name for name, value in given.items() if value is not None]:
+            raise ConfigError(
+                f"workload {args.workload} fixes lengths and counts: drop {', '.join(extra)}"
+            )
+        return named_workload(args.workload)
+    return random_workload(
+        Shape(
+            num_requests=args.num_requests or args.default_num_requests,
+            input_len=args.input_len or DEFAULT_LEN,
+            output_len=args.output_len or DEFAULT_LEN,
+        )
+    )
+
+
+def timed_run(llm: LLM, workload: Workload, params: list[SamplingParams]) -> float:
+    """Seconds to run all requests at once; `RequestFault` if one gave fewer tokens than asked."""
+    prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    elapsed = time.perf_counter() - start
+    for output, wanted in zip(outputs, params, strict=True):
+        if (got := len(check(output).outputs[0].token_ids)) != wanted.max_tokens:
+            raise RequestFault(
+                f"request {output.request_id} gave {got} tokens instead of {wanted.max_tokens}: "
+                "lengths beyond max_model_len?"
+            )
+    return elapsed
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Mean and percentiles (linear between neighbours) of a measurement."""
+    ordered = sorted(values)
+
+    def percentile(share: float) -> float:
+        place = share * (len(ordered) - 1)
+        below, above = math.floor(place), math.ceil(place)
+        return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+    return {
+        "mean": sum(ordered) / len(ordered),
+        "min": ordered[0],
+        "p50": percentile(0.5),
+        "p90": percentile(0.9),
+        "p99": percentile(0.99),
+        "max": ordered[-1],
+    }
+
+
+def peak_memory_mib() -> float | None:
+    """Most memory this process has had resident so far, where the system keeps count."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def report(
+    benchmark: str, args: argparse.Namespace, setting: dict[str, Any], results: dict[str, Any]
+) -> None:
+    """Print the table, and write JSON where ``--json`` says."""
+    document = {
+        "benchmark": benchmark,
+        "penstock": penstock.__version__,
+        "torch": importlib.metadata.version("torch"),
+        **setting,
+        **results,
+    }
+    print(_table({**setting, **results}), file=sys.stderr if args.json == "-" else sys.stdout)
+    text = json.dumps(document, indent=2)
+    if args.json == "-":
+        print(text)
+    elif args.json is not None:
+        try:
+            Path(args.json).write_text(text + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write {args.json}: {error.strerror}") from error
+
+
+def _table(rows: dict[str, Any]) -> str:
+    """One line for each number; a spread takes one line for all of its columns."""
+    width = max(map(len, rows))
+    lines = []
+    for name, value in rows.items():
+        match value:
+            case dict():
+                shown = "  ".join(f"{key} {_number(item)}" for key, item in value.items())
+            case list():
+                continue  # single measurements are for the JSON
+            case _:
+                shown = _number(value)
+        lines.append(f"{name:<{width}}  {shown}")
+    return "\n".join(lines)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,72 @@
+"""`penstock bench latency`: how long one batch takes, to its first token and for each after."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from penstock.cli.bench.common import (
+    add_run_arguments,
+    add_workload_arguments,
+    benchmark_options,
+    peak_memory_mib,
+    report,
+    spread,
+    timed_run,
+    workload_from_args,
+)
+from penstock.cli.bench.workloads import Workload
+from penstock.cli.common import Subparsers, add_command, open_llm
+from penstock.config.cli import add_engine_arguments
+
+
+def add_parser(subparsers: Subparsers[Any]) -> None:
+    parser = add_command(
+        subparsers,
+        "latency",
+        run,
+        "Time of one batch of requests: to the first token (measured by a run of its own that "
+        "asks for one token), to the last, and for each token in between. Prefix caching is off "
+        "unless asked for.",
+    )
+    add_workload_arguments(parser, "--batch-size", "Requests in the batch", default_count=1)
+    add_run_arguments(parser, num_iters=5, warmup=1)
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = benchmark_options(args)
+    workload = workload_from_args(args)
+    first_only = dataclasses.replace(workload, output_lens=[1] * len(workload.prompts))
+    detokenize = not options.get("skip_tokenizer_init")
+    runs = [(part, part.sampling_params(detokenize=detokenize)) for part in (first_only, workload)]
+    with open_llm(options) as llm:
+        measured = [
+            tuple(timed_run(llm, part, params) for part, params in runs)
+            for _ in range(args.num_iters_warmup + args.num_iters)
+        ][args.num_iters_warmup :]
+    first, total = ([times[i] * 1e3 for times in measured] for i in (0, 1))
+    setting = {"workload": workload.name, "options": options}
+    report("latency", args, setting, summarize(workload, first, total))
+    return 0
+
+
+def summarize(workload: Workload, first_ms: list[float], total_ms: list[float]) -> dict[str, Any]:
+    """Spreads over the iterations; the batch's longest output counts its steps."""
+    num_steps = max(workload.output_lens)
+    results: dict[str, Any] = {
+        "batch_size": len(workload.prompts),
+        "num_input_tokens": workload.num_input_tokens,
+        "num_output_tokens": sum(workload.output_lens),
+        "time_to_first_token_ms": spread(first_ms),
+        "total_ms": spread(total_ms),
+    }
+    if num_steps > 1:
+        results["ms_per_token"] = spread(
+            [
+                (total - first) / (num_steps - 1)
+                for first, total in zip(first_ms, total_ms, strict=True)
+            ]
+        )
+    return results | {"peak_memory_mib": peak_memory_mib()}

@@ -1,0 +1,62 @@
+"""`penstock bench throughput`: all requests at once, tokens a second."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+from penstock.cli.bench.common import (
+    add_run_arguments,
+    add_workload_arguments,
+    benchmark_options,
+    peak_memory_mib,
+    report,
+    timed_run,
+    workload_from_args,
+)
+from penstock.cli.bench.workloads import Workload
+from penstock.cli.common import Subparsers, add_command, open_llm
+from penstock.config.cli import add_engine_arguments
+
+
+def add_parser(subparsers: Subparsers[Any]) -> None:
+    parser = add_command(
+        subparsers,
+        "throughput",
+        run,
+        "Tokens a second with all requests sent at once. Prefix caching is off unless asked for.",
+    )
+    add_workload_arguments(parser, "--num-prompts", "Requests sent at once", default_count=16)
+    add_run_arguments(parser, num_iters=1, warmup=0)
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = benchmark_options(args)
+    workload = workload_from_args(args)
+    params = workload.sampling_params(detokenize=not options.get("skip_tokenizer_init"))
+    with open_llm(options) as llm:
+        for _ in range(args.num_iters_warmup):
+            timed_run(llm, workload, params)
+        times = [timed_run(llm, workload, params) for _ in range(args.num_iters)]
+    setting = {"workload": workload.name, "options": options}
+    report("throughput", args, setting, summarize(workload, times))
+    return 0
+
+
+def summarize(workload: Workload, times: list[float]) -> dict[str, Any]:
+    """Rates from the median run."""
+    elapsed = statistics.median(times)
+    num_output_tokens = sum(workload.output_lens)
+    return {
+        "num_requests": len(workload.prompts),
+        "num_input_tokens": workload.num_input_tokens,
+        "num_output_tokens": num_output_tokens,
+        "elapsed_s": elapsed,
+        "requests_per_s": len(workload.prompts) / elapsed,
+        "output_tokens_per_s": num_output_tokens / elapsed,
+        "total_tokens_per_s": (workload.num_input_tokens + num_output_tokens) / elapsed,
+        "peak_memory_mib": peak_memory_mib(),
+        "iterations_s": times,
+    }

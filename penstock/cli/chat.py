@@ -1,0 +1,189 @@
+"""`penstock chat`: a conversation in the terminal. Answers go to standard output as they come."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import signal
+import sys
+import time
+from collections.abc import Generator, Iterator
+from types import FrameType
+from typing import Any, Protocol
+
+from penstock.cli.common import Subparsers, add_command, check, open_llm
+from penstock.config.cli import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_options_from_args,
+    override,
+    sampling_options_from_args,
+)
+from penstock.protocol.errors import InputError, PenstockError
+from penstock.protocol.outputs import RequestOutput
+from penstock.protocol.sampling import OutputKind, SamplingParams
+
+DEFAULT_MAX_TOKENS = 512
+HELP = """\
+/reset         forget the conversation
+/system TEXT   set the system prompt and start anew; without TEXT, remove it
+/help          show this
+/exit          leave; Ctrl-D does too
+Ctrl-C stops an answer."""
+
+Message = dict[str, str]
+
+
+class Stream(Protocol):
+    """`LLM.stream`: outputs as they come; closing the generator aborts the request."""
+
+    def __call__(
+        self, prompt: list[Message], params: SamplingParams, /
+    ) -> Generator[RequestOutput, None, None]: ...
+
+
+def add_parser(subparsers: Subparsers[Any]) -> None:
+    parser = add_command(subparsers, "chat", run, "Talk with the model in the terminal.")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="What the model is told first.")
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = engine_options_from_args(args)
+    if options.get("skip_tokenizer_init"):
+        raise InputError("chat needs text: drop --skip-tokenizer-init", "skip_tokenizer_init")
+    sampling = sampling_options_from_args(args)
+    if sampling.get("n", 1) != 1:
+        raise InputError(f"chat gives one answer at a time, got n={sampling['n']}", "n")
+    sampling["output_kind"] = OutputKind.DELTA
+    with open_llm(options) as llm:
+        params = override(llm.get_default_sampling_params(), sampling)
+        interactive = sys.stdin.isatty()
+        chat = Chat(llm.stream, params, args.system_prompt, interactive=interactive)
+        chat.loop(read_from_terminal() if interactive else iter(sys.stdin))
+    return 0
+
+
+def read_from_terminal() -> Iterator[str]:
+    """Lines as the user types them, until Ctrl-D. Ctrl-C discards the line."""
+    with contextlib.suppress(ImportError):  # line editing, where Python has it
+        importlib.import_module("readline")
+    notice("Type a message; /help lists what else.")
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            notice("\n/exit or Ctrl-D leaves.")
+        except EOFError:
+            notice("")
+            return
+
+
+class Chat:
+    """The messages so far, and what a line of input does to them."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        params: SamplingParams,
+        system_prompt: str | None = None,
+        *,
+        interactive: bool = False,
+    ) -> None:
+        self._stream = stream
+        self._params = params
+        self._interactive = interactive
+        self.start(system_prompt)
+
+    def start(self, system_prompt: str | None) -> None:
+        """Begin a new conversation."""
+        self.system_prompt = system_prompt
+        self.messages: list[Message] = []
+        if system_prompt:
+            self.messages.append({"role": "system", "content": system_prompt})
+
+    def loop(self, lines: Iterator[str]) -> None:
+        """Answer each line until there is none left or one of them is ``/exit``.
+
+        A failed answer ends the loop when nobody is there to react to it.
+        """
+        for line in lines:
+            text = line.strip()
+            if text in ("/exit", "/quit"):
+                return
+            try:
+                if text.startswith("/"):
+                    self.obey(text)
+                elif text:
+                    self.answer(text)
+            except PenstockError as error:
+                if not self._interactive:
+                    raise
+                notice(f"penstock: error: {error}")
+
+    def obey(self, text: str) -> None:
+        """Carry out a line that begins with a slash."""
+        command, _, argument = text.partition(" ")
+        if command == "/reset":
+            self.start(self.system_prompt)
+            notice("The conversation is forgotten.")
+        elif command == "/system":
+            self.start(argument.strip() or None)
+            notice("The system prompt is " + ("set." if self.system_prompt else "removed."))
+        elif command == "/help":
+            notice(HELP)
+        else:
+            raise InputError(f"unknown command {command}; /help lists those there are")
+
+    def answer(self, text: str) -> None:
+        """Print the model's answer as it comes; both turns join the conversation.
+
+        An answer that Ctrl-C stopped counts as far as it went; one that failed leaves no trace.
+        """
+        conversation = [*self.messages, {"role": "user", "content": text}]
+        pieces: list[str] = []
+        num_tokens = 0
+        start = time.perf_counter()
+        with (
+            _Interrupt() as interrupt,
+            contextlib.closing(self._stream(conversation, self._params)) as outputs,
+        ):
+            for output in outputs:
+                completion = check(output).outputs[0]
+                pieces.append(completion.text)
+                num_tokens += len(completion.token_ids)
+                print(completion.text, end="", flush=True)
+                if interrupt.requested:
+                    break
+        elapsed = time.perf_counter() - start
+        print(flush=True)
+        notice(f"[{num_tokens} tokens, {num_tokens / elapsed:.1f} tokens/s]")
+        self.messages = [*conversation, {"role": "assistant", "content": "".join(pieces)}]
+
+
+class _Interrupt:
+    """Within it, the first Ctrl-C is only noted: an engine must not be left mid-step.
+
+    A second one raises KeyboardInterrupt after all, should the engine hang.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> _Interrupt:
+        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def notice(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,54 @@
+"""What several commands share: how they register themselves, and how they make an engine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from penstock.protocol.errors import RequestFault
+from penstock.protocol.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from penstock.llm import LLM
+
+Subparsers = argparse._SubParsersAction  # generic in the stubs alone
+
+
+def add_command(
+    subparsers: Subparsers[Any],
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    help: str,
+    arguments: str = "",
+) -> argparse.ArgumentParser:
+    """A parser for the command `name`, which `run` carries out; its result is the exit code.
+
+    `arguments` stands in the usage line for what follows the options.
+    """
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=help, description=help, allow_abbrev=False
+    )
+    parser.usage = f"{parser.prog} [OPTIONS] {arguments}".rstrip()  # not every flag there is
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+@contextlib.contextmanager
+def open_llm(options: dict[str, Any]) -> Iterator[LLM]:
+    """An engine for the time of a command. Torch is imported here and not before."""
+    from penstock.llm import LLM
+
+    llm = LLM(**options)
+    try:
+        yield llm
+    finally:
+        llm.close()
+
+
+def check(output: RequestOutput) -> RequestOutput:
+    """`output`, unless its request failed: then `RequestFault`."""
+    if output.error is not None:
+        raise RequestFault(f"request {output.request_id} failed: {output.error}")
+    return output

@@ -1,0 +1,78 @@
+"""`penstock generate`: completes prompts. The text alone goes to standard output."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.common import Subparsers, add_command, check, open_llm
+from penstock.config.cli import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_options_from_args,
+    override,
+    sampling_options_from_args,
+)
+from penstock.protocol.errors import InputError
+from penstock.protocol.sampling import OutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from penstock.llm import LLM
+
+DEFAULT_MAX_TOKENS = 128
+
+
+def add_parser(subparsers: Subparsers[Any]) -> None:
+    parser = add_command(
+        subparsers,
+        "generate",
+        run,
+        "Complete prompts. The text goes to standard output, everything else to standard error.",
+        "PROMPT [PROMPT ...]",
+    )
+    parser.add_argument(
+        "prompts",
+        nargs="+",
+        metavar="PROMPT",
+        help="Text to go on from; - reads it from standard input.",
+    )
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = engine_options_from_args(args)
+    if options.get("skip_tokenizer_init"):
+        raise InputError("generate needs text: drop --skip-tokenizer-init", "skip_tokenizer_init")
+    sampling = sampling_options_from_args(args)
+    prompts = read_prompts(args.prompts)
+    with open_llm(options) as llm:
+        params = override(llm.get_default_sampling_params(), sampling)
+        if len(prompts) == 1 and params.n == 1:
+            stream_one(llm, prompts[0], params)
+        else:
+            print_all(llm, prompts, params)
+    return 0
+
+
+def read_prompts(arguments: list[str]) -> list[str]:
+    """The prompts, with standard input in place of ``-``; refuses to read it twice."""
+    if arguments.count("-") > 1:
+        raise InputError("- reads all of standard input and can be given once", "prompt")
+    # The newline that ends the input is the shell's, not the prompt's.
+    return [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in arguments]
+
+
+def stream_one(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """Print the completion as it comes."""
+    for output in llm.stream(prompt, override(params, {"output_kind": OutputKind.DELTA})):
+        print(check(output).outputs[0].text, end="", flush=True)
+    print()
+
+
+def print_all(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
+    """Print the completions of all prompts, in order, each ended by a newline."""
+    for output in llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()):
+        for completion in check(output).outputs:
+            print(completion.text)

@@ -1,0 +1,70 @@
+"""The `penstock` command: picks the subcommand, and turns errors into messages and exit codes.
+
+Exit codes: 0 done, 1 failed, 2 asked for something impossible, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import penstock
+from penstock.cli import bench, chat, collect_env, generate
+from penstock.protocol.errors import ConfigError, InputError, PenstockError
+
+COMMANDS = (generate, chat, bench, collect_env)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, where argparse would print every flag there is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"penstock: error: {message} (see {self.prog} --help)\n")
+
+
+def build_parser() -> Parser:
+    parser = Parser(
+        prog="penstock",
+        description="An inference engine for large language models.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` defaults to the process's own arguments."""
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.error(_unknown_arguments(args.parser, unknown))
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except PenstockError as error:
+        if getattr(args, "log_level", None) == "debug":
+            raise
+        print(f"penstock: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2 if isinstance(error, (ConfigError, InputError)) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has left, as `head` does. Python would complain once more when
+        # it flushes standard output on the way out, so that gets another place to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
+    message = f"unrecognized arguments: {' '.join(unknown)}"
+    flag = unknown[0].partition("=")[0]
+    close = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
+    return f"{message}; did you mean {close[0]}?" if close else message

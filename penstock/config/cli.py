@@ -1,0 +1,194 @@
+"""Flags, made from the configuration: engine options, sampling parameters and the YAML file.
+
+Only what a user gave ends up in the dictionaries built here, so that a default is known in one
+place: where it is declared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.config.engine import (
+    EngineConfig,
+    all_options,
+    coerce,
+    parse_bytes,
+    refuse_unknown_option,
+)
+from penstock.config.options import Option
+from penstock.config.sampling import sampling_options
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.sampling import SamplingParams
+
+# What makes no sense on a command line: the commands print text and choose the output kind
+# themselves. `seed` is missing because the engine's --seed is it.
+_NO_FLAG = {
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "detokenize",
+    "spaces_between_special_tokens",
+    "output_kind",
+    "extra_args",
+}
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag for every engine option, grouped by section, and ``--config``."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        type=Path,
+        help="YAML file with engine options by name; flags win over it.",
+    )
+    for section, options in all_options().items():
+        group = parser.add_argument_group(f"{section} options")
+        for declared in options:
+            _add_flag(group, declared)
+
+
+def engine_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that the user gave, flags over the ``--config`` file.
+
+    Raises `ConfigError` for anything that an engine would refuse, before one is made.
+    """
+    options = {} if args.config is None else read_config_file(args.config)
+    for section in all_options().values():
+        for declared in section:
+            if hasattr(args, declared.name):
+                options[declared.name] = getattr(args, declared.name)
+    EngineConfig.from_options(options)
+    return options
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Engine options from a flat YAML mapping; names are written with ``-`` or ``_``.
+
+    Raises `ConfigError`, with the file's name, for what cannot be read or is no option.
+    """
+    import yaml  # costs more than the rest of the command line together
+
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must map option names to values, got {content!r}")
+    declared = {option.name: option for section in all_options().values() for option in section}
+    options: dict[str, Any] = {}
+    try:
+        for key, value in content.items():
+            name = str(key).replace("-", "_")
+            if name not in declared:
+                refuse_unknown_option(str(key))
+            if name in options:
+                raise ConfigError(f"{name} is given twice, once as {key!r}")
+            options[name] = coerce(declared[name], value)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return options
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """One flag for every sampling parameter that fits a command line.
+
+    `max_tokens` is this command's own default.
+    """
+    group = parser.add_argument_group(
+        "sampling",
+        "Defaults shown here give way to the model's own, where it brings some. "
+        "--seed, above, seeds sampling too.",
+    )
+    for declared in sampling_options():
+        if declared.name not in _NO_FLAG:
+            default = max_tokens if declared.name == "max_tokens" else declared.default
+            _add_flag(group, declared, default=default)
+    parser.set_defaults(max_tokens=max_tokens)
+
+
+def sampling_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that the user or the command gave, checked."""
+    options = {
+        declared.name: getattr(args, declared.name)
+        for declared in sampling_options()
+        if hasattr(args, declared.name)
+    }
+    SamplingParams(**options)
+    return options
+
+
+def override(defaults: SamplingParams, options: dict[str, Any]) -> SamplingParams:
+    """`defaults` with `options` in place of what they name, checked anew."""
+    return SamplingParams(**{**msgspec.structs.asdict(defaults), **options})
+
+
+_UNSET = object()
+
+
+def _add_flag(
+    group: argparse._ArgumentGroup, declared: Option, *, default: object = _UNSET
+) -> None:
+    shown = declared.default if default is _UNSET else default
+    text = declared.help
+    if shown not in (None, []) and "default:" not in text:
+        text = f"{text} (default: {_as_typed(shown)})"
+    settings: dict[str, Any] = {
+        "dest": declared.name,
+        "default": argparse.SUPPRESS,  # absent from the namespace unless given
+        "help": text.replace("%", "%%"),
+    }
+    if declared.type is bool:
+        group.add_argument(declared.flag, action=argparse.BooleanOptionalAction, **settings)
+        return
+    if declared.choices:
+        settings["choices"] = declared.choices
+    else:
+        settings["type"], settings["metavar"] = _parser_and_metavar(declared)
+    if declared.is_list:
+        # Once for each value: a flag that takes several would swallow the prompts after it.
+        settings["action"] = "append"
+        settings["help"] += " May be given several times."
+    group.add_argument(declared.flag, **settings)
+
+
+def _as_typed(value: object) -> str:
+    """A default as one would write it on the command line."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _parser_and_metavar(declared: Option) -> tuple[Callable[[str], Any], str]:
+    if declared.name.endswith("_bytes"):
+        return _reporting(lambda text: parse_bytes(declared.name, text)), "SIZE"
+    if declared.type is dict:
+        return _reporting(lambda text: _parse_biases(declared.name, text)), "JSON"
+    return declared.type, {int: "N", float: "X", str: "TEXT"}[declared.type]
+
+
+def _reporting(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse`, with its ConfigError as the error that argparse knows how to show."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return convert
+
+
+def _parse_biases(name: str, text: str) -> dict[int, float]:
+    try:
+        return msgspec.json.decode(text, type=dict[int, float])
+    except msgspec.MsgspecError as error:
+        example = json.dumps({"42": -100})
+        raise ConfigError(f"{name} must be JSON such as {example}, got {text!r}") from error

@@ -1,0 +1,69 @@
+"""The reference page of all options: ``python -m penstock.config.docs > docs/configuration.md``."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from penstock.config.engine import all_options
+from penstock.config.options import Option
+from penstock.config.sampling import sampling_options
+
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `python -m penstock.config.docs > docs/configuration.md`; edit the dataclasses. -->
+
+An engine option has one name everywhere: `--max-model-len 2048` on the command line is
+`LLM(max_model_len=2048)` in Python and `max-model-len: 2048` (or `max_model_len`) in the file that
+`--config file.yaml` names. Flags win over the file. Sizes may be written as `4GiB`. A flag that is
+on by default is turned off with `--no-`: `--no-enable-prefix-caching`. A flag that takes a list is
+given once for each value.
+"""
+
+_SAMPLING = """\
+## Sampling parameters
+
+Arguments of `SamplingParams(...)`, and flags of `penstock generate` and `penstock chat` where they
+make sense there. `penstock generate --help` shows which, and the commands' own `--max-tokens`.
+"""
+
+
+def render() -> str:
+    """The whole page as Markdown."""
+    parts = [_INTRODUCTION]
+    for section, options in all_options().items():
+        parts.append(f"## {section.capitalize()}\n\n{_table(options)}")
+    parts.append(_SAMPLING + "\n" + _table(sampling_options()))
+    return "\n".join(parts)
+
+
+def _table(options: Iterable[Option]) -> str:
+    rows = ["| option | type | default | |", "|---|---|---|---|"]
+    for declared in options:
+        cells = (f"`{declared.name}`", _type(declared), _default(declared), declared.help)
+        rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _type(declared: Option) -> str:
+    if declared.choices:
+        return ", ".join(f"`{choice}`" for choice in declared.choices)
+    if issubclass(declared.type, enum.Enum):
+        return ", ".join(f"`{member.name}`" for member in declared.type)
+    name = "size" if declared.name.endswith("_bytes") else declared.type.__name__
+    return f"list of {name}" if declared.is_list else name
+
+
+def _default(declared: Option) -> str:
+    match declared.default:
+        case None | []:
+            return ""
+        case enum.Enum() as member:
+            return f"`{member.name}`"
+        case value:
+            return f"`{value}`"
+
+
+if __name__ == "__main__":
+    print(render(), end="")

@@ -1,0 +1,66 @@
+"""Nothing heavy is imported before it is needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "transformers", "numpy", "yaml", "huggingface_hub", "tokenizers", "jinja2"}
+REPORT = """
+import atexit, json, sys
+atexit.register(lambda: print("MODULES " + json.dumps(sorted(sys.modules))))
+"""
+
+
+def modules_after(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after running `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT + code], capture_output=True, text=True, check=True
+    )
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("MODULES ")]
+    return {name.partition(".")[0] for name in json.loads(line.removeprefix("MODULES "))}
+
+
+def test_importing_penstock_imports_nothing_heavy() -> None:
+    modules = modules_after("import penstock; penstock.SamplingParams()")
+    assert "penstock" in modules
+    assert not modules & HEAVY
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["chat", "--help"],
+        ["bench", "--help"],
+        ["bench", "throughput", "--help"],
+        ["bench", "latency", "--help"],
+        ["bench", "startup", "--help"],
+        ["collect-env", "--help"],
+    ],
+    ids=" ".join,
+)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    modules = modules_after(f"from penstock.cli.main import main; main({arguments!r})")
+    assert "penstock" in modules
+    assert not modules & HEAVY
+
+
+def test_a_refused_option_costs_no_import_of_torch() -> None:
+    modules = modules_after(
+        "from penstock.cli.main import main\n"
+        "assert main(['generate', '--block-size', '3', 'x']) == 2"
+    )
+    assert "torch" not in modules
+
+
+def test_a_name_that_penstock_does_not_have_is_an_attribute_error() -> None:
+    import penstock
+
+    with pytest.raises(AttributeError, match="no attribute 'LLMM'"):
+        _ = penstock.LLMM
