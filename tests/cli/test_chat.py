@@ -1,0 +1,169 @@
+"""A conversation: what is remembered, what the commands do, and what Ctrl-C stops."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Generator
+
+import pytest
+
+from penstock.cli.chat import Chat, Message
+from penstock.protocol.errors import InputError, RequestFault
+from penstock.protocol.outputs import CompletionOutput, RequestOutput
+from penstock.protocol.sampling import SamplingParams
+
+
+class Script:
+    """A model that gives prepared answers, piece by piece, and records what it was asked."""
+
+    def __init__(self, *answers: list[str]) -> None:
+        self.answers = list(answers)
+        self.asked: list[list[Message]] = []
+        self.num_yielded = 0
+        self.closed = False
+
+    def __call__(
+        self, prompt: list[Message], params: SamplingParams, /
+    ) -> Generator[RequestOutput, None, None]:
+        self.asked.append(prompt)
+        try:
+            for piece in self.answers.pop(0):
+                if piece == "^C":
+                    os.kill(os.getpid(), signal.SIGINT)
+                    continue
+                self.num_yielded += 1
+                yield delta(piece)
+        finally:
+            self.closed = True
+
+
+def delta(text: str, error: str | None = None) -> RequestOutput:
+    return RequestOutput("0", None, [1], [CompletionOutput(0, text, [5])], False, error=error)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def talk(script: Script, *lines: str, system_prompt: str | None = None) -> Chat:
+    chat = Chat(script, SamplingParams(), system_prompt, interactive=True)
+    chat.loop(iter(lines))
+    return chat
+
+
+def test_every_turn_sees_those_before_it(capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script(["Hel", "lo."], ["Fine."])
+    talk(script, "Hi", "  How are you? \n", system_prompt="Be brief.")
+    assert script.asked == [
+        [system("Be brief."), user("Hi")],
+        [system("Be brief."), user("Hi"), assistant("Hello."), user("How are you?")],
+    ]
+    captured = capsys.readouterr()
+    assert captured.out == "Hello.\nFine.\n"
+    assert "[2 tokens, " in captured.err
+    assert "tokens/s]" in captured.err
+
+
+def test_blank_lines_ask_nothing() -> None:
+    script = Script()
+    talk(script, "", "   \n")
+    assert script.asked == []
+
+
+def test_reset_forgets_all_but_the_system_prompt() -> None:
+    script = Script(["a"], ["b"])
+    talk(script, "one", "/reset", "two", system_prompt="S")
+    assert script.asked[1] == [system("S"), user("two")]
+
+
+def test_system_sets_the_prompt_and_starts_anew() -> None:
+    script = Script(["a"], ["b"], ["c"])
+    talk(script, "one", "/system Speak  French.", "two", "/system", "three", system_prompt="S")
+    assert script.asked[1] == [system("Speak  French."), user("two")]
+    assert script.asked[2] == [user("three")]
+
+
+@pytest.mark.parametrize("command", ["/exit", "/quit"])
+def test_exit_leaves(command: str) -> None:
+    script = Script()
+    talk(script, command, "never asked")
+    assert script.asked == []
+
+
+def test_help_and_unknown_commands_talk_on_standard_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    talk(Script(), "/help", "/frobnicate now")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "/system TEXT" in captured.err
+    assert "unknown command /frobnicate; /help lists those there are" in captured.err
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_conversation() -> None:
+    script = Script(["one ", "^C", "two ", "three "], ["fine"])
+    before = signal.getsignal(signal.SIGINT)
+    chat = talk(script, "count", "and now?")
+    assert script.num_yielded == 3  # "three " was never asked for
+    assert script.closed
+    assert chat.messages == [
+        user("count"),
+        assistant("one two "),
+        user("and now?"),
+        assistant("fine"),
+    ]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_breaks_out_of_an_engine_that_hangs() -> None:
+    script = Script(["^C", "^C", "never"])
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        talk(script, "count")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+class Refusing:
+    """A model that refuses the first question and answers the others."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.asked: list[list[Message]] = []
+        self.error = error
+
+    def __call__(
+        self, prompt: list[Message], params: SamplingParams, /
+    ) -> Generator[RequestOutput, None, None]:
+        self.asked.append(prompt)
+        if len(self.asked) > 1:
+            yield delta("fine")
+        elif self.error is not None:
+            raise self.error
+        else:
+            yield delta("half", error="out of luck")
+
+
+@pytest.mark.parametrize("error", [InputError("prompt too long", "prompt"), None])
+def test_a_failed_turn_leaves_no_trace_and_the_conversation_goes_on(
+    error: Exception | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Refusing(error)
+    chat = Chat(model, SamplingParams(), interactive=True)
+    chat.loop(iter(["first", "second"]))
+    assert model.asked[1] == [user("second")]
+    assert "penstock: error: " in capsys.readouterr().err
+
+
+def test_a_failed_turn_ends_a_conversation_that_nobody_watches() -> None:
+    model = Refusing()
+    with pytest.raises(RequestFault, match="out of luck"):
+        Chat(model, SamplingParams(), interactive=False).loop(iter(["first", "second"]))
+    assert len(model.asked) == 1

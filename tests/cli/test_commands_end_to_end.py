@@ -1,0 +1,120 @@
+"""The commands as a user runs them: real processes, the real default model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROMPT = "The capital of France is"
+GREEDY = ("--temperature", "0", "--max-tokens", "8")
+
+
+@pytest.fixture
+def penstock(default_model: str, tmp_path: Path) -> Run:
+    return Run(default_model, tmp_path)
+
+
+class Run:
+    """Runs `penstock` in a process of its own; `folder` is for its files."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        self.model = model
+        self.folder = folder
+
+    def __call__(
+        self, *arguments: str, stdin: str = "", code: int = 0
+    ) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", *arguments, "--model", self.model],
+            input=stdin,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == code, done.stderr
+        return done
+
+
+def test_generate_prints_the_text_alone_on_standard_output(penstock: Run) -> None:
+    done = penstock("generate", *GREEDY, PROMPT)
+    assert done.stdout.startswith(" Paris")
+    assert done.stdout.endswith("\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_generate_reads_the_prompt_from_a_pipe(penstock: Run) -> None:
+    piped = penstock("generate", *GREEDY, "-", stdin=PROMPT + "\n").stdout
+    assert piped == penstock("generate", *GREEDY, PROMPT).stdout
+
+
+def test_generate_gives_one_completion_for_each_prompt(penstock: Run) -> None:
+    prompts = (PROMPT, "One, two, three, four,")
+    together = penstock("generate", *GREEDY, *prompts).stdout
+    alone = [penstock("generate", *GREEDY, prompt).stdout for prompt in prompts]
+    assert together == "".join(alone)
+
+
+def test_generate_repeats_itself_for_a_seed(penstock: Run) -> None:
+    flags = ("--seed", "7", "--temperature", "1.0", "--max-tokens", "16")
+    first = penstock("generate", *flags, PROMPT).stdout
+    assert penstock("generate", *flags, PROMPT).stdout == first
+    assert len(first.strip()) > 0
+
+
+def test_generate_takes_engine_options_from_a_file(penstock: Run) -> None:
+    config = penstock.folder / "engine.yaml"
+    config.write_text("max-model-len: 4\n")
+    done = penstock("generate", *GREEDY, "--config", str(config), PROMPT, code=2)
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[-1].startswith("penstock: error: ")
+    penstock("generate", *GREEDY, "--config", str(config), "--max-model-len", "64", PROMPT)
+
+
+def test_a_model_that_is_not_there_is_one_line_of_error(tmp_path: Path) -> None:
+    done = Run(str(tmp_path / "nothing.gguf"), tmp_path)("generate", PROMPT, code=1)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("penstock: error: ")
+    assert "nothing.gguf" in done.stderr
+
+
+def test_chat_answers_each_line_of_a_pipe_and_remembers(penstock: Run) -> None:
+    lines = (
+        "What is the capital of France?\n/help\n/reset\nWhat is the capital of France?\n/exit\nx\n"
+    )
+    done = penstock("chat", "--temperature", "0", "--max-tokens", "24", stdin=lines)
+    middle = len(done.stdout) // 2
+    first, second = done.stdout[:middle], done.stdout[middle:]
+    assert "Paris" in first
+    assert second == first  # the conversation was forgotten, so the question was the same
+    assert done.stderr.count("tokens/s]") == 2
+    assert "/system TEXT" in done.stderr
+
+
+def test_bench_throughput_reports_rates(penstock: Run) -> None:
+    shape = ("--num-prompts", "2", "--input-len", "8", "--output-len", "4")
+    done = penstock("bench", "throughput", *shape, "--json", "-")
+    result = json.loads(done.stdout)
+    assert (result["num_requests"], result["num_input_tokens"]) == (2, 16)
+    assert result["num_output_tokens"] == 8
+    assert result["output_tokens_per_s"] == pytest.approx(8 / result["elapsed_s"])
+    assert "requests_per_s" in done.stderr
+
+
+def test_bench_latency_reports_times(penstock: Run) -> None:
+    shape = ("--batch-size", "2", "--input-len", "8", "--output-len", "4", "--num-iters", "2")
+    report = penstock.folder / "report.json"
+    done = penstock("bench", "latency", *shape, "--json", str(report))
+    result = json.loads(report.read_text())
+    assert 0 < result["time_to_first_token_ms"]["p50"] < result["total_ms"]["p50"]
+    assert "ms_per_token" in done.stdout
+
+
+def test_bench_startup_says_where_the_time_went(penstock: Run) -> None:
+    flags = ("--num-iters", "1", "--num-iters-warmup", "0")
+    result = json.loads(penstock("bench", "startup", *flags, "--json", "-").stdout)
+    parts = result["import_s"] + result["load_s"] + result["generate_s"]
+    assert 0 < parts < result["first_token_s"]

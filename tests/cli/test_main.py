@@ -1,0 +1,144 @@
+"""Errors become one line on standard error and an exit code."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock
+from penstock.cli import collect_env
+from penstock.cli.generate import read_prompts
+from penstock.cli.main import main
+from penstock.protocol.errors import (
+    ConfigError,
+    EngineDeadError,
+    InputError,
+    ModelError,
+    PenstockError,
+    RequestFault,
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["generat"], "invalid choice: 'generat'"),
+        (["generate"], "the following arguments are required: PROMPT"),
+        (["generate", "--max-model-len", "x", "p"], "--max-model-len: invalid int value: 'x'"),
+        (["generate", "p", "--max-modle-len=5"], "did you mean --max-model-len?"),
+        (["generate", "p", "--max-model", "5"], "unrecognized arguments: --max-model 5"),
+        (["bench", "latency", "--num-iters", "0"], "must be at least 1, got 0"),
+        (["bench", "latency", "--workload", "thrr"], "invalid choice: 'thrr'"),
+    ],
+)
+def test_usage_errors_are_one_line_and_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("penstock: error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "p", "--block-size", "3"], "block_size must be a power of two"),
+        (["generate", "p", "--temperature", "-1"], "temperature must be at least 0"),
+        (["generate", "p", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+        (["generate", "p", "--skip-tokenizer-init"], "drop --skip-tokenizer-init"),
+        (["generate", "-", "-"], "standard input and can be given once"),
+        (["generate", "p", "--config", "no/such.yaml"], "cannot read no/such.yaml"),
+        (["chat", "--n", "2"], "one answer at a time, got n=2"),
+        (
+            ["bench", "throughput", "--workload", "nano", "--input-len", "5"],
+            "workload nano fixes lengths and counts: drop input_len",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("penstock: error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a\nb"), 2),
+        (InputError("a\nb", "prompt"), 2),
+        (ModelError("a\nb"), 1),
+        (RequestFault("a\nb"), 1),
+        (EngineDeadError("a\nb"), 1),
+    ],
+)
+def test_each_kind_of_error_has_its_code(
+    error: PenstockError,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(collect_env, "collect", lambda: _raise(error))
+    assert main(["collect-env"]) == code
+    assert capsys.readouterr().err == "penstock: error: a b\n"
+
+
+def test_debug_logging_shows_the_traceback() -> None:
+    with pytest.raises(ConfigError):
+        main(["generate", "p", "--block-size", "3", "--log-level", "debug"])
+
+
+def test_an_interrupt_is_quiet_and_code_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(collect_env, "collect", lambda: _raise(KeyboardInterrupt()))
+    assert main(["collect-env"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_leaves_is_no_traceback() -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "collect-env", "--json"],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write_end)
+    assert done.returncode == 1
+    assert done.stderr == ""
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"penstock {penstock.__version__}\n"
+
+
+def test_the_version_is_the_one_that_is_packaged() -> None:
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    assert f'\nversion = "{penstock.__version__}"\n' in pyproject.read_text()
+
+
+def test_a_dash_stands_for_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe\n\n"))
+    assert read_prompts(["a", "-", "b"]) == ["a", "from a pipe\n", "b"]
+
+
+def _raise(error: BaseException) -> None:
+    raise error
