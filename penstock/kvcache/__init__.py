@@ -1,0 +1,1 @@
+"""KV accounting: which block of the one pool holds which tokens of which request. No torch."""

@@ -1,0 +1,50 @@
+"""What a prefix is called: a chain of sha256 over fixed units of tokens.
+
+The name of a unit covers everything before it, so equal names mean equal prefixes. Nothing in it
+depends on the process: engines with the same model may share blocks by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+
+
+def hash_root(
+    model_fingerprint: str,
+    kv_dtype: str,
+    cache_salt: str | None = None,
+    adapter: str | None = None,
+) -> bytes:
+    """What a chain starts from: everything besides the tokens that shapes keys and values."""
+    fields = json.dumps([model_fingerprint, kv_dtype, cache_salt, adapter])
+    return hashlib.sha256(fields.encode("ascii")).digest()
+
+
+class HashChain:
+    """The hashes of one request's full units, extended as its tokens become known.
+
+    `media` maps the position of a media item's first token to the hash of its content, since its
+    placeholder tokens say nothing about it.
+    """
+
+    def __init__(self, root: bytes, unit: int, media: Mapping[int, bytes] | None = None) -> None:
+        self.hashes: list[bytes] = []  # one for each full unit
+        self._last = root
+        self._unit = unit
+        self._pack = struct.Struct(f"<{unit}i").pack
+        self._media = sorted((media or {}).items())
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Hash the units of `token_ids` that are full and not hashed yet."""
+        unit = self._unit
+        for start in range(len(self.hashes) * unit, len(token_ids) - unit + 1, unit):
+            digest = hashlib.sha256(self._last)
+            digest.update(self._pack(*token_ids[start : start + unit]))
+            for position, content in self._media:
+                if start <= position < start + unit:
+                    digest.update(struct.pack("<i", position - start) + content)
+            self._last = digest.digest()
+            self.hashes.append(self._last)

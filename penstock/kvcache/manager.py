@@ -1,0 +1,290 @@
+"""KVCacheManager: which blocks each request holds in each group, and what they are known by."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Protocol
+
+from penstock.kvcache.block_pool import Block, BlockPool
+from penstock.kvcache.groups import RULES, RulesRegistry, rules_for
+from penstock.kvcache.hashing import HashChain, hash_root
+from penstock.protocol.kv import KVCacheLayout
+
+UNBOUNDED = 2**62  # tokens that fit where a model has no KV group at all
+
+
+class CacheableRequest(Protocol):
+    """What the cache needs to know of a request."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def token_ids(self) -> list[int]:
+        """All known tokens: the prompt, then the output."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """An upper bound while steps are in flight."""
+
+    @property
+    def last_step_id(self) -> int:
+        """The last step that uses its blocks; 0 if none does."""
+
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def read_prefix_cache(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class CachedPrefix:
+    """The longest prefix of a request that every group can serve, and the blocks that hold it.
+
+    Good until the next call that takes blocks. Gaps, which a group does not need, are null blocks.
+    """
+
+    num_tokens: int
+    blocks: list[list[Block]]  # by group
+
+
+class _Holding:
+    """One request's blocks and the names of their content."""
+
+    __slots__ = ("chain", "may_publish", "next_full", "num_published", "num_slots", "tables")
+
+    def __init__(self, chain: HashChain, num_groups: int) -> None:
+        self.chain = chain
+        self.tables: list[list[Block]] = [[] for _ in range(num_groups)]
+        self.num_slots = 0  # tokens that the tables have room for
+        self.num_published = [0] * num_groups  # blocks, by group
+        self.next_full = 0  # tokens at which the next block of some group is full
+        self.may_publish = True
+
+
+class KVCacheManager:
+    """Hands out blocks to requests, all or nothing, and keeps the prefix cache."""
+
+    def __init__(
+        self,
+        layout: KVCacheLayout,
+        *,
+        model_fingerprint: str = "",
+        kv_dtype: str = "auto",
+        enable_prefix_caching: bool = True,
+        registry: RulesRegistry = RULES,
+    ) -> None:
+        self.pool = BlockPool(layout.num_blocks)
+        self.groups = [rules_for(g.spec, g.block_size, registry) for g in layout.groups]
+        self.num_prefix_queries = 0  # tokens asked for, of requests that may read the cache
+        self.num_prefix_hits = 0  # tokens served
+        self._caches = enable_prefix_caching and bool(self.groups)
+        self._unit = reduce(math.gcd, (group.block_size for group in self.groups), 0) or 1
+        self._identity = (model_fingerprint, kv_dtype)
+        self._holdings: dict[str, _Holding] = {}
+        self._kept: dict[str, list[Block]] = {}
+
+    # -- what is there
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that cannot be handed out now."""
+        return (self.pool.num_usable - self.pool.num_free) / max(self.pool.num_usable, 1)
+
+    def can_ever_hold(self, num_tokens: int) -> bool:
+        """Whether a request of this length fits into an empty cache."""
+        return sum(g.num_blocks(num_tokens) for g in self.groups) <= self.pool.num_usable
+
+    def block_ids(self, request: CacheableRequest) -> list[list[int]]:
+        """The request's block tables, by group."""
+        holding = self._holdings.get(request.request_id)
+        tables = holding.tables if holding else []
+        return [[block.id for block in table] for table in tables]
+
+    # -- a request's way in
+
+    def match(self, request: CacheableRequest) -> CachedPrefix:
+        """The longest cached prefix, short of the last known token, which must be computed."""
+        if not (self._caches and request.read_prefix_cache):
+            return CachedPrefix(0, [[] for _ in self.groups])
+        chain = self._holding(request).chain
+        chain.extend(request.token_ids)
+        limit, num_agreeing = len(request.token_ids) - 1, 0
+        groups = itertools.cycle(enumerate(self.groups))
+        while num_agreeing < len(self.groups):  # a group may shorten what others agreed on
+            group, rules = next(groups)
+            served = rules.longest_prefix(partial(self._is_cached, chain, group), limit)
+            num_agreeing = num_agreeing + 1 if served == limit else 1
+            limit = served
+        return CachedPrefix(limit, [self._prefix(chain, g, limit) for g in range(len(self.groups))])
+
+    def fits(self, prefix: CachedPrefix, num_tokens: int) -> bool:
+        """Whether a request that begins with `prefix` could hold `num_tokens` tokens right now."""
+        num_blocks = sum(
+            rules.num_blocks(num_tokens) - len(blocks)
+            for rules, blocks in zip(self.groups, prefix.blocks, strict=True)
+        )
+        revived = sum(self.pool.is_free(block) for blocks in prefix.blocks for block in blocks)
+        return num_blocks + revived <= self.pool.num_free
+
+    def adopt(self, request: CacheableRequest, prefix: CachedPrefix) -> None:
+        """Let a request that holds nothing share the blocks of its prefix."""
+        holding = self._holding(request)
+        for blocks in prefix.blocks:
+            for block in blocks:
+                if block is not self.pool.null_block:
+                    self.pool.touch(block)
+        holding.tables = [list(blocks) for blocks in prefix.blocks]
+        holding.num_published = [len(blocks) for blocks in prefix.blocks]
+        self._measure(holding)
+        if self._caches and request.read_prefix_cache:
+            self.num_prefix_queries += len(request.token_ids)
+            self.num_prefix_hits += prefix.num_tokens
+
+    # -- a running request
+
+    def allocate(
+        self, request: CacheableRequest, num_new: int, num_lookahead: int = 0
+    ) -> list[list[int]] | None:
+        """Make room for `num_new` tokens after the computed ones, and `num_lookahead` drafts.
+
+        The ids of new blocks by group, [] where none are needed; None, and nothing changed, where
+        they are not to be had.
+        """
+        holding = self._holding(request)
+        num_slots = request.num_computed_tokens + num_new + num_lookahead
+        if num_slots <= holding.num_slots:
+            return []
+        missing = self._missing(holding, num_slots)
+        if sum(missing) > self.pool.num_free:
+            return None
+        new_blocks = [self.pool.take(count) for count in missing]
+        for table, blocks in zip(holding.tables, new_blocks, strict=True):
+            table += blocks
+        self._measure(holding)
+        return [[block.id for block in blocks] for blocks in new_blocks]
+
+    def num_missing(self, request: CacheableRequest, num_new: int) -> int:
+        """How many blocks `allocate` would have to take."""
+        num_slots = request.num_computed_tokens + num_new
+        return sum(self._missing(self._holding(request), num_slots))
+
+    def publish(self, request: CacheableRequest, num_confirmed_tokens: int) -> None:
+        """The first tokens are known and computed: share full blocks, drop those out of reach."""
+        holding = self._holdings[request.request_id]
+        if num_confirmed_tokens < holding.next_full:
+            return
+        publishes = self._caches and holding.may_publish
+        if publishes:
+            holding.chain.extend(request.token_ids)
+        for group, rules in enumerate(self.groups):
+            num_full = num_confirmed_tokens // rules.block_size
+            if publishes:
+                self._publish_blocks(holding, group, num_full)
+            holding.num_published[group] = num_full
+            self._drop(request, holding.tables[group], rules.num_droppable(num_confirmed_tokens))
+        self._measure(holding)
+
+    # -- a request's way out
+
+    def free(self, request: CacheableRequest) -> None:
+        """Give up all blocks; those that steps in flight use come back once they are collected."""
+        self.pool.free(self._let_go(request), request.last_step_id)
+
+    def keep(self, request: CacheableRequest) -> None:
+        """As `free`, but the blocks stay taken until `free_kept`."""
+        self._kept[request.request_id] = self._let_go(request)
+
+    def free_kept(self, request_id: str, busy_until: int) -> None:
+        """Give up blocks that were kept; unknown ids are ignored."""
+        self.pool.free(self._kept.pop(request_id, ()), busy_until)
+
+    def collect(self, step_id: int) -> None:
+        """The step is collected: blocks that were freed while it used them may be reused."""
+        self.pool.collect(step_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content. Running requests keep their blocks but share no more."""
+        self.pool.forget_all()
+        for holding in self._holdings.values():
+            holding.may_publish = not any(holding.tables)
+
+    # -- details
+
+    def _holding(self, request: CacheableRequest) -> _Holding:
+        holding = self._holdings.get(request.request_id)
+        if holding is None:
+            root = hash_root(*self._identity, cache_salt=request.cache_salt)
+            holding = _Holding(HashChain(root, self._unit), len(self.groups))
+            self._holdings[request.request_id] = holding
+            self._measure(holding)
+        return holding
+
+    def _cached(self, chain: HashChain, group: int, index: int) -> Block | None:
+        last_unit = (index + 1) * self.groups[group].block_size // self._unit - 1
+        return self.pool.lookup((chain.hashes[last_unit], group))
+
+    def _is_cached(self, chain: HashChain, group: int, index: int) -> bool:
+        return self._cached(chain, group, index) is not None
+
+    def _prefix(self, chain: HashChain, group: int, num_tokens: int) -> list[Block]:
+        rules = self.groups[group]
+        num_gaps = rules.num_droppable(num_tokens)
+        blocks = [self.pool.null_block] * num_gaps
+        for index in range(num_gaps, num_tokens // rules.block_size):
+            block = self._cached(chain, group, index)
+            assert block is not None, "longest_prefix counted a block that is not cached"
+            blocks.append(block)
+        return blocks
+
+    def _missing(self, holding: _Holding, num_slots: int) -> list[int]:
+        return [
+            max(rules.num_blocks(num_slots) - len(table), 0)
+            for rules, table in zip(self.groups, holding.tables, strict=True)
+        ]
+
+    def _publish_blocks(self, holding: _Holding, group: int, num_full: int) -> None:
+        units_per_block = self.groups[group].block_size // self._unit
+        for index in range(holding.num_published[group], num_full):
+            block = holding.tables[group][index]
+            if block is not self.pool.null_block:
+                key = (holding.chain.hashes[(index + 1) * units_per_block - 1], group)
+                self.pool.publish(block, key)
+
+    def _drop(self, request: CacheableRequest, table: list[Block], num_droppable: int) -> None:
+        null, index = self.pool.null_block, num_droppable - 1
+        dropped = []
+        while index >= 0 and table[index] is not null:  # what lies before a gap is a gap
+            dropped.append(table[index])
+            table[index] = null
+            index -= 1
+        self.pool.free(reversed(dropped), request.last_step_id)
+
+    def _measure(self, holding: _Holding) -> None:
+        """Remember at which lengths `allocate` and `publish` have something to do."""
+        sizes = [rules.block_size for rules in self.groups]
+        tables, published = holding.tables, holding.num_published
+        holding.num_slots = min(
+            (len(t) * size for t, size in zip(tables, sizes, strict=True)), default=UNBOUNDED
+        )
+        holding.next_full = min(
+            ((n + 1) * size for n, size in zip(published, sizes, strict=True)), default=UNBOUNDED
+        )
+
+    def _let_go(self, request: CacheableRequest) -> list[Block]:
+        holding = self._holdings.pop(request.request_id, None)
+        return self._tails_first(holding.tables) if holding else []
+
+    def _tails_first(self, tables: Iterable[list[Block]]) -> list[Block]:
+        """Blocks by the position of their tokens, last first: a cached prefix loses its end."""
+        placed = [
+            (index * rules.block_size, block)
+            for rules, table in zip(self.groups, tables, strict=True)
+            for index, block in enumerate(table)
+            if block is not self.pool.null_block
+        ]
+        placed.sort(key=lambda item: item[0], reverse=True)
+        return [block for _, block in placed]
