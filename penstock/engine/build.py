@@ -1,0 +1,103 @@
+"""From a configuration to a running engine core: source, workers, cache, scheduler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from penstock.config import EngineConfig
+from penstock.engine.core import EngineCore
+from penstock.executor.base import Capabilities, Executor
+from penstock.executor.in_process import InProcessExecutor
+from penstock.executor.multi_process import MultiProcessExecutor
+from penstock.kvcache.layout import longest_request, make_layout
+from penstock.kvcache.manager import KVCacheManager
+from penstock.loading.source import ModelSource
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.kv import KVCacheLayout
+from penstock.runner.drafter import Drafter
+from penstock.runner.logits_processors import LogitsProcessor
+from penstock.scheduler.gates import Gate
+from penstock.scheduler.limits import SchedulerLimits
+from penstock.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+SHORTEST_CONTEXT = 2  # tokens: one of prompt, one of output
+
+
+def build_engine(
+    config: EngineConfig,
+    source: ModelSource,
+    processors: Sequence[type[LogitsProcessor]] = (),
+    drafter: Drafter | None = None,
+    gates: Sequence[Gate] = (),
+) -> EngineCore:
+    """Load the model and make everything ready for the first request."""
+    executor: Executor
+    if config.parallel.tensor_parallel_size == 1:
+        executor = InProcessExecutor(config, source, processors, drafter)
+    elif processors or drafter:
+        raise ConfigError(
+            "logits processors must be given as module:Class with tensor_parallel_size > 1: "
+            "the workers are other processes"
+        )
+    else:
+        executor = MultiProcessExecutor(config)
+    try:
+        return _assemble(config, source, executor, gates)
+    except BaseException:
+        executor.close()
+        raise
+
+
+def _assemble(
+    config: EngineConfig, source: ModelSource, executor: Executor, gates: Sequence[Gate]
+) -> EngineCore:
+    capabilities = executor.capabilities
+    layout, max_model_len = plan_cache(config, capabilities)
+    executor.start(layout, max_model_len)
+    kv_manager = KVCacheManager(
+        layout,
+        model_fingerprint=source.fingerprint,
+        kv_dtype=capabilities.kv_dtype,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+    limits = SchedulerLimits(
+        max_num_seqs=capabilities.max_num_seqs,
+        max_num_batched_tokens=capabilities.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+        policy=config.scheduler.scheduling_policy,
+        num_speculative_tokens=capabilities.num_drafts,
+    )
+    return EngineCore(Scheduler(limits, kv_manager, gates), executor, max_model_len)
+
+
+def plan_cache(config: EngineConfig, capabilities: Capabilities) -> tuple[KVCacheLayout, int]:
+    """The cache's layout, and the longest request it serves.
+
+    A `max_model_len` that the user asked for must fit; the model's own is lowered to what fits.
+    """
+    cache, asked = config.cache, config.model.max_model_len
+    blocks = cache.num_gpu_blocks_override
+    layout = make_layout(
+        capabilities.kv_specs,
+        cache.block_size,
+        asked or SHORTEST_CONTEXT,
+        memory_bytes=capabilities.kv_budget if blocks is None else None,
+        num_blocks=blocks,
+    )
+    max_model_len = capabilities.max_model_len
+    fits = longest_request(layout.groups, layout.num_blocks, max_model_len)
+    if fits < max_model_len:
+        logger.warning(
+            "max_model_len is lowered from %d to %d, which is what the KV cache can hold",
+            max_model_len, fits,
+        )  # fmt: skip
+    logger.info(
+        "KV cache: %.2f GiB, %d blocks; up to %d requests of at most %d tokens",
+        layout.total_bytes / 2**30, layout.num_blocks - 1, capabilities.max_num_seqs, fits,
+    )  # fmt: skip
+    return layout, fits

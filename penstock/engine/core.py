@@ -1,0 +1,91 @@
+"""EngineCore: the loop that plans, launches and collects steps, several of them in flight."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.executor.base import Executor
+from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.errors import EngineDeadError
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.step import StepPlan, StepResult
+from penstock.scheduler.scheduler import Scheduler, SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FailedStep:
+    """Stands in the queue for a step that could not be launched: results come in order."""
+
+    step_id: int
+
+
+class EngineCore:
+    """Owns the scheduler and the executor. Not thread-safe: one thread drives it."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, max_model_len: int) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.max_model_len = max_model_len
+        self._in_flight: deque[Any] = deque()
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `InputError` for one that could never run."""
+        self.scheduler.add(request)
+
+    def abort(
+        self,
+        request_ids: Sequence[str],
+        reason: FinishReason = FinishReason.ABORT,
+    ) -> list[EngineDelta]:
+        """End requests now, wherever they are. Ids that are not there any more are ignored."""
+        return self.scheduler.finish(request_ids, reason)
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._in_flight) or self.scheduler.has_unfinished()
+
+    def step(self) -> list[EngineDelta]:
+        """Launch the next step, and collect the oldest one if the queue is full or idle."""
+        plan = self.scheduler.schedule()
+        deltas = self.scheduler.take_deltas()
+        if plan is not None:
+            deltas += self._launch(plan)
+        queue_is_full = len(self._in_flight) >= self.executor.capabilities.max_in_flight
+        if self._in_flight and (plan is None or queue_is_full):
+            deltas += self.scheduler.update(self._collect())
+        return deltas
+
+    def _launch(self, plan: StepPlan) -> list[EngineDelta]:
+        """Start a step. If that fails, its requests fail, and everyone else's go on."""
+        try:
+            handle = self.executor.launch(plan)
+            self.executor.sample(handle)
+        except EngineDeadError:
+            raise
+        except Exception:
+            logger.exception("Step %d failed", plan.step_id)
+            self._in_flight.append(FailedStep(plan.step_id))
+            return self.scheduler.fail(
+                [item.request_id for item in plan.scheduled], "the engine failed to run this step"
+            )
+        self._in_flight.append(handle)
+        return []
+
+    def _collect(self) -> StepResult:
+        handle = self._in_flight.popleft()
+        if isinstance(handle, FailedStep):
+            return StepResult(step_id=handle.step_id, results=[])
+        return self.executor.collect(handle)
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self.executor.close()

@@ -1,0 +1,51 @@
+"""The interface between the engine core and whatever runs its steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.protocol.kv import KVCacheLayout, KVCacheSpec
+from penstock.protocol.step import StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the workers can do, once their model is loaded."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_dtype: str
+    kv_specs: dict[str, KVCacheSpec]
+    kv_budget: int  # bytes for the cache, on each rank
+    max_in_flight: int  # steps that may be launched before the first is collected
+    num_drafts: int = 0
+
+
+class Executor(Protocol):
+    """Launch, sample, collect: each step goes through the three in this order.
+
+    Up to `capabilities.max_in_flight` steps may be launched before the first is collected;
+    steps are collected in the order of their launch.
+    """
+
+    capabilities: Capabilities
+
+    def start(self, layout: KVCacheLayout, max_model_len: int) -> None:
+        """Allocate the cache; steps may be launched from now on."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Begin a step, up to its logits; returns a handle."""
+
+    def sample(self, handle: Any, masks: Any = None) -> None:
+        """Choose the step's tokens; `masks` are True where a token is allowed."""
+
+    def collect(self, handle: Any) -> StepResult:
+        """Wait for the step's results."""
+
+    def launch_idle(self) -> None:
+        """Step with nothing to do, because other ranks have something."""
+
+    def close(self) -> None:
+        """Give everything back. Safe to call twice."""

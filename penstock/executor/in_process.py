@@ -1,0 +1,54 @@
+"""One device, driven from the engine's own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.config import EngineConfig
+from penstock.distributed.group import Group
+from penstock.executor.worker import Worker
+from penstock.loading.source import ModelSource
+from penstock.platforms.platform import detect_platform
+from penstock.protocol.kv import KVCacheLayout
+from penstock.protocol.step import StepPlan, StepResult
+from penstock.runner.drafter import Drafter
+from penstock.runner.logits_processors import LogitsProcessor
+from penstock.runner.runner import ModelRunner, StepHandle
+
+
+class InProcessExecutor:
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        processors: Sequence[str | type[LogitsProcessor]] = (),
+        drafter: Drafter | None = None,
+    ) -> None:
+        platform = detect_platform(config.device)
+        self.worker = Worker(config, source, platform, Group(), processors, drafter)
+        self.capabilities = self.worker.capabilities()
+
+    @property
+    def runner(self) -> ModelRunner:
+        assert self.worker.runner is not None, "start() comes first"
+        return self.worker.runner
+
+    def start(self, layout: KVCacheLayout, max_model_len: int) -> None:
+        self.worker.start(layout, max_model_len)
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        return self.runner.launch(plan)
+
+    def sample(self, handle: StepHandle, masks: torch.Tensor | None = None) -> None:
+        self.runner.sample(handle, masks)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        return self.runner.collect(handle)
+
+    def launch_idle(self) -> None:
+        self.runner.launch_idle()
+
+    def close(self) -> None:
+        self.worker.runner = None

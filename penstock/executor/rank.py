@@ -1,0 +1,77 @@
+"""A rank's process: ``python -m penstock.executor.rank FD`` serves commands from that socket."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from penstock.distributed.group import join_group, leave_group
+from penstock.executor.multi_process import (
+    Answer,
+    Command,
+    Done,
+    Failed,
+    Hello,
+    Idle,
+    Loaded,
+    Start,
+    Started,
+    Step,
+)
+from penstock.executor.worker import Worker
+from penstock.loading.source import resolve_source
+from penstock.observability.logs import setup_logging
+from penstock.platforms.platform import detect_platform
+from penstock.protocol.errors import PenstockError
+
+logger = logging.getLogger(__name__)
+
+
+def serve(connection: Connection) -> None:
+    """Answer commands until the engine closes the connection."""
+    decoder = msgspec.msgpack.Decoder(Command)
+
+    def answer(message: Answer) -> None:
+        connection.send_bytes(msgspec.msgpack.encode(message))
+
+    hello = decoder.decode(connection.recv_bytes())
+    assert isinstance(hello, Hello)
+    setup_logging(hello.config.observability.log_level if hello.rank == 0 else "error")
+    platform = detect_platform(hello.config.device, hello.rank, hello.size)
+    group = join_group(hello.rank, hello.size, hello.store_path, platform.backend)
+    try:
+        source = resolve_source(hello.config.model, hello.config.load)
+        worker = Worker(hello.config, source, platform, group)
+        answer(Loaded(worker.capabilities()))
+        while True:
+            command = decoder.decode(connection.recv_bytes())
+            if isinstance(command, Start):
+                worker.start(command.layout, command.max_model_len)
+                answer(Started())
+            elif isinstance(command, Step):
+                answer(Done(worker.step(command.plan)))
+            elif isinstance(command, Idle):
+                worker.step_idle()
+    except PenstockError as error:
+        answer(Failed(str(error), type(error).__name__))
+    finally:
+        leave_group(group)
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    try:
+        serve(connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the engine is gone, and so is the need for this process
+    except Exception as error:
+        logger.exception("Rank failed")
+        connection.send_bytes(msgspec.msgpack.encode(Failed(repr(error), type(error).__name__)))
+        raise
+
+
+if __name__ == "__main__":
+    main()

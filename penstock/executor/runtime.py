@@ -1,0 +1,85 @@
+"""The settings that follow from configuration, model and device together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.config import EngineConfig
+from penstock.platforms.platform import Platform
+from penstock.protocol.errors import ConfigError, ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    dtype: torch.dtype
+    kv_dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def resolve_runtime(
+    config: EngineConfig, model_config: Mapping[str, Any], platform: Platform
+) -> Runtime:
+    """Fill in what the user left open; refuse what the model cannot do."""
+    dtype = _dtype(config, model_config, platform)
+    max_model_len = _max_model_len(config, model_config)
+    max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
+    budget = config.scheduler.max_num_batched_tokens
+    if budget is None:
+        budget = max(platform.max_num_batched_tokens, max_num_seqs)
+        if not config.scheduler.enable_chunked_prefill:
+            budget = max(budget, max_model_len)
+    if not config.scheduler.enable_chunked_prefill and budget < max_model_len:
+        raise ConfigError(
+            f"without enable_chunked_prefill, max_num_batched_tokens ({budget}) must be at least "
+            f"max_model_len ({max_model_len})"
+        )
+    kv_dtype: str = config.cache.kv_cache_dtype
+    if kv_dtype == "auto":
+        kv_dtype = next(name for name, candidate in DTYPES.items() if candidate == dtype)
+    return Runtime(dtype, kv_dtype, max_model_len, max_num_seqs, budget)
+
+
+def longest_context(model_config: Mapping[str, Any]) -> int:
+    """Most tokens the model was made for, its rope scaling considered."""
+    length = int(model_config.get("max_position_embeddings") or 2048)
+    scaling = dict(model_config.get("rope_scaling") or {})
+    scaling.update(model_config.get("rope_parameters") or {})
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    factor = float(scaling.get("factor") or 1.0)
+    if kind in ("linear", "dynamic"):
+        return int(length * factor)
+    if kind == "yarn":
+        return int((scaling.get("original_max_position_embeddings") or length) * factor)
+    return length
+
+
+def _max_model_len(config: EngineConfig, model_config: Mapping[str, Any]) -> int:
+    longest = longest_context(model_config)
+    asked = config.model.max_model_len
+    if asked is not None and asked > longest:
+        raise ConfigError(f"max_model_len must be at most the model's own {longest}, got {asked}")
+    return asked or longest
+
+
+def _dtype(
+    config: EngineConfig, model_config: Mapping[str, Any], platform: Platform
+) -> torch.dtype:
+    if config.model.dtype != "auto":
+        return DTYPES[config.model.dtype]
+    if platform.default_dtype is not None:
+        return platform.default_dtype
+    name = model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16"
+    if name not in DTYPES:
+        raise ModelError(
+            f"config.json: dtype {name!r} is not supported; choose one with --dtype: "
+            + ", ".join(DTYPES)
+        )
+    return DTYPES[name] if name != "float32" else torch.bfloat16

@@ -1,0 +1,138 @@
+"""Worker: one rank's model, cache and runner, whoever drives it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import torch
+
+from penstock.config import EngineConfig
+from penstock.distributed.group import Group
+from penstock.executor.base import Capabilities
+from penstock.executor.runtime import Runtime, resolve_runtime
+from penstock.layers.build import Build
+from penstock.loading.checkpoint import open_checkpoint
+from penstock.loading.load import fill_dummy, load_weights
+from penstock.loading.source import ModelSource
+from penstock.models.decoder import DecoderLM
+from penstock.models.registry import build_model
+from penstock.ops.registry import Ops
+from penstock.platforms.platform import GIB, Platform
+from penstock.protocol.kv import KVCacheLayout
+from penstock.protocol.step import StepPlan, StepResult
+from penstock.runner.drafter import Drafter
+from penstock.runner.logits_processors import LogitsProcessor, load_processors
+from penstock.runner.runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CPU_KV_BYTES = 4 * GIB
+
+
+class Worker:
+    """Loads the model on construction; `start` allocates the cache and makes it ready to run."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        platform: Platform,
+        group: Group,
+        processors: Sequence[str | type[LogitsProcessor]] = (),
+        drafter: Drafter | None = None,
+    ) -> None:
+        self.config = config
+        self.platform = platform
+        self.group = group
+        self.runtime: Runtime = resolve_runtime(config, source.config, platform)
+        self.processors = load_processors([*config.model.logits_processors, *processors])
+        self.drafter = drafter
+        self.model = self._load(source)
+        self.runner: ModelRunner | None = None
+
+    @torch.inference_mode()
+    def _load(self, source: ModelSource) -> DecoderLM:
+        started = time.perf_counter()
+        build = Build(
+            dtype=self.runtime.dtype,
+            device=self.platform.device,
+            max_model_len=self.runtime.max_model_len,
+            ops=Ops(self.platform.device.type),
+            tp=self.group,
+        )
+        model = build_model(source.config, build)
+        if self.config.load.load_format == "dummy":
+            fill_dummy(model, self.config.model.seed)
+        else:
+            checkpoint = open_checkpoint(source, self.config.load)
+            load_weights(
+                model,
+                model.weights,
+                checkpoint.tensors(),
+                total=len(checkpoint.names()),
+                show_progress=self.group.rank == 0,
+            )
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        logger.info(
+            "Loaded %s: %.2f GiB of weights in %.2f s",
+            source.name, size / GIB, time.perf_counter() - started,
+        )  # fmt: skip
+        return model
+
+    def _kv_budget(self) -> int:
+        """Bytes the KV cache may take on every rank."""
+        if self.config.cache.kv_cache_memory_bytes is not None:
+            return self.config.cache.kv_cache_memory_bytes
+        available = self.platform.available_memory()
+        if self.platform.device.type == "cpu":
+            # Pages cost memory only once they are written, so this is a ceiling, not a price.
+            return self.group.minimum(min(available // 4, DEFAULT_CPU_KV_BYTES))
+        share = self.config.cache.gpu_memory_utilization
+        total = torch.cuda.get_device_properties(self.platform.device).total_memory
+        return self.group.minimum(available - int(total * (1 - share)))
+
+    def start(self, layout: KVCacheLayout, max_model_len: int) -> None:
+        """Allocate the cache and the tables."""
+        self.runner = ModelRunner(
+            self.model,
+            self.model.config.vocab_size,
+            layout,
+            self.platform.device,
+            self.runtime.max_num_seqs,
+            max_model_len,
+            self.processors,
+            self.drafter,
+        )
+
+    def step(self, plan: StepPlan) -> StepResult:
+        """Run one step from its plan to its result."""
+        assert self.runner is not None
+        handle = self.runner.launch(plan)
+        self.runner.sample(handle)
+        return self.runner.collect(handle)
+
+    def step_idle(self) -> None:
+        assert self.runner is not None
+        self.runner.launch_idle()
+
+    def capabilities(self) -> Capabilities:
+        """What the engine plans with, once the model is loaded."""
+        return Capabilities(
+            max_model_len=self.runtime.max_model_len,
+            max_num_seqs=self.runtime.max_num_seqs,
+            max_num_batched_tokens=self.runtime.max_num_batched_tokens,
+            kv_dtype=self.runtime.kv_dtype,
+            kv_specs=self.model.kv_specs(self.runtime.kv_dtype),
+            kv_budget=self._kv_budget(),
+            max_in_flight=self._max_in_flight(),
+            num_drafts=self.drafter.num_drafts if self.drafter else 0,
+        )
+
+    def _max_in_flight(self) -> int:
+        overlap = self.config.scheduler.async_scheduling
+        if overlap is None:
+            overlap = self.platform.asynchronous
+        needs_tokens = any(processor.needs_tokens for processor in self.processors)
+        return 2 if overlap and not needs_tokens else 1

@@ -1,0 +1,76 @@
+"""The two blocks that most decoder layers are made of."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.build import Build
+from penstock.layers.linear import column_linear, qkv_linear, row_linear
+from penstock.layers.norm import RMSNorm
+from penstock.layers.rotary import Rotary
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(
+        self, build: Build, hidden_size: int, intermediate_size: int, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.ops = build.ops
+        self.gate_up_proj = column_linear(
+            build, hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}, bias
+        )
+        self.down_proj = row_linear(build, intermediate_size, hidden_size, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))
+        return output
+
+
+class RotaryAttention(nn.Module):
+    """Grouped-query attention with rotary positions, and norms on queries and keys if asked."""
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rotary: Rotary,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.rotary = rotary
+        self.num_heads = num_heads // build.tp.size
+        self.num_kv_heads = max(num_kv_heads // build.tp.size, 1)
+        self.qkv_proj = qkv_linear(build, hidden_size, num_heads, num_kv_heads, head_dim, qkv_bias)
+        self.o_proj = row_linear(build, num_heads * head_dim, hidden_size, output_bias)
+        self.attention = Attention(
+            build, name, self.num_heads, self.num_kv_heads, head_dim, window=window
+        )
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm = RMSNorm(build, head_dim, qk_norm_eps)
+            self.k_norm = RMSNorm(build, head_dim, qk_norm_eps)
+
+    def forward(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [n, heads, head_dim]
+        query, key, value = heads.split(
+            [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = self.rotary(query, key, angles)
+        output: torch.Tensor = self.o_proj(self.attention(query, key, value))
+        return output

@@ -1,0 +1,28 @@
+"""What every layer needs to know when it is constructed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.distributed.group import Group
+from penstock.layers.quantization import DenseMethod, LinearMethod
+from penstock.ops.registry import Ops
+
+
+@dataclass(frozen=True)
+class Build:
+    """Passed down through a model's constructors; nothing about it changes afterwards."""
+
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    ops: Ops
+    tp: Group = field(default_factory=Group)
+    linear_method: LinearMethod = field(default_factory=DenseMethod)
+
+    def empty(self, *shape: int) -> torch.nn.Parameter:
+        """A parameter to be filled by the loader."""
+        data = torch.empty(*shape, dtype=self.dtype, device=self.device)
+        return torch.nn.Parameter(data, requires_grad=False)

@@ -1,0 +1,38 @@
+"""The forward context: what a step's layers need beyond their inputs. The one global there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from penstock.ops.attention import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    caches: Mapping[str, torch.Tensor]  # a layer's KV cache, by the layer's name
+    attention: Mapping[str, AttentionMetadata]  # by the layer's name
+    query_starts: torch.Tensor  # [num_requests + 1] int32
+    token_slots: torch.Tensor  # [num_tokens] int64: the request table's row of each token
+
+
+_current: ForwardContext | None = None
+
+
+@contextmanager
+def forward_context(context: ForwardContext) -> Iterator[None]:
+    """Make `context` the current one while a model's forward pass runs."""
+    global _current
+    outer, _current = _current, context
+    try:
+        yield
+    finally:
+        _current = outer
+
+
+def current_context() -> ForwardContext:
+    assert _current is not None, "a model's forward pass runs inside forward_context()"
+    return _current

@@ -1,0 +1,136 @@
+"""Linear layers that know their parts (what is fused) and their shard (which rows or columns)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from penstock.layers.build import Build
+
+
+class LinearAdapter(Protocol):
+    """Adds to a layer's output, reading what it needs of the step from the forward context."""
+
+    def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor inside a fused layer.
+
+    `num_shards` is how many ranks' worth of different rows it has: fewer than there are ranks
+    where key and value heads are replicated.
+    """
+
+    name: str
+    out_features: int
+    num_shards: int
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, where W is a stack of parts.
+
+    Sharded by output rows (`Part.num_shards` > 1), by input columns (`split_input`, followed by
+    a sum over ranks), or not at all.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        build: Build,
+        in_features: int,
+        parts: Sequence[Part],
+        bias: bool = False,
+        split_input: bool = False,
+    ) -> None:
+        super().__init__()
+        self.build = build
+        self.split_input = split_input
+        self.full_in_features = in_features
+        self.in_features = _divide(in_features, build.tp.size if split_input else 1)
+        self.parts = {part.name: part for part in parts}
+        self.part_rows = {p.name: _divide(p.out_features, p.num_shards) for p in parts}
+        self.out_features = sum(self.part_rows.values())
+        self.adapter: LinearAdapter | None = None
+        build.linear_method.create_weights(self)
+        self.bias = build.empty(self.out_features) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # With split input the bias must enter the sum over ranks only once.
+        bias = self.bias if not self.split_input or self.build.tp.rank == 0 else None
+        output = self.build.linear_method.apply(self, x, bias)
+        if self.adapter is not None:
+            output = self.adapter(x, output)
+        return self.build.tp.all_reduce(output) if self.split_input else output
+
+    def rows_of(self, parameter: torch.Tensor, part: str) -> torch.Tensor:
+        """The rows of a fused parameter that belong to `part`."""
+        start = 0
+        for name, rows in self.part_rows.items():
+            if name == part:
+                return parameter[start : start + rows]
+            start += rows
+        raise KeyError(part)
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+        for part in self.parts.values():
+            shapes["weight", part.name] = (part.out_features, self.full_in_features)
+            if self.bias is not None:
+                shapes["bias", part.name] = (part.out_features,)
+        return shapes
+
+    def load(self, parameter: str, part: str, tensor: torch.Tensor) -> None:
+        rows = self.part_rows[part]
+        shard_index = self.build.tp.rank * self.parts[part].num_shards // self.build.tp.size
+        shard = tensor[shard_index * rows : (shard_index + 1) * rows]
+        if parameter == "bias":
+            assert self.bias is not None
+            self.rows_of(self.bias, part).copy_(shard)
+            return
+        if self.split_input:
+            columns = self.in_features
+            shard = shard[:, self.build.tp.rank * columns : (self.build.tp.rank + 1) * columns]
+        self.build.linear_method.load(self, part, shard)
+
+
+def column_linear(
+    build: Build, in_features: int, outputs: dict[str, int], bias: bool = False
+) -> Linear:
+    """Parts side by side, each sharded over all ranks by output rows."""
+    parts = [Part(name, rows, build.tp.size) for name, rows in outputs.items()]
+    return Linear(build, in_features, parts, bias)
+
+
+def row_linear(build: Build, in_features: int, out_features: int, bias: bool = False) -> Linear:
+    """Sharded over all ranks by input columns; the output is whole on every rank."""
+    return Linear(build, in_features, [Part("", out_features, 1)], bias, split_input=True)
+
+
+def qkv_linear(
+    build: Build,
+    hidden_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    bias: bool = False,
+) -> Linear:
+    """Query, key and value projections; key heads are replicated where ranks outnumber them."""
+    kv_shards = min(build.tp.size, num_kv_heads)
+    parts = [
+        Part("q_proj", num_heads * head_dim, build.tp.size),
+        Part("k_proj", num_kv_heads * head_dim, kv_shards),
+        Part("v_proj", num_kv_heads * head_dim, kv_shards),
+    ]
+    return Linear(build, hidden_size, parts, bias)
+
+
+def _divide(total: int, ranks: int) -> int:
+    assert total % ranks == 0, f"{total} does not split over {ranks} ranks"
+    return total // ranks

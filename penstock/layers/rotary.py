@@ -1,0 +1,136 @@
+"""Rotary position embeddings, and the ways checkpoints stretch them over longer contexts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.layers.build import Build
+from penstock.protocol.errors import ModelError
+
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+class Rotary(nn.Module):
+    """Angles for every position a model can reach, computed once in float32."""
+
+    def __init__(
+        self, build: Build, head_dim: int, max_position: int, parameters: Mapping[str, Any]
+    ) -> None:
+        super().__init__()
+        self.ops = build.ops
+        rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+        length = build.max_model_len
+        frequencies, attention_factor = rotary_frequencies(
+            rotary_dim, parameters, max_position, length
+        )
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+        # One table so that a step gathers once: [length, rotary_dim], cosines then sines.
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
+        self.table = table.to(build.dtype).to(build.device)
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [n, 1, rotary_dim / 2] of positions [n]: looked up once a step."""
+        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
+        return cos, sin
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate query and key [n, heads, head_dim]."""
+        return self.ops.rotate(query, *angles), self.ops.rotate(key, *angles)
+
+
+def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope settings of a config.json, older (`rope_scaling`) and newer spelling alike."""
+    parameters = dict(config.get("rope_scaling") or {})
+    parameters.update(config.get("rope_parameters") or {})
+    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
+    if "partial_rotary_factor" in config:
+        parameters.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    if parameters["rope_type"] not in SUPPORTED:
+        raise ModelError(
+            f"rope_type {parameters['rope_type']!r} is not supported; "
+            f"supported are {', '.join(SUPPORTED)}"
+        )
+    return parameters
+
+
+def rotary_frequencies(
+    dim: int, parameters: Mapping[str, Any], max_position: int, length: int
+) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies [dim / 2], and the factor on cosines and sines.
+
+    `dynamic` grows the base with the sequence's length. Here that length is the longest the
+    engine serves, so that a token's rotation depends on its position alone, never on how the
+    prompt was cut into chunks.
+    """
+    kind, base = parameters["rope_type"], float(parameters["rope_theta"])
+    factor = float(parameters.get("factor") or 1.0)
+    if kind == "dynamic" and length > max_position:
+        base *= (factor * length / max_position - (factor - 1)) ** (dim / (dim - 2))
+    inverse = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    if kind == "linear":
+        return inverse / factor, 1.0
+    if kind == "llama3":
+        return _llama3(inverse, factor, parameters, max_position), 1.0
+    if kind == "yarn":
+        return _yarn(inverse, base, dim, factor, parameters, max_position)
+    return inverse, 1.0
+
+
+def _llama3(
+    inverse: torch.Tensor, factor: float, parameters: Mapping[str, Any], max_position: int
+) -> torch.Tensor:
+    """Slow waves are stretched, fast ones kept, those in between blended."""
+    low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
+    original = parameters.get("original_max_position_embeddings") or max_position
+    wavelength = 2 * math.pi / inverse
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * inverse / factor + blend * inverse
+    stretched = torch.where(wavelength > original / low, inverse / factor, inverse)
+    between = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(between, blended, stretched)
+
+
+def _yarn(
+    inverse: torch.Tensor,
+    base: float,
+    dim: int,
+    factor: float,
+    parameters: Mapping[str, Any],
+    max_position: int,
+) -> tuple[torch.Tensor, float]:
+    original = parameters.get("original_max_position_embeddings") or max_position
+
+    def dimension_of(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low = dimension_of(float(parameters.get("beta_fast") or 32.0))
+    high = dimension_of(float(parameters.get("beta_slow") or 1.0))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
+    stretch = ramp.clamp(0, 1)
+    frequencies = inverse / factor * stretch + inverse * (1 - stretch)
+
+    def magnitude(scale: float, mscale: float = 1.0) -> float:
+        return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0
+
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        mscale, over_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+        if mscale and over_all:
+            attention_factor = magnitude(factor, mscale) / magnitude(factor, over_all)
+        else:
+            attention_factor = magnitude(factor)
+    return frequencies, float(attention_factor)

@@ -1,0 +1,270 @@
+"""LLM: the offline entry. A model in this process, prompts in, completions out."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from penstock.config import EngineConfig
+from penstock.engine.build import build_engine
+from penstock.engine.core import EngineCore
+from penstock.loading.source import resolve_source
+from penstock.observability.logs import setup_logging
+from penstock.protocol.errors import ConfigError, InputError
+from penstock.protocol.outputs import RequestOutput
+from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.runner.logits_processors import LogitsProcessor
+from penstock.text.frontend import Frontend, PreparedRequest
+from penstock.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """Loads a model and generates from it.
+
+    `model` and the keywords are the engine options of the configuration reference; the Python
+    API follows vLLM's where they overlap. Use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        logits_processors: Sequence[str | type[LogitsProcessor]] = (),
+        **options: Any,
+    ) -> None:
+        if model is not None:
+            options["model"] = model
+        named = [item for item in logits_processors if isinstance(item, str)]
+        if named:
+            options["logits_processors"] = named
+        self.config = EngineConfig.from_options(options)
+        setup_logging(self.config.observability.log_level)
+        source = resolve_source(self.config.model, self.config.load)
+        classes = [item for item in logits_processors if not isinstance(item, str)]
+        self.engine: EngineCore = build_engine(self.config, source, classes)
+        self.frontend = Frontend(self.config.model, source, self.engine.max_model_len)
+        self._ids = itertools.count()
+        self._routes: dict[str, PreparedRequest] = {}  # by the child's id
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; outputs come in the prompts' order.
+
+        Raises `InputError` before anything runs if a request is wrong. A request that fails
+        while it runs has the finish reason "error"; the others are not touched by it.
+        """
+        items = _as_list(prompts)
+        params = self._params_for(len(items), sampling_params)
+        if priority is not None and len(priority) != len(items):
+            raise InputError(
+                f"priority must hold one number a prompt ({len(items)}), got {len(priority)}",
+                "priority",
+            )
+        return self._run(
+            [
+                self._prepare(item, own, priority=priority[index] if priority else 0)
+                for index, (item, own) in enumerate(zip(items, params, strict=True))
+            ],
+            use_tqdm,
+        )
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = messages if several else [messages]
+        params = self._params_for(len(conversations), sampling_params)
+        if chat_template is not None:
+            raise InputError(
+                "chat_template is an engine option: LLM(..., chat_template=...)", "chat_template"
+            )
+        prepared = []
+        for conversation, own in zip(conversations, params, strict=True):
+            prompt = self.frontend.render_chat(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )
+            prepared.append(self._prepare(prompt, own, add_special_tokens=False))
+        return self._run(prepared, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Outputs of one prompt or conversation as they come; `output_kind` says what each holds.
+
+        Leaving the loop early aborts the request.
+        """
+        (params,) = self._params_for(1, sampling_params)
+        if isinstance(prompt, (str, Mapping)):
+            request = self._prepare(prompt, params, keep_kind=True)
+        else:
+            text = self.frontend.render_chat(prompt)
+            request = self._prepare(text, params, add_special_tokens=False, keep_kind=True)
+        self._submit([request])
+        try:
+            while not request.assembler.finished:
+                self._step()
+                output = request.assembler.take()
+                if output is not None:
+                    yield output
+        finally:
+            self._withdraw([request])
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.frontend.tokenizer is None:
+            raise ConfigError("there is no tokenizer: skip_tokenizer_init is set")
+        return self.frontend.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends."""
+        return self.frontend.default_params
+
+    def close(self) -> None:
+        """Give the model's memory and any worker processes back."""
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # -- how requests are run
+
+    def _params_for(
+        self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> Sequence[SamplingParams]:
+        if given is None:
+            given = self.get_default_sampling_params()
+        if isinstance(given, SamplingParams):
+            return [given] * count
+        if len(given) != count:
+            raise InputError(
+                f"sampling_params must be one, or one a prompt ({count}), got {len(given)}",
+                "sampling_params",
+            )
+        return given
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        keep_kind: bool = False,
+    ) -> PreparedRequest:
+        if not keep_kind:
+            params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
+        return self.frontend.prepare(
+            str(next(self._ids)),
+            _unwrap(prompt),
+            params,
+            add_special_tokens=add_special_tokens,
+            priority=priority,
+            cache_salt=prompt.get("cache_salt") if isinstance(prompt, Mapping) else None,
+        )
+
+    def _run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        self._submit(requests)
+        unfinished = {request.request_id: request for request in requests}
+        outputs: dict[str, RequestOutput] = {}
+        num_tokens = 0
+        with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as progress:
+            try:
+                while unfinished:
+                    for request in self._step():
+                        output = request.assembler.take()
+                        if output is None or not output.finished:
+                            continue
+                        outputs[request.request_id] = output
+                        del unfinished[request.request_id]
+                        num_tokens += sum(len(item.token_ids) for item in output.outputs)
+                        elapsed = progress.format_dict["elapsed"] or 1e-9
+                        progress.set_postfix_str(f"{num_tokens / elapsed:.0f} tok/s", refresh=False)
+                        progress.update()
+            finally:
+                self._withdraw(unfinished.values())
+        return [outputs[request.request_id] for request in requests]
+
+    def _submit(self, requests: Sequence[PreparedRequest]) -> None:
+        for request in requests:
+            for child in request.children:
+                self._routes[child.request_id] = request
+                self.engine.add(child)
+
+    def _step(self) -> list[PreparedRequest]:
+        """Run one step; the requests that have something new."""
+        changed: dict[str, PreparedRequest] = {}
+        for delta in self.engine.step():
+            request = self._routes.get(delta.request_id)
+            if request is None:
+                continue
+            if delta.finish_reason is not None:
+                del self._routes[delta.request_id]
+            request.assembler.add(delta)
+            stopped = request.assembler.stopped_children()
+            self.engine.abort(stopped)
+            for child_id in stopped:
+                self._routes.pop(child_id, None)
+            changed[request.request_id] = request
+        return list(changed.values())
+
+    def _withdraw(self, requests: Iterable[PreparedRequest]) -> None:
+        """Abort what is left of requests that nobody waits for any more."""
+        for request in requests:
+            for child in request.children:
+                if self._routes.pop(child.request_id, None) is not None:
+                    self.engine.abort([child.request_id])
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    return list(prompts)
+
+
+def _unwrap(prompt: Prompt) -> str | Sequence[int]:
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        if isinstance(prompt.get("prompt_token_ids"), (list, tuple)):
+            token_ids: Sequence[int] = prompt["prompt_token_ids"]
+            return token_ids
+        if isinstance(prompt.get("prompt"), str):
+            text: str = prompt["prompt"]
+            return text
+    raise InputError(
+        'a prompt must be a text, {"prompt": text} or {"prompt_token_ids": [...]}, '
+        f"got {prompt!r:.80}",
+        "prompt",
+    )

@@ -1,0 +1,52 @@
+"""The interface between the runner and a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from penstock.protocol.kv import KVCacheSpec
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """What a forward pass gives."""
+
+    states: torch.Tensor  # [num_tokens, hidden_size], after the last norm
+    aux: tuple[torch.Tensor, ...] = ()  # hidden states of earlier layers, for drafters
+    stage_out: torch.Tensor | None = None  # what the next pipeline stage takes in
+
+
+@dataclass(frozen=True)
+class WeightTable:
+    """How checkpoint names differ from the model's own, beyond what its layers' parts say."""
+
+    ignored: tuple[str, ...] = ()  # regular expressions of tensors that need not be loaded
+    renamed: dict[str, str] = field(default_factory=dict)  # checkpoint prefix -> model prefix
+
+
+class Model(Protocol):
+    """A model as the runner sees it."""
+
+    weights: WeightTable
+
+    def embed(
+        self,
+        token_ids: torch.Tensor,
+        media: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Token ids [n] -> [n, hidden_size]; `media` rows replace those where `mask` is set."""
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, stage_in: torch.Tensor | None = None
+    ) -> Hidden:
+        """Embedded tokens at their positions, through all layers."""
+
+    def logits(self, hidden: Hidden, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [len(rows), vocab_size] of the given rows, in float32."""
+
+    def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
+        """What each layer keeps in the KV cache, by the layer's name, in order."""

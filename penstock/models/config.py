@@ -1,0 +1,71 @@
+"""The settings that decoder models share, read from a config.json and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.protocol.errors import ConfigError, ModelError
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    tie_word_embeddings: bool
+    raw: Mapping[str, Any]  # the whole config.json, for what only one architecture has
+
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, Any]) -> DecoderConfig:
+        def size(name: str, default: int | None = None) -> int:
+            value = raw.get(name)
+            if value is None:
+                value = default
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
+            return value
+
+        hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
+        num_kv_heads = size("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise ModelError(
+                f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
+                f"num_key_value_heads ({num_kv_heads})"
+            )
+        activation = raw.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise ModelError(f"config.json: hidden_act {activation!r} is not supported, only silu")
+        return cls(
+            vocab_size=size("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=size("intermediate_size"),
+            num_layers=size("num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=size("head_dim", hidden_size // num_heads),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            max_position=size("max_position_embeddings", 2048),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            raw=raw,
+        )
+
+    def check_shards(self, ranks: int) -> None:
+        """Refuse a number of tensor-parallel ranks that does not divide the model."""
+        if self.num_heads % ranks or self.intermediate_size % ranks:
+            raise ConfigError(
+                f"tensor_parallel_size must divide the model's {self.num_heads} attention heads "
+                f"and its intermediate size of {self.intermediate_size}, got {ranks}"
+            )
+        if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
+            raise ConfigError(
+                f"tensor_parallel_size must divide the model's {self.num_kv_heads} key-value "
+                f"heads, or be a multiple of them, got {ranks}"
+            )

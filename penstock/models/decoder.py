@@ -1,0 +1,134 @@
+"""The pre-norm decoder that most dense text models are: an architecture's file says how its
+attention and MLP differ."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
+from penstock.layers.build import Build
+from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.norm import RMSNorm
+from penstock.layers.rotary import Rotary, rotary_parameters
+from penstock.models.base import Hidden, WeightTable
+from penstock.models.config import DecoderConfig
+from penstock.protocol.kv import KVCacheSpec
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), the additions deferred into the norms."""
+
+    def __init__(
+        self, build: Build, config: DecoderConfig, attention: RotaryAttention, mlp: GatedMLP
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
+        self.mlp = mlp
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, angles)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    """Embedding, layers and the last norm: what checkpoints call ``model``."""
+
+    def __init__(self, build: Build, config: DecoderConfig, layers: list[DecoderLayer]) -> None:
+        super().__init__()
+        self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
+
+
+class DecoderLM(nn.Module):
+    """A decoder with a language-model head. Architectures override `attention` and `mlp`."""
+
+    weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$",))
+
+    def __init__(self, build: Build, config: DecoderConfig) -> None:
+        super().__init__()
+        config.check_shards(build.tp.size)
+        self.build = build
+        self.config = config
+        self.rotary = Rotary(
+            build, config.head_dim, config.max_position, rotary_parameters(config.raw)
+        )
+        self.model = Decoder(
+            build,
+            config,
+            [
+                DecoderLayer(build, config, self.attention(index), self.mlp())
+                for index in range(config.num_layers)
+            ],
+        )
+        if config.tie_word_embeddings:
+            self.weights = WeightTable(ignored=(*self.weights.ignored, r"^lm_head\.weight$"))
+            self.lm_head = None
+        else:
+            self.lm_head = VocabEmbedding(build, config.vocab_size, config.hidden_size)
+
+    def attention(self, index: int) -> RotaryAttention:
+        """The attention block of layer `index`."""
+        raise NotImplementedError
+
+    def mlp(self) -> GatedMLP:
+        return GatedMLP(self.build, self.config.hidden_size, self.config.intermediate_size)
+
+    def rotary_attention(
+        self,
+        index: int,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm_eps: float | None = None,
+        window: int | None = None,
+    ) -> RotaryAttention:
+        config = self.config
+        return RotaryAttention(
+            self.build,
+            f"model.layers.{index}",
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self.rotary,
+            qkv_bias,
+            output_bias,
+            qk_norm_eps,
+            window,
+        )
+
+    def embed(
+        self,
+        token_ids: torch.Tensor,
+        media: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x: torch.Tensor = self.model.embed_tokens(token_ids)
+        return x if media is None or mask is None else torch.where(mask[:, None], media, x)
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, stage_in: torch.Tensor | None = None
+    ) -> Hidden:
+        angles = self.rotary.angles(positions)
+        residual = stage_in
+        for layer in self.model.layers:
+            x, residual = layer(x, residual, angles)
+        states, residual = self.model.norm.add(x, residual)
+        return Hidden(states, stage_out=residual)
+
+    def logits(self, hidden: Hidden, rows: torch.Tensor) -> torch.Tensor:
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return head.project(hidden.states[rows]).float()
+
+    def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
+        attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        specs = {attention.name: attention.kv_spec(dtype) for attention in attentions}
+        return {name: spec for name, spec in specs.items() if spec is not None}

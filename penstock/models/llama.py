@@ -1,0 +1,17 @@
+"""Llama and what is built like it: Llama 1 to 3, SmolLM2, TinyLlama, Yi."""
+
+from __future__ import annotations
+
+from penstock.layers.blocks import GatedMLP, RotaryAttention
+from penstock.models.decoder import DecoderLM
+
+
+class LlamaForCausalLM(DecoderLM):
+    def attention(self, index: int) -> RotaryAttention:
+        bias = bool(self.config.raw.get("attention_bias", False))
+        return self.rotary_attention(index, qkv_bias=bias, output_bias=bias)
+
+    def mlp(self) -> GatedMLP:
+        config = self.config
+        bias = bool(config.raw.get("mlp_bias", False))
+        return GatedMLP(self.build, config.hidden_size, config.intermediate_size, bias)

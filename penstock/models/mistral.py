@@ -1,0 +1,11 @@
+"""Mistral: Llama with an optional sliding window over all layers."""
+
+from __future__ import annotations
+
+from penstock.layers.blocks import RotaryAttention
+from penstock.models.decoder import DecoderLM
+
+
+class MistralForCausalLM(DecoderLM):
+    def attention(self, index: int) -> RotaryAttention:
+        return self.rotary_attention(index, window=self.config.raw.get("sliding_window"))

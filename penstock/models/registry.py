@@ -1,0 +1,33 @@
+"""Which class runs which architecture. Nothing is imported before it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.layers.build import Build
+from penstock.models.config import DecoderConfig
+from penstock.models.decoder import DecoderLM
+from penstock.protocol.errors import ModelError
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+def build_model(raw: Mapping[str, Any], build: Build) -> DecoderLM:
+    """The model that a config.json describes, its weights still to be loaded."""
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            module = importlib.import_module(f"penstock.models.{ARCHITECTURES[name]}")
+            model: DecoderLM = getattr(module, name)(build, DecoderConfig.from_raw(raw))
+            return model.eval()
+    raise ModelError(
+        f"config.json: architectures {names} are not supported; "
+        f"supported are {', '.join(sorted(ARCHITECTURES))}"
+    )

@@ -1,0 +1,144 @@
+"""Attention over a paged KV cache, and over plain variable-length batches: the torch reference.
+
+A layer's cache is ``[num_blocks, 2, block_size, num_kv_heads, head_dim]``: one page holds the
+keys and then the values of a block's tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where a step's tokens stand, for the layers of one KV group."""
+
+    query_starts: torch.Tensor  # [num_requests + 1] int32: each request's first row, and the end
+    seq_lens: torch.Tensor  # [num_requests] int32: tokens in the cache after this step
+    block_table: torch.Tensor  # [num_requests, max_blocks] int32
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block * block_size + offset, of each row
+    num_decodes: int  # the first so many requests compute one token each
+    max_query_len: int
+    max_seq_len: int  # an upper bound while steps are in flight
+
+
+def write_kv(
+    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Store a step's keys and values [n, kv_heads, head_dim] at their slots in the cache."""
+    block_size = cache.shape[2]
+    block, offset = slot_mapping // block_size, slot_mapping % block_size
+    cache[block, 0, offset] = key.to(cache.dtype)
+    cache[block, 1, offset] = value.to(cache.dtype)
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    cache: torch.Tensor,  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim].
+
+    `window` limits it to the last `window` tokens, the token itself among them. Decodes are
+    computed together; longer queries one request at a time.
+    """
+    output = torch.empty_like(query)
+    decodes = metadata.num_decodes
+    if decodes:
+        output[:decodes] = _decode(query[:decodes], cache, metadata, scale, window)
+    starts = metadata.query_starts.tolist()
+    seq_lens = metadata.seq_lens.tolist()
+    for index in range(decodes, len(seq_lens)):
+        rows = slice(starts[index], starts[index + 1])
+        num_blocks = -(-seq_lens[index] // cache.shape[2])
+        key, value = _gather(cache, metadata.block_table[index : index + 1, :num_blocks])
+        output[rows] = _attend(
+            query[rows], key[0, : seq_lens[index]], value[0, : seq_lens[index]], scale, window
+        )
+    return output
+
+
+def varlen_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor,
+    query_starts: torch.Tensor,  # [num_requests + 1]
+    scale: float,
+) -> torch.Tensor:
+    """Bidirectional attention inside each request, without a cache."""
+    output = torch.empty_like(query)
+    starts = query_starts.tolist()
+    for start, end in itertools.pairwise(starts):
+        rows = slice(start, end)
+        output[rows] = _attend(query[rows], key[rows], value[rows], scale, None, causal=False)
+    return output
+
+
+def _gather(cache: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the blocks in table [n, blocks]: each [n, tokens, kv_heads, head_dim]."""
+    pages = cache[table]  # [n, blocks, 2, block_size, kv_heads, head_dim]
+    shape = (table.shape[0], -1, *cache.shape[3:])
+    return pages[:, :, 0].reshape(shape), pages[:, :, 1].reshape(shape)
+
+
+def _decode(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    n, num_heads, head_dim = query.shape
+    num_kv_heads = cache.shape[3]
+    seq_lens = metadata.seq_lens[:n]
+    num_blocks = -(-int(seq_lens.max()) // cache.shape[2])
+    key, value = _gather(cache, metadata.block_table[:n, :num_blocks])
+    position = torch.arange(key.shape[1], device=query.device)
+    mask = position < seq_lens[:, None]
+    if window is not None:
+        mask &= position >= seq_lens[:, None] - window
+    # The heads that share a key head stand where a longer query's rows would.
+    grouped = query.view(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    output = F.scaled_dot_product_attention(
+        grouped,
+        key.to(query.dtype).transpose(1, 2),
+        value.to(query.dtype).transpose(1, 2),
+        attn_mask=mask[:, None, None, :],
+        scale=scale,
+    )
+    return output.reshape(n, num_heads, head_dim)
+
+
+def _attend(
+    query: torch.Tensor,  # [q, num_heads, head_dim], the last q tokens
+    key: torch.Tensor,  # [k, num_kv_heads, head_dim]
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    causal: bool = True,
+) -> torch.Tensor:
+    q, k = query.shape[0], key.shape[0]
+    groups = query.shape[1] // key.shape[1]
+    mask = None
+    if causal and (q != k or (window is not None and k > window)):
+        behind = torch.arange(k - q, k, device=query.device)[:, None] - torch.arange(
+            k, device=query.device
+        )
+        mask = behind >= 0
+        if window is not None:
+            mask &= behind < window
+    output = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.to(query.dtype).transpose(0, 1).repeat_interleave(groups, dim=0)[None],
+        value.to(query.dtype).transpose(0, 1).repeat_interleave(groups, dim=0)[None],
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        scale=scale,
+    )
+    return output[0].transpose(0, 1)

@@ -1,0 +1,70 @@
+"""Every op in plain torch: what the faster implementations are tested against."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.attention import AttentionMetadata, paged_attention, varlen_attention
+from penstock.ops.attention import write_kv as write_kv
+
+__all__ = [
+    "ROW_INVARIANT",
+    "AttentionMetadata",
+    "add_rms_norm",
+    "embed",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rotate",
+    "silu_mul",
+    "varlen_attention",
+    "write_kv",
+]
+
+# Matmul and attention choose their summation order by shape, so they are not in this set.
+ROW_INVARIANT = frozenset({"embed", "rms_norm", "add_rms_norm", "silu_mul", "rotate", "write_kv"})
+
+
+def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows of `weight`. token_ids [n] -> [n, hidden]."""
+    return F.embedding(token_ids, weight)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [n, in] @ weight [out, in]^T + bias."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension, in float32 inside."""
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * x32.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x + residual, and the sum itself, which is the next residual."""
+    residual = x + residual
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up. x [n, 2 * d] holds gate and up side by side -> [n, d]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding, halves layout. x [n, heads, d]; cos, sin [n, 1, rotary_dim / 2].
+
+    Dimensions past rotary_dim pass through.
+    """
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    if 2 * half < x.shape[-1]:
+        rotated.append(x[..., 2 * half :])
+    return torch.cat(rotated, dim=-1)

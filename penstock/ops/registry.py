@@ -1,0 +1,39 @@
+"""Which implementation of an op a device gets. Decided when a layer is constructed, never later.
+
+A backend is a module that defines functions named like the ops it implements, and
+``ROW_INVARIANT``: the names whose result for a row is bitwise the same whatever other rows are
+in the batch. `penstock.ops.reference` defines every op and ends every list.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "cpu": ("penstock.ops.reference",),
+    "cuda": ("penstock.ops.reference",),
+}
+
+
+class Ops:
+    """The ops of one device: ``ops.rms_norm(x, weight, eps)``."""
+
+    def __init__(self, device_type: str) -> None:
+        self._modules = [importlib.import_module(name) for name in BACKENDS[device_type]]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        module = self._module_of(name)
+        function: Callable[..., Any] = getattr(module, name)
+        setattr(self, name, function)  # later look-ups are plain attribute reads
+        return function
+
+    def is_row_invariant(self, name: str) -> bool:
+        return name in self._module_of(name).ROW_INVARIANT
+
+    def _module_of(self, name: str) -> Any:
+        for module in self._modules:
+            if hasattr(module, name):
+                return module
+        raise AttributeError(f"no backend implements the op {name!r}")

@@ -1,0 +1,62 @@
+"""What this machine's device can do, and the defaults that follow from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from penstock.config import DeviceConfig
+from penstock.protocol.errors import ConfigError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Platform:
+    """A device and what to expect of it."""
+
+    device: torch.device
+    asynchronous: bool  # launches return before the work is done
+    default_dtype: torch.dtype | None  # None: the checkpoint's own
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    backend: str  # for torch.distributed
+
+    def available_memory(self) -> int:
+        """Bytes that could be allocated now."""
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            return free
+        return _available_host_memory()
+
+
+def detect_platform(config: DeviceConfig, rank: int = 0, ranks: int = 1) -> Platform:
+    """The device that `config` asks for; refuses one that is not there."""
+    has_gpu = torch.cuda.is_available()
+    if config.device == "cuda" and not has_gpu:
+        raise ConfigError("device=cuda needs a CUDA GPU and a CUDA build of torch; use device=cpu")
+    if config.device == "cpu" or not has_gpu:
+        threads = config.cpu_threads or max(_usable_cores() // ranks, 1)
+        torch.set_num_threads(threads)
+        return Platform(torch.device("cpu"), False, torch.float32, 128, 2048, "gloo")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    big = torch.cuda.get_device_properties(device).total_memory >= 70 * GIB
+    return Platform(device, True, None, 1024 if big else 256, 16384 if big else 8192, "nccl")
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _available_host_memory() -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,157 @@
+"""The head of generating models: hidden states to logits, logits to tokens, tokens to results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.models.base import Hidden, Model
+from penstock.protocol.step import NewRequest, RequestResult
+from penstock.runner.batch import StepBatch
+from penstock.runner.drafter import Drafter
+from penstock.runner.model_state import ModelState
+from penstock.runner.prompt_logprobs import PromptLogprobsHead, PromptPiece
+from penstock.runner.sampler import SampledTokens, Sampler, row_logprobs
+from penstock.runner.tables import RequestTables
+
+FAULT = "the model gave no usable probabilities for the next token (NaN or infinite logits)"
+
+
+@dataclass
+class PendingLogits:
+    """What `finish` needs: kept only until the tokens are chosen."""
+
+    logits: torch.Tensor | None  # [num_logits_rows, vocab_size]; None where nothing is sampled
+    hidden: torch.Tensor | None  # [num_logits_rows, hidden_size], for a drafter
+    prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
+
+
+@dataclass
+class HeadOutput:
+    """Results on their way to the host."""
+
+    sampled: SampledTokens | None
+    num_new: torch.Tensor | None  # [num_sampling] tokens each sampling request gained
+    prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
+
+
+class GenerationHead:
+    def __init__(
+        self,
+        model: Model,
+        tables: RequestTables,
+        sampler: Sampler,
+        drafter: Drafter | None = None,
+        model_states: Sequence[ModelState] = (),
+    ) -> None:
+        self.model = model
+        self.tables = tables
+        self.sampler = sampler
+        self.drafter = drafter
+        self.model_states = model_states
+        self.prompt_logprobs = PromptLogprobsHead(model, tables)
+
+    def add(self, slot: int, request: NewRequest) -> None:
+        self.sampler.add(slot, request)
+        self.prompt_logprobs.add(slot, request)
+
+    def remove(self, slot: int) -> None:
+        self.sampler.remove(slot)
+        self.prompt_logprobs.remove(slot)
+
+    def begin(self, hidden: Hidden, batch: StepBatch) -> PendingLogits:
+        """Logits of the rows that sample, and of the prompt rows that someone asked about."""
+        pieces = self.prompt_logprobs.run(hidden, batch)
+        if not len(batch.sampling):
+            return PendingLogits(None, None, pieces)
+        logits = self.model.logits(hidden, batch.logits_rows)
+        states = hidden.states[batch.logits_rows] if self.drafter else None
+        return PendingLogits(logits, states, pieces)
+
+    def finish(
+        self, pending: PendingLogits, batch: StepBatch, masks: torch.Tensor | None
+    ) -> HeadOutput:
+        """Sample, verify drafts, write the tokens into the tables, draft the next ones."""
+        if pending.logits is None:
+            return HeadOutput(None, None, pending.prompt_pieces)
+        sampled = self.sampler.sample(pending.logits, batch.sampling_rows, masks)
+        slots = batch.slots[torch.from_numpy(batch.sampling).to(batch.slots.device)]
+        if len(batch.logits_rows) == len(batch.sampling):
+            num_new = torch.ones_like(slots)
+            last = sampled.token_ids
+            self.tables.append_tokens(slots, last)
+        else:
+            num_new, last = self._verify(sampled.token_ids, slots, batch)
+        if self.drafter is not None:
+            assert pending.hidden is not None
+            drafts = self.drafter.propose(self.tables, pending.hidden, last, slots, num_new - 1)
+            self.tables.write_drafts(slots, drafts)
+        return HeadOutput(sampled.to_host(), num_new.to("cpu"), pending.prompt_pieces)
+
+    def _verify(
+        self, token_ids: torch.Tensor, slots: torch.Tensor, batch: StepBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep each request's sampled tokens up to the first one that its drafts did not foresee.
+
+        A draft holds if and only if it is the token that the request's own noise selects, so the
+        output is the same with and without speculation.
+        """
+        device = token_ids.device
+        rows = torch.from_numpy(batch.rows_per_sample).to(device)  # [n]
+        first = rows.cumsum(0) - rows
+        column = torch.arange(int(batch.rows_per_sample.max()), device=device)
+        exists = column < rows[:, None]  # [n, 1 + drafts]
+        index = torch.where(exists, first[:, None] + column, first[:, None])
+        sampled = token_ids[index]
+        drafted = batch.token_ids[batch.logits_rows][index][:, 1:]
+        held = (sampled[:, :-1] == drafted) & exists[:, 1:]
+        num_accepted = held.int().cumprod(dim=1).sum(dim=1)
+        rejected = rows - 1 - num_accepted
+        self.tables.append_verified(slots, sampled, num_accepted + 1, rejected)
+        for state in self.model_states:
+            state.rollback(slots, rejected)
+        last = sampled.gather(1, num_accepted[:, None]).squeeze(1)
+        return num_accepted + 1, last
+
+    def results(self, output: HeadOutput, batch: StepBatch) -> list[RequestResult]:
+        """One result for each scheduled request, in the batch's order."""
+        results = []
+        rows = self._rows_by_request(output, batch)
+        logprobs = row_logprobs(output.sampled) if output.sampled else {}
+        token_ids = output.sampled.token_ids.tolist() if output.sampled else []
+        faulted = output.sampled.faulted.tolist() if output.sampled else []
+        errors = output.sampled.errors if output.sampled else {}
+        for index, item in enumerate(batch.requests):
+            own = rows.get(index, range(0))
+            fault = next((errors.get(row, FAULT) for row in own if faulted[row]), None)
+            piece = output.prompt_pieces.get(index)
+            results.append(
+                RequestResult(
+                    request_id=item.request_id,
+                    incarnation=item.incarnation,
+                    token_ids=[token_ids[row] for row in own],
+                    logprobs=[logprobs[row] for row in own if row in logprobs],
+                    prompt_logprobs=piece.to_protocol() if piece else None,
+                    fault=fault,
+                )
+            )
+        return results
+
+    def _rows_by_request(self, output: HeadOutput, batch: StepBatch) -> dict[int, range]:
+        """The logits rows whose tokens each sampling request keeps."""
+        if output.num_new is None:
+            return {}
+        first = np.cumsum(batch.rows_per_sample) - batch.rows_per_sample
+        num_new = output.num_new.numpy()
+        # The host's bound counted every draft as accepted.
+        rejected = batch.rows_per_sample - num_new
+        self.tables.computed_bound[batch.host_slots[batch.sampling]] -= rejected
+        return {
+            index: range(start, start + count)
+            for index, start, count in zip(
+                batch.sampling.tolist(), first.tolist(), num_new.tolist(), strict=True
+            )
+        }

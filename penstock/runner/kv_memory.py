@@ -1,0 +1,48 @@
+"""The KV cache's memory: one buffer for each place in a page, shared by the groups' layers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from penstock.protocol.kv import FullAttentionSpec, KVCacheGroup, KVCacheLayout
+
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class KVMemory:
+    """Allocates a layout. The i-th layers of all groups are views of the i-th buffer."""
+
+    def __init__(self, layout: KVCacheLayout, device: torch.device) -> None:
+        self.layout = layout
+        # Zeros, because masked positions are multiplied by zero, which a stray NaN survives.
+        # On a CPU zeroed pages take no memory until they are written.
+        self._buffers = [
+            torch.zeros(layout.num_blocks, layout.page_bytes, dtype=torch.uint8, device=device)
+            for _ in range(layout.layers_per_page)
+        ]
+        self.layer_names = [group.layer_names for group in layout.groups]
+        self.caches = {
+            name: self._view(self._buffers[index], group)
+            for group in layout.groups
+            for index, name in enumerate(group.layer_names)
+        }
+
+    def _view(self, buffer: torch.Tensor, group: KVCacheGroup) -> torch.Tensor:
+        """[num_blocks, 2, block_size, num_kv_heads, head_dim], the page's padding left out."""
+        spec = group.spec
+        assert isinstance(spec, FullAttentionSpec)
+        used = group.block_size * spec.bytes_per_token()
+        typed = buffer[:, :used].view(TORCH_DTYPES[spec.dtype])
+        shape = (2, group.block_size, spec.num_kv_heads, spec.head_dim)
+        return typed.as_strided((len(buffer), *shape), (typed.stride(0), *_strides(shape)))
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    """Of a contiguous tensor."""
+    return [math.prod(shape[index + 1 :]) for index in range(len(shape))]

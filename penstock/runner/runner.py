@@ -1,0 +1,122 @@
+"""ModelRunner: one device's work. Tables, batch, forward pass, head: nothing of text or policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.layers.context import ForwardContext, forward_context
+from penstock.models.base import Model
+from penstock.ops.attention import AttentionMetadata
+from penstock.protocol.kv import KVCacheLayout
+from penstock.protocol.step import StepPlan, StepResult
+from penstock.runner.batch import StepBatch, make_batch
+from penstock.runner.drafter import Drafter
+from penstock.runner.generation import GenerationHead, HeadOutput, PendingLogits
+from penstock.runner.kv_memory import KVMemory
+from penstock.runner.logits_processors import LogitsProcessor
+from penstock.runner.model_state import ModelState
+from penstock.runner.sampler import Sampler
+from penstock.runner.tables import RequestTables
+
+
+@dataclass
+class StepHandle:
+    """A step in flight: launched, then sampled, then collected."""
+
+    step_id: int
+    batch: StepBatch | None  # None for a step that computes nothing
+    pending: PendingLogits | None = None
+    output: HeadOutput | None = None
+
+
+class ModelRunner:
+    """Runs the steps it is handed, in order.
+
+    `launch` ends at the logits; `sample` chooses tokens and writes them into the tables, so that
+    the next launch can follow at once; `collect` waits for the results.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        vocab_size: int,
+        layout: KVCacheLayout,
+        device: torch.device,
+        max_num_seqs: int,
+        max_model_len: int,
+        processors: Sequence[LogitsProcessor] = (),
+        drafter: Drafter | None = None,
+        model_states: Sequence[ModelState] = (),
+    ) -> None:
+        self.model = model
+        self.memory = KVMemory(layout, device)
+        num_drafts = drafter.num_drafts if drafter else 0
+        self.tables = RequestTables(max_num_seqs, max_model_len, layout.groups, device, num_drafts)
+        self.model_states = model_states
+        sampler = Sampler(self.tables, vocab_size, device, processors)
+        self.head = GenerationHead(model, self.tables, sampler, drafter, model_states)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Bring the tables up to date with the plan and compute its tokens."""
+        self._apply(plan)
+        if not plan.scheduled:
+            return StepHandle(plan.step_id, None)
+        batch = make_batch(plan, self.tables)
+        for state in self.model_states:
+            state.prepare(batch)
+        with forward_context(self._context(batch)):
+            hidden = self.model.forward(self.model.embed(batch.token_ids), batch.positions)
+        self.tables.advance(batch.slots, batch.counts)
+        return StepHandle(plan.step_id, batch, self.head.begin(hidden, batch))
+
+    @torch.inference_mode()
+    def sample(self, handle: StepHandle, masks: torch.Tensor | None = None) -> None:
+        """Choose tokens; `masks` [num_logits_rows, vocab] are True where one is allowed."""
+        if handle.batch is not None:
+            assert handle.pending is not None
+            handle.output = self.head.finish(handle.pending, handle.batch, masks)
+            handle.pending = None  # the logits are large
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Wait for the step and bring its results to the host."""
+        if handle.batch is None:
+            return StepResult(step_id=handle.step_id, results=[])
+        assert handle.output is not None
+        results = self.head.results(handle.output, handle.batch)
+        return StepResult(step_id=handle.step_id, results=results)
+
+    @torch.inference_mode()
+    def launch_idle(self) -> None:
+        """A step of one token that belongs to nobody, on the null block."""
+        device = self.tables.device
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
+        metadata = AttentionMetadata(starts, one, zero[None].int(), zero, 1, 1, 1)
+        attention = dict.fromkeys(self.memory.caches, metadata)
+        with forward_context(ForwardContext(self.memory.caches, attention, starts, zero)):
+            self.model.forward(self.model.embed(zero), zero)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for request_id in plan.released_ids:
+            slot = self.tables.release(request_id)
+            if slot is not None:
+                self.head.remove(slot)
+        for request in plan.new_requests:
+            slot = self.tables.add(request)
+            self.head.add(slot, request)
+            for state in self.model_states:
+                state.add(slot, request)
+        self.tables.append_blocks(plan.scheduled)
+
+    def _context(self, batch: StepBatch) -> ForwardContext:
+        attention = {
+            name: batch.attention[group]
+            for group, names in enumerate(self.memory.layer_names)
+            for name in names
+        }
+        return ForwardContext(self.memory.caches, attention, batch.query_starts, batch.token_slots)

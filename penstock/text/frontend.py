@@ -1,0 +1,195 @@
+"""Frontend: turns what users send into engine requests. Everything that can be checked is
+checked here, so that the engine sees only requests it can run."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.config import ModelConfig
+from penstock.loading.source import ModelSource
+from penstock.protocol.errors import InputError
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.sampling import SamplingParams
+from penstock.text.chat import ChatTemplate, load_chat_template
+from penstock.text.output import OutputAssembler
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
+
+DEFAULTS_FROM_GENERATION_CONFIG = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A user's request: one engine request for each completion, and what joins their outputs."""
+
+    request_id: str
+    children: list[EngineRequest]
+    assembler: OutputAssembler
+
+
+class Frontend:
+    def __init__(self, config: ModelConfig, source: ModelSource, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.vocab_size = int(source.config["vocab_size"])
+        self.max_logprobs = config.max_logprobs
+        self.tokenizer: Tokenizer | None = None
+        self.chat_template: ChatTemplate | None = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = load_tokenizer(source, config.tokenizer)
+            self.chat_template = load_chat_template(source, self.tokenizer, config.chat_template)
+        self.eos_token_ids = _eos_token_ids(source, self.tokenizer)
+        self.default_params = _default_params(config, source)
+        self._seeds = random.Random(config.seed)
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        add_special_tokens: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        output_token_ids: Sequence[int] = (),
+    ) -> PreparedRequest:
+        """Check and tokenize one request. `InputError` says what is wrong with it."""
+        params = msgspec.structs.replace(params)  # the user may change theirs meanwhile
+        params.validate()
+        text, token_ids = self._tokenize(prompt, add_special_tokens)
+        self._check_prompt(token_ids)
+        self._check_params(params)
+        self._check_token_ids(output_token_ids, "output_token_ids")
+        room = self.max_model_len - len(token_ids)
+        params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        params.min_tokens = min(params.min_tokens, params.max_tokens)
+        seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
+        only = params.n == 1
+        children = [
+            EngineRequest(
+                request_id=request_id if only else f"{request_id}#{index}",
+                prompt_token_ids=token_ids,
+                params=params,
+                seed=seed if only else child_seed(seed, index),
+                eos_token_ids=self.eos_token_ids,
+                bad_words_token_ids=self._bad_words(params.bad_words or []),
+                priority=priority,
+                arrival_time=time.time(),
+                cache_salt=cache_salt,
+                read_prefix_cache=params.prompt_logprobs is None,
+                output_token_ids=list(output_token_ids),
+            )
+            for index in range(params.n)
+        ]
+        assembler = OutputAssembler(
+            request_id=request_id,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            tokenizer=self.tokenizer,
+            child_ids=[child.request_id for child in children],
+            output_token_ids=output_token_ids,
+        )
+        return PreparedRequest(request_id, children, assembler)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt of a conversation. It holds its special tokens: add none when tokenizing."""
+        if self.chat_template is None:
+            raise InputError("chat needs a tokenizer: drop skip_tokenizer_init", "messages")
+        return self.chat_template.render(messages, **options)
+
+    def _tokenize(
+        self, prompt: str | Sequence[int], add_special_tokens: bool
+    ) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, str):
+            return None, list(prompt)
+        if self.tokenizer is None:
+            raise InputError(
+                "prompt must be token ids, since skip_tokenizer_init is set: "
+                'pass {"prompt_token_ids": [...]}',
+                "prompt",
+            )
+        return prompt, self.tokenizer.encode(prompt, add_special_tokens)
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InputError("prompt must hold at least one token, got none", "prompt")
+        self._check_token_ids(token_ids, "prompt_token_ids")
+        if len(token_ids) >= self.max_model_len:
+            raise InputError(
+                f"prompt must be shorter than max_model_len ({self.max_model_len} tokens) to "
+                f"leave room for output, got {len(token_ids)} tokens",
+                "prompt",
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and self.max_logprobs != -1:
+                most = self.max_logprobs
+                if not 0 <= asked <= most:
+                    raise InputError(
+                        f"{name} must be from 0 to {most} (the engine's max_logprobs), got {asked}",
+                        name,
+                    )
+        self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
+        self._check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self._check_token_ids(params.logit_bias or (), "logit_bias")
+        if self.tokenizer is None and (params.stop or params.bad_words):
+            name = "stop" if params.stop else "bad_words"
+            raise InputError(f"{name} needs a tokenizer: drop skip_tokenizer_init", name)
+
+    def _check_token_ids(self, token_ids: Sequence[int] | Mapping[int, Any], name: str) -> None:
+        for token_id in token_ids:
+            if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+                raise InputError(
+                    f"{name} must hold token ids from 0 to {self.vocab_size - 1}, got {token_id!r}",
+                    name,
+                )
+
+    def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Each word as it is tokenized at the start of a text and after a space."""
+        if not words:
+            return []
+        assert self.tokenizer is not None
+        sequences = []
+        for word in words:
+            for spelling in (word, " " + word.lstrip()):
+                token_ids = self.tokenizer.encode(spelling, add_special_tokens=False)
+                if token_ids and token_ids not in sequences:
+                    sequences.append(token_ids)
+        return sequences
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request with `n` > 1."""
+    digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def _eos_token_ids(source: ModelSource, tokenizer: Tokenizer | None) -> list[int]:
+    """Every token that ends a text: the generation config may name several."""
+    found: list[int] = []
+    for config in (source.generation_config, source.config):
+        value = config.get("eos_token_id")
+        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.append(tokenizer.eos_token_id)
+    return sorted(set(found))
+
+
+def _default_params(config: ModelConfig, source: ModelSource) -> SamplingParams:
+    if config.generation_config == "none":
+        return SamplingParams()
+    given = source.generation_config
+    values = {
+        name: given[name] for name in DEFAULTS_FROM_GENERATION_CONFIG if given.get(name) is not None
+    }
+    return SamplingParams(**values)
