@@ -1,0 +1,209 @@
+"""The tokenizer: text to token ids and back, on the `tokenizers` library alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from penstock.loading.gguf_file import read_gguf
+from penstock.loading.hub import fetch_from_hub, is_hub_id
+from penstock.loading.source import ModelSource, read_json
+from penstock.protocol.errors import InputError, ModelError
+from penstock.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    byte_vocabulary,
+)
+
+REMEDY = "give another folder as tokenizer=, or run with skip_tokenizer_init and token ids"
+
+
+class Tokenizer:
+    """Encodes and decodes; safe to share between threads.
+
+    `special_tokens` are the ones with a role, under the names that chat templates use
+    (`bos_token`, `eos_token`, ...). `end_ids` are all tokens that end an output. `folder` is where
+    it came from, if from a folder.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        extra_end_ids: Iterable[int] = (),
+        folder: Path | None = None,
+    ) -> None:
+        self.folder = folder
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._bytes = byte_vocabulary(backend)
+        self.special_tokens = dict(special_tokens or {})
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_token_id = self._named_id("bos_token")
+        self.eos_token_id = self._named_id("eos_token")
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        ends = (
+            [*extra_end_ids] if self.eos_token_id is None else [self.eos_token_id, *extra_end_ids]
+        )
+        self.end_ids = frozenset(ends)
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        token_id: int | None = None if token is None else self._backend.token_to_id(token)
+        return token_id
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of `text`; special tokens written in it count as such."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"the text has a lone surrogate at position {error.start}, which is no character"
+            ) from None
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The text of all tokens together; what is not UTF-8 becomes U+FFFD."""
+        hidden = self._hidden(skip_special_tokens)
+        visible = [token_id for token_id in token_ids if token_id not in hidden]
+        if self._bytes is not None:
+            return self._bytes.decode(visible)
+        return str(self._backend.decode(visible, skip_special_tokens=False))
+
+    def token_text(self, token_id: int) -> str:
+        """How one token reads within a text, special or not."""
+        if self._bytes is not None:
+            return self._bytes[token_id].decode("utf-8", "replace")
+        return str(self._backend.decode([token_id], skip_special_tokens=False))
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
+    def detokenizer(
+        self, context: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> Detokenizer:
+        """Text from tokens as they come, going on from `context` (the prompt)."""
+        hidden = self._hidden(skip_special_tokens)
+        if self._bytes is not None:
+            return ByteDetokenizer(self._bytes, hidden, context)
+        return WindowDetokenizer(self._backend, hidden, context)
+
+    def _hidden(self, skip_special_tokens: bool) -> frozenset[int]:
+        return self.special_ids if skip_special_tokens else frozenset()
+
+
+def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Tokenizer:
+    """The model's own tokenizer, or that of the folder, GGUF file or hub id `tokenizer` names."""
+    if tokenizer is not None:
+        path = Path(tokenizer).expanduser()
+        if path.is_file() and path.suffix == ".gguf":
+            return tokenizer_from_gguf(read_gguf(path).metadata)
+        if not path.is_dir():
+            if not is_hub_id(tokenizer):
+                raise ModelError(
+                    f"tokenizer must name a folder with tokenizer.json, got {tokenizer!r}"
+                )
+            path = fetch_from_hub(tokenizer, None, "dummy", None)  # all but the tensors
+        return tokenizer_from_folder(path)
+    if source.gguf is not None:
+        return tokenizer_from_gguf(source.gguf.metadata)
+    return tokenizer_from_folder(source.path)
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    from penstock.text import gguf_tokenizer as gguf
+
+    backend = gguf.gguf_tokenizer(metadata)
+    ends = (metadata.get(key) for key in gguf.END_TOKEN_KEYS)
+    return Tokenizer(
+        backend, gguf.gguf_special_tokens(metadata), [end for end in ends if end is not None]
+    )
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """From tokenizer.json, with the special tokens that tokenizer_config.json names.
+
+    What frames a prompt (a token at its beginning or end) is tokenizer.json's post-processor
+    alone, as in `transformers`: `add_bos_token` in tokenizer_config.json changes nothing.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist{_other_format(folder)}: {REMEDY}")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions for what it cannot parse
+        raise ModelError(f"{path} is not a tokenizer ({error}): {REMEDY}") from error
+    config = read_json_if_there(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:
+        config = {**config, **read_json_if_there(folder / "special_tokens_map.json")}
+    special_tokens = {
+        name: content
+        for name, value in config.items()
+        if name.endswith("_token") and (content := _content(value)) is not None
+    }
+    try:
+        _add_tokens(
+            backend, config, read_json_if_there(folder / "added_tokens.json"), special_tokens
+        )
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(f"the added tokens in {folder} are malformed ({error})") from error
+    return Tokenizer(backend, special_tokens, folder=folder)
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    config: Mapping[str, Any],
+    legacy_added: Mapping[str, int],
+    special_tokens: Mapping[str, str],
+) -> None:
+    """Tokens that only the configuration knows, in the order of their ids."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = list(extra.values()) if isinstance(extra, dict) else extra
+    special = {*special_tokens.values(), *(_content(token) for token in extra)} - {None}
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder")
+    if declared is not None:
+        added = [tokenizers.AddedToken(**declared[key]) for key in sorted(declared, key=int)]
+    else:
+        added = [
+            tokenizers.AddedToken(token, special=token in special, normalized=token not in special)
+            for token in sorted(legacy_added, key=lambda token: legacy_added[token])
+        ]
+    backend.add_tokens([token for token in added if token.content not in known])
+    by_content = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    ordered = [*special_tokens.values(), *filter(None, map(_content, extra))]
+    for content in ordered:
+        token = by_content.get(content) or tokenizers.AddedToken(content, normalized=False)
+        token.special = True
+        backend.add_special_tokens([token])
+
+
+def _content(value: Any) -> str | None:
+    """A token in a configuration file: a string, or an object with its content."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """The object in a configuration file; empty where there is no such file."""
+    return read_json(path) if path.exists() else {}
+
+
+def _other_format(folder: Path) -> str:
+    others = [
+        name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).is_file()
+    ]
+    return f" (only {', '.join(others)}, which must be converted first)" if others else ""
