@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level_backend, sentencepiece_like_backend, word_backend
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -124,12 +124,14 @@ def test_encoding_and_decoding_equal_transformers_for_the_same_folder(
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 299), max_size=40))
 def test_byte_level_decoding_equals_the_library_for_any_tokens(ids: list[int]) -> None:
     backend = byte_level_backend()
     assert Tokenizer(backend).decode(ids) == backend.decode(ids)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_byte_fallback_decoding_equals_the_library_for_any_text(text: str) -> None:
     backend = sentencepiece_like_backend()

@@ -1,0 +1,275 @@
+"""From engine deltas to what a user sees: one OutputAssembler for each user request.
+
+A request with n completions runs as n children in the engine. The assembler detokenizes each,
+finds stop strings, and shows the result as the request's `output_kind` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.errors import InputError
+from penstock.protocol.outputs import CompletionOutput, Logprob, LogprobsAtPosition, RequestOutput
+from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.protocol.step import PromptLogprobs, TokenLogprobs
+from penstock.text.detokenizer import Detokenizer
+from penstock.text.stops import StopScanner, StopStrings
+from penstock.text.tokenizer import Tokenizer
+
+
+class OutputAssembler:
+    """Collects the deltas of a request's children and shows them as `RequestOutput`s.
+
+    `output_token_ids` are tokens of each child that the client has seen already (a replay). Their
+    text counts as delivered: deltas go on exactly where it ended. Their logprobs stayed with the
+    client, so `logprobs` begin after them.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        child_ids: Sequence[str],
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        if params.stop_strings and tokenizer is None:
+            raise InputError("stop needs a tokenizer: stop texts are found in text", "stop")
+        self.request_id = request_id
+        self._prompt = prompt
+        self._prompt_token_ids = list(prompt_token_ids)
+        self._kind = params.output_kind
+        self._tokenizer = tokenizer
+        self._num_cached_tokens = 0
+        self._error: str | None = None
+        self._stopped: list[str] = []
+        self._prompt_logprobs = _PromptLogprobs(len(prompt_token_ids), params)
+        stops = StopStrings(params.stop_strings) if params.stop_strings else None
+        self._children = {
+            child_id: _Child(
+                index=index,
+                params=params,
+                tokenizer=tokenizer,
+                detokenizer=(
+                    tokenizer.detokenizer(prompt_token_ids, params.skip_special_tokens)
+                    if tokenizer is not None and params.detokenize
+                    else None
+                ),
+                scanner=StopScanner(stops, params.include_stop_str_in_output) if stops else None,
+            )
+            for index, child_id in enumerate(child_ids)
+        }
+        for child_id, child in self._children.items():
+            child.add_tokens(output_token_ids, [])
+            child.mark_delivered()
+            if child.finished:  # the stop string was complete, but its end was never delivered
+                self._stopped.append(child_id)
+
+    @property
+    def finished(self) -> bool:
+        return all(child.finished for child in self._children.values())
+
+    def add(self, delta: EngineDelta) -> None:
+        """Take in what is new about one child; ignored for a child that is finished."""
+        child = self._children[delta.request_id]
+        if child.finished:
+            return
+        self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs.place(delta.prompt_logprobs, self._tokenizer)
+        child.add(delta)
+        if child.finished and delta.finish_reason is None:
+            self._stopped.append(delta.request_id)
+        if delta.error is not None and self._error is None:
+            self._error = delta.error
+
+    def stopped_children(self) -> list[str]:
+        """Children that a stop string ended while the engine goes on; each is named once."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
+
+    def take(self) -> RequestOutput | None:
+        """What there is to show now, or None."""
+        children = list(self._children.values())
+        changed = [child for child in children if child.changed]
+        if not changed or (self._kind is OutputKind.FINAL_ONLY and not self.finished):
+            return None
+        delta_only = self._kind is OutputKind.DELTA
+        completions = (
+            [child.take_delta() for child in changed]
+            if delta_only
+            else [child.take_everything() for child in children]
+        )
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=completions,
+            finished=self.finished,
+            prompt_logprobs=self._prompt_logprobs.show(self.finished, once=delta_only),
+            num_cached_tokens=self._num_cached_tokens,
+            error=self._error,
+        )
+
+
+@dataclass
+class _Child:
+    """One completion as it grows. The `shown_*` fields say how much of it deltas have shown."""
+
+    index: int
+    params: SamplingParams
+    tokenizer: Tokenizer | None
+    detokenizer: Detokenizer | None
+    scanner: StopScanner | None
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[LogprobsAtPosition] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    shown_tokens: int = 0
+    shown_texts: int = 0
+    shown_logprobs: int = 0
+    changed: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def add(self, delta: EngineDelta) -> None:
+        ends = delta.finish_reason is not None or delta.error is not None
+        self.changed = self.changed or bool(delta.token_ids) or ends
+        ends_with_stop_token = (
+            delta.finish_reason is FinishReason.STOP
+            and bool(delta.token_ids)
+            and not self.params.include_stop_str_in_output
+        )
+        self.add_tokens(delta.token_ids, delta.logprobs, hide_last=ends_with_stop_token)
+        if self.finished or (delta.finish_reason is None and delta.error is None):
+            return
+        self._flush()
+        if not self.finished:
+            self.finish_reason = (delta.finish_reason or FinishReason.ERROR).value
+            self.stop_reason = delta.stop_reason
+
+    def add_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], hide_last: bool = False
+    ) -> None:
+        """Take in tokens up to the one that completes a stop string, if any does.
+
+        With `hide_last` the last one, a stop token, adds nothing to the text.
+        """
+        num_shown = len(token_ids) - hide_last
+        if self.scanner is None:
+            self.token_ids.extend(token_ids)
+            if self.detokenizer is not None:
+                self._add_text(self.detokenizer.add(token_ids[:num_shown]))
+        else:
+            assert self.detokenizer is not None
+            for position, token_id in enumerate(token_ids):
+                self.token_ids.append(token_id)
+                if position < num_shown:
+                    self._scan(self.detokenizer.add([token_id]))
+                if self.finished:
+                    logprobs = logprobs[: position + 1]
+                    break
+        for entry in logprobs if self.params.logprobs is not None else ():
+            self.cumulative_logprob += entry.logprobs[0]
+            self.logprobs.append(_by_token(entry, self.tokenizer))
+
+    def _scan(self, text: str) -> None:
+        assert self.scanner is not None
+        self._add_text(
+            self.scanner.feed(text, may_stop=len(self.token_ids) > self.params.min_tokens)
+        )
+        if self.scanner.matched is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP.value, self.scanner.matched
+
+    def _flush(self) -> None:
+        held = self.detokenizer.flush() if self.detokenizer is not None else ""
+        if self.scanner is None:
+            self._add_text(held)
+            return
+        self._scan(held)
+        if not self.finished:
+            self._add_text(self.scanner.flush())
+
+    def _add_text(self, text: str) -> None:
+        if text:
+            self.texts.append(text)
+
+    def mark_delivered(self) -> None:
+        self.shown_tokens = len(self.token_ids)
+        self.shown_texts = len(self.texts)
+        self.shown_logprobs = len(self.logprobs)
+        self.changed = self.finished
+
+    def take_everything(self) -> CompletionOutput:
+        self.changed = False
+        self.texts = ["".join(self.texts)]
+        return self._output(self.texts[0], list(self.token_ids), list(self.logprobs))
+
+    def take_delta(self) -> CompletionOutput:
+        output = self._output(
+            "".join(self.texts[self.shown_texts :]),
+            self.token_ids[self.shown_tokens :],
+            self.logprobs[self.shown_logprobs :],
+        )
+        self.mark_delivered()
+        self.changed = False
+        return output
+
+    def _output(
+        self, text: str, token_ids: list[int], logprobs: list[LogprobsAtPosition]
+    ) -> CompletionOutput:
+        wants_logprobs = self.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=self.cumulative_logprob if wants_logprobs else None,
+            logprobs=logprobs if wants_logprobs else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+class _PromptLogprobs:
+    """The prompt's logprobs by position: pieces may come from any child, and more than once."""
+
+    def __init__(self, num_prompt_tokens: int, params: SamplingParams) -> None:
+        self._wanted = params.prompt_logprobs is not None
+        self._by_position: list[LogprobsAtPosition | None] = [None] * num_prompt_tokens
+        self._num_missing = max(num_prompt_tokens - 1, 0)  # nothing comes before the first
+        self._shown = False
+
+    def place(self, piece: PromptLogprobs, tokenizer: Tokenizer | None) -> None:
+        for position, entry in enumerate(piece.positions, start=piece.start):
+            if self._by_position[position] is None:
+                self._num_missing -= 1
+                self._by_position[position] = _by_token(entry, tokenizer)
+
+    def show(self, finished: bool, once: bool) -> list[LogprobsAtPosition | None] | None:
+        """All of them once they are complete, or what there is when the request is finished."""
+        nothing_came = self._num_missing and not any(self._by_position)
+        if not self._wanted or nothing_came or (self._num_missing and not finished):
+            return None
+        if once and self._shown:
+            return None
+        self._shown = True
+        return list(self._by_position)
+
+
+def _by_token(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> LogprobsAtPosition:
+    """The chosen token first, then the most likely ones in order."""
+    by_token: LogprobsAtPosition = {}
+    pairs = zip(entry.token_ids, entry.logprobs, strict=True)
+    for place, (token_id, logprob) in enumerate(pairs):
+        if token_id not in by_token:
+            text = tokenizer.token_text(token_id) if tokenizer is not None else None
+            by_token[token_id] = Logprob(logprob, entry.rank if place == 0 else place, text)
+    return by_token
