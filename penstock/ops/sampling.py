@@ -1,0 +1,198 @@
+"""Sampling operations in plain torch: the reference that faster implementations are tested against.
+
+A row is one position of one request. Every function treats rows independently, down to the last
+bit: what a row gets never depends on which rows stand beside it.
+
+Truncation (min_p, top_k, top_p) is a cutoff: tokens whose scaled logit is at least the row's
+cutoff survive, so tokens that tie at the boundary survive together. Probability mass is counted in
+integers, whose sum is exact in any order; so a sort of the whole row and a look at its head alone,
+on any device, agree on the cutoff.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.ops.random import TOKENS_PER_CALL, gumbel_of_groups
+
+MASS_UNIT = 2.0**40
+"""The most likely token's mass in integer units; vocabularies up to 2**22 sum without overflow."""
+MAX_CHUNK_ELEMENTS = 2**24
+"""Logits worked on at once by the reference, which bounds its temporary memory."""
+
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which tokens may be drawn, for each row."""
+
+    log_min_p: Tensor  # [rows] float32; -inf: off
+    top_k: Tensor  # [rows] int64, 1 to vocab_size; vocab_size: off
+    top_p: Tensor  # [rows] float32, above 0; 1: off
+
+    def __getitem__(self, index: Tensor | slice) -> Truncation:
+        return Truncation(self.log_min_p[index], self.top_k[index], self.top_p[index])
+
+
+@dataclass(frozen=True)
+class TopLogprobs:
+    """Log-probabilities of one token a row, its rank, and the row's most likely tokens."""
+
+    token_ids: Tensor  # [rows] int64
+    logprobs: Tensor  # [rows] float32
+    ranks: Tensor  # [rows] int64; 1 + the number of tokens that are strictly more likely
+    top_ids: Tensor  # [rows, k] int64, most likely first, the lower id first among equals
+    top_logprobs: Tensor  # [rows, k] float32
+
+    def to_host(self) -> TopLogprobs:
+        """Start the copy to the host; on an accelerator it is complete after a synchronization."""
+        return TopLogprobs(
+            self.token_ids.to("cpu", non_blocking=True),
+            self.logprobs.to("cpu", non_blocking=True),
+            self.ranks.to("cpu", non_blocking=True),
+            self.top_ids.to("cpu", non_blocking=True),
+            self.top_logprobs.to("cpu", non_blocking=True),
+        )
+
+
+def add_at(logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
+    """logits[rows[i], token_ids[i, j]] += values[i, j], in place; -inf bans a token.
+
+    logits: [num_rows, vocab]; rows: [n]; token_ids, values: [n, width]. Repeated ids add up.
+    """
+    logits.index_put_((rows[:, None], token_ids), values, accumulate=True)
+
+
+def token_counts(token_ids: Tensor, valid: Tensor, vocab_size: int) -> Tensor:
+    """How often each token occurs among the valid ones. [n, width] -> [n, vocab] int32."""
+    counts = torch.zeros(
+        (token_ids.shape[0], vocab_size), dtype=torch.int32, device=token_ids.device
+    )
+    index = token_ids.to(torch.int64).masked_fill(~valid, 0)
+    return counts.scatter_add_(1, index, valid.to(torch.int32))
+
+
+def apply_penalties(
+    logits: Tensor,  # [n, vocab] float32
+    prompt_counts: Tensor,  # [n, vocab] int
+    output_counts: Tensor,  # [n, vocab] int
+    repetition: Tensor,  # [n]
+    frequency: Tensor,  # [n]
+    presence: Tensor,  # [n]
+) -> Tensor:
+    """Repetition over prompt and output; then frequency and presence over the output alone."""
+    seen = (prompt_counts > 0) | (output_counts > 0)
+    factor = repetition[:, None]
+    penalized = torch.where(logits > 0, logits / factor, logits * factor)
+    logits = torch.where(seen, penalized, logits)
+    logits = logits - frequency[:, None] * output_counts
+    return logits - presence[:, None] * (output_counts > 0)
+
+
+def match_words(tails: Tensor, prefixes: Tensor) -> Tensor:
+    """Which words would be completed by their last token.
+
+    tails: [n, length], the latest token first; prefixes: [n, words, length], each word without its
+    last token, reversed alike and padded at the end with -1, which matches anything. -> [n, words]
+    """
+    return ((prefixes == tails[:, None, :]) | (prefixes < 0)).all(-1)
+
+
+def unpack_bitmask(bits: Tensor, vocab_size: int) -> Tensor:
+    """[rows, ceil(vocab / 32)] int32, token t at bit t % 32 of word t // 32 -> [rows, vocab]."""
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return ((bits[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
+
+
+def scale_logits(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """(logits - best) / temperature, where best is the row's maximum.
+
+    The most likely token is at 0, so that no temperature, however small, overflows.
+    logits: [rows, vocab] float32; best, temperature: [rows].
+    """
+    return (logits - best[:, None]).div_(temperature[:, None])
+
+
+def token_mass(scaled: Tensor) -> Tensor:
+    """exp(scaled) in integer units; tokens less than 2**-40 as likely as the best have none."""
+    return scaled.exp().mul_(MASS_UNIT).to(torch.int64)
+
+
+def nucleus_limit(total: Tensor, top_p: Tensor) -> Tensor:
+    """A token is in the nucleus if the mass of the more likely ones is below this. float64."""
+    limit = total.to(torch.float64) * top_p
+    return limit.masked_fill(top_p >= 1.0, float("inf"))
+
+
+def truncation_cutoff(scaled: Tensor, truncation: Truncation) -> Tensor:
+    """The least scaled logit that survives min_p, top_k, then top_p of what is left. [rows]"""
+    ordered = scaled.sort(dim=-1, descending=True).values
+    kth = ordered.gather(1, truncation.top_k[:, None] - 1)
+    survives = ordered >= torch.maximum(kth, truncation.log_min_p[:, None])
+    mass = token_mass(ordered).masked_fill_(~survives, 0)
+    running = mass.cumsum(-1)
+    limit = nucleus_limit(running[:, -1], truncation.top_p)
+    survives &= (running - mass) < limit[:, None]
+    return ordered.masked_fill(~survives, float("inf")).amin(-1)
+
+
+def gumbel_argmax(scaled: Tensor, cutoff: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Draw one token a row from softmax(scaled) over tokens at or above the cutoff.
+
+    scaled: [rows, vocab]; the others: [rows]. Equal scores go to the lower token id.
+    """
+    num_rows, vocab_size = scaled.shape
+    groups = torch.arange(-(-vocab_size // TOKENS_PER_CALL), device=scaled.device)
+    groups = groups.expand(num_rows, -1)
+    noise = gumbel_of_groups(seeds[:, None], positions[:, None], groups)  # [rows, groups, 4]
+    scores = scaled + noise.flatten(1)[:, :vocab_size]
+    return scores.masked_fill_(scaled < cutoff[:, None], NEG_INF).argmax(-1)
+
+
+def draw(scaled: Tensor, truncation: Truncation | None, seeds: Tensor, positions: Tensor) -> Tensor:
+    """Truncate and draw one token a row. scaled: [rows, vocab], seeds, positions: [rows].
+
+    Never synchronizes with the host. Rows with NaN give an arbitrary token.
+    """
+    step = max(1, MAX_CHUNK_ELEMENTS // scaled.shape[1])
+    tokens = []
+    for start in range(0, scaled.shape[0], step):
+        part = slice(start, start + step)
+        if truncation is None:
+            cutoff = torch.full_like(scaled[part, 0], NEG_INF)
+        else:
+            cutoff = truncation_cutoff(scaled[part], truncation[part])
+        tokens.append(gumbel_argmax(scaled[part], cutoff, seeds[part], positions[part]))
+    return torch.cat(tokens)
+
+
+def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
+    """Log-probabilities under the logits as they are, in float32.
+
+    logits: [rows, vocab], token_ids: [rows]; k = 0 gives only the tokens' own.
+    """
+    vocab_size = logits.shape[1]
+    logprobs = logits.to(torch.float32).log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids[:, None].to(torch.int64))
+    ranks = (logprobs > chosen).sum(-1) + 1
+    if k == 0:
+        top_ids = token_ids.new_empty((logits.shape[0], 0), dtype=torch.int64)
+    else:
+        # One integer orders by value, then by id: without ties, the top k1 are always the head of
+        # the top k2, so what a row gets does not depend on how many its neighbours ask for.
+        bits = (logprobs + 0.0).view(torch.int32)  # + 0.0 makes -0.0 and 0.0 one value
+        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+        ids = torch.arange(vocab_size, device=logits.device)
+        keys = (order << 32) + (vocab_size - 1 - ids)
+        top_ids = keys.topk(min(k, vocab_size), dim=-1).indices
+    return TopLogprobs(
+        token_ids=token_ids,
+        logprobs=chosen[:, 0],
+        ranks=ranks,
+        top_ids=top_ids,
+        top_logprobs=logprobs.gather(1, top_ids),
+    )

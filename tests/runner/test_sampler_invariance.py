@@ -1,0 +1,163 @@
+"""A row's token depends on its logits, its request and its position: never on its neighbours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampler_oracle import (
+    NUM_SLOTS,
+    VOCAB,
+    Case,
+    FakeTables,
+    make_request,
+    make_rows,
+    set_up,
+)
+
+from penstock.runner.sampler import Sampler, SamplingRows, row_logprobs
+
+optional = st.booleans()
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> Case:
+    """A request with any combination of features."""
+    params: dict[str, Any] = {"temperature": draw(st.sampled_from([0.0, 0.3, 1.0, 2.0]))}
+    choices: dict[str, st.SearchStrategy[Any]] = {
+        "top_p": st.sampled_from([0.1, 0.8, 0.95]),
+        "top_k": st.integers(1, VOCAB),
+        "min_p": st.sampled_from([0.05, 0.5]),
+        "repetition_penalty": st.sampled_from([0.7, 1.2]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.7]),
+        "presence_penalty": st.sampled_from([-0.5, 0.7]),
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5), max_size=6),
+        "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), min_size=8, max_size=40),
+        "min_tokens": st.integers(0, 16),
+        "logprobs": st.integers(-1, 8),
+    }
+    for name, values in choices.items():
+        if draw(optional):
+            params[name] = draw(values)
+    tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=12, max_size=12))
+    num_prompt = draw(st.integers(1, 6))
+    bad_words = []
+    if draw(optional):
+        bad_words = draw(
+            st.lists(
+                st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
+                min_size=1,
+                max_size=4,
+            )
+        )
+    request = make_request(
+        tokens[:num_prompt],
+        seed=draw(st.integers(0, 2**64 - 1)),
+        eos=[2],
+        bad_words=bad_words,
+        **params,
+    )
+    random = np.random.default_rng(draw(st.integers(0, 10**6)))
+    logits = (random.standard_normal(VOCAB) * 4).astype(np.float32)
+    return Case(request, tokens, draw(st.integers(num_prompt, 12)), logits)
+
+
+def outcome(sampler: Sampler, logits: torch.Tensor, rows: SamplingRows) -> list[Any]:
+    """Everything that is returned for each row, logprobs to the last bit."""
+    sampled = sampler.sample(logits, rows)
+    logprobs = row_logprobs(sampled)
+    tokens, faulted = sampled.token_ids.tolist(), sampled.faulted.tolist()
+    return [(tokens[row], faulted[row], logprobs.get(row)) for row in range(len(tokens))]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    cases=st.lists(any_case(), min_size=1, max_size=NUM_SLOTS),
+    order=st.randoms(use_true_random=False),
+)
+def test_a_row_gets_the_same_alone_among_others_shuffled_and_in_another_slot(
+    cases: list[Case], order: Any
+) -> None:
+    together = outcome(*set_up(cases))
+    assert together == [outcome(*set_up([case]))[0] for case in cases]
+    places = list(range(len(cases)))
+    order.shuffle(places)
+    slots = order.sample(range(NUM_SLOTS), len(cases))
+    shuffled = outcome(*set_up([cases[place] for place in places], slots))
+    assert [shuffled[places.index(row)] for row in range(len(cases))] == together
+
+
+@settings(deadline=None, max_examples=20)
+@given(cases=st.lists(any_case(), min_size=1, max_size=4))
+def test_several_positions_of_a_request_at_once_equal_one_position_at_a_time(
+    cases: list[Case],
+) -> None:
+    """As when drafted tokens are checked: the table already holds what lies ahead."""
+    sampler, _, _ = set_up(cases)
+    slots, positions = [], []
+    for slot, case in enumerate(cases):
+        for position in range(case.request.num_prompt_tokens, 13):
+            slots.append(slot)
+            positions.append(position)
+    logits = torch.from_numpy(
+        np.stack([np.roll(cases[s].logits, p) for s, p in zip(slots, positions, strict=True)])
+    )
+    together = outcome(sampler, logits, make_rows(slots, positions))
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        case = cases[slot]
+        alone = Case(case.request, case.tokens[:position], position, logits[row].numpy())
+        assert outcome(*set_up([alone]))[0] == together[row]
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    cases=st.lists(any_case(), min_size=4, max_size=8),
+    moves=st.lists(st.tuples(st.integers(0, 7), st.integers(0, NUM_SLOTS - 1)), max_size=40),
+)
+def test_requests_that_come_and_go_leave_no_trace(
+    cases: list[Case], moves: list[tuple[int, int]]
+) -> None:
+    tables = FakeTables()
+    sampler = Sampler(tables, VOCAB, "cpu")
+    held: dict[int, Case] = {}
+    for number, slot in moves:
+        if slot in held:
+            sampler.remove(slot)
+            del held[slot]
+            continue
+        case = cases[number % len(cases)]
+        tables.token_ids[slot, : len(case.tokens)] = torch.tensor(case.tokens, dtype=torch.int32)
+        tables.num_prompt_tokens[slot] = case.request.num_prompt_tokens
+        sampler.add(slot, case.request)
+        held[slot] = case
+        logits = torch.from_numpy(np.stack([case.logits for case in held.values()]))
+        rows = make_rows(list(held), [case.position for case in held.values()])
+        expected = [outcome(*set_up([case]))[0] for case in held.values()]
+        assert outcome(sampler, logits, rows) == expected
+
+
+def test_a_large_vocabulary_gives_a_row_the_same_alone_and_among_others() -> None:
+    """Rows long enough for vectorized and threaded code, where results could depend on place."""
+    vocab, num_rows = 50_003, 12
+    tables = FakeTables()
+    sampler = Sampler(tables, vocab, "cpu")
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((num_rows, vocab), generator=generator) * 2.5
+    variants: list[dict[str, Any]] = [
+        {"temperature": 0.8, "top_p": 0.95},
+        {"temperature": 1.0},
+        {"temperature": 1.5, "top_p": 0.5, "logprobs": 4},
+        {"temperature": 1.0, "top_k": 2000, "min_p": 1e-4},
+        {"temperature": 0.3, "top_k": 50},
+        {"temperature": 0.0, "logprobs": 2},
+    ]
+    for slot in range(num_rows):
+        sampler.add(slot, make_request([1], seed=slot, **variants[slot % len(variants)]))
+    for position in range(3, 6):
+        together = outcome(sampler, logits, make_rows(list(range(num_rows)), [position] * num_rows))
+        for slot in range(num_rows):
+            alone = outcome(sampler, logits[slot : slot + 1], make_rows([slot], [position]))
+            assert alone[0] == together[slot]
