@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_builder import K_TYPES, QUANTIZABLE, random_blocks
+
+from penstock.loading import gguf_dequant
+from penstock.loading.gguf_dequant import SUPPORTED_TYPES, dequantize
+from penstock.loading.gguf_file import GGML_TYPES, GGUFTensor
+from penstock.protocol.errors import ModelError
+
+TYPES = {ggml_type.name: ggml_type for ggml_type in GGML_TYPES.values()}
+
+
+def described(type_name: str, data: np.ndarray, columns: int) -> GGUFTensor:
+    return GGUFTensor("some.weight", TYPES[type_name], (len(data), columns), 0, data.nbytes)
+
+
+def same_bits(left: np.ndarray, right: np.ndarray) -> bool:
+    return np.array_equal(left.view(np.uint32), right.view(np.uint32))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 129])
+@pytest.mark.parametrize("columns", [256, 1280])
+@pytest.mark.parametrize("type_name", SUPPORTED_TYPES)
+def test_random_blocks_become_the_reference_floats_bit_for_bit(
+    type_name: str, rows: int, columns: int
+) -> None:
+    data = random_blocks(np.random.default_rng(rows), type_name, rows, columns)
+    expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[type_name])
+    result = dequantize(described(type_name, data, columns), data.reshape(-1))
+    assert result.shape == (rows, columns)
+    assert same_bits(result.numpy(), expected.reshape(rows, columns))
+
+
+@pytest.mark.parametrize("type_name", [name for name in QUANTIZABLE if name.startswith("Q")])
+def test_quantized_weights_come_back_close_to_what_they_were(type_name: str) -> None:
+    weights = np.random.default_rng(0).standard_normal((5, 320), dtype=np.float32)
+    data = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[type_name])
+    result = dequantize(described(type_name, data, 320), data.reshape(-1)).numpy()
+    assert np.abs(result - weights).max() < 0.5
+    assert np.corrcoef(result.reshape(-1), weights.reshape(-1))[0, 1] > 0.99
+
+
+@pytest.mark.parametrize("type_name", ["Q4_1", "Q6_K", "F16"])
+def test_chunks_leave_no_seam(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = random_blocks(np.random.default_rng(1), type_name, 11, 768)
+    tensor = described(type_name, data, 768)
+    whole = dequantize(tensor, data.reshape(-1))
+    monkeypatch.setattr(gguf_dequant, "_CHUNK_ELEMENTS", 512)
+    assert torch.equal(dequantize(tensor, data.reshape(-1)), whole)
+
+
+def test_out_is_filled_and_returned() -> None:
+    data = random_blocks(np.random.default_rng(2), "Q8_0", 4, 64)
+    tensor = described("Q8_0", data, 64)
+    out = torch.full((4, 64), torch.nan)
+    assert dequantize(tensor, torch.from_numpy(data).view(-1), out) is out
+    assert torch.equal(out, dequantize(tensor, data.reshape(-1)))
+
+
+def test_every_type_that_must_be_supported_is() -> None:
+    assert set(SUPPORTED_TYPES) == {*QUANTIZABLE, *K_TYPES}
+
+
+def test_an_unsupported_type_is_named_with_the_tensor_and_what_is_supported() -> None:
+    tensor = GGUFTensor("blk.0.attn_q.weight", TYPES["IQ2_XXS"], (1, 256), 0, 66)
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_q\.weight.*IQ2_XXS.*Q4_K, Q5_K, Q6_K"):
+        dequantize(tensor, np.zeros(66, np.uint8))
