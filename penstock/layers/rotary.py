@@ -24,11 +24,11 @@ class Rotary(nn.Module):
         super().__init__()
         self.ops = build.ops
         rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-        length = build.max_model_len
         frequencies, attention_factor = rotary_frequencies(
-            rotary_dim, parameters, max_position, length
+            rotary_dim, parameters, max_position, build.max_model_len
         )
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+        positions = torch.arange(build.max_model_len, dtype=torch.float32)
+        angles = positions[:, None] * frequencies
         # One table so that a step gathers once: [length, rotary_dim], cosines then sines.
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
         self.table = table.to(build.dtype).to(build.device)
@@ -69,15 +69,18 @@ def rotary_frequencies(
 ) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [dim / 2], and the factor on cosines and sines.
 
-    `dynamic` grows the base with the sequence's length. Here that length is the longest the
-    engine serves, so that a token's rotation depends on its position alone, never on how the
-    prompt was cut into chunks.
+    `dynamic` stretches with the sequence, so its frequencies are [length, dim / 2]: a position
+    past the trained length gets those of a sequence that ends there. That is what a model sees
+    which decodes token by token, and it depends on nothing but the position.
     """
     kind, base = parameters["rope_type"], float(parameters["rope_theta"])
     factor = float(parameters.get("factor") or 1.0)
-    if kind == "dynamic" and length > max_position:
-        base *= (factor * length / max_position - (factor - 1)) ** (dim / (dim - 2))
-    inverse = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim)
+    exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    if kind == "dynamic":
+        seq_len = torch.arange(1, length + 1, dtype=torch.float64).clamp(min=max_position)
+        growth = (factor * seq_len / max_position - (factor - 1)) ** (dim / (dim - 2))
+        return 1.0 / (base * growth[:, None]).float() ** exponent, 1.0
+    inverse = 1.0 / base**exponent
     if kind == "linear":
         return inverse / factor, 1.0
     if kind == "llama3":

@@ -1,0 +1,133 @@
+"""Tiny random checkpoints of every architecture, made with transformers, and its greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMON = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,  # far from uniform, so that the top two logits are rarely close
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama_tied_biased": (
+        "Llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 32},
+    ),
+    "llama_rope_linear": (
+        "Llama",
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
+    "llama_rope_dynamic": (
+        "Llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+    ),
+    "llama_rope_llama3": (
+        "Llama",
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "rope_theta": 500.0,
+            }
+        },
+    ),
+    "llama_rope_yarn": (
+        "Llama",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "rope_theta": 10000.0,
+            }
+        },
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral_windowed": ("Mistral", {"sliding_window": 24}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2_windowed": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
+    """Write a random checkpoint of the variant into the folder."""
+    import transformers
+
+    name, settings = VARIANTS[variant]
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **overrides})
+    torch.manual_seed(7)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias"):  # transformers starts them at zero, which tests nothing
+            torch.nn.init.normal_(parameter, std=0.25)
+    model.save_pretrained(folder)
+    return folder
+
+
+class Reference:
+    """transformers' own greedy choice on the same weights, with its margin at every step."""
+
+    def __init__(self, folder: Path | str, **kwargs: Any) -> None:
+        import transformers
+
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, **kwargs
+        ).eval()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: list[int], num_tokens: int) -> tuple[list[int], list[float]]:
+        """Tokens, and by how much each one's logit leads the runner-up's."""
+        output = self.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            do_sample=False,
+            use_cache=True,
+            output_logits=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+        margins = []
+        for logits in output.logits:
+            first, second = logits[0].topk(2).values.tolist()
+            margins.append(first - second)
+        return output.sequences[0, len(prompt) :].tolist(), margins
+
+    @torch.inference_mode()
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """[len(token_ids), vocab]"""
+        return self.model(torch.tensor([token_ids])).logits[0]  # type: ignore[no-any-return]
+
+
+def count_near_ties(ours: list[int], theirs: list[int], margins: list[float], limit: float) -> int:
+    """0 if the tokens agree, 1 if they part at a near tie; anything else fails the test."""
+    for position, (own, reference) in enumerate(zip(ours, theirs, strict=True)):
+        if own != reference:
+            assert margins[position] < limit, (
+                f"tokens part at {position}, where the reference leads by {margins[position]:.2e}"
+            )
+            return 1
+    return 0
