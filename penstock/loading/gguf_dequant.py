@@ -17,8 +17,9 @@ import torch
 from penstock.loading.gguf_file import GGMLType, GGUFTensor
 from penstock.protocol.errors import ModelError
 
-# Elements dequantized at a time: several passes go over them, which should hit the cache.
-_CHUNK_ELEMENTS = 2**18
+# Elements dequantized at a time: several passes go over them, which should hit the cache, but each
+# pass is a parallel region, and on a busy machine those are dear.
+_CHUNK_ELEMENTS = 2**20
 
 
 def dequantize(
