@@ -8,7 +8,7 @@ import importlib
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -36,11 +36,11 @@ Message = dict[str, str]
 
 
 class Stream(Protocol):
-    """`LLM.stream`: outputs as they come; closing the generator aborts the request."""
+    """`LLM.stream`: outputs as they come; leaving the loop early aborts the request."""
 
     def __call__(
         self, prompt: list[Message], params: SamplingParams, /
-    ) -> Generator[RequestOutput, None, None]: ...
+    ) -> Iterator[RequestOutput]: ...
 
 
 def add_parser(subparsers: Subparsers[Any]) -> None:
@@ -146,11 +146,8 @@ class Chat:
         pieces: list[str] = []
         num_tokens = 0
         start = time.perf_counter()
-        with (
-            _Interrupt() as interrupt,
-            contextlib.closing(self._stream(conversation, self._params)) as outputs,
-        ):
-            for output in outputs:
+        with _Interrupt() as interrupt:
+            for output in self._stream(conversation, self._params):
                 completion = check(output).outputs[0]
                 pieces.append(completion.text)
                 num_tokens += len(completion.token_ids)

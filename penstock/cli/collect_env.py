@@ -52,11 +52,12 @@ def collect() -> dict[str, Any]:
         "cpu": _cpu(),
         "memory_gib": _memory_gib(),
         "torch": _torch(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
     }
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The installed version, None where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -100,7 +101,7 @@ def _torch() -> dict[str, Any] | None:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
-        return {"version": _version("torch"), "error": str(error)}
+        return {"version": package_version("torch"), "error": str(error)}
     facts: dict[str, Any] = {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock.protocol.errors import RequestFault
@@ -35,16 +34,11 @@ def add_command(
     return parser
 
 
-@contextlib.contextmanager
-def open_llm(options: dict[str, Any]) -> Iterator[LLM]:
-    """An engine for the time of a command. Torch is imported here and not before."""
+def open_llm(options: dict[str, Any]) -> LLM:
+    """An engine, for a `with`. Torch is imported here and not before."""
     from penstock.llm import LLM
 
-    llm = LLM(**options)
-    try:
-        yield llm
-    finally:
-        llm.close()
+    return LLM(**options)
 
 
 def check(output: RequestOutput) -> RequestOutput:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import sys
@@ -19,6 +18,7 @@ from penstock.cli.bench.workloads import (
     named_workload,
     random_workload,
 )
+from penstock.cli.collect_env import package_version
 from penstock.cli.common import check
 from penstock.config.cli import engine_options_from_args
 from penstock.protocol.errors import ConfigError, RequestFault
@@ -170,7 +170,7 @@ def report(
     document = {
         "benchmark": benchmark,
         "penstock": penstock.__version__,
-        "torch": importlib.metadata.version("torch"),
+        "torch": package_version("torch"),
         **setting,
         **results,
     }
