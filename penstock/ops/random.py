@@ -52,16 +52,15 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     ones = [1] * (counter.dim() - 1)
     multipliers = _pair(MULTIPLIERS, counter.device).view(2, *ones)
     increments = _pair(KEY_INCREMENTS, counter.device).view(2, *ones)
-    rounds = torch.arange(NUM_ROUNDS, device=counter.device).view(NUM_ROUNDS, 1, *ones)
-    keys = (key + rounds * increments) & WORD  # [rounds, 2, *shape]
     # The two multiplications of a round run as one operation: words 0 and 2 are multiplied,
     # words 1 and 3 only mixed in. Products wrap at 64 bits, which leaves their low 64 bits right;
-    # `mixed` keeps unmasked high bits, which the next mask removes.
+    # `mixed` and `key` keep high bits beyond the word, which the next mask removes.
     multiplied, mixed = counter[0::2], counter[1::2]  # [2, *shape]
-    for round_key in keys.unbind(0):
+    for _ in range(NUM_ROUNDS):
         product = (multiplied * multipliers).flip(0)
-        multiplied = (product >> 32).bitwise_xor_(mixed).bitwise_xor_(round_key).bitwise_and_(WORD)
+        multiplied = (product >> 32).bitwise_xor_(mixed).bitwise_xor_(key).bitwise_and_(WORD)
         mixed = product
+        key = key + increments
     return torch.stack((multiplied, mixed & WORD), dim=1).flatten(0, 1)
 
 

@@ -5,8 +5,8 @@ bit: what a row gets never depends on which rows stand beside it.
 
 Truncation (min_p, top_k, top_p) is a cutoff: tokens whose scaled logit is at least the row's
 cutoff survive, so tokens that tie at the boundary survive together. Probability mass is counted in
-integers, whose sum is exact in any order; so a sort of the whole row and a look at its head alone,
-on any device, agree on the cutoff.
+whole numbers, whose sum is exact in any order; so a sort of the whole row and a look at its head
+alone, on any device, agree on the cutoff.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock.ops.random import TOKENS_PER_CALL, gumbel_of_groups
 
-MASS_UNIT = 2.0**40
-"""The most likely token's mass in integer units; vocabularies up to 2**22 sum without overflow."""
+BEST_MASS = 2.0**34
+"""The most likely token's mass. Sums over up to 2**19 tokens stay below 2**53: exact in float64."""
 MAX_CHUNK_ELEMENTS = 2**24
 """Logits worked on at once by the reference, which bounds its temporary memory."""
 
@@ -77,20 +77,31 @@ def token_counts(token_ids: Tensor, valid: Tensor, vocab_size: int) -> Tensor:
 
 
 def apply_penalties(
-    logits: Tensor,  # [n, vocab] float32
-    prompt_counts: Tensor,  # [n, vocab] int
-    output_counts: Tensor,  # [n, vocab] int
+    logits: Tensor,  # [num_rows, vocab] float32
+    rows: Tensor,  # [n] the rows to penalize
+    token_ids: Tensor,  # [n, length] int, the tokens so far; anything where neither holds:
+    is_prompt: Tensor,  # [n, length] bool
+    is_output: Tensor,  # [n, length] bool
     repetition: Tensor,  # [n]
     frequency: Tensor,  # [n]
     presence: Tensor,  # [n]
-) -> Tensor:
-    """Repetition over prompt and output; then frequency and presence over the output alone."""
-    seen = (prompt_counts > 0) | (output_counts > 0)
+) -> None:
+    """Repetition over prompt and output; then frequency and presence over the output. In place.
+
+    Only logits of tokens that occur are read and written. A token that occurs often is written
+    often, each time with the same value.
+    """
+    vocab_size = logits.shape[1]
+    tokens = token_ids.to(torch.int64).masked_fill(~(is_prompt | is_output), 0)
+    in_prompt = token_counts(tokens, is_prompt, vocab_size).gather(1, tokens)  # [n, length]
+    in_output = token_counts(tokens, is_output, vocab_size).gather(1, tokens)
+    values = logits[rows[:, None], tokens]
     factor = repetition[:, None]
-    penalized = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = torch.where(seen, penalized, logits)
-    logits = logits - frequency[:, None] * output_counts
-    return logits - presence[:, None] * (output_counts > 0)
+    repeated = torch.where(values > 0, values / factor, values * factor)
+    values = torch.where((in_prompt > 0) | (in_output > 0), repeated, values)
+    values -= frequency[:, None] * in_output
+    values -= presence[:, None] * (in_output > 0)
+    logits[rows[:, None], tokens] = values
 
 
 def match_words(tails: Tensor, prefixes: Tensor) -> Tensor:
@@ -118,13 +129,13 @@ def scale_logits(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
 
 
 def token_mass(scaled: Tensor) -> Tensor:
-    """exp(scaled) in integer units; tokens less than 2**-40 as likely as the best have none."""
-    return scaled.exp().mul_(MASS_UNIT).to(torch.int64)
+    """exp(scaled) as whole numbers in float32; below 2**-35 of the best token's it is none."""
+    return scaled.exp().mul_(BEST_MASS).round_()
 
 
 def nucleus_limit(total: Tensor, top_p: Tensor) -> Tensor:
-    """A token is in the nucleus if the mass of the more likely ones is below this. float64."""
-    limit = total.to(torch.float64) * top_p
+    """A token is in the nucleus if the mass of those before it is below this. [rows] float64"""
+    limit = total * top_p
     return limit.masked_fill(top_p >= 1.0, float("inf"))
 
 
@@ -134,7 +145,7 @@ def truncation_cutoff(scaled: Tensor, truncation: Truncation) -> Tensor:
     kth = ordered.gather(1, truncation.top_k[:, None] - 1)
     survives = ordered >= torch.maximum(kth, truncation.log_min_p[:, None])
     mass = token_mass(ordered).masked_fill_(~survives, 0)
-    running = mass.cumsum(-1)
+    running = mass.cumsum(-1, dtype=torch.float64)
     limit = nucleus_limit(running[:, -1], truncation.top_p)
     survives &= (running - mass) < limit[:, None]
     return ordered.masked_fill(~survives, float("inf")).amin(-1)

@@ -22,11 +22,13 @@ from penstock.ops.sampling import (
     Truncation,
     nucleus_limit,
     token_mass,
-    truncation_cutoff,
 )
 
 HEAD_SIZE = 512
 """Most likely tokens looked at first. It decides how much work is done, never what is drawn."""
+
+GROWTH = 8
+"""How much longer a head is taken for rows whose truncation reaches beyond it."""
 
 
 def draw(
@@ -56,7 +58,7 @@ def draw(
 
 
 def _cutoff(scaled: Tensor, head: Tensor, truncation: Truncation) -> Tensor:
-    """The reference's cutoff, from the head where it tells, else from a sort of the row. [rows]"""
+    """The reference's cutoff, from the head where it tells, else from a longer one. [rows]"""
     head_size, vocab_size = head.shape[1], scaled.shape[1]
     has_top_k, has_top_p = truncation.top_k < vocab_size, truncation.top_p < 1.0
     kth = head.gather(1, truncation.top_k.clamp(max=head_size)[:, None] - 1)[:, 0]
@@ -66,14 +68,17 @@ def _cutoff(scaled: Tensor, head: Tensor, truncation: Truncation) -> Tensor:
         all_mass = token_mass(scaled)
         if bool((cutoff > NEG_INF).any()):
             all_mass.masked_fill_(scaled < cutoff[:, None], 0)
-        limit = nucleus_limit(all_mass.sum(-1), truncation.top_p)
+        limit = nucleus_limit(all_mass.sum(-1, dtype=torch.float64), truncation.top_p)
         mass = token_mass(head).masked_fill_(head < cutoff[:, None], 0)
-        survives = (head >= cutoff[:, None]) & (mass.cumsum(-1) - mass < limit[:, None])
+        before = mass.cumsum(-1, dtype=torch.float64) - mass
+        survives = (head >= cutoff[:, None]) & (before < limit[:, None])
         nucleus = head.masked_fill(~survives, float("inf")).amin(-1)
         cutoff = torch.where(has_top_p, nucleus, cutoff)
         unknown |= has_top_p & survives[:, -1]  # the nucleus may reach beyond the head
     if head_size < vocab_size and bool(unknown.any()):
-        cutoff[unknown] = truncation_cutoff(scaled[unknown], truncation[unknown])
+        rows = scaled[unknown]
+        longer = rows.topk(min(GROWTH * head_size, vocab_size), dim=-1).values
+        cutoff[unknown] = _cutoff(rows, longer, truncation[unknown])
     return cutoff
 
 

@@ -35,6 +35,9 @@ from penstock.runner.sampling_tables import Feature, SamplingTables, to_device
 
 logger = logging.getLogger(__name__)
 
+CHANGES = ~int(Feature.RANDOM | Feature.TRUNCATION | Feature.LOGPROBS)
+"""Features that change logits before the draw."""
+
 
 class TokenTables(Protocol):
     """What the sampler reads of the runner's tables, by slot."""
@@ -161,16 +164,20 @@ class Sampler:
         masks: allowed tokens, bool [rows, vocab] or int32 bits [rows, ceil(vocab / 32)].
         """
         features = self._params.features[rows.host_slots]
-        work_features = features & ~int(Feature.LOGPROBS)
-        busy = np.flatnonzero(work_features) if masks is None else np.arange(len(rows))
+        busy = (
+            np.flatnonzero(features & ~int(Feature.LOGPROBS))
+            if masks is None
+            else np.arange(len(rows))
+        )
         errors: dict[int, str] = {}
         if len(busy) == 0:
             best, tokens = logits.max(-1)
             faulted = ~torch.isfinite(best)
         elif len(busy) == len(rows):
             faulted = ~torch.isfinite(logits.amax(-1))
-            work = logits.to(torch.float32, copy=True)
-            tokens, failed, errors = self._sample_busy(work, rows, work_features, masks)
+            changed = masks is not None or bool((features & CHANGES).any())
+            work = logits.to(torch.float32, copy=changed)
+            tokens, failed, errors = self._sample_busy(work, rows, features, masks)
             faulted |= failed
         else:
             best, tokens = logits.max(-1)
@@ -178,7 +185,7 @@ class Sampler:
             index = to_device(busy, self._device)
             work = logits[index].to(torch.float32)
             some, failed, busy_errors = self._sample_busy(
-                work, rows.select(busy, index), work_features[busy], None
+                work, rows.select(busy, index), features[busy], None
             )
             tokens[index] = some
             faulted[index] |= failed
@@ -197,7 +204,7 @@ class Sampler:
     def _sample_busy(
         self, work: Tensor, rows: SamplingRows, features: NDArray[np.int64], masks: Tensor | None
     ) -> tuple[Tensor, Tensor, dict[int, str]]:
-        """Tokens, faults and errors of rows that need more than an argmax; changes `work`."""
+        """Tokens, faults and errors of rows that need more than an argmax; may change `work`."""
         errors = self._change_logits(work, rows, features, masks)
         random = np.flatnonzero(features & Feature.RANDOM)
         if len(random) == len(rows):
@@ -233,7 +240,7 @@ class Sampler:
                 masks = reference.unpack_bitmask(masks, self._vocab_size)
             work.masked_fill_(~masks, NEG_INF)
         errors: dict[int, str] = {}
-        if not (features & ~int(Feature.RANDOM | Feature.TRUNCATION)).any():
+        if not (features & CHANGES).any():
             return errors
         for feature, change in (
             (Feature.ALLOWED_TOKENS, self._keep_allowed),
@@ -288,11 +295,8 @@ class Sampler:
         tokens = self._tokens.token_ids[users.slots, : users.max_position]
         is_prompt = columns < self._tokens.num_prompt_tokens[users.slots, None]
         is_output = ~is_prompt & (columns < users.positions[:, None])
-        work[index] = reference.apply_penalties(
-            work[index],
-            reference.token_counts(tokens, is_prompt, self._vocab_size),
-            reference.token_counts(tokens, is_output, self._vocab_size),
-            *self._params.penalties(users.slots),
+        reference.apply_penalties(
+            work, index, tokens, is_prompt, is_output, *self._params.penalties(users.slots)
         )
 
     def _run_processors(self, work: Tensor, rows: SamplingRows) -> dict[int, str]:

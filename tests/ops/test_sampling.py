@@ -168,14 +168,17 @@ def test_truncated_draws_match_the_renormalized_distribution() -> None:
 
 
 def test_penalties_follow_the_published_formulas() -> None:
-    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5, -1.0]])
-    prompt = torch.tensor([[1, 0, 0, 0, 2]])
-    output = torch.tensor([[0, 3, 1, 0, 0]])
-    result = sampling.apply_penalties(
-        logits, prompt, output, torch.tensor([2.0]), torch.tensor([0.25]), torch.tensor([0.5])
+    logits = torch.tensor([[7.0] * 5, [2.0, -2.0, 1.0, 0.5, -1.0]])
+    tokens = torch.tensor([[0, 4, 4, 1, 2, 1, 1, -3]], dtype=torch.int32)
+    is_prompt = torch.tensor([[True] * 3 + [False] * 5])
+    is_output = torch.tensor([[False] * 3 + [True] * 4 + [False]])
+    two, quarter, half = torch.tensor([2.0]), torch.tensor([0.25]), torch.tensor([0.5])
+    sampling.apply_penalties(
+        logits, torch.tensor([1]), tokens, is_prompt, is_output, two, quarter, half
     )
     # prompt: repetition only; output: repetition, then frequency * count and presence
-    assert result.tolist() == [[1.0, -4.0 - 0.75 - 0.5, 0.5 - 0.25 - 0.5, 0.5, -2.0]]
+    assert logits[1].tolist() == [1.0, -4.0 - 0.75 - 0.5, 0.5 - 0.25 - 0.5, 0.5, -2.0]
+    assert logits[0].tolist() == [7.0] * 5
 
 
 def test_token_counts_ignore_what_is_not_valid() -> None:
