@@ -68,7 +68,7 @@ def _cutoff(scaled: Tensor, head: Tensor, truncation: Truncation) -> Tensor:
         all_mass = token_mass(scaled)
         if bool((cutoff > NEG_INF).any()):
             all_mass.masked_fill_(scaled < cutoff[:, None], 0)
-        limit = nucleus_limit(all_mass.sum(-1, dtype=torch.float64), truncation.top_p)
+        limit = nucleus_limit(all_mass.to(torch.float64).sum(-1), truncation.top_p)
         mass = token_mass(head).masked_fill_(head < cutoff[:, None], 0)
         before = mass.cumsum(-1, dtype=torch.float64) - mass
         survives = (head >= cutoff[:, None]) & (before < limit[:, None])

@@ -23,7 +23,13 @@ from sampler_oracle import (
 
 from penstock.protocol.step import TokenLogprobs
 from penstock.runner import sampler as sampler_module
-from penstock.runner.sampler import Sampler, prompt_logprobs, row_logprobs, token_logprobs
+from penstock.runner.sampler import (
+    Sampler,
+    SamplingRows,
+    prompt_logprobs,
+    row_logprobs,
+    token_logprobs,
+)
 
 EVERYTHING: dict[str, Any] = {
     "temperature": 0.9,
@@ -309,3 +315,14 @@ def test_repetition_penalty_agrees_with_transformers() -> None:
     theirs = RepetitionPenaltyLogitsProcessor(1.7)(history, torch.from_numpy(case.logits)[None])
     assert theirs[0].tolist() == pytest.approx(processed_logits(case), rel=1e-6)
     assert sample_alone(case) == int(theirs.argmax())
+
+
+def test_a_step_without_rows_samples_nothing() -> None:
+    sampler = Sampler(FakeTables(), VOCAB, "cpu")
+    none = SamplingRows(
+        torch.empty(0, dtype=torch.int64),
+        torch.empty(0, dtype=torch.int64),
+        np.empty(0, dtype=np.int64),
+        0,
+    )
+    assert sampler.sample(torch.empty((0, VOCAB)), none).token_ids.tolist() == []
