@@ -1,0 +1,1 @@
+"""What each step computes, and when a request is done. No torch."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_fakes import ONE_GROUP, REGISTRY, THREE_GROUPS, FakeRequest, layout_of, window_group
+from kvcache.kv_fakes import ONE_GROUP, REGISTRY, THREE_GROUPS, FakeRequest, layout_of, window_group
 
 from penstock.kvcache.manager import KVCacheManager
 
@@ -125,6 +125,18 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve():
     assert manager.match(FakeRequest("c", list(range(16)))).num_tokens == 8
 
 
+def test_a_group_that_is_asked_first_must_still_agree_with_what_a_later_one_can_serve():
+    manager = manager_of([window_group(2, 3), *ONE_GROUP], num_blocks=40)
+    request = FakeRequest("a", list(range(17)))
+    manager.allocate(request, 17)
+    window, full = ([manager.pool.blocks[i] for i in ids] for ids in manager.block_ids(request))
+    manager.publish(request, 17)
+    assert manager.match(FakeRequest("b", list(range(17)))).num_tokens == 16
+    for evicted in (full[2], window[3]):
+        manager.pool._forget(evicted)
+    assert manager.match(FakeRequest("c", list(range(17)))).num_tokens == 4
+
+
 def test_dropped_blocks_wait_for_the_steps_in_flight():
     manager = manager_of([window_group(2, 5)])
     request = FakeRequest("a", list(range(12)), last_step_id=1)
@@ -135,13 +147,14 @@ def test_dropped_blocks_wait_for_the_steps_in_flight():
 
 
 def test_after_a_reset_running_requests_share_nothing_more():
-    manager = manager_of()
-    request = FakeRequest("a", list(range(10)))
+    manager = manager_of([window_group(4, 3)])  # a window needs only the block before its hit
+    request = FakeRequest("a", list(range(8)))
     run(manager, request)
     manager.reset_prefix_cache()
-    request.token_ids += [1, 2]
+    request.token_ids += [8, 9, 10, 11]
+    manager.allocate(request, 4)
     manager.publish(request, 12)
-    assert manager.match(FakeRequest("b", list(range(10)))).num_tokens == 0
+    assert manager.match(FakeRequest("b", list(range(13)))).num_tokens == 0
     manager.free(request)
     assert run(manager, FakeRequest("c", list(range(10)))) == 0
     assert manager.match(FakeRequest("d", list(range(10)))).num_tokens == 8

@@ -5,7 +5,7 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_fakes import FULL, REGISTRY, WindowSpec
+from kvcache.kv_fakes import FULL, REGISTRY, WindowSpec
 
 from penstock.kvcache.layout import blocks_for_request, make_layout
 from penstock.protocol.errors import ConfigError

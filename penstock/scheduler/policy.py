@@ -1,0 +1,98 @@
+"""Who comes first: the order of the waiting, and of the running when blocks run out."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import itertools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from penstock.scheduler.request import RequestState
+
+
+class Policy(Protocol):
+    """Ranks requests; the lowest rank is served first."""
+
+    def rank(self, state: RequestState) -> tuple[float, ...]:
+        """The place of a request that has not run yet."""
+
+    def rank_preempted(self, state: RequestState) -> tuple[float, ...]:
+        """The place of a request that has just lost its blocks."""
+
+    def insert_running(self, running: list[RequestState], state: RequestState) -> None:
+        """Keep `running` sorted from the most to the least deserving: the last is preempted."""
+
+
+class FirstComeFirstServed(Policy):
+    def __init__(self) -> None:
+        self._front = itertools.count(-1, -1)
+
+    def rank(self, state: RequestState) -> tuple[float, ...]:
+        return (state.sequence,)
+
+    def rank_preempted(self, state: RequestState) -> tuple[float, ...]:
+        return (next(self._front),)
+
+    def insert_running(self, running: list[RequestState], state: RequestState) -> None:
+        running.append(state)
+
+
+class PriorityThenArrival(Policy):
+    def rank(self, state: RequestState) -> tuple[float, ...]:
+        return (state.request.priority, state.request.arrival_time, state.sequence)
+
+    def rank_preempted(self, state: RequestState) -> tuple[float, ...]:
+        return self.rank(state)
+
+    def insert_running(self, running: list[RequestState], state: RequestState) -> None:
+        bisect.insort(running, state, key=lambda other: other.rank)
+
+
+POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
+    {"fcfs": FirstComeFirstServed, "priority": PriorityThenArrival}
+)
+
+
+class WaitingQueue:
+    """Requests by rank. Pushing and popping is O(log n), removal amortized so."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._heap: list[tuple[tuple[float, ...], RequestState]] = []
+        self._members: set[RequestState] = set()  # the heap may hold others, which have left
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def push(self, state: RequestState) -> None:
+        state.rank = self._policy.rank(state)
+        self.put_back(state)
+
+    def push_preempted(self, state: RequestState) -> None:
+        state.rank = self._policy.rank_preempted(state)
+        self.put_back(state)
+
+    def put_back(self, state: RequestState) -> None:
+        """Return a request that was popped to its old place."""
+        self._members.add(state)
+        heapq.heappush(self._heap, (state.rank, state))
+
+    def peek(self) -> RequestState:
+        while self._heap[0][1] not in self._members:
+            heapq.heappop(self._heap)
+        return self._heap[0][1]
+
+    def pop(self) -> RequestState:
+        state = self.peek()
+        heapq.heappop(self._heap)
+        self._members.remove(state)
+        return state
+
+    def remove(self, state: RequestState) -> None:
+        """Take out a request, wherever it is; one that is not here is ignored."""
+        self._members.discard(state)
+        if len(self._heap) > 2 * len(self._members) + 64:
+            self._heap = [entry for entry in self._heap if entry[1] in self._members]
+            heapq.heapify(self._heap)

@@ -1,0 +1,119 @@
+"""RequestState: what the scheduler knows about a request, and how a step changes it."""
+
+from __future__ import annotations
+
+import enum
+
+from penstock.protocol.delta import FinishReason
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.step import ScheduledRequest
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"  # for its gates, or for its turn
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class RequestState:
+    """One request from `add` to its end.
+
+    Steps in flight will bring tokens that are not known yet: `num_placeholders` counts the most
+    that they may bring, and `num_computed_tokens` assumes as many. Both are corrected when a
+    step's result says how many there were. `num_confirmed_tokens` counts only collected steps.
+    """
+
+    __slots__ = (
+        "cache_salt",
+        "finish_reason",
+        "has_sampled",
+        "incarnation",
+        "last_step_id",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_confirmed_tokens",
+        "num_placeholders",
+        "num_prompt_logprobs",
+        "num_prompt_tokens",
+        "rank",
+        "read_prefix_cache",
+        "request",
+        "request_id",
+        "sequence",
+        "status",
+        "stop_reason",
+        "token_ids",
+    )
+
+    def __init__(self, request: EngineRequest, sequence: int, max_model_len: int) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.cache_salt = request.cache_salt
+        self.read_prefix_cache = request.read_prefix_cache
+        self.sequence = sequence  # order of arrival at this engine
+        self.rank: tuple[float, ...] = ()  # place among the waiting; the policy's
+        self.status = RequestStatus.WAITING
+        self.incarnation = 0
+        self.token_ids = request.prompt_token_ids + request.output_token_ids  # known ones
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_total_tokens = min(self.num_prompt_tokens + request.max_tokens, max_model_len)
+        self.num_computed_tokens = 0
+        self.num_confirmed_tokens = 0
+        self.num_placeholders = 0
+        self.has_sampled = False  # a step of this incarnation samples, so the runner has drafts
+        self.last_step_id = 0
+        self.num_cached_tokens = 0
+        self.num_prompt_logprobs = 0  # positions delivered
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_total_tokens(self) -> int:
+        """Known tokens and the most that steps in flight may bring."""
+        return len(self.token_ids) + self.num_placeholders
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    def enter(self, num_computed_tokens: int) -> None:
+        """Run, with the first tokens' keys and values at hand."""
+        self.status = RequestStatus.RUNNING
+        self.num_computed_tokens = self.num_confirmed_tokens = num_computed_tokens
+        if self.incarnation == 0:
+            self.num_cached_tokens = min(num_computed_tokens, self.num_prompt_tokens)
+
+    def advance(self, step_id: int, num_tokens: int, num_drafts: int) -> bool:
+        """Count a planned step as done; say whether it samples."""
+        self.last_step_id = step_id
+        self.num_computed_tokens += num_tokens
+        samples = self.num_computed_tokens - num_drafts == self.num_total_tokens
+        if samples:
+            self.num_placeholders += 1 + num_drafts
+            self.has_sampled = True
+        return samples
+
+    def confirm(self, planned: ScheduledRequest, num_sampled: int) -> None:
+        """Correct what `advance` assumed: the step is collected and brought so many tokens."""
+        num_expected = 1 + planned.num_drafts if planned.samples else 0
+        num_rejected = num_expected - num_sampled
+        self.num_placeholders -= num_expected
+        self.num_computed_tokens -= num_rejected
+        self.num_confirmed_tokens += planned.num_tokens - num_rejected
+
+    def preempt(self) -> None:
+        """Forget everything but the known tokens; what steps in flight bring is dropped."""
+        self.status = RequestStatus.WAITING
+        self.incarnation += 1
+        self.num_computed_tokens = self.num_confirmed_tokens = self.num_placeholders = 0
+        self.has_sampled = False
+
+    def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self.status = RequestStatus.FINISHED
+        self.finish_reason = reason
+        self.stop_reason = stop_reason

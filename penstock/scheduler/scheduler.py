@@ -1,0 +1,368 @@
+"""Scheduler: shares out the token budget of each step, and turns results into deltas."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.kvcache.connector import BlockFate, Connector
+from penstock.kvcache.manager import CachedPrefix, KVCacheManager
+from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.errors import ConfigError, InputError
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.step import RequestResult, ScheduledRequest, StepPlan, StepResult
+from penstock.scheduler.gates import Gate, Gatekeeper
+from penstock.scheduler.limits import SchedulerLimits
+from penstock.scheduler.plan import Step
+from penstock.scheduler.policy import POLICIES, WaitingQueue
+from penstock.scheduler.request import RequestState, RequestStatus
+from penstock.scheduler.stopping import find_stop
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    num_running: int
+    num_waiting: int  # at a gate, or for a turn
+    num_steps_in_flight: int
+    num_preemptions: int  # since the start
+    kv_cache_usage: float  # 0 to 1
+    num_prefix_queries: int  # tokens, since the start
+    num_prefix_hits: int
+
+
+class Scheduler:
+    """Decides what each step computes.
+
+    `schedule` may be called again before earlier steps are `update`d; results come in the order
+    of the plans. Whatever the depth, the batch and the preemptions, a request's tokens are the
+    same. Every request ends, because the cache can hold any one of them alone and the most
+    deserving is never preempted.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv_manager: KVCacheManager,
+        gates: Sequence[Gate] = (),
+        connector: Connector | None = None,
+    ) -> None:
+        if not kv_manager.can_ever_hold(limits.max_model_len):
+            raise ConfigError(
+                f"the KV cache of {kv_manager.pool.num_usable} blocks cannot hold one request of "
+                f"max_model_len={limits.max_model_len} tokens: lower max_model_len"
+            )
+        self.limits = limits
+        self._kv = kv_manager
+        self._connector = connector
+        self._policy = POLICIES[limits.policy]()
+        self._requests: dict[str, RequestState] = {}  # unfinished
+        self._gatekeeper = Gatekeeper(gates)
+        self._waiting = WaitingQueue(self._policy)
+        self._running: list[RequestState] = []  # from the most to the least deserving
+        self._in_flight: deque[Step] = deque()
+        self._released_ids: list[str] = []  # rows of the runner that the next plan gives up
+        self._deltas: list[EngineDelta] = []  # of requests that ended outside of a step
+        self._sequence = itertools.count()
+        self._last_step_id = 0
+        self._refused: RequestState | None = None  # the last that found no room
+        self._num_free_when_refused = 0
+        self._num_preemptions = 0
+
+    # -- requests come and go
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises InputError, and changes nothing, for one that cannot run."""
+        self._check(request)
+        state = RequestState(request, next(self._sequence), self.limits.max_model_len)
+        self._requests[request.request_id] = state
+        self._gatekeeper.push(state)
+
+    def finish(
+        self,
+        request_ids: Iterable[str],
+        reason: FinishReason = FinishReason.ABORT,
+        stop_reason: int | str | None = None,
+    ) -> list[EngineDelta]:
+        """End requests now, wherever they are; unknown ids are ignored."""
+        return [self._end(state, reason, stop_reason) for state in self._known(request_ids)]
+
+    def fail(self, request_ids: Iterable[str], error: str) -> list[EngineDelta]:
+        """End requests with an error; unknown ids are ignored."""
+        known = self._known(request_ids)
+        return [self._end(state, FinishReason.ERROR, error=error) for state in known]
+
+    def release_kept(self, request_ids: Iterable[str]) -> None:
+        """Free the blocks of finished requests that the connector chose to keep."""
+        for request_id in request_ids:
+            self._kv.free_kept(request_id, self._last_step_id)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(self._gatekeeper),
+            num_steps_in_flight=len(self._in_flight),
+            num_preemptions=self._num_preemptions,
+            kv_cache_usage=self._kv.usage,
+            num_prefix_queries=self._kv.num_prefix_queries,
+            num_prefix_hits=self._kv.num_prefix_hits,
+        )
+
+    # -- a step is planned
+
+    def schedule(self) -> StepPlan | None:
+        """Plan a step; None if there is nothing to compute until something else happens.
+
+        The runner drops the plan's `released_ids` before it takes in its `new_requests`.
+        """
+        self._pass_gates()
+        step = Step(self._last_step_id + 1, self.limits.max_num_batched_tokens)
+        if self._continue_running(step):
+            self._admit_waiting(step)
+        if not step.rows:
+            return None
+        self._last_step_id = step.step_id
+        self._in_flight.append(step)
+        released_ids, self._released_ids = self._released_ids, []
+        return step.plan(released_ids)
+
+    def take_deltas(self) -> list[EngineDelta]:
+        """Deltas of requests that failed at a gate; `update` returns them too, if it is first."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _pass_gates(self) -> None:
+        ready, failed = self._gatekeeper.poll()
+        for state in ready:
+            self._waiting.push(state)
+        for state, error in failed:
+            self._deltas.append(self._end(state, FinishReason.ERROR, error=error))
+
+    def _continue_running(self, step: Step) -> bool:
+        """Give each running request its share; False if blocks ran out on the way."""
+        enough_blocks = True
+        index = 0
+        while index < len(self._running) and step.budget > 0:
+            state = self._running[index]
+            index += 1
+            num_tokens, num_drafts = self._share(state, step.budget)
+            if num_tokens == 0:
+                continue
+            if not enough_blocks and self._kv.num_missing(state, num_tokens) > 0:
+                continue  # what there is belongs to the more deserving one that waits for more
+            block_ids = self._kv.allocate(state, num_tokens - num_drafts, num_drafts)
+            if block_ids is None:
+                enough_blocks = False
+                block_ids = self._make_room(state, num_tokens, num_drafts)
+            if block_ids is not None:
+                step.add(state, num_tokens, num_drafts, block_ids)
+        return enough_blocks
+
+    def _admit_waiting(self, step: Step) -> None:
+        """Let waiting requests in, in order, while the budget and the blocks last."""
+        undecided = []
+        while self._waiting and step.budget > 0 and len(self._running) < self.limits.max_num_seqs:
+            state = self._waiting.peek()
+            if self._refused is state and self._kv.pool.num_free <= self._num_free_when_refused:
+                break  # no room then, no more now: spare the search for its prefix
+            prefix = self._kv.match(state)
+            num_computed = self._num_at_hand(state, prefix)
+            if num_computed is None:
+                undecided.append(self._waiting.pop())
+                continue
+            num_known = len(state.token_ids)
+            num_tokens = self._chunk(num_known - num_computed, step.budget)
+            if num_tokens == 0:
+                break
+            if not self._kv.fits(prefix, num_known):
+                self._refused, self._num_free_when_refused = state, self._kv.pool.num_free
+                break
+            self._refused = None
+            self._waiting.pop()
+            self._policy.insert_running(self._running, state)
+            self._kv.adopt(state, prefix)
+            state.enter(num_computed)
+            new_block_ids = self._kv.allocate(state, num_tokens)
+            assert new_block_ids is not None, "there was room for all of the request"
+            step.add_new(state, num_tokens, self._kv.block_ids(state))
+        for state in undecided:
+            self._waiting.put_back(state)
+
+    def _share(self, state: RequestState, budget: int) -> tuple[int, int]:
+        """How many tokens a running request computes next, and how many of them are drafts."""
+        num_left = state.num_total_tokens - state.num_computed_tokens
+        if not state.has_sampled:
+            return self._chunk(num_left, budget), 0
+        num_samples_left = state.max_total_tokens - state.num_total_tokens
+        if num_samples_left <= 0:
+            return 0, 0  # steps in flight may bring all that it may have
+        num_drafts = min(self.limits.num_speculative_tokens, num_samples_left - 1, budget - 1)
+        return 1 + num_drafts, num_drafts
+
+    def _chunk(self, num_left: int, budget: int) -> int:
+        """How much of `num_left` known tokens goes into a step."""
+        if not self.limits.enable_chunked_prefill:
+            return num_left if num_left <= budget else 0
+        return min(num_left, budget, self.limits.long_prefill_token_threshold or num_left)
+
+    def _num_at_hand(self, state: RequestState, prefix: CachedPrefix) -> int | None:
+        """Tokens that need not be computed, with those the connector brings; None: not known."""
+        if self._connector is None:
+            return prefix.num_tokens
+        num_remote = self._connector.match(state, prefix.num_tokens)
+        if num_remote is None:
+            return None
+        return min(prefix.num_tokens + num_remote, len(state.token_ids) - 1)
+
+    def _make_room(
+        self, state: RequestState, num_tokens: int, num_drafts: int
+    ) -> list[list[int]] | None:
+        """Preempt the least deserving until `state` has its blocks.
+
+        None if it is preempted itself, or if enough blocks come back with the steps in flight:
+        then it waits for those.
+        """
+        while True:
+            num_missing = self._kv.num_missing(state, num_tokens)
+            if num_missing <= self._kv.pool.num_free:
+                return self._kv.allocate(state, num_tokens - num_drafts, num_drafts)
+            if num_missing <= self._kv.pool.num_free + self._kv.pool.num_draining:
+                return None
+            victim = self._running.pop()
+            self._preempt(victim)
+            if victim is state:
+                return None
+
+    def _preempt(self, state: RequestState) -> None:
+        self._kv.free(state)
+        state.preempt()
+        self._waiting.push_preempted(state)
+        self._released_ids.append(state.request_id)
+        self._num_preemptions += 1
+
+    # -- a step is done
+
+    def update(self, result: StepResult) -> list[EngineDelta]:
+        """Take in the result of the oldest step in flight; what is new for clients."""
+        step = self._in_flight.popleft()
+        assert step.step_id == result.step_id, "results come in the order of the plans"
+        self._kv.collect(step.step_id)
+        deltas = self.take_deltas()
+        results = {item.request_id: item for item in result.results}
+        for state, planned in step.rows:
+            if state.is_finished or state.incarnation != planned.incarnation:
+                continue  # nobody waits for it any more
+            delta = self._apply(state, planned, results.get(state.request_id))
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def _apply(
+        self, state: RequestState, planned: ScheduledRequest, result: RequestResult | None
+    ) -> EngineDelta | None:
+        """Move a request on by what one step brought it."""
+        if result is None:
+            result = RequestResult(request_id=state.request_id, incarnation=planned.incarnation)
+        fault = result.fault or _malformed(planned, result)
+        if fault is not None:
+            return self._end(state, FinishReason.ERROR, error=fault)
+        token_ids = result.token_ids
+        state.confirm(planned, len(token_ids))
+        stop = find_stop(state, token_ids)
+        if stop is not None:
+            token_ids = token_ids[: stop.num_tokens]
+        state.token_ids += token_ids
+        self._kv.publish(state, min(state.num_confirmed_tokens, len(state.token_ids)))
+        if result.prompt_logprobs is not None:
+            prompt_logprobs = result.prompt_logprobs
+            state.num_prompt_logprobs = prompt_logprobs.start + len(prompt_logprobs.positions) - 1
+        if stop is not None:
+            self._retire(state, stop.reason, stop.stop_reason)
+        elif not token_ids and result.prompt_logprobs is None:
+            return None
+        return EngineDelta(
+            request_id=state.request_id,
+            token_ids=token_ids,
+            logprobs=result.logprobs[: len(token_ids)],
+            prompt_logprobs=result.prompt_logprobs,
+            num_cached_tokens=state.num_cached_tokens,
+            finish_reason=state.finish_reason,
+            stop_reason=state.stop_reason,
+        )
+
+    # -- a request ends
+
+    def _known(self, request_ids: Iterable[str]) -> list[RequestState]:
+        return [self._requests[i] for i in dict.fromkeys(request_ids) if i in self._requests]
+
+    def _end(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> EngineDelta:
+        self._retire(state, reason, stop_reason)
+        return EngineDelta(
+            request_id=state.request_id,
+            num_cached_tokens=state.num_cached_tokens,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=error,
+        )
+
+    def _retire(
+        self, state: RequestState, reason: FinishReason, stop_reason: int | str | None
+    ) -> None:
+        """Take a request out of everything; steps in flight may go on for it unheard."""
+        del self._requests[state.request_id]
+        if state.status is RequestStatus.RUNNING:
+            self._running.remove(state)
+            self._released_ids.append(state.request_id)
+        else:
+            self._gatekeeper.remove(state)
+            self._waiting.remove(state)
+        state.finish(reason, stop_reason)
+        if self._is_kept(state):
+            self._kv.keep(state)
+        else:
+            self._kv.free(state)
+
+    def _is_kept(self, state: RequestState) -> bool:
+        if self._connector is None:
+            return False
+        block_ids = self._kv.block_ids(state)
+        return any(block_ids) and self._connector.on_finish(state, block_ids) is BlockFate.KEEP
+
+    def _check(self, request: EngineRequest) -> None:
+        num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
+        longest = self.limits.max_model_len
+        if request.request_id in self._requests:
+            raise InputError(f"request_id {request.request_id!r} is in use", "request_id")
+        if num_prompt == 0:
+            raise InputError("the prompt must hold at least 1 token, got 0", "prompt_token_ids")
+        if num_prompt >= longest:
+            raise InputError(
+                f"the prompt must be shorter than max_model_len ({longest} tokens), "
+                f"got {num_prompt}",
+                "prompt_token_ids",
+            )
+        if num_output >= min(request.max_tokens, longest - num_prompt):
+            raise InputError(
+                f"output_token_ids must leave at least 1 token to generate (max_tokens is "
+                f"{request.max_tokens}, max_model_len {longest}), got {num_output}",
+                "output_token_ids",
+            )
+
+
+def _malformed(planned: ScheduledRequest, result: RequestResult) -> str | None:
+    """What is wrong with the number of tokens that came back, if anything."""
+    num_tokens = len(result.token_ids)
+    most = 1 + planned.num_drafts if planned.samples else 0
+    if min(most, 1) <= num_tokens <= most:
+        return None
+    return f"the step brought {num_tokens} tokens where {min(most, 1)} to {most} were due"
