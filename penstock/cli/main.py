@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import penstock
-from penstock.cli import bench, chat, collect_env, generate
+from penstock.cli import bench, chat, collect_env, generate, serve
 from penstock.protocol.errors import ConfigError, InputError, PenstockError
 
-COMMANDS = (generate, chat, bench, collect_env)
+COMMANDS = (serve, generate, chat, bench, collect_env)
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""Typed, documented dataclasses: the only source of the engine's options."""
+"""Typed, documented dataclasses: the only source of all options."""
 
 from penstock.config.engine import (
     CacheConfig,
@@ -9,6 +9,7 @@ from penstock.config.engine import (
     SchedulerConfig,
 )
 from penstock.config.model import LoadConfig, ModelConfig
+from penstock.config.server import ServerConfig
 
 __all__ = [
     "CacheConfig",
@@ -19,4 +20,5 @@ __all__ = [
     "ObservabilityConfig",
     "ParallelConfig",
     "SchedulerConfig",
+    "ServerConfig",
 ]

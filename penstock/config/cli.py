@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from penstock.config.engine import (
     parse_bytes,
     refuse_unknown_option,
 )
-from penstock.config.options import Option
+from penstock.config.options import Option, options_of
 from penstock.config.sampling import sampling_options
+from penstock.config.server import ServerConfig
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.sampling import SamplingParams
 
@@ -45,12 +46,19 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--config",
         metavar="FILE",
         type=Path,
-        help="YAML file with engine options by name; flags win over it.",
+        help="YAML file with options by name; flags win over it.",
     )
     for section, options in all_options().items():
         group = parser.add_argument_group(f"{section} options")
         for declared in options:
             _add_flag(group, declared)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag for every option of the server."""
+    group = parser.add_argument_group("server options")
+    for declared in options_of(ServerConfig):
+        _add_flag(group, declared)
 
 
 def engine_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
@@ -67,10 +75,24 @@ def engine_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
+def serve_options_from_args(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """The configuration of a server and its engine: flags over the ``--config`` file."""
+    ours = {declared.name: declared for declared in options_of(ServerConfig)}
+    engine = {} if args.config is None else read_config_file(args.config, extra=ours)
+    server = {name: engine.pop(name) for name in ours if name in engine}
+    server |= {name: getattr(args, name) for name in ours if hasattr(args, name)}
+    for section in all_options().values():
+        for declared in section:
+            if hasattr(args, declared.name):
+                engine[declared.name] = getattr(args, declared.name)
+    return EngineConfig.from_options(engine), ServerConfig.from_options(server)
+
+
+def read_config_file(path: Path, extra: Mapping[str, Option] | None = None) -> dict[str, Any]:
     """Engine options from a flat YAML mapping; names are written with ``-`` or ``_``.
 
-    Raises `ConfigError`, with the file's name, for what cannot be read or is no option.
+    `extra` are options that may stand there besides. Raises `ConfigError`, with the file's name,
+    for what cannot be read or is no option.
     """
     import yaml  # costs more than the rest of the command line together
 
@@ -85,6 +107,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must map option names to values, got {content!r}")
     declared = {option.name: option for section in all_options().values() for option in section}
+    declared |= extra or {}
     options: dict[str, Any] = {}
     try:
         for key, value in content.items():

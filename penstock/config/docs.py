@@ -6,8 +6,9 @@ import enum
 from collections.abc import Iterable
 
 from penstock.config.engine import all_options
-from penstock.config.options import Option
+from penstock.config.options import Option, options_of
 from penstock.config.sampling import sampling_options
+from penstock.config.server import ServerConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -19,6 +20,12 @@ An engine option has one name everywhere: `--max-model-len 2048` on the command 
 `--config file.yaml` names. Flags win over the file. Sizes may be written as `4GiB`. A flag that is
 on by default is turned off with `--no-`: `--no-enable-prefix-caching`. A flag that takes a list is
 given once for each value.
+"""
+
+_SERVER = """\
+## Server
+
+Flags of `penstock serve`, besides the engine's, and keys of its `--config` file.
 """
 
 _SAMPLING = """\
@@ -34,6 +41,7 @@ def render() -> str:
     parts = [_INTRODUCTION]
     for section, options in all_options().items():
         parts.append(f"## {section.capitalize()}\n\n{_table(options)}")
+    parts.append(_SERVER + "\n" + _table(options_of(ServerConfig)))
     parts.append(_SAMPLING + "\n" + _table(sampling_options()))
     return "\n".join(parts)
 

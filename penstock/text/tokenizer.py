@@ -86,6 +86,12 @@ class Tokenizer:
             return self._bytes[token_id].decode("utf-8", "replace")
         return str(self._backend.decode([token_id], skip_special_tokens=False))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text; it need not be valid UTF-8 by itself."""
+        if self._bytes is not None:
+            return self._bytes[token_id]
+        return self.token_text(token_id).encode()
+
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it."""
         token_id: int | None = self._backend.token_to_id(token)

@@ -1,0 +1,92 @@
+"""How the API is served: where it listens, who may use it, and how much of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config.engine import coerce
+from penstock.config.options import option, options_of
+from penstock.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = option("0.0.0.0", "Address to listen on; 127.0.0.1: this machine alone.")
+    port: int = option(8000, "Port to listen on; 0: any that is free.")
+    uds: str | None = option(None, "Path of a Unix socket to listen on, in place of a port.")
+    api_key: list[str] = option(
+        [], "Keys, one of which a client must send; default: anyone may use the API."
+    )
+    allowed_origins: list[str] = option(
+        ["*"], "Origins of web pages that may use the API; *: any (CORS)."
+    )
+    allowed_methods: list[str] = option(["*"], "Methods that such pages may use.")
+    allowed_headers: list[str] = option(["*"], "Headers that such pages may send.")
+    allow_credentials: bool = option(False, "Let such pages send cookies.")
+    ssl_keyfile: str | None = option(None, "Private key for HTTPS, with ssl_certfile.")
+    ssl_certfile: str | None = option(None, "Certificate for HTTPS, with ssl_keyfile.")
+    ssl_ca_certs: str | None = option(
+        None, "Certificates of authorities: clients must then bring one signed by them."
+    )
+    root_path: str = option("", "Path under which a proxy serves the API, such as /llm.")
+    max_request_body_bytes: int = option(
+        32 * 2**20, "Largest request body; a larger one gets a 413."
+    )
+    max_queued_requests: int = option(
+        4096, "Most requests that wait for their turn to run; one more gets a 429."
+    )
+    request_timeout_s: float | None = option(
+        None, "Most seconds that a request may take, queueing included; default: no limit."
+    )
+    max_n: int = option(128, "Most completions that a request may ask for each prompt.")
+    max_prompts: int = option(1024, "Most prompts in one completion request.")
+    shutdown_timeout: float = option(
+        25.0, "Seconds that requests have to finish in after SIGTERM or SIGINT."
+    )
+    access_log: bool = option(False, "Log a line for every HTTP request.")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
+        for name in ("max_request_body_bytes", "max_n", "max_prompts"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_queued_requests", "shutdown_timeout"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
+            raise ConfigError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
+        if not all(self.api_key):
+            raise ConfigError("api_key must not be empty")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
+        self._check_tls()
+
+    def _check_tls(self) -> None:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("ssl_keyfile and ssl_certfile need each other: give both or none")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_ca_certs needs ssl_keyfile and ssl_certfile")
+        for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).is_file():
+                raise ConfigError(f"{name} must name a file, got {path!r}")
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine finds the server."""
+        if self.uds is not None:
+            return f"unix://{self.uds}"
+        scheme = "http" if self.ssl_certfile is None else "https"
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        host = f"[{host}]" if ":" in host else host
+        return f"{scheme}://{host}:{self.port}{self.root_path}"
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> ServerConfig:
+        """Build from flat option names; refuses values of the wrong type."""
+        declared = {item.name: item for item in options_of(cls)}
+        return cls(**{name: coerce(declared[name], value) for name, value in options.items()})

@@ -1,0 +1,70 @@
+"""What the API process and the engine process say to each other. Nothing here imports torch.
+
+To the engine go frames of their own for the kind, the request's id and its body, so that a body
+that cannot be read fails the request it belongs to. Back come tagged structs.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.config import EngineConfig
+from penstock.protocol.delta import EngineDelta
+from penstock.scheduler.scheduler import SchedulerStats
+
+# Kinds of messages to the engine, each the first frame.
+LOAD = b"load"  # an EngineConfig
+ADD = b"add"  # a request id, an EngineRequest
+FINISH = b"finish"  # a Finish
+CLOSE = b"close"
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """End these requests now; their clients have left or have all they wanted."""
+
+    request_ids: list[str]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine turned out to be once its model was loaded."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's state at one moment; counters run since its start."""
+
+    scheduler: SchedulerStats
+    num_steps: int = 0
+
+
+class Connected(msgspec.Struct, tag=True):
+    """The engine process is there; its socket's file is not needed any more."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The engine could not start, or cannot go on: its last words."""
+
+    error: str
+    kind: str  # the name of the error's class
+
+
+class Outputs(msgspec.Struct, tag=True, omit_defaults=True):
+    """What a step brought. Stats come along a few times a second and when work runs out."""
+
+    deltas: list[EngineDelta] = []
+    stats: EngineStats | None = None
+
+
+Answer = Connected | Ready | Failed | Outputs
+
+encode = msgspec.msgpack.Encoder().encode
+decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_config = msgspec.msgpack.Decoder(EngineConfig).decode
+decode_finish = msgspec.msgpack.Decoder(Finish).decode

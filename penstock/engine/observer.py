@@ -1,0 +1,48 @@
+"""Who wants to know how requests fare: metrics, logs. The engine's client tells them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.engine.messages import EngineInfo, EngineStats
+from penstock.protocol.delta import FinishReason
+from penstock.protocol.request import EngineRequest
+
+
+@dataclass
+class RequestRecord:
+    """One engine request from its submission to its end. Times are of `time.monotonic`."""
+
+    request: EngineRequest
+    submitted_at: float
+    # Every token that has come from the engine: with them the request can be run again.
+    token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finished_at: float | None = None
+    finish_reason: FinishReason | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+
+class Observer(Protocol):
+    """Called in the event loop, for every request and every token: be quick, never raise."""
+
+    def on_ready(self, info: EngineInfo) -> None:
+        """The engine has loaded its model."""
+
+    def on_submit(self, record: RequestRecord) -> None:
+        """A request is on its way to the engine."""
+
+    def on_tokens(self, record: RequestRecord, num_tokens: int, previous_at: float | None) -> None:
+        """New tokens came at `record.last_token_at`; those before them at `previous_at`."""
+
+    def on_finish(self, record: RequestRecord) -> None:
+        """A request ended: by itself, or because its client left or the engine died."""
+
+    def on_stats(self, stats: EngineStats) -> None:
+        """The engine's state, a few times a second while there is work."""

@@ -1,0 +1,181 @@
+"""The engine's process: ``python -m penstock.engine.process ADDRESS`` serves that socket.
+
+Standard input is a pipe that nothing is ever written to: when it closes, whoever started the
+engine is gone, and this process ends at once, in the middle of a step if need be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from penstock.engine import messages
+from penstock.engine.messages import Answer, EngineInfo, EngineStats, Failed, Outputs, Ready
+from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.errors import InputError, PenstockError
+from penstock.protocol.request import EngineRequest
+
+if TYPE_CHECKING:
+    from penstock.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.1
+LINGER_MS = 1000  # for the last words to get out
+STALLED_WAIT_MS = 1  # between looks at requests that something outside keeps waiting
+
+
+class EngineServer:
+    """Answers messages and runs steps, in turn, until it is told to close."""
+
+    def __init__(self, socket: zmq.Socket[bytes], core: EngineCore) -> None:
+        self._socket = socket
+        self._core = core
+        self._decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
+        self._deltas: list[EngineDelta] = []
+        self._closing = False
+        self._num_steps = 0
+        self._stats_sent_at = 0.0
+        self._stats_are_stale = True
+
+    def serve(self) -> None:
+        while not self._closing:
+            self._receive(wait_ms=self._patience())
+            if self._core.has_work():
+                self._deltas += self._core.step()
+                self._num_steps += 1
+                self._stats_are_stale = True
+            self._send()
+
+    def _patience(self) -> int | None:
+        """How long to wait for a message: not at all with work to do, forever without any."""
+        if not self._core.has_work():
+            return None
+        stats = self._core.stats()
+        is_stalled = not stats.num_running and not stats.num_steps_in_flight
+        return STALLED_WAIT_MS if is_stalled else 0
+
+    def _receive(self, wait_ms: int | None) -> None:
+        """Take in every message there is, waiting `wait_ms` for the first (None: forever)."""
+        while self._socket.poll(wait_ms):
+            kind, *frames = self._socket.recv_multipart()
+            self._handle(kind, frames)
+            wait_ms = 0
+
+    def _handle(self, kind: bytes, frames: list[bytes]) -> None:
+        if kind == messages.ADD:
+            self._add(frames[0].decode(), frames[1])
+        elif kind == messages.FINISH:
+            finish = messages.decode_finish(frames[0])
+            self._deltas += self._core.abort(finish.request_ids)
+            self._stats_are_stale = True
+        elif kind == messages.CLOSE:
+            self._closing = True
+        else:
+            raise AssertionError(f"unknown message {kind!r}")
+
+    def _add(self, request_id: str, body: bytes) -> None:
+        try:
+            self._core.add(self._decode_request(body))
+        except (msgspec.MsgspecError, InputError) as error:
+            logger.warning("Request %s is refused: %s", request_id, error)
+            self._deltas.append(
+                EngineDelta(
+                    request_id=request_id, finish_reason=FinishReason.ERROR, error=str(error)
+                )
+            )
+
+    def _send(self) -> None:
+        stats = self._stats_if_due()
+        if self._deltas or stats is not None:
+            send(self._socket, Outputs(self._deltas, stats))
+            self._deltas = []
+
+    def _stats_if_due(self) -> EngineStats | None:
+        now = time.monotonic()
+        is_due = now - self._stats_sent_at >= STATS_INTERVAL_S or not self._core.has_work()
+        if not (is_due and self._stats_are_stale):
+            return None
+        self._stats_sent_at, self._stats_are_stale = now, False
+        return EngineStats(scheduler=self._core.stats(), num_steps=self._num_steps)
+
+
+def send(socket: zmq.Socket[bytes], answer: Answer) -> None:
+    socket.send(messages.encode(answer))
+
+
+def run(socket: zmq.Socket[bytes]) -> None:
+    """Load the model that the first message names, then serve."""
+    send(socket, messages.Connected())
+    from penstock.engine.build import build_engine  # torch is imported while the config comes
+    from penstock.loading.source import resolve_source
+    from penstock.observability.logs import setup_logging
+
+    kind, *frames = socket.recv_multipart()
+    if kind == messages.CLOSE:
+        return
+    assert kind == messages.LOAD
+    config = messages.decode_config(frames[0])
+    setup_logging(config.observability.log_level)
+    core = build_engine(config, resolve_source(config.model, config.load))
+    try:
+        limits = core.scheduler.limits
+        info = EngineInfo(
+            max_model_len=core.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        send(socket, Ready(info))
+        EngineServer(socket, core).serve()
+    finally:
+        core.close()
+
+
+def exit_with_parent(address: str) -> None:
+    """End this process as soon as standard input closes, whatever it is doing."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(sys.stdin.fileno(), 1):
+                pass
+        folder = Path(address.removeprefix("ipc://")).parent
+        shutil.rmtree(folder, ignore_errors=True)  # there still, if the start was interrupted
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def main() -> int:
+    address = sys.argv[1]
+    exit_with_parent(address)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains first
+    context = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    socket.set_hwm(0)  # nothing is ever dropped
+    socket.connect(address)
+    try:
+        run(socket)
+        return 0
+    except PenstockError as error:
+        send(socket, Failed(str(error), type(error).__name__))
+    except Exception as error:
+        logger.exception("The engine failed")
+        send(socket, Failed(f"{type(error).__name__}: {error}", type(error).__name__))
+    finally:
+        context.destroy(linger=LINGER_MS)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""HTTP: the API process. Nothing here imports torch."""

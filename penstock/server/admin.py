@@ -1,0 +1,57 @@
+"""What operators and load balancers ask for: health, version, load."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, Field
+
+import penstock
+from penstock.server.errors import describe_errors
+from penstock.server.service import Service
+
+router = APIRouter(tags=["Operations"])
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Load(BaseModel):
+    server_load: int = Field(description="Requests that the server has not finished.")
+    num_requests_running: int
+    num_requests_waiting: int
+    kv_cache_usage: float = Field(description="Share of the KV cache in use, 0 to 1.")
+
+
+@router.get("/health", response_class=Response, responses=describe_errors(503))
+async def health(request: Request) -> Response:
+    """200 while requests can be run, else 503."""
+    service: Service = request.app.state.service
+    service.check_health()
+    return Response()
+
+
+@router.get("/ping", response_class=Response, responses=describe_errors(503))
+@router.post("/ping", response_class=Response, responses=describe_errors(503))
+async def ping(request: Request) -> Response:
+    """The same as /health."""
+    return await health(request)
+
+
+@router.get("/version", responses=describe_errors(401))
+async def version() -> Version:
+    """The version of Penstock."""
+    return Version(version=penstock.__version__)
+
+
+@router.get("/load", responses=describe_errors(401))
+async def load(request: Request) -> Load:
+    """How busy the server is, a tenth of a second ago at most."""
+    service: Service = request.app.state.service
+    stats = service.client.stats
+    return Load(
+        server_load=len(service.client.records),
+        num_requests_running=stats.scheduler.num_running if stats else 0,
+        num_requests_waiting=stats.scheduler.num_waiting if stats else 0,
+        kv_cache_usage=stats.scheduler.kv_cache_usage if stats else 0.0,
+    )

@@ -1,0 +1,50 @@
+"""The app: every router, and what each request passes on its way to one."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+import penstock
+from penstock.server import admin, errors
+from penstock.server.middleware import ApiKeyGuard, BodyLimit, RequestContext
+from penstock.server.openai import chat, completions, models, tokenize
+from penstock.server.service import Service
+
+ROUTERS = (
+    chat.router,
+    completions.router,
+    models.router,
+    tokenize.router,
+    admin.router,
+)
+
+
+def build_app(service: Service) -> FastAPI:
+    """An ASGI app that serves `service`'s model."""
+    config = service.server_config
+    app = FastAPI(
+        title="Penstock",
+        description="An inference engine for large language models, behind OpenAI's API.",
+        version=penstock.__version__,
+        root_path=config.root_path,
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    for router in ROUTERS:
+        app.include_router(router)
+    errors.install(app)
+    # The last one added is the first that a request meets.
+    app.add_middleware(BodyLimit, max_bytes=config.max_request_body_bytes)
+    if config.api_key:
+        app.add_middleware(ApiKeyGuard, keys=config.api_key)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=["X-Request-Id"],
+    )
+    app.add_middleware(RequestContext)
+    return app

@@ -1,0 +1,171 @@
+"""Every error that a client sees has one shape: which one an exception becomes is decided here."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.protocol.errors import EngineDeadError, InputError, PenstockError
+
+logger = logging.getLogger(__name__)
+
+TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "PayloadTooLargeError",
+    429: "RateLimitError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+RETRY_AFTER_S = 1
+
+
+class ErrorDetail(BaseModel):
+    message: str = Field(description="What is wrong and what would be right.")
+    type: str = Field(description="The kind of error, such as BadRequestError.")
+    param: str | None = Field(description="The field of the request that is wrong.")
+    code: int = Field(description="The HTTP status.")
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail
+
+
+class Overloaded(PenstockError):
+    """The queue is full; a later attempt may succeed."""
+
+
+class ModelNotFound(PenstockError):
+    """The model that the client asked for is not served here."""
+
+
+class RequestTimeout(PenstockError):
+    """The request took longer than it was allowed to."""
+
+
+STATUS_OF: tuple[tuple[type[PenstockError], int], ...] = (
+    (InputError, 400),
+    (ModelNotFound, 404),
+    (RequestTimeout, 408),
+    (Overloaded, 429),
+    (EngineDeadError, 503),
+)
+
+
+def describe_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that may answer with these errors, for the OpenAPI document."""
+    described: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorResponse, "description": TYPES[status]} for status in statuses
+    }
+    described["default"] = {"model": ErrorResponse, "description": "Any other error."}
+    return described
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+    kind = TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def encode_error(body: Mapping[str, Any]) -> bytes:
+    """As ASCII: a message may quote what the client sent, which need not be valid Unicode."""
+    return json.dumps(body, ensure_ascii=True).encode()
+
+
+def error_response(
+    status: int,
+    message: str,
+    param: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    content = encode_error(error_body(status, message, param))
+    return Response(content, status, headers, media_type="application/json")
+
+
+def body_of(error: Exception, request_id: str) -> dict[str, Any]:
+    """What a client is told about `error`; what it is not told is logged."""
+    for error_class, status in STATUS_OF:
+        if isinstance(error, error_class):
+            param = error.field if isinstance(error, InputError) else None
+            return error_body(status, str(error), param)
+    logger.error("Request %s failed", request_id, exc_info=error)
+    return error_body(
+        500, f"the server failed to answer; its log says why under request id {request_id}"
+    )
+
+
+def response_of(error: Exception, request_id: str) -> Response:
+    body = body_of(error, request_id)
+    status = body["error"]["code"]
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    return Response(encode_error(body), status, headers, media_type="application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Give the framework's own errors the same shape."""
+
+    def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        messages = {
+            404: f"there is nothing at {request.url.path}; /docs lists what there is",
+            405: f"{request.method} is not allowed at {request.url.path}",
+        }
+        message = messages.get(error.status_code, str(error.detail))
+        return error_response(error.status_code, message, headers=error.headers)
+
+    def on_validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        message, param = explain(error.errors())
+        return error_response(400, message, param)
+
+    def on_penstock_error(request: Request, error: Exception) -> Response:
+        return response_of(error, request.scope["state"]["request_id"])
+
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    app.add_exception_handler(PenstockError, on_penstock_error)
+
+
+def explain(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
+    """The first thing wrong with a body, and the path of the field.
+
+    A value that fits no member of a union is reported for each member: the complaints about one
+    field are joined.
+    """
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return f"the body is not valid JSON: {first['ctx']['error']}", None
+    path = _field_path(first["loc"])
+    texts = dict.fromkeys(
+        str(error["msg"]) for error in errors if _field_path(error["loc"]) == path
+    )
+    message = ", or ".join(texts)
+    if path is None:
+        return f"the body must be a JSON object sent as application/json: {message}", None
+    return f"{path}: {message}", path
+
+
+def _field_path(location: Sequence[int | str]) -> str | None:
+    """``("body", "messages", 0, "content", "str")`` as ``messages[0].content``."""
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in _UNION_MEMBERS:
+            path += f".{part}" if path else part
+    return path or None
+
+
+# How the validator names the members of a union: they are no part of a path.
+_UNION_MEMBERS = {"str", "int", "float", "bool"}

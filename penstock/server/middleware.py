@@ -1,0 +1,116 @@
+"""What every HTTP request passes: its id, the last resort for errors, the key, the size limit.
+
+Plain ASGI, so that a client that leaves is seen by whoever handles its request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette._utils import get_route_path
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.server.errors import error_response, response_of
+
+VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/favicon.ico"})
+PUBLIC_PREFIX = "/static/"  # of the page's files
+
+
+class RequestContext:
+    """Gives each request an id, the client's own if it sent one, and answers any failure."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        sent = Headers(scope=scope).get("x-request-id", "")
+        request_id = sent if VALID_REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        has_started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            response = response_of(error, request_id)  # logs it, too
+            if not has_started:
+                await response(scope, receive, send_with_id)
+
+
+class ApiKeyGuard:
+    """Lets in who brings one of the keys, and anyone to the page and the health checks."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._may_enter(scope):
+            response = error_response(
+                401,
+                "send one of the server's API keys as 'Authorization: Bearer KEY'",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await response(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def _may_enter(self, scope: Scope) -> bool:
+        path = get_route_path(scope)
+        if path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX):
+            return True
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = _digest(key.strip().encode("latin-1"))
+        # Every key is compared, each in constant time: the time tells nothing about any.
+        matches = [hmac.compare_digest(digest, ours) for ours in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """Refuses bodies that are too large, as soon as that is known."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        message = f"the body must have at most {self._max_bytes} bytes; send less at a time"
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            close = {"Connection": "close"}  # rather than read what is not wanted
+            await error_response(413, message, headers=close)(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def receive_some() -> Message:
+            nonlocal num_bytes
+            part = await receive()
+            num_bytes += len(part.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise HTTPException(413, message, headers={"Connection": "close"})
+            return part
+
+        await self.app(scope, receive_some, send)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,178 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.protocol.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
+from penstock.server.errors import describe_errors
+from penstock.server.openai.logprobs import LogprobFormat, prompt_logprobs
+from penstock.server.openai.prompts import prepare_completions
+from penstock.server.openai.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
+from penstock.server.openai.stream import EVENT_STREAM, UsageCounter
+from penstock.server.replies import event_stream, gone, json_response, unless_gone
+from penstock.server.service import Service
+from penstock.text.frontend import PreparedRequest
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post(
+    "/v1/completions",
+    response_model=Completion,
+    responses={**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)},
+)
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Go on from a prompt, or from each of several."""
+    service: Service = request.app.state.service
+    model = service.check_model(body.model)
+    service.check_capacity()
+    request_id = "cmpl-" + (body.request_id or request.state.request_id)
+    prepared = await service.in_thread(prepare_completions, service, body, request_id)
+    answer = CompletionAnswer(service, body, prepared, model, request_id)
+    if body.stream:
+        return await event_stream(request, answer.chunks())
+    completion = await unless_gone(request, answer.whole())
+    return gone() if completion is None else json_response(completion)
+
+
+class CompletionAnswer:
+    """The completions of one request's prompts on their way out."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        prepared: Sequence[PreparedRequest],
+        model: str,
+        request_id: str,
+    ) -> None:
+        self._service = service
+        self._body = body
+        self._prepared = prepared
+        self._model = model
+        self._id = request_id
+        self._created = int(time.time())
+        self._usage = UsageCounter(body.stream_options)
+        # A prompt's logprobs come once, and each of its completions echoes them.
+        self._prompt_logprobs: dict[int, list[LogprobsAtPosition | None]] = {}
+        self._prompt_only = bool(body.echo) and body.max_tokens == 0
+        self._logprobs = LogprobFormat(
+            service.frontend.tokenizer,
+            body.logprobs or 0,
+            bool(body.return_tokens_as_token_ids),
+        )
+
+    async def whole(self) -> Completion:
+        """Everything at once, when all prompts are completed."""
+        finals: dict[int, RequestOutput] = {}
+        outputs = self._service.outputs(self._prepared, self._body.timeout)
+        async with contextlib.aclosing(outputs):
+            async for index, output in outputs:
+                finals[index] = output
+        choices = []
+        for index in range(len(self._prepared)):
+            output = self._visible(finals[index])
+            self._usage.count(index, output)
+            choices += [self._choice(index, output, item, first=True) for item in output.outputs]
+        return self._reply(choices, usage_now=True)
+
+    async def chunks(self) -> AsyncGenerator[str, None]:
+        """Pieces as they come, and at the end the usage."""
+        num_chars: dict[int, int] = {}  # sent so far, by choice: where the next piece begins
+        outputs = self._service.outputs(self._prepared, self._body.timeout)
+        async with contextlib.aclosing(outputs):
+            async for index, raw in outputs:
+                output = self._visible(raw)
+                self._usage.count(index, output)
+                for item in output.outputs:
+                    number = self._number(index, item)
+                    first = number not in num_chars
+                    choice = self._choice(index, output, item, first, num_chars.get(number, 0))
+                    num_chars[number] = num_chars.get(number, 0) + len(choice.text)
+                    yield self._reply([choice]).model_dump_json(exclude_unset=True)
+        if self._usage.at_end:
+            yield self._reply([], usage_now=True).model_dump_json(exclude_unset=True)
+
+    def _visible(self, output: RequestOutput) -> RequestOutput:
+        """Without the token that an echo of the prompt alone had to compute."""
+        if self._prompt_only:
+            for item in output.outputs:
+                item.text, item.token_ids = "", []
+                item.logprobs = None if item.logprobs is None else []
+        return output
+
+    def _number(self, index: int, item: CompletionOutput) -> int:
+        """A choice's index: completions of one prompt stand together."""
+        return index * (self._body.n or 1) + item.index
+
+    def _choice(
+        self,
+        index: int,
+        output: RequestOutput,
+        item: CompletionOutput,
+        first: bool,
+        text_offset: int = 0,
+    ) -> CompletionChoice:
+        """`first`: nothing of this choice was sent before, so what concerns the prompt goes in."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[index] = output.prompt_logprobs
+        echo = first and bool(self._body.echo)
+        choice = CompletionChoice(
+            index=self._number(index, item),
+            text=(self._prompt_text(output) if echo else "") + item.text,
+            logprobs=self._logprobs_of(index, output, item, echo, text_offset),
+            finish_reason=item.finish_reason,
+        )
+        if item.finish_reason is not None:
+            choice.stop_reason = item.stop_reason
+        if self._body.return_token_ids:
+            choice.token_ids = item.token_ids
+            if first:
+                choice.prompt_token_ids = output.prompt_token_ids
+        if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def _logprobs_of(
+        self, index: int, output: RequestOutput, item: CompletionOutput, echo: bool, offset: int
+    ) -> CompletionLogprobs | None:
+        if item.logprobs is None:
+            return None
+        token_ids = item.token_ids
+        positions: list[LogprobsAtPosition | None] = [*item.logprobs]
+        if echo and index in self._prompt_logprobs:
+            token_ids = output.prompt_token_ids + token_ids
+            positions = self._prompt_logprobs[index] + positions
+        return self._logprobs.completion(token_ids, positions, offset)
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        tokenizer = self._service.frontend.tokenizer
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _reply(self, choices: list[CompletionChoice], usage_now: bool = False) -> Completion:
+        reply = Completion(
+            id=self._id,
+            object="text_completion",
+            created=self._created,
+            model=self._model,
+            choices=choices,
+        )
+        if usage_now or self._usage.in_every_chunk:
+            reply.usage = self._usage.so_far()
+        elif self._usage.at_end:
+            reply.usage = None
+        return reply

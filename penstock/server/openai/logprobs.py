@@ -1,0 +1,120 @@
+"""Log-probabilities in the formats of both APIs, and usage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.protocol.outputs import Logprob, LogprobsAtPosition
+from penstock.server.openai.protocol import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprobs,
+    PromptTokensDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from penstock.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # JSON has no infinity
+
+
+class LogprobFormat:
+    """How one request wants its log-probabilities written."""
+
+    def __init__(self, tokenizer: Tokenizer | None, num_top: int, as_token_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._num_top = num_top
+        self._as_token_ids = as_token_ids
+
+    def chat(self, positions: Sequence[LogprobsAtPosition]) -> ChatLogprobs:
+        content = []
+        for position in positions:
+            chosen_id, chosen = next(iter(position.items()))
+            content.append(
+                ChatTokenLogprob(
+                    token=self._text(chosen_id, chosen),
+                    logprob=_finite(chosen),
+                    bytes=self._bytes(chosen_id),
+                    top_logprobs=[
+                        TopLogprob(
+                            token=self._text(token_id, entry),
+                            logprob=_finite(entry),
+                            bytes=self._bytes(token_id),
+                        )
+                        for token_id, entry in self._top(position)
+                    ],
+                )
+            )
+        return ChatLogprobs(content=content)
+
+    def completion(
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[LogprobsAtPosition | None],
+        text_offset: int,
+    ) -> CompletionLogprobs:
+        """`text_offset` is where the first of the tokens begins in the text."""
+        made = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token_id, position in zip(token_ids, positions, strict=True):
+            chosen = Logprob(0.0, None, self._decode(token_id))
+            if position is None:  # nothing comes before a prompt's first token
+                made.token_logprobs.append(None)
+                made.top_logprobs.append(None)
+            else:
+                chosen = position[token_id]
+                made.token_logprobs.append(_finite(chosen))
+                top = {self._text(token_id, chosen): _finite(chosen)}
+                for other_id, other in self._top(position):  # several may read the same
+                    top.setdefault(self._text(other_id, other), _finite(other))
+                made.top_logprobs.append(top)
+            made.tokens.append(self._text(token_id, chosen))
+            made.text_offset.append(text_offset)
+            text_offset += len(chosen.decoded_token or "")
+        return made
+
+    def _top(self, position: LogprobsAtPosition) -> list[tuple[int, Logprob]]:
+        """The most likely tokens, the most likely first."""
+        if self._num_top == 0:
+            return []
+        ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+        return ranked if self._num_top < 0 else ranked[: self._num_top]
+
+    def _text(self, token_id: int, entry: Logprob) -> str:
+        if self._as_token_ids or entry.decoded_token is None:
+            return f"token_id:{token_id}"
+        return entry.decoded_token
+
+    def _decode(self, token_id: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+    def _bytes(self, token_id: int) -> list[int] | None:
+        return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
+
+
+def prompt_logprobs(positions: Sequence[LogprobsAtPosition | None]) -> PromptLogprobs:
+    return [
+        None
+        if position is None
+        else {
+            token_id: TokenLogprob(
+                logprob=_finite(entry), rank=entry.rank, decoded_token=entry.decoded_token
+            )
+            for token_id, entry in position.items()
+        }
+        for position in positions
+    ]
+
+
+def usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_completion,
+        total_tokens=num_prompt + num_completion,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+    )
+
+
+def _finite(entry: Logprob) -> float:
+    return max(entry.logprob, LEAST)

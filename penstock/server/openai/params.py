@@ -1,0 +1,128 @@
+"""From a request's body to sampling parameters; what cannot be done is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.config import ServerConfig
+from penstock.protocol.errors import InputError
+from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.server.openai.protocol import (
+    ChatCompletionRequest,
+    ChatTemplateBody,
+    CompletionRequest,
+    GenerationBody,
+)
+
+SAME_NAME = (
+    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
+    "allowed_token_ids", "bad_words", "prompt_logprobs",
+)  # fmt: skip
+
+
+def completion_params(
+    body: CompletionRequest, defaults: SamplingParams, limits: ServerConfig
+) -> SamplingParams:
+    options = _common(body, limits)
+    options["logprobs"] = body.logprobs
+    options["max_tokens"] = body.max_tokens
+    if body.echo:
+        if body.logprobs is not None and body.prompt_logprobs is None:
+            options["prompt_logprobs"] = body.logprobs
+        if body.max_tokens == 0:
+            options["max_tokens"] = 1  # computed, since a request must sample, but not shown
+    return _override(defaults, options)
+
+
+def chat_params(
+    body: ChatCompletionRequest, defaults: SamplingParams, limits: ServerConfig
+) -> SamplingParams:
+    options = _common(body, limits)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InputError("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.logprobs:
+        options["logprobs"] = body.top_logprobs or 0
+    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    options["max_tokens"] = most
+    try:
+        return _override(defaults, options)
+    except InputError as error:
+        if error.field == "logprobs":
+            raise InputError(f"top_{error}", "top_logprobs") from error
+        raise
+
+
+def _common(body: GenerationBody, limits: ServerConfig) -> dict[str, Any]:
+    _refuse_unsupported(body)
+    if body.n is not None and body.n > limits.max_n:
+        raise InputError(f"n must be at most {limits.max_n} here, got {body.n}", "n")
+    if body.timeout is not None and not body.timeout > 0:
+        raise InputError(f"timeout must be above 0 seconds, got {body.timeout}", "timeout")
+    if body.stream_options is not None and not body.stream:
+        raise InputError("stream_options needs stream to be true", "stream_options")
+    options = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    if body.logit_bias is not None:
+        options["logit_bias"] = _logit_bias(body.logit_bias)
+    options["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY
+    return options
+
+
+def _override(defaults: SamplingParams, options: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**{**msgspec.structs.asdict(defaults), **options})
+
+
+def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
+    converted = {}
+    for key, bias in biases.items():
+        if not key.isascii() or not key.isdecimal() or len(key) > 10:
+            raise InputError(f"logit_bias must have token ids as keys, got {key!r}", "logit_bias")
+        converted[int(key)] = bias
+    return converted
+
+
+def _refuse_unsupported(body: GenerationBody) -> None:
+    """Say plainly what this server does not do, rather than ignore that it was asked for."""
+    unsupported: dict[str, Any] = {
+        "use_beam_search": body.use_beam_search,
+        "structured_outputs": body.structured_outputs,
+    }
+    if isinstance(body, CompletionRequest):
+        unsupported["suffix"] = body.suffix
+    if isinstance(body, ChatCompletionRequest):
+        refuse_in_template(body)
+        unsupported["functions"] = body.functions
+        unsupported["audio"] = body.audio
+        for name in ("tool_choice", "function_call"):
+            if getattr(body, name) not in (None, "none", "auto"):
+                unsupported[name] = True
+        if set(body.modalities or []) - {"text"}:
+            unsupported["modalities"] = True
+    for name, value in unsupported.items():
+        if value:
+            raise InputError(f"{name} is not supported by this model: leave it out", name)
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InputError(
+            f"best_of is not supported: leave it out or make it n ({body.n or 1}), "
+            f"got {body.best_of}",
+            "best_of",
+        )
+    if body.response_format is not None and body.response_format.type != "text":
+        raise InputError(
+            "response_format of type 'text' is all that is supported, "
+            f"got {body.response_format.type!r:.100}",
+            "response_format",
+        )
+
+
+def refuse_in_template(body: ChatTemplateBody) -> None:
+    if body.tools:
+        raise InputError("tools is not supported by this model: leave it out", "tools")
+    if body.chat_template is not None:
+        raise InputError(
+            "chat_template is not taken from requests: start the server with --chat-template",
+            "chat_template",
+        )

@@ -1,0 +1,289 @@
+"""Bodies of the OpenAI endpoints, checked for types here and for sense where they are used.
+
+Fields that are not declared are ignored, as OpenAI's clients send new ones all the time.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Prompt = str | list[TokenId]
+
+
+class Body(BaseModel):
+    """A request: values must have the declared types, nothing is converted."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class Reply(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+
+# -- requests
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="End with a chunk that holds the usage.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="Put the usage so far into every chunk."
+    )
+
+
+class ResponseFormat(Body):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str = Field(description="Only text is supported.")
+
+
+class GenerationBody(Body):
+    """What completions and chat completions have in common."""
+
+    model: str | None = Field(None, description="A name from /v1/models; the first by default.")
+    n: int | None = Field(None, description="How many completions.")
+    stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
+    stream_options: StreamOptions | None = None
+    temperature: float | None = Field(None, description="0 is greedy.")
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="By token id.")
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, description="Keep so many tokens of the prompt; -1: as many as the model takes."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where tokens are cut off; left by default."
+    )
+    priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
+    cache_salt: str | None = Field(None, description="Share cached prefixes under this salt only.")
+    request_id: str | None = Field(None, description="Part of the answer's id.")
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Write tokens in logprobs as token_id:ID."
+    )
+    timeout: float | None = Field(None, description="Most seconds that the request may take.")
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = Field(None, description="Not supported.")
+    use_beam_search: bool | None = Field(None, description="Not supported.")
+    best_of: int | None = Field(None, description="Not supported above n.")
+
+
+class CompletionRequest(GenerationBody):
+    prompt: Prompt | list[str] | list[list[TokenId]] = Field(
+        description="A text, several, or the same as token ids."
+    )
+    max_tokens: int | None = Field(16, description="0 with echo: the prompt alone.")
+    echo: bool | None = Field(None, description="Begin with the prompt.")
+    logprobs: int | None = Field(None, description="How many most likely tokens to report.")
+    add_special_tokens: bool | None = Field(None, description="On by default.")
+    suffix: str | None = Field(None, description="Not supported.")
+
+
+class ContentPart(Body):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str = Field(description="Only text is supported.")
+    text: str | None = None
+
+
+class ChatMessage(Body):
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[ContentPart] | None = None
+
+
+class ChatTemplateBody(Body):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool | None = Field(None, description="On by default.")
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message; needs add_generation_prompt off."
+    )
+    add_special_tokens: bool | None = Field(None, description="Off by default.")
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = Field(None, description="Not supported: an engine option.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Not supported.")
+
+
+class ChatCompletionRequest(GenerationBody, ChatTemplateBody):
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: int | None = Field(None, description="By default, as many as fit.")
+    max_completion_tokens: int | None = Field(None, description="The same; this one counts.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    echo: bool | None = Field(None, description="Begin with the last message if it is continued.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="Only none and auto.")
+    functions: list[dict[str, Any]] | None = Field(None, description="Not supported.")
+    function_call: str | dict[str, Any] | None = Field(None, description="Only none and auto.")
+    modalities: list[str] | None = Field(None, description="Only text.")
+    audio: dict[str, Any] | None = Field(None, description="Not supported.")
+
+
+class TokenizeRequest(ChatTemplateBody):
+    model: str | None = None
+    prompt: str | None = Field(None, description="A text; or give messages.")
+    messages: list[ChatMessage] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = Field(None, description="Off by default.")
+
+
+# -- replies
+
+
+class PromptTokensDetails(Reply):
+    cached_tokens: int
+
+
+class Usage(Reply):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TokenLogprob(Reply):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[int, TokenLogprob] | None]
+
+
+class CompletionLogprobs(Reply):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Reply):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class Completion(Reply):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(Reply):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Reply):
+    content: list[ChatTokenLogprob]
+
+
+class AssistantMessage(Reply):
+    role: str
+    content: str
+    refusal: str | None = None
+
+
+class ChatChoice(Reply):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(Reply):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatDelta(Reply):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Reply):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(Reply):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ModelCard(Reply):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+
+
+class ModelList(Reply):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeReply(Reply):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeReply(Reply):
+    prompt: str

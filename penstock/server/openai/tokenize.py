@@ -1,0 +1,74 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from penstock.protocol.errors import InputError
+from penstock.server.errors import describe_errors
+from penstock.server.openai.params import refuse_in_template
+from penstock.server.openai.prompts import render
+from penstock.server.openai.protocol import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    TokenizeReply,
+    TokenizeRequest,
+)
+from penstock.server.service import Service
+from penstock.text.frontend import Frontend
+from penstock.text.tokenizer import Tokenizer
+
+router = APIRouter(tags=["Tokenizer"])
+
+
+@router.post("/tokenize", responses=describe_errors(400, 401, 404, 413))
+async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeReply:
+    """The token ids of a prompt, or of a conversation as the model would see it."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    return await service.in_thread(_tokenize, service.frontend, body)
+
+
+@router.post("/detokenize", responses=describe_errors(400, 401, 404, 413))
+async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeReply:
+    """The text of token ids."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    return await service.in_thread(_detokenize, service.frontend, body)
+
+
+def _tokenize(frontend: Frontend, body: TokenizeRequest) -> TokenizeReply:
+    tokenizer = _tokenizer(frontend)
+    if (body.prompt is None) == (body.messages is None):
+        raise InputError("give either prompt or messages", "prompt")
+    if body.messages is not None:
+        refuse_in_template(body)
+        text = render(frontend, body.messages, body)
+        token_ids = tokenizer.encode(text, bool(body.add_special_tokens))
+    else:
+        assert body.prompt is not None
+        token_ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+    strings = [tokenizer.token_text(i) for i in token_ids] if body.return_token_strs else None
+    return TokenizeReply(
+        count=len(token_ids),
+        max_model_len=frontend.max_model_len,
+        tokens=token_ids,
+        token_strs=strings,
+    )
+
+
+def _detokenize(frontend: Frontend, body: DetokenizeRequest) -> DetokenizeReply:
+    tokenizer = _tokenizer(frontend)
+    size = tokenizer.vocab_size
+    for token_id in body.tokens:
+        if token_id >= size:
+            raise InputError(
+                f"tokens must hold token ids from 0 to {size - 1}, got {token_id}", "tokens"
+            )
+    return DetokenizeReply(prompt=tokenizer.decode(body.tokens, bool(body.skip_special_tokens)))
+
+
+def _tokenizer(frontend: Frontend) -> Tokenizer:
+    if frontend.tokenizer is None:
+        raise InputError("this server has no tokenizer: it runs with --skip-tokenizer-init")
+    return frontend.tokenizer

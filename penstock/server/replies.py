@@ -1,0 +1,118 @@
+"""How answers go out: as one JSON object, or as server-sent events; never to a client that left."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.server.errors import body_of, encode_error
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+CLIENT_CLOSED_REQUEST = 499  # what proxies log; nobody is there to read it
+
+
+def json_response(model: BaseModel) -> Response:
+    """The fields that were set, null where they were set to None."""
+    return Response(model.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None if the client leaves first: then it is cancelled."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        await _cancel(task, leaving)
+
+
+def gone() -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+class EventStream(Response):
+    """Server-sent events: each chunk a `data:` line, then ``[DONE]``.
+
+    A failure on the way is an event with the error, and the end of the stream. `chunks` goes on
+    after `first`, and is closed whatever happens.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: list[str], chunks: AsyncGenerator[str, None], request_id: str
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._chunks = chunks
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        pump = asyncio.ensure_future(self._pump(send))
+        leaving = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({pump, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done():
+                pump.result()
+        finally:
+            await _cancel(pump, leaving)
+            await self._chunks.aclose()
+
+    async def _pump(self, send: Send) -> None:
+        async def write(data: str) -> None:
+            body = f"data: {data}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            for chunk in self._first:
+                await write(chunk)
+            async for chunk in self._chunks:
+                await write(chunk)
+        except Exception as error:
+            await write(encode_error(body_of(error, self._request_id)).decode())
+        await write("[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def event_stream(request: Request, chunks: AsyncGenerator[str, None]) -> Response:
+    """Wait for the first chunk, so that a request that fails before it gets a proper status."""
+    try:
+        first = await unless_gone(request, _first(chunks))
+    except BaseException:
+        await chunks.aclose()
+        raise
+    if first is None:
+        await chunks.aclose()
+        return gone()
+    return EventStream(first, chunks, request.state.request_id)
+
+
+async def _first(chunks: AsyncGenerator[str, None]) -> list[str]:
+    async for chunk in chunks:
+        return [chunk]
+    return []
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel what is not done, and wait until it has cleaned up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,233 @@
+"""From a configuration to a served API: the processes' start, their signals, their end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import stat
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.config import EngineConfig, ServerConfig
+from penstock.engine.async_client import AsyncEngineClient
+from penstock.protocol.errors import ConfigError, EngineDeadError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from penstock.loading.source import ModelSource
+    from penstock.server.service import Service
+    from penstock.text.frontend import Frontend
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+GRACE_S = 5.0  # for responses to get out after the drain has ended
+
+
+async def serve(config: EngineConfig, server_config: ServerConfig) -> int:
+    """Serve until a signal ends it; the result is the exit code.
+
+    The first SIGTERM or SIGINT lets requests finish for `shutdown_timeout` seconds, a second one
+    stops at once. Raises, before anything is served, whatever keeps the engine from starting.
+    """
+    with listening_socket(server_config) as listener:
+        stop = StopSignals()
+        client = AsyncEngineClient()
+        client.spawn()
+        try:
+            service = await stop.unless_stopped(start(config, server_config, client))
+            if service is None:
+                return stop.exit_code
+            try:
+                return await _serve_http(service, listener, stop)
+            finally:
+                service.close()
+        finally:
+            if stop.is_urgent:
+                client.kill()
+            await client.close()
+
+
+async def start(
+    config: EngineConfig, server_config: ServerConfig, client: AsyncEngineClient
+) -> Service:
+    """The service, once the engine has loaded its model. Text's part is loaded meanwhile."""
+
+    def find_source() -> ModelSource:
+        from penstock.loading.source import resolve_source
+
+        return resolve_source(config.model, config.load)
+
+    def load_frontend(source: ModelSource) -> Frontend:
+        from penstock.text.frontend import Frontend
+
+        return Frontend(config.model, source, max_model_len=0)  # the engine will say
+
+    # The model is fetched here, once, before the engine is told to load it.
+    source = await asyncio.to_thread(find_source)
+    loading = asyncio.ensure_future(client.load(config))
+    try:
+        frontend = await asyncio.to_thread(load_frontend, source)
+        from penstock.server.service import Service  # the framework takes a while to import
+
+        info = await loading
+    finally:
+        loading.cancel()
+    frontend.max_model_len = info.max_model_len
+    return Service(config, server_config, client, frontend)
+
+
+async def _serve_http(service: Service, listener: socket.socket, stop: StopSignals) -> int:
+    import uvicorn
+
+    from penstock.server.app import build_app
+
+    config = service.server_config
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # signals are ours
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            announce(service, listener)
+
+    server = Server(
+        uvicorn.Config(
+            build_app(service),
+            log_level="warning",
+            access_log=config.access_log,
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+            ssl_ca_certs=config.ssl_ca_certs,
+            ssl_cert_reqs=2 if config.ssl_ca_certs else 0,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=int(config.shutdown_timeout + GRACE_S) + 1,
+        )
+    )
+    draining = asyncio.ensure_future(_drain(service, server, stop))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        draining.cancel()
+    return stop.exit_code
+
+
+async def _drain(service: Service, server: uvicorn.Server, stop: StopSignals) -> None:
+    """Stop taking requests at the first signal; end those left at the second or in time."""
+    await stop.requested.wait()
+    timeout_s = service.server_config.shutdown_timeout
+    num_left = len(service.client.records)
+    logger.info("Shutting down; %d requests have %g s to finish", num_left, timeout_s)
+    service.is_draining = True
+    server.should_exit = True
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(stop.urgent.wait(), timeout_s)
+    service.client.fail_all(EngineDeadError("the server is shutting down"))
+    if stop.is_urgent:
+        server.force_exit = True
+
+
+def announce(service: Service, listener: socket.socket) -> None:
+    """Say where everything is, on standard output."""
+    config, url = service.server_config, service.server_config.url
+    if config.uds is None:
+        url = url.replace(f":{config.port}", f":{listener.getsockname()[1]}", 1)
+    print(
+        f"Penstock serves {', '.join(service.model_names)}\n"
+        f"  API   {url}/v1\n"
+        f"  docs  {url}/docs\n"
+        f"  page  {url}/",
+        flush=True,
+    )
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks for an end, the second for one at once."""
+
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()
+        self.urgent = asyncio.Event()
+        self._last = signal.SIGTERM
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    @property
+    def is_urgent(self) -> bool:
+        return self.urgent.is_set()
+
+    @property
+    def exit_code(self) -> int:
+        """0 for an orderly end, what the shell expects of a killed process for the other."""
+        return 128 + self._last if self.is_urgent else 0
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._last = number
+        (self.urgent if self.requested.is_set() else self.requested).set()
+
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`, or None if a signal comes first."""
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(self.requested.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            stopped.cancel()
+            if not task.done():
+                task.cancel()
+                self.urgent.set()  # nothing runs yet that could finish
+
+
+@contextlib.contextmanager
+def listening_socket(config: ServerConfig) -> Iterator[socket.socket]:
+    """A bound socket, taken before the model is loaded; ConfigError if it is not to be had."""
+    if config.uds is not None:
+        listener = _unix_socket(Path(config.uds))
+    else:
+        family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((config.host, config.port))
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"cannot listen on {config.host}:{config.port} ({error.strerror}): choose "
+                "another --host or --port"
+            ) from error
+    try:
+        yield listener
+    finally:
+        listener.close()
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    """Bound to `path`, in place of what a server that was killed may have left there."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.exists():
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                raise ConfigError(f"uds must name a socket or nothing yet, but {path} is a file")
+            with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionError):
+                probe.connect(str(path))
+                raise ConfigError(f"another server listens on {path}: choose another --uds")
+            path.unlink()
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path} ({error.strerror})") from error
+    except ConfigError:
+        listener.close()
+        raise
+    return listener

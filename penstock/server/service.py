@@ -1,0 +1,130 @@
+"""Service: what the endpoints share. It turns prepared requests into outputs and keeps limits."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from penstock.config import EngineConfig, ServerConfig
+from penstock.engine.async_client import AsyncEngineClient
+from penstock.protocol.delta import FinishReason
+from penstock.protocol.errors import EngineDeadError, RequestFault
+from penstock.protocol.outputs import RequestOutput
+from penstock.server.errors import ModelNotFound, Overloaded, RequestTimeout
+from penstock.text.frontend import Frontend, PreparedRequest
+
+NUM_TEXT_THREADS = 4
+T = TypeVar("T")
+
+
+class Service:
+    """A model that is being served. One for each app; belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        server_config: ServerConfig,
+        client: AsyncEngineClient,
+        frontend: Frontend,
+    ) -> None:
+        self.config = config
+        self.server_config = server_config
+        self.client = client
+        self.frontend = frontend
+        self.model_names = config.model.served_model_name or [config.model.model]
+        self.created = int(time.time())
+        self.is_draining = False
+        self._numbers = itertools.count()
+        self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- what may come in
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; ModelNotFound for one that is not served here."""
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise ModelNotFound(f"there is no model {name!r} here; there is {served}")
+        return name
+
+    def check_capacity(self) -> None:
+        """Refuse new work if the engine is gone or has too much of it."""
+        self.check_health()
+        assert self.client.info is not None
+        capacity = self.client.info.max_num_seqs + self.server_config.max_queued_requests
+        if len(self.client.records) >= capacity:
+            raise Overloaded(
+                f"{len(self.client.records)} requests are running or queued, which is all that "
+                "this server takes; try again later"
+            )
+
+    def check_health(self) -> None:
+        if self.is_draining:
+            raise EngineDeadError("the server is shutting down")
+        if not self.client.is_healthy:
+            raise EngineDeadError("the engine is not running; nothing can be run until it is back")
+
+    # -- how it is run
+
+    async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
+        """Do work on text (tokenizing, rendering) without holding up the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def engine_id(self, request_id: str) -> str:
+        """An id for the engine: no two are the same, whatever ids clients choose."""
+        return f"{request_id}-{next(self._numbers)}"
+
+    async def outputs(
+        self, requests: Sequence[PreparedRequest], timeout_s: float | None = None
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Outputs of several requests as they come, each with its request's index.
+
+        Whoever stops iterating must close the generator, which aborts what is left. Raises
+        `RequestFault` if one of them fails, `RequestTimeout` and `EngineDeadError`.
+        """
+        routes = {
+            child.request_id: index
+            for index, request in enumerate(requests)
+            for child in request.children
+        }
+        stream = self.client.submit([child for request in requests for child in request.children])
+        timer = self._start_timer(stream.fail, timeout_s)
+        try:
+            async for deltas in stream:
+                changed: dict[int, None] = {}
+                for delta in deltas:
+                    index = routes[delta.request_id]
+                    assembler = requests[index].assembler
+                    assembler.add(delta)
+                    if stopped := assembler.stopped_children():
+                        stream.finish(stopped, FinishReason.STOP)
+                    changed[index] = None
+                for index in changed:
+                    output = requests[index].assembler.take()
+                    if output is not None:
+                        if output.error is not None:
+                            raise RequestFault(output.error)
+                        yield index, output
+        finally:
+            if timer is not None:
+                timer.cancel()
+            stream.close()
+
+    def _start_timer(
+        self, fail: Callable[[Exception], None], asked_s: float | None
+    ) -> asyncio.TimerHandle | None:
+        allowed = [s for s in (asked_s, self.server_config.request_timeout_s) if s is not None]
+        if not allowed:
+            return None
+        error = RequestTimeout(
+            f"the request took longer than {min(allowed):g} s; allow more time or ask for less"
+        )
+        return asyncio.get_running_loop().call_later(min(allowed), fail, error)
