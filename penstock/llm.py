@@ -18,6 +18,7 @@ from penstock.observability.logs import setup_logging
 from penstock.protocol.errors import ConfigError, InputError
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.text.frontend import Frontend, PreparedRequest
 from penstock.text.tokenizer import Tokenizer
@@ -32,7 +33,9 @@ class LLM:
     """Loads a model and generates from it.
 
     `model` and the keywords are the engine options of the configuration reference; the Python
-    API follows vLLM's where they overlap. Use it as a context manager, or call `close`.
+    API follows vLLM's where they overlap. `logits_processors` are classes, or module:Class;
+    `drafter` proposes tokens for speculative decoding. Use it as a context manager, or call
+    `close`.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class LLM:
         model: str | None = None,
         *,
         logits_processors: Sequence[str | type[LogitsProcessor]] = (),
+        drafter: Drafter | None = None,
         **options: Any,
     ) -> None:
         if model is not None:
@@ -51,7 +55,7 @@ class LLM:
         setup_logging(self.config.observability.log_level)
         source = resolve_source(self.config.model, self.config.load)
         classes = [item for item in logits_processors if not isinstance(item, str)]
-        self.engine: EngineCore = build_engine(self.config, source, classes)
+        self.engine: EngineCore = build_engine(self.config, source, classes, drafter)
         self.frontend = Frontend(self.config.model, source, self.engine.max_model_len)
         self._ids = itertools.count()
         self._routes: dict[str, PreparedRequest] = {}  # by the child's id
@@ -240,11 +244,13 @@ class LLM:
         return list(changed.values())
 
     def _withdraw(self, requests: Iterable[PreparedRequest]) -> None:
-        """Abort what is left of requests that nobody waits for any more."""
+        """Abort what is left of requests that nobody waits for, and let the engine come to rest."""
         for request in requests:
             for child in request.children:
                 if self._routes.pop(child.request_id, None) is not None:
                     self.engine.abort([child.request_id])
+        while not self._routes and self.engine.has_work():
+            self.engine.step()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.protocol.kv import KVCacheLayout, KVCacheSpec
+from penstock.protocol.kv import AnyKVCacheSpec, KVCacheLayout
 from penstock.protocol.step import StepPlan, StepResult
 
 
@@ -17,7 +17,7 @@ class Capabilities:
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_dtype: str
-    kv_specs: dict[str, KVCacheSpec]
+    kv_specs: dict[str, AnyKVCacheSpec]
     kv_budget: int  # bytes for the cache, on each rank
     max_in_flight: int  # steps that may be launched before the first is collected
     num_drafts: int = 0

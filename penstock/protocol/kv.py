@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, TypeAlias
+
 import msgspec
 
 
@@ -25,11 +27,17 @@ class FullAttentionSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+# Code takes any KVCacheSpec; a decoder must be told which ones there are, as a union.
+if TYPE_CHECKING:
+    AnyKVCacheSpec: TypeAlias = KVCacheSpec
+else:
+    AnyKVCacheSpec = FullAttentionSpec
+
 
 class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of one spec that share a block table."""
 
-    spec: KVCacheSpec
+    spec: AnyKVCacheSpec
     block_size: int  # tokens in a block
     layer_names: list[str]
 

@@ -1,0 +1,117 @@
+"""The real default model against transformers, on real text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import Reference
+
+from penstock import LLM, SamplingParams
+from penstock.config import LoadConfig, ModelConfig
+from penstock.loading.source import resolve_source
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a village by the sea,",
+    "def fibonacci(n):\n    ",
+    "1 2 3 4 5 6 7",
+    "Q: What is the boiling point of water in Celsius?\nA:",
+    "The three primary colours are",
+    "In 1969, Neil Armstrong",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "import numpy as np\n\nx = np.",
+    "Ingredients:\n- 2 eggs\n- 100 g flour\n-",
+    "The mitochondria is",
+    "Photosynthesis is the process by which",
+    "SELECT name, age FROM users WHERE",
+    "To be, or not to be, that is",
+    "Les enfants jouent dans",
+    "The quick brown fox jumps over the lazy dog. The dog",
+    "Water (H2O) consists of",
+    "Monday, Tuesday, Wednesday,",
+    "She opened the door and saw",
+    "🙂 Emoji are small pictures that",
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+MARGIN = 1e-3
+
+
+@pytest.fixture(scope="module")
+def reference(default_model: str) -> Reference:
+    source = resolve_source(ModelConfig(model=default_model), LoadConfig())
+    return Reference(source.path.parent, gguf_file=source.path.name)
+
+
+@pytest.fixture(scope="module")
+def llm(default_model: str) -> LLM:
+    return LLM(default_model, gguf_compute="dequantize", max_model_len=1024, cpu_threads=1)
+
+
+def num_near_ties(reference: Reference, prompt: list[int], output: list[int]) -> int:
+    """Check that each token is the reference's choice after the ones before it.
+
+    By induction that makes the output the reference's greedy output. Fails where the reference
+    prefers another token by more than the margin.
+    """
+    logits = reference.logits(prompt + output)[len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
+    behind = logits.max(dim=1).values - chosen
+    assert behind.max() < MARGIN, f"position {int(behind.argmax())}: behind by {behind.max():.2e}"
+    return int((behind > 0).sum())
+
+
+def test_twenty_prompts_give_transformers_tokens_batched_and_alone(
+    llm: LLM, reference: Reference
+) -> None:
+    batched = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
+    num_ties = 0
+    for output in (*batched, *alone):
+        assert output.outputs[0].finish_reason == "length"
+        assert len(output.outputs[0].token_ids) == 48
+        num_ties += num_near_ties(reference, output.prompt_token_ids, output.outputs[0].token_ids)
+    assert num_ties <= 2
+
+
+def test_a_conversation_is_answered_and_ends_by_itself(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
+    assert "Paris" in output.outputs[0].text
+    assert output.outputs[0].finish_reason == "stop"
+    assert "<|im_end|>" not in output.outputs[0].text
+    assert output.prompt is not None
+    assert output.prompt.startswith("<|im_start|>system")
+
+
+def test_a_stream_of_deltas_adds_up_to_the_whole(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[-1], GREEDY, use_tqdm=False)[0].outputs[0]
+    from penstock import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0, max_tokens=48, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+    pieces = [output.outputs[0] for output in llm.stream(PROMPTS[-1], params)]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert len(pieces) > 20
+
+
+def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=48, stop=["9 10 1"])
+    output = llm.generate("1 2 3 4 5 6 7", params, use_tqdm=False)[0].outputs[0]
+    assert output.finish_reason == "stop"
+    assert output.stop_reason == "9 10 1"
+    assert output.text == " 8 "
+
+
+def test_bad_words_do_not_appear(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=16, bad_words=["Paris"])
+    output = llm.generate("The capital of France is", params, use_tqdm=False)[0].outputs[0]
+    assert "Paris" not in output.text
+
+
+def test_the_checkpoint_is_found_where_the_source_says(default_model: str) -> None:
+    source = resolve_source(ModelConfig(model=default_model), LoadConfig())
+    assert Path(source.path).stat().st_size == 98_362_432

@@ -1,0 +1,169 @@
+"""The same request gives the same tokens, whatever the engine does around it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import LLM, SamplingParams
+from penstock.runner.tables import RequestTables
+
+PROMPT_LENGTHS = (3, 17, 40, 90)
+KINDS = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 11},
+    "everything": {
+        "temperature": 0.7,
+        "top_k": 30,
+        "min_p": 0.01,
+        "seed": 5,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "min_tokens": 8,
+        "stop_token_ids": [9, 10, 11],
+        "logit_bias": {3: 2.0, 4: -50.0},
+    },
+}
+
+
+def prompts() -> list[dict[str, Any]]:
+    rng = random.Random(3)
+    return [{"prompt_token_ids": [rng.randrange(256) for _ in range(n)]} for n in PROMPT_LENGTHS]
+
+
+def params() -> list[SamplingParams]:
+    return [SamplingParams(max_tokens=24, **options) for options in KINDS.values()]
+
+
+def run(llm: LLM, neighbours: int = 0) -> list[list[int]]:
+    """Tokens of every prompt under every kind of sampling, among some neighbours."""
+    requests = [(prompt, own) for own in params() for prompt in prompts()]
+    rng = random.Random(neighbours)
+    others = [
+        (
+            {"prompt_token_ids": [rng.randrange(256) for _ in range(rng.randrange(1, 60))]},
+            SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=rng.randrange(1, 40)),
+        )
+        for _ in range(neighbours)
+    ]
+    mixed = [(item, index) for index, item in enumerate(requests)] + [(item, -1) for item in others]
+    rng.shuffle(mixed)
+    outputs = llm.generate(
+        [prompt for (prompt, _), _ in mixed], [own for (_, own), _ in mixed], use_tqdm=False
+    )
+    by_index = {index: out for (_, index), out in zip(mixed, outputs, strict=True)}
+    return [by_index[index].outputs[0].token_ids for index in range(len(requests))]
+
+
+def open_llm(model: str, **options: Any) -> LLM:
+    settings = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"} | options
+    return LLM(model, **settings)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_llama: str) -> list[list[int]]:
+    """What each request gives in an engine of its own size, one at a time, nothing cached."""
+    with open_llm(tiny_llama, enable_prefix_caching=False) as llm:
+        return [
+            llm.generate(prompt, own, use_tqdm=False)[0].outputs[0].token_ids
+            for own in params()
+            for prompt in prompts()
+        ]
+
+
+def test_among_thirty_others(tiny_llama: str, alone: list[list[int]]) -> None:
+    with open_llm(tiny_llama) as llm:
+        assert run(llm, neighbours=30) == alone
+
+
+def test_with_the_prefix_cache_cold_and_warm(tiny_llama: str, alone: list[list[int]]) -> None:
+    with open_llm(tiny_llama) as llm:
+        assert run(llm) == alone
+        before = llm.engine.stats().num_prefix_hits
+        assert run(llm) == alone
+        assert llm.engine.stats().num_prefix_hits > before
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_with_prompts_in_chunks(tiny_llama: str, alone: list[list[int]], chunk: int) -> None:
+    with open_llm(tiny_llama, max_num_batched_tokens=chunk) as llm:
+        assert run(llm) == alone
+
+
+def test_with_long_prompts_held_back(tiny_llama: str, alone: list[list[int]]) -> None:
+    with open_llm(tiny_llama, long_prefill_token_threshold=10) as llm:
+        assert run(llm, neighbours=5) == alone
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_after_forced_preemptions(
+    tiny_llama: str, alone: list[list[int]], policy: str, overlap: bool
+) -> None:
+    options = {"max_model_len": 128, "num_gpu_blocks_override": 14, "block_size": 16}
+    with open_llm(tiny_llama, scheduling_policy=policy, async_scheduling=overlap, **options) as llm:
+        assert run(llm) == alone
+        assert llm.engine.stats().num_preemptions > 0
+        assert llm.engine.stats().kv_cache_usage == 0.0
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 32])
+def test_with_other_block_sizes(tiny_llama: str, alone: list[list[int]], block_size: int) -> None:
+    with open_llm(tiny_llama, block_size=block_size, kv_cache_memory_bytes="64MiB") as llm:
+        assert run(llm) == alone
+        assert run(llm) == alone
+
+
+def test_with_steps_in_flight(tiny_llama: str, alone: list[list[int]]) -> None:
+    with open_llm(tiny_llama, async_scheduling=True) as llm:
+        assert llm.engine.executor.capabilities.max_in_flight == 2
+        assert run(llm, neighbours=10) == alone
+        assert run(llm) == alone
+
+
+class EchoDrafter:
+    """Drafts that are sometimes right: the tokens that followed the last token's last occurrence
+    in an undisturbed run, damaged now and then."""
+
+    num_drafts = 3
+
+    def __init__(self, continuations: list[list[int]]) -> None:
+        self.following: dict[tuple[int, int], list[int]] = {}
+        for tokens in continuations:
+            for index in range(1, len(tokens) - 3):
+                self.following[tokens[index - 1], tokens[index]] = tokens[index + 1 : index + 4]
+        self.num_accepted = 0
+
+    def propose(
+        self,
+        tables: RequestTables,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor,
+        slots: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> torch.Tensor:
+        self.num_accepted += int(num_accepted.sum())
+        drafts = []
+        for slot, count in zip(slots.tolist(), tables.num_tokens[slots].tolist(), strict=True):
+            pair = tuple(tables.token_ids[slot, count - 2 : count].tolist())
+            draft = list(self.following.get(pair, [1, 2, 3]))
+            if count % 3 == 0:
+                draft[1] = 0
+            drafts.append(draft)
+        return torch.tensor(drafts)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_drafts_that_hold_and_drafts_that_do_not(
+    tiny_llama: str, alone: list[list[int]], overlap: bool
+) -> None:
+    drafter = EchoDrafter(alone)
+    options = {"max_model_len": 160, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 48}
+    with open_llm(tiny_llama, drafter=drafter, async_scheduling=overlap, **options) as llm:
+        assert run(llm, neighbours=6) == alone
+        assert llm.engine.stats().kv_cache_usage == 0.0
+    assert drafter.num_accepted > 20
