@@ -192,8 +192,8 @@ def _table(rows: dict[str, Any]) -> str:
     for name, value in rows.items():
         match value:
             case dict():
-                shown = "  ".join(f"{key} {_number(item)}" for key, item in value.items())
-            case list():
+                shown = "  ".join(f"{key} {_number(item)}" for key, item in value.items()) or "none"
+            case list() | None:
                 continue  # single measurements are for the JSON
             case _:
                 shown = _number(value)
