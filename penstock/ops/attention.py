@@ -101,6 +101,11 @@ def _decode(
     key, value = _gather(cache, metadata.block_table[:n, :num_blocks])
     position = torch.arange(key.shape[1], device=query.device)
     mask = position < seq_lens[:, None]
+    # What lies behind a request's last token is another's leftover. Weight zero is not enough to
+    # keep it out: zero times infinity is no number.
+    unwritten = ~mask[:, :, None, None]
+    key.masked_fill_(unwritten, 0.0)
+    value.masked_fill_(unwritten, 0.0)
     if window is not None:
         mask &= position >= seq_lens[:, None] - window
     # The heads that share a key head stand where a longer query's rows would.

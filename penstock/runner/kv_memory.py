@@ -20,7 +20,6 @@ class KVMemory:
 
     def __init__(self, layout: KVCacheLayout, device: torch.device) -> None:
         self.layout = layout
-        # Zeros, because masked positions are multiplied by zero, which a stray NaN survives.
         # On a CPU zeroed pages take no memory until they are written.
         self._buffers = [
             torch.zeros(layout.num_blocks, layout.page_bytes, dtype=torch.uint8, device=device)

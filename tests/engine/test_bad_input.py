@@ -1,0 +1,241 @@
+"""Bad requests get an error that says what to do, and harm nobody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock.protocol.errors import ConfigError, InputError, ModelError
+from penstock.protocol.step import StepPlan
+from penstock.runner.logits_processors import LogitsProcessor, ProcessorRows
+from penstock.runner.runner import StepHandle
+
+OPTIONS = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "error"}
+GOOD = {"prompt_token_ids": [1, 2, 3]}
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: str) -> LLM:
+    return LLM(tiny_llama, max_model_len=64, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt_token_ids": []}, "prompt must hold at least one token"),
+        ({"prompt_token_ids": [1] * 64}, r"shorter than max_model_len \(64 tokens\).*got 64"),
+        ({"prompt_token_ids": [1, 256]}, "token ids from 0 to 255, got 256"),
+        ({"prompt_token_ids": [-1]}, "token ids from 0 to 255, got -1"),
+        ({"prompt_token_ids": ["a"]}, "token ids from 0 to 255, got 'a'"),
+        ("text", "prompt must be token ids, since skip_tokenizer_init is set"),
+        ({"tokens": [1]}, "a prompt must be a text"),
+        (7, "a prompt must be a text"),
+    ],
+)
+def test_bad_prompts_are_refused_and_the_engine_goes_on(
+    llm: LLM, prompt: Any, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.generate([GOOD, prompt], GREEDY, use_tqdm=False)
+    assert len(llm.generate(GOOD, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 4
+    assert llm.engine.stats().kv_cache_usage == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1}, "temperature must be at least 0 and at most 100, got -1"),
+        ({"temperature": float("nan")}, "temperature must be a finite number"),
+        ({"top_p": 0}, "top_p must be above 0 and at most 1, got 0"),
+        ({"top_k": -2}, "top_k must be at least -1, got -2"),
+        ({"min_p": 2}, "min_p must be at least 0 and at most 1, got 2"),
+        ({"n": 0}, "n must be at least 1, got 0"),
+        ({"n": 10**9}, "n must be at most 128"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"min_tokens": 20, "max_tokens": 5}, r"min_tokens must be at most max_tokens \(5\)"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"seed": 2**64}, "seed must be at most"),
+        ({"stop": ""}, "stop must hold non-empty strings"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
+        ({"logit_bias": {1: 1000.0}}, "logit_bias must be at least -100 and at most 100"),
+        ({"max_tokens": "many"}, "max_tokens must be an integer, got 'many'"),
+    ],
+)
+def test_absurd_parameters_are_refused_where_they_are_made(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        SamplingParams(**options)
+    assert caught.value.field == next(iter(options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logprobs": 21}, r"logprobs must be from 0 to 20 \(the engine's max_logprobs\), got 21"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20"),
+        ({"stop_token_ids": [999]}, "stop_token_ids must hold token ids from 0 to 255, got 999"),
+        ({"allowed_token_ids": [999]}, "allowed_token_ids must hold token ids"),
+        ({"logit_bias": {999: 1.0}}, "logit_bias must hold token ids"),
+        ({"stop": ["x"]}, "stop needs a tokenizer"),
+        ({"bad_words": ["x"]}, "bad_words needs a tokenizer"),
+    ],
+)
+def test_parameters_that_this_model_cannot_do_are_refused(
+    llm: LLM, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        llm.generate(GOOD, SamplingParams(**options), use_tqdm=False)
+
+
+def test_a_max_tokens_past_the_context_ends_at_the_context(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=10_000, ignore_eos=True)
+    (output,) = llm.generate(GOOD, params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 64 - 3
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_a_request_whose_logits_are_not_numbers_fails_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][77] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    poisoned = {"prompt_token_ids": [5, 77, 6]}
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logit_bias={77: -100.0})
+    with LLM(str(folder), max_model_len=64, num_gpu_blocks_override=8, **OPTIONS) as llm:
+        (expected,) = llm.generate(GOOD, params, use_tqdm=False)
+        outputs = llm.generate([GOOD, poisoned, poisoned, GOOD], params, use_tqdm=False)
+        for output in outputs[1:3]:
+            assert output.outputs[0].finish_reason == "error"
+            assert output.error is not None
+            assert "NaN" in output.error
+        # The blocks that held the poison are used again, and nobody notices.
+        again = llm.generate([GOOD] * 6, params, use_tqdm=False)
+        for output in (outputs[0], outputs[3], *again):
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+class Explosive(LogitsProcessor):
+    """Fails for requests that ask for it, and bans a token for the others that name one."""
+
+    needs_tokens = True
+
+    def __init__(self) -> None:
+        self.arguments: dict[int, dict[str, Any]] = {}
+
+    def add(self, slot: int, request: Any) -> bool:
+        self.arguments[slot] = request.params.extra_args or {}
+        return bool(self.arguments[slot])
+
+    def apply(self, logits: torch.Tensor, rows: ProcessorRows) -> torch.Tensor:
+        assert rows.token_ids is not None
+        for row, slot in enumerate(rows.host_slots.tolist()):
+            if "explode" in self.arguments[slot]:
+                raise RuntimeError("boom")
+            assert rows.token_ids[row][:3] == [1, 2, 3]
+            logits[row, self.arguments[slot]["ban"]] = -torch.inf
+        return logits
+
+
+def test_a_raising_logits_processor_fails_its_request_alone(tiny_llama: str) -> None:
+    with LLM(tiny_llama, logits_processors=[Explosive], async_scheduling=True, **OPTIONS) as llm:
+        assert llm.engine.executor.capabilities.max_in_flight == 1, "it needs the tokens so far"
+        (free,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
+        first = free.outputs[0].token_ids[0]
+        kinds: list[dict[str, Any] | None] = [None, {"explode": 1}, {"ban": first}]
+        params = [
+            SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, extra_args=arguments)
+            for arguments in kinds
+        ]
+        untouched, exploded, banned = llm.generate([GOOD] * 3, params, use_tqdm=False)
+    assert untouched.outputs[0].token_ids == free.outputs[0].token_ids
+    assert exploded.outputs[0].finish_reason == "error"
+    assert "boom" in (exploded.error or "")
+    assert first not in banned.outputs[0].token_ids
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(tiny_llama, async_scheduling=True, **OPTIONS) as llm:
+        (expected,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
+        launch = llm.engine.executor.launch
+
+        def fail_at_third(plan: StepPlan) -> StepHandle:
+            if plan.step_id == failing:
+                raise MemoryError("no more")
+            return launch(plan)  # type: ignore[no-any-return]
+
+        failing = llm.engine.scheduler._last_step_id + 3
+        monkeypatch.setattr(llm.engine.executor, "launch", fail_at_third)
+        (failed,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
+        assert failed.outputs[0].finish_reason == "error"
+        assert "no more" not in (failed.error or ""), "internals go to the log"
+        assert llm.engine.stats().kv_cache_usage == 0.0
+        (again,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
+        assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_models_that_cannot_be_loaded_say_what_is_wrong(tmp_path: Path, tiny_llama: str) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ModelError, match=r"config\.json"):
+        LLM(str(empty), **OPTIONS)
+    with pytest.raises(ModelError, match=r"architectures.*are not supported; supported are Llama"):
+        LLM(str(make_unknown(tmp_path / "unknown")), **OPTIONS)
+    broken = make_checkpoint(tmp_path / "broken", "llama")
+    weights = load_file(broken / "model.safetensors")
+    norm = weights.pop("model.norm.weight")
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"the checkpoint lacks model\.norm\.weight"):
+        LLM(str(broken), **OPTIONS)
+    save_file(
+        weights | {"model.norm.weight": norm, "model.extra.weight": norm.clone()},
+        broken / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ModelError, match=r"no place for: model\.extra\.weight"):
+        LLM(str(broken), **OPTIONS)
+    save_file(
+        weights | {"model.norm.weight": norm[:-1].clone()},
+        broken / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[63\].*asks for \[64\]"):
+        LLM(str(broken), **OPTIONS)
+
+
+def make_unknown(folder: Path) -> Path:
+    make_checkpoint(folder, "llama")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "OracleForCausalLM"))
+    return folder
+
+
+def test_impossible_engine_options_are_refused(tiny_llama: str) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
+        LLM(tiny_llama, max_model_lenght=5)
+    with pytest.raises(ConfigError, match="max_model_len must be at most the model's own 512"):
+        LLM(tiny_llama, max_model_len=1024, **OPTIONS)
+    with pytest.raises(ConfigError, match="set max_model_len to at most 48"):
+        LLM(tiny_llama, max_model_len=512, num_gpu_blocks_override=4, **OPTIONS)
+    with pytest.raises(ConfigError, match="must be at least max_model_len"):
+        LLM(
+            tiny_llama,
+            enable_chunked_prefill=False,
+            max_num_batched_tokens=32,
+            **OPTIONS,
+        )
+
+
+def test_a_context_nobody_asked_for_shrinks_to_what_the_cache_holds(tiny_llama: str) -> None:
+    with LLM(tiny_llama, num_gpu_blocks_override=4, **OPTIONS) as llm:
+        assert llm.engine.max_model_len == 48
+        assert len(llm.generate(GOOD, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 4
