@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
+from operator import mul
 from typing import Protocol
 
 from penstock.kvcache.block_pool import Block, BlockPool
@@ -82,7 +83,8 @@ class KVCacheManager:
         self.num_prefix_queries = 0  # tokens asked for, of requests that may read the cache
         self.num_prefix_hits = 0  # tokens served
         self._caches = enable_prefix_caching and bool(self.groups)
-        self._unit = reduce(math.gcd, (group.block_size for group in self.groups), 0) or 1
+        self._sizes = [group.block_size for group in self.groups]  # tokens in a block
+        self._unit = math.gcd(*self._sizes) or 1
         self._identity = (model_fingerprint, kv_dtype)
         self._holdings: dict[str, _Holding] = {}
         self._kept: dict[str, list[Block]] = {}
@@ -139,7 +141,8 @@ class KVCacheManager:
                     self.pool.touch(block)
         holding.tables = [list(blocks) for blocks in prefix.blocks]
         holding.num_published = [len(blocks) for blocks in prefix.blocks]
-        self._measure(holding)
+        self._count_slots(holding)
+        self._find_next_full(holding)
         if self._caches and request.read_prefix_cache:
             self.num_prefix_queries += len(request.token_ids)
             self.num_prefix_hits += prefix.num_tokens
@@ -164,7 +167,7 @@ class KVCacheManager:
         new_blocks = [self.pool.take(count) for count in missing]
         for table, blocks in zip(holding.tables, new_blocks, strict=True):
             table += blocks
-        self._measure(holding)
+        self._count_slots(holding)
         return [[block.id for block in blocks] for blocks in new_blocks]
 
     def num_missing(self, request: CacheableRequest, num_new: int) -> int:
@@ -186,7 +189,7 @@ class KVCacheManager:
                 self._publish_blocks(holding, group, num_full)
             holding.num_published[group] = num_full
             self._drop(request, holding.tables[group], rules.num_droppable(num_confirmed_tokens))
-        self._measure(holding)
+        self._find_next_full(holding)
 
     # -- a request's way out
 
@@ -196,7 +199,7 @@ class KVCacheManager:
 
     def keep(self, request: CacheableRequest) -> None:
         """As `free`, but the blocks stay taken until `free_kept`."""
-        self._kept[request.request_id] = self._let_go(request)
+        self._kept.setdefault(request.request_id, []).extend(self._let_go(request))
 
     def free_kept(self, request_id: str, busy_until: int) -> None:
         """Give up blocks that were kept; unknown ids are ignored."""
@@ -220,7 +223,8 @@ class KVCacheManager:
             root = hash_root(*self._identity, cache_salt=request.cache_salt)
             holding = _Holding(HashChain(root, self._unit), len(self.groups))
             self._holdings[request.request_id] = holding
-            self._measure(holding)
+            self._count_slots(holding)
+            self._find_next_full(holding)
         return holding
 
     def _cached(self, chain: HashChain, group: int, index: int) -> Block | None:
@@ -263,16 +267,15 @@ class KVCacheManager:
             index -= 1
         self.pool.free(reversed(dropped), request.last_step_id)
 
-    def _measure(self, holding: _Holding) -> None:
-        """Remember at which lengths `allocate` and `publish` have something to do."""
-        sizes = [rules.block_size for rules in self.groups]
-        tables, published = holding.tables, holding.num_published
-        holding.num_slots = min(
-            (len(t) * size for t, size in zip(tables, sizes, strict=True)), default=UNBOUNDED
-        )
-        holding.next_full = min(
-            ((n + 1) * size for n, size in zip(published, sizes, strict=True)), default=UNBOUNDED
-        )
+    def _count_slots(self, holding: _Holding) -> None:
+        """Remember up to which length `allocate` has nothing to do."""
+        slots = map(mul, map(len, holding.tables), self._sizes)
+        holding.num_slots = min(slots, default=UNBOUNDED)
+
+    def _find_next_full(self, holding: _Holding) -> None:
+        """Remember up to which length `publish` has nothing to do."""
+        published = zip(holding.num_published, self._sizes, strict=True)
+        holding.next_full = min(((num + 1) * size for num, size in published), default=UNBOUNDED)
 
     def _let_go(self, request: CacheableRequest) -> list[Block]:
         holding = self._holdings.pop(request.request_id, None)
