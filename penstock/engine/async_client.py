@@ -238,7 +238,8 @@ class AsyncEngineClient:
         # To a peer that is there, without a high-water mark, a send never has to wait: its
         # future is done already.
         future = self._socket.send_multipart(frames)
-        assert isinstance(future, asyncio.Future) and future.done()
+        assert isinstance(future, asyncio.Future)
+        assert future.done()
 
     async def _receive(self) -> None:
         while True:

@@ -48,12 +48,7 @@ def chat_params(
         options["logprobs"] = body.top_logprobs or 0
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     options["max_tokens"] = most
-    try:
-        return _override(defaults, options)
-    except InputError as error:
-        if error.field == "logprobs":
-            raise InputError(f"top_{error}", "top_logprobs") from error
-        raise
+    return _override(defaults, options)
 
 
 def _common(body: GenerationBody, limits: ServerConfig) -> dict[str, Any]:

@@ -19,12 +19,21 @@ from penstock.server.openai.protocol import (
 from penstock.server.service import Service
 from penstock.text.frontend import Frontend, PreparedRequest
 
+FIELDS_OF_THEIR_OWN = (
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+)  # fmt: skip
+
 
 def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str) -> PreparedRequest:
-    params = chat_params(body, service.frontend.default_params, service.server_config)
-    prompt = render(service.frontend, body.messages, body)
-    special = bool(body.add_special_tokens)
-    return _prepare(service, body, prompt, params, special, request_id)
+    try:
+        params = chat_params(body, service.frontend.default_params, service.server_config)
+        prompt = render(service.frontend, body.messages, body)
+        special = bool(body.add_special_tokens)
+        return _prepare(service, body, prompt, params, special, request_id)
+    except InputError as error:
+        if error.field == "logprobs":  # which is how many of them, in every other place
+            raise InputError(f"top_{error}", "top_logprobs") from error
+        raise
 
 
 def prepare_completions(
@@ -56,9 +65,12 @@ def render(frontend: Frontend, messages: Sequence[ChatMessage], body: ChatTempla
     """The prompt of a conversation, through the model's chat template."""
     plain = [message.model_dump(exclude_unset=True) for message in messages]
     kwargs: dict[str, Any] = body.chat_template_kwargs or {}
-    for name in ("add_generation_prompt", "continue_final_message"):
+    for name in FIELDS_OF_THEIR_OWN:
         if name in kwargs:
-            raise InputError(f"{name} is a field of its own, not of chat_template_kwargs", name)
+            raise InputError(
+                f"chat_template_kwargs must not hold {name}, which is a field by itself",
+                "chat_template_kwargs",
+            )
     return frontend.render_chat(
         plain,
         add_generation_prompt=body.add_generation_prompt is not False,

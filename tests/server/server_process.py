@@ -1,0 +1,152 @@
+"""`penstock serve` in a real process, and a tiny model that starts and answers quickly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_TIMEOUT_S = 120.0
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+class ServerProcess:
+    """A running server. `base_url` and `client()` say how to reach it."""
+
+    def __init__(self, *flags: str, uds: Path | None = None, tls_ca: Path | None = None) -> None:
+        self.uds = uds
+        self.tls_ca = tls_ca
+        self.port = free_port()
+        scheme = "https" if tls_ca else "http"
+        self.base_url = f"{scheme}://localhost:{self.port}"
+        where = ["--uds", str(uds)] if uds else ["--host", "127.0.0.1", "--port", str(self.port)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock", "serve", *where, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        assert self.process.stderr is not None
+        threading.Thread(target=self.log.extend, args=(self.process.stderr,), daemon=True).start()
+        self._read_banner()
+
+    def _read_banner(self) -> None:
+        assert self.process.stdout is not None
+        timer = threading.Timer(START_TIMEOUT_S, self.process.kill)
+        timer.start()
+        self.banner = [self.process.stdout.readline() for _ in range(4)]
+        timer.cancel()
+        assert "page" in self.banner[-1], "".join(self.log)
+
+    def client(self, **options: Any) -> httpx.Client:
+        if self.uds:
+            options["transport"] = httpx.HTTPTransport(uds=str(self.uds))
+        if self.tls_ca:
+            options["verify"] = str(self.tls_ca)
+        return httpx.Client(base_url=self.base_url, timeout=60, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.get(path, **options)
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body, **options)
+
+    @property
+    def engine_pid(self) -> int:
+        """The one child of the server."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        pids = {int(pid) for pid in children.split()}
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            pids |= {int(pid) for pid in (task / "children").read_text().split()}
+        (pid,) = pids
+        return pid
+
+    def is_idle(self) -> bool:
+        load = self.get("/load").json()
+        return not any(load.values())
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        return self.process.wait(60)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait until `condition` holds; fail if it does not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {timeout_s} s"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream, ``[DONE]`` as it stands."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def make_tiny_model(folder: Path) -> Path:
+    """A configuration for dummy weights, and a tokenizer with a token for every byte."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<end>", special=True)])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<end>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    shape = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "eos_token_id": 256,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder

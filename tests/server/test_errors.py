@@ -1,0 +1,154 @@
+"""Every refusal has one shape, names the field and says what would be right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from server_process import ServerProcess
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+
+
+def check_shape(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == status
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": [{"role": "user"}]}, "messages[0]", "content is missing"),
+    ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "valid string"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]", "text only"),
+    ({"temperature": "hot"}, "temperature", "valid number"),
+    ({"temperature": 1e9}, "temperature", "at most 100"),
+    ({"top_p": 0}, "top_p", "above 0"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"n": 0}, "n", "at least 1"),
+    ({"n": 1000}, "n", "at most 128"),
+    ({"stop": [""]}, "stop", "non-empty"),
+    ({"stop": ["x"] * 65}, "stop", "at most 64"),
+    ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
+    ({"logit_bias": {"999999999": 1}}, "logit_bias", "token ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "not be empty"),
+    ({"continue_final_message": True}, "continue_final_message", "exclude each other"),
+    ({"chat_template": "{{ x }}"}, "chat_template", "--chat-template"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "by itself"),
+    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "'text'"),
+    ({"audio": {"voice": "x"}}, "audio", "not supported"),
+    ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
+    ({"best_of": 2}, "best_of", "not supported"),
+    ({"use_beam_search": True}, "use_beam_search", "not supported"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    ({"timeout": 0}, "timeout", "above 0"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "remedy"),
+    CHAT_REFUSALS,
+    ids=[repr(fields) for fields, _, _ in CHAT_REFUSALS],
+)
+def test_a_wrong_chat_request_is_refused_by_name(
+    server: ServerProcess, fields: dict[str, Any], param: str, remedy: str
+) -> None:
+    for stream in (False, True):
+        body = {"messages": MESSAGES, "max_tokens": 1, "stream": stream, **fields}
+        if "stream_options" in fields:
+            body["stream"] = False
+        error = check_shape(server.post("/v1/chat/completions", body), 400)
+        assert error["type"] == "BadRequestError"
+        assert error["param"] == param
+        assert remedy in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3, "n": 2}, "best_of"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [10**9]}, "prompt_token_ids"),
+        ({"prompt": ["x"] * 1025}, "prompt"),
+        ({"prompt": [5] * 3000}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_wrong_completion_request_is_refused_by_name(
+    server: ServerProcess, fields: dict[str, Any], param: str
+) -> None:
+    error = check_shape(server.post("/v1/completions", {"prompt": "Hi", **fields}), 400)
+    assert error["param"] is not None
+    assert error["param"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type"),
+    [
+        (b"{", "application/json"),
+        (b"[" * 100_000, "application/json"),
+        (b"\xff\xfe", "application/json"),
+        (b"null", "application/json"),
+        (b'{"prompt": NaN}', "application/json"),
+        (b'{"prompt": "\\ud800"}', "application/json"),
+        (b'{"prompt": "x", "stop": "\\ud800"}', "application/json"),
+        (b'{"prompt": "x", "temperature": 1e999}', "application/json"),
+        (b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b"}", "application/json"),
+        (b'{"prompt": "x", "seed": 1' + b"0" * 400 + b"}", "application/json"),
+        (b'{"prompt": "x"}', "text/plain"),
+        (b"", "application/json"),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused(
+    server: ServerProcess, content: bytes, content_type: str
+) -> None:
+    with server.client() as client:
+        response = client.post(
+            "/v1/completions", content=content, headers={"Content-Type": content_type}
+        )
+    check_shape(response, 400)
+
+
+def test_what_is_not_there_is_a_404(server: ServerProcess) -> None:
+    assert "/docs" in check_shape(server.get("/v1/nothing"), 404)["message"]
+    check_shape(server.get("/v1/models/other/one"), 404)
+    body = {"model": "other", "messages": MESSAGES}
+    assert "'other'" in check_shape(server.post("/v1/chat/completions", body), 404)["message"]
+
+
+def test_a_method_that_is_not_there_is_a_405(server: ServerProcess) -> None:
+    response = server.get("/v1/chat/completions")
+    check_shape(response, 405)
+    assert response.headers["allow"] == "POST"
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused(server: ServerProcess) -> None:
+    assert check_shape(server.post("/detokenize", {"tokens": [49152]}), 400)["param"] == "tokens"
+    check_shape(server.post("/tokenize", {}), 400)
+
+
+def test_a_request_that_takes_too_long_is_a_408(server: ServerProcess) -> None:
+    body = {"prompt": "Hi", "max_tokens": 2000, "ignore_eos": True, "timeout": 0.01}
+    assert "0.01 s" in check_shape(server.post("/v1/completions", body), 408)["message"]
+    check_shape(server.post("/v1/completions", {**body, "stream": True}), 408)

@@ -1,0 +1,235 @@
+"""What each field of a request does, over HTTP."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from server_process import ServerProcess, events
+
+PROMPT = "The capital of France is"
+PROMPT_IDS = [504, 3575, 282, 4649, 314]
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+def complete(server: ServerProcess, **fields: Any) -> Any:
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6, **fields}
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 200, response.text
+    return events(response.text) if fields.get("stream") else response.json()
+
+
+def chat(server: ServerProcess, **fields: Any) -> Any:
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 6, **fields}
+    response = server.post("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    return events(response.text) if fields.get("stream") else response.json()
+
+
+def texts(answer: Any) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def test_a_prompt_may_be_text_or_ids_one_or_several(server: ServerProcess) -> None:
+    (alone,) = texts(complete(server))
+    assert texts(complete(server, prompt=PROMPT_IDS)) == [alone]
+    assert texts(complete(server, prompt=[PROMPT, PROMPT])) == [alone, alone]
+    answer = complete(server, prompt=[PROMPT_IDS, PROMPT_IDS])
+    assert texts(answer) == [alone, alone]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["prompt_tokens"] == 10
+    assert answer["usage"]["completion_tokens"] == 12
+
+
+def test_choices_of_several_prompts_stand_together(server: ServerProcess) -> None:
+    answer = complete(server, prompt=[PROMPT, "One, two, three,"], n=2)
+    first, second, third, fourth = texts(answer)
+    assert first == second != third == fourth
+    pieces: dict[int, str] = {}
+    for event in complete(server, prompt=[PROMPT, "One, two, three,"], n=2, stream=True)[:-1]:
+        for choice in event["choices"]:
+            pieces[choice["index"]] = pieces.get(choice["index"], "") + choice["text"]
+    assert pieces == {0: first, 1: second, 2: third, 3: fourth}
+
+
+def test_cached_tokens_are_counted_in_usage(server: ServerProcess) -> None:
+    prompt = "Count with me, slowly and with care: one, two, three, four, five, six, seven, eight"
+    salt = {"prompt": prompt, "cache_salt": "counted"}
+    first = complete(server, **salt)["usage"]
+    again = complete(server, **salt)["usage"]
+    other = complete(server, prompt=prompt, cache_salt="other")["usage"]
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["prompt_tokens_details"]["cached_tokens"] == 16
+    assert other["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_echo_begins_with_the_prompt_and_its_logprobs(server: ServerProcess) -> None:
+    answer = complete(server, echo=True, logprobs=2, return_token_ids=True)["choices"][0]
+    assert answer["text"].startswith(PROMPT)
+    logprobs = answer["logprobs"]
+    assert "".join(logprobs["tokens"]) == answer["text"]
+    assert logprobs["token_logprobs"][0] is None
+    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+    assert all(2 <= len(top) <= 3 for top in logprobs["top_logprobs"][1:])
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert answer["text"][offset:].startswith(token)
+    assert answer["prompt_token_ids"] == PROMPT_IDS
+    streamed = complete(server, echo=True, logprobs=2, stream=True)
+    joined: dict[str, list[Any]] = {name: [] for name in logprobs}
+    for event in streamed[:-1]:
+        for name, values in event["choices"][0]["logprobs"].items():
+            joined[name] += values
+    assert joined == logprobs
+
+
+def test_an_echo_of_no_tokens_is_the_prompt_alone(server: ServerProcess) -> None:
+    answer = complete(server, echo=True, logprobs=0, max_tokens=0)
+    assert texts(answer) == [PROMPT]
+    assert len(answer["choices"][0]["logprobs"]["tokens"]) == len(PROMPT_IDS)
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_chat_logprobs_hold_the_most_likely_tokens_in_order(server: ServerProcess) -> None:
+    answer = chat(server, logprobs=True, top_logprobs=3)["choices"][0]
+    content = answer["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in content) == answer["message"]["content"]
+    for entry in content:
+        assert bytes(entry["bytes"]).decode() == entry["token"]
+        top = [item["logprob"] for item in entry["top_logprobs"]]
+        assert len(top) == 3
+        assert top == sorted(top, reverse=True)
+        assert entry["logprob"] == top[0]  # greedy
+        assert sum(map(math.exp, top)) <= 1.0001
+    assert chat(server, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
+
+
+def test_prompt_logprobs_come_by_token_id(server: ServerProcess) -> None:
+    positions = complete(server, prompt_logprobs=1)["choices"][0]["prompt_logprobs"]
+    assert positions[0] is None
+    for token_id, position in zip(PROMPT_IDS[1:], positions[1:], strict=True):
+        assert position[str(token_id)]["logprob"] <= 0
+        assert {entry["rank"] for entry in position.values()} >= {1}
+    answer = chat(server, prompt_logprobs=0)
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+def test_tokens_may_be_written_as_ids(server: ServerProcess) -> None:
+    answer = complete(
+        server, logprobs=0, return_tokens_as_token_ids=True, return_token_ids=True, max_tokens=2
+    )
+    choice = answer["choices"][0]
+    assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+
+
+def test_stop_texts_end_the_output_before_themselves(server: ServerProcess) -> None:
+    whole = complete(server, max_tokens=12)["choices"][0]["text"]
+    assert "." in whole
+    choice = complete(server, max_tokens=12, stop=["."])["choices"][0]
+    assert choice["text"] == whole[: whole.index(".")]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", ".")
+    kept = complete(server, max_tokens=12, stop=".", include_stop_str_in_output=True)
+    assert texts(kept) == [whole[: whole.index(".") + 1]]
+
+
+def test_token_rules_are_obeyed(server: ServerProcess) -> None:
+    (token,) = complete(server, max_tokens=1, return_token_ids=True)["choices"][0]["token_ids"]
+
+    def first_token(**fields: Any) -> int:
+        answer = complete(server, max_tokens=1, return_token_ids=True, **fields)
+        return int(answer["choices"][0]["token_ids"][0])
+
+    assert first_token(logit_bias={str(token): -100}) != token
+    assert first_token(bad_words=["Paris"]) != token
+    assert first_token(allowed_token_ids=[100, 200]) in (100, 200)
+    stopped = complete(server, stop_token_ids=[token], return_token_ids=True)["choices"][0]
+    assert (stopped["finish_reason"], stopped["stop_reason"]) == ("stop", token)
+    assert stopped["token_ids"] == [token]
+
+
+def test_ignore_eos_goes_on_to_the_limit(server: ServerProcess) -> None:
+    short = chat(server, max_tokens=40)
+    long = chat(server, max_tokens=40, ignore_eos=True)
+    assert short["choices"][0]["finish_reason"] == "stop"
+    assert long["usage"]["completion_tokens"] == 40
+    least = chat(server, max_tokens=40, min_tokens=20)
+    assert 20 <= least["usage"]["completion_tokens"] <= 40
+
+
+def test_prompts_are_truncated_from_either_side(server: ServerProcess) -> None:
+    def prompt_ids(**fields: Any) -> Any:
+        answer = complete(server, max_tokens=1, return_token_ids=True, **fields)
+        return answer["choices"][0]["prompt_token_ids"]
+
+    assert prompt_ids(truncate_prompt_tokens=2) == PROMPT_IDS[-2:]
+    assert prompt_ids(truncate_prompt_tokens=2, truncation_side="right") == PROMPT_IDS[:2]
+    assert prompt_ids(truncate_prompt_tokens=-1) == PROMPT_IDS
+    assert len(prompt_ids(prompt=PROMPT_IDS * 600, truncate_prompt_tokens=-1)) == 2047
+
+
+def test_the_last_message_can_be_continued(server: ServerProcess) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "The capital of France is the city of"}]
+    fields = {"add_generation_prompt": False, "continue_final_message": True}
+    answer = chat(server, messages=messages, **fields)
+    assert answer["choices"][0]["message"]["content"].startswith(" Paris")
+    echoed = chat(server, messages=messages, echo=True, **fields)
+    said = messages[-1]["content"] + answer["choices"][0]["message"]["content"]
+    assert echoed["choices"][0]["message"]["content"] == said
+    pieces = chat(server, messages=messages, echo=True, stream=True, **fields)[:-1]
+    assert "".join(e["choices"][0]["delta"].get("content", "") for e in pieces) == said
+
+
+def test_content_may_come_in_parts(server: ServerProcess) -> None:
+    parts = [{"type": "text", "text": MESSAGES[0]["content"]}]
+    messages = [{"role": "user", "content": parts}]
+    same = chat(server, messages=messages)["choices"]
+    assert same == chat(server)["choices"]
+
+
+def test_usage_can_come_with_every_chunk(server: ServerProcess) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last, done = chat(server, stream=True, stream_options=options)
+    assert done == "[DONE]"
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert last["usage"]["completion_tokens"] == counts[-1] == 6
+
+
+def test_ids_are_the_clients_own(server: ServerProcess) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    response = server.post("/v1/completions", body, headers={"X-Request-Id": "mine-1"})
+    assert response.headers["x-request-id"] == "mine-1"
+    assert response.json()["id"] == "cmpl-mine-1"
+    assert complete(server, request_id="other")["id"] == "cmpl-other"
+    bad = server.post("/v1/completions", body, headers={"X-Request-Id": "no spaces"})
+    assert bad.headers["x-request-id"] not in ("", "no spaces")
+
+
+def test_unknown_fields_are_ignored(server: ServerProcess) -> None:
+    assert complete(server, user="someone", metadata={"a": 1}, new_field=[1])
+
+
+def test_text_becomes_tokens_and_text_again(server: ServerProcess) -> None:
+    made = server.post("/tokenize", {"prompt": PROMPT, "return_token_strs": True}).json()
+    assert made["tokens"] == PROMPT_IDS
+    assert made["count"] == 5
+    assert made["max_model_len"] == 2048
+    assert "".join(made["token_strs"]) == PROMPT
+    assert server.post("/detokenize", {"tokens": PROMPT_IDS}).json() == {"prompt": PROMPT}
+    conversation = server.post("/tokenize", {"messages": MESSAGES}).json()
+    assert conversation["count"] == chat(server)["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_health_is_an_empty_200(server: ServerProcess, path: str) -> None:
+    assert server.get(path).status_code == 200
+    assert server.get(path).content == b""
+
+
+def test_version_and_docs_are_there(server: ServerProcess) -> None:
+    import penstock
+
+    assert server.get("/version").json() == {"version": penstock.__version__}
+    assert server.get("/docs").status_code == 200
+    paths = server.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= set(paths)
