@@ -100,18 +100,18 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several."""
+        """Answer one conversation, or each of several.
+
+        `chat_template` is used in place of the model's own.
+        """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
         params = self._params_for(len(conversations), sampling_params)
-        if chat_template is not None:
-            raise InputError(
-                "chat_template is an engine option: LLM(..., chat_template=...)", "chat_template"
-            )
         prepared = []
         for conversation, own in zip(conversations, params, strict=True):
             prompt = self.frontend.render_chat(
                 conversation,
+                chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,

@@ -99,11 +99,19 @@ class Frontend:
         )
         return PreparedRequest(request_id, children, assembler)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> str:
         """The prompt of a conversation. It holds its special tokens: add none when tokenizing."""
-        if self.chat_template is None:
+        if self.chat_template is None or self.tokenizer is None:
             raise InputError("chat needs a tokenizer: drop skip_tokenizer_init", "messages")
-        return self.chat_template.render(messages, **options)
+        template = self.chat_template
+        if chat_template is not None:
+            template = ChatTemplate({"default": chat_template}, self.tokenizer.special_tokens)
+        return template.render(messages, **options)
 
     def _tokenize(
         self, prompt: str | Sequence[int], add_special_tokens: bool

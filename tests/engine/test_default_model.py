@@ -115,3 +115,14 @@ def test_bad_words_do_not_appear(llm: LLM) -> None:
 def test_the_checkpoint_is_found_where_the_source_says(default_model: str) -> None:
     source = resolve_source(ModelConfig(model=default_model), LoadConfig())
     assert Path(source.path).stat().st_size == 98_362_432
+
+
+def test_a_template_given_with_the_call_is_used(llm: LLM) -> None:
+    (output,) = llm.chat(
+        [{"role": "user", "content": "1 2 3 4 5"}],
+        SamplingParams(temperature=0, max_tokens=4),
+        chat_template="{{ messages[0].content }}",
+        use_tqdm=False,
+    )
+    assert output.prompt == "1 2 3 4 5"
+    assert output.outputs[0].text == " 6 7"

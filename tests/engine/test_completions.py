@@ -1,0 +1,98 @@
+"""Several completions of a prompt, output kinds, and the limits between which text is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock import LLM, RequestOutputKind, SamplingParams
+from penstock.text.frontend import child_seed
+
+PROMPT = {"prompt_token_ids": [4, 5, 6, 7]}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: str) -> LLM:
+    return LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1, log_level="warning")
+
+
+def generate(llm: LLM, **options: Any) -> list[Any]:
+    return llm.generate(PROMPT, SamplingParams(**options), use_tqdm=False)[0].outputs
+
+
+def test_n_completions_are_those_of_their_own_seeds(llm: LLM) -> None:
+    together = generate(llm, n=3, seed=9, temperature=1.0, max_tokens=12)
+    assert [output.index for output in together] == [0, 1, 2]
+    assert len({tuple(output.token_ids) for output in together}) == 3
+    for index, output in enumerate(together):
+        (alone,) = generate(llm, seed=child_seed(9, index), temperature=1.0, max_tokens=12)
+        assert alone.token_ids == output.token_ids
+
+
+def test_requests_without_a_seed_differ_and_a_new_engine_repeats_them(tiny_llama: str) -> None:
+    runs = []
+    for _ in range(2):
+        with LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1, seed=3) as llm:
+            runs.append([generate(llm, temperature=1.0)[0].token_ids for _ in range(3)])
+    assert runs[0] == runs[1]
+    assert len({tuple(tokens) for tokens in runs[0]}) == 3
+
+
+def test_min_tokens_holds_back_the_end_of_text(llm: LLM) -> None:
+    everything = list(range(256))
+    (early,) = generate(llm, temperature=0, max_tokens=20, stop_token_ids=everything)
+    assert len(early.token_ids) == 1
+    assert early.stop_reason == early.token_ids[0]
+    rare = [token for token in everything if token % 2]
+    (late,) = generate(llm, temperature=0, max_tokens=20, min_tokens=6, stop_token_ids=rare)
+    assert len(late.token_ids) > 6
+    assert all(token % 2 == 0 for token in late.token_ids[:6])
+
+
+def test_only_allowed_tokens_are_chosen(llm: LLM) -> None:
+    allowed = [10, 20, 30]
+    (output,) = generate(
+        llm, temperature=1.0, seed=1, max_tokens=20, allowed_token_ids=allowed, ignore_eos=True
+    )
+    assert set(output.token_ids) <= set(allowed)
+
+
+@pytest.mark.parametrize("kind", list(RequestOutputKind))
+def test_a_stream_shows_what_its_kind_says(llm: LLM, kind: RequestOutputKind) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "n": 2}
+    whole = [output.token_ids for output in generate(llm, **options)]
+    shown = list(llm.stream(PROMPT, SamplingParams(output_kind=kind, **options)))
+    assert [output.finished for output in shown] == [False] * (len(shown) - 1) + [True]
+    pieces: list[list[list[int]]] = [[], []]
+    for output in shown:
+        for completion in output.outputs:
+            pieces[completion.index].append(completion.token_ids)
+    for index in range(2):
+        if kind is RequestOutputKind.DELTA:
+            assert [token for piece in pieces[index] for token in piece] == whole[index]
+        else:
+            assert pieces[index][-1] == whole[index]
+    if kind is RequestOutputKind.FINAL_ONLY:
+        assert len(shown) == 1
+
+
+def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
+    next(iter(stream))
+    assert llm.engine.stats().kv_cache_usage > 0
+    stream.close()
+    assert llm.engine.stats().kv_cache_usage == 0
+    assert llm.engine.stats().num_running == 0
+
+
+def test_cached_prompt_tokens_are_counted(tiny_llama: str) -> None:
+    prompt = {"prompt_token_ids": list(range(40))}
+    params = SamplingParams(temperature=0, max_tokens=2)
+    with LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1) as llm:
+        counts = [
+            llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens for _ in range(2)
+        ]
+        salted = llm.generate({**prompt, "cache_salt": "x"}, params, use_tqdm=False)[0]
+    assert counts == [0, 32]
+    assert salted.num_cached_tokens == 0

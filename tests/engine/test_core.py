@@ -1,0 +1,125 @@
+"""The core's queue of steps, over a device that delivers late."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from kvcache.kv_fakes import ONE_GROUP, REGISTRY, layout_of
+from scheduler.fake_device import FakeDevice, expected_output, make_request
+
+from penstock.engine.core import EngineCore
+from penstock.executor.base import Capabilities
+from penstock.kvcache.manager import KVCacheManager
+from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.kv import KVCacheLayout
+from penstock.protocol.step import StepPlan, StepResult
+from penstock.scheduler.limits import SchedulerLimits
+from penstock.scheduler.scheduler import Scheduler
+
+MAX_MODEL_LEN = 40
+
+
+class LateExecutor:
+    """Computes a step only when it is collected: everything about it is known as late as can be."""
+
+    def __init__(self, depth: int) -> None:
+        self.device = FakeDevice(ONE_GROUP, MAX_MODEL_LEN)
+        self.capabilities = Capabilities(MAX_MODEL_LEN, 8, 16, "float32", {}, 0, depth)
+        self.deepest = 0
+        self.fail_at: set[int] = set()
+
+    def start(self, layout: KVCacheLayout, max_model_len: int) -> None: ...
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        self.device.launch(plan)
+        self.deepest = max(self.deepest, len(self.device.in_flight))
+        return plan
+
+    def sample(self, handle: StepPlan, masks: Any = None) -> None: ...
+
+    def collect(self, handle: StepPlan) -> StepResult:
+        result: StepResult = self.device.collect()
+        assert result.step_id == handle.step_id, "steps are collected in the order of their launch"
+        return result
+
+    def launch_idle(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def make_core(depth: int, num_blocks: int = 64, policy: Any = "fcfs") -> EngineCore:
+    limits = SchedulerLimits(8, 16, MAX_MODEL_LEN, policy=policy)
+    manager = KVCacheManager(layout_of(ONE_GROUP, num_blocks), registry=REGISTRY)
+    return EngineCore(Scheduler(limits, manager), LateExecutor(depth), MAX_MODEL_LEN)
+
+
+class Client:
+    """Keeps what the engine told it."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.reasons: dict[str, FinishReason] = {}
+
+    def hear(self, deltas: list[EngineDelta]) -> None:
+        for delta in deltas:
+            assert delta.request_id not in self.reasons, "nothing comes after the end"
+            self.tokens[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                self.reasons[delta.request_id] = delta.finish_reason
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("num_blocks", [12, 64])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_late_stops_aborts_and_preemptions_change_nothing(
+    depth: int, num_blocks: int, policy: str
+) -> None:
+    rng = random.Random(depth * 100 + num_blocks)
+    core, client = make_core(depth, num_blocks, policy), Client()
+    requests = [
+        make_request(
+            f"r{index}",
+            [rng.randrange(12) for _ in range(rng.randrange(1, 24))],
+            max_tokens=rng.randrange(1, 20),
+            seed=index,
+            priority=rng.randrange(3),
+        )
+        for index in range(30)
+    ]
+    aborted = set()
+    waiting = list(requests)
+    while waiting or core.has_work():
+        for _ in range(min(rng.randrange(3), len(waiting))):
+            core.add(waiting.pop())
+        client.hear(core.step())
+        running = [r.request_id for r in requests if r.request_id not in client.reasons]
+        if running and rng.random() < 0.1:
+            victim = rng.choice(running)
+            deltas = core.abort([victim])
+            aborted |= {delta.request_id for delta in deltas}
+            client.hear(deltas)
+    executor = core.executor
+    assert isinstance(executor, LateExecutor)
+    assert executor.deepest == depth
+    assert aborted
+    for request in requests:
+        tokens, reason, _ = expected_output(request, MAX_MODEL_LEN)
+        if request.request_id in aborted:
+            assert client.reasons[request.request_id] is FinishReason.ABORT
+            assert (
+                client.tokens[request.request_id]
+                == tokens[: len(client.tokens[request.request_id])]
+            )
+        else:
+            assert client.reasons[request.request_id] is reason
+            assert client.tokens[request.request_id] == tokens
+    assert core.stats().kv_cache_usage == 0.0
+    assert (core.stats().num_preemptions > 0) == (num_blocks == 12)
+
+
+def test_an_engine_without_work_does_nothing() -> None:
+    core = make_core(2)
+    assert not core.has_work()
+    assert core.step() == []
