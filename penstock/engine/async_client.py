@@ -273,6 +273,7 @@ class AsyncEngineClient:
     def _on_delta(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
         record.num_cached_tokens = max(record.num_cached_tokens, delta.num_cached_tokens)
         if delta.token_ids:
+            record.prefill_s += delta.prefill_s
             record.token_ids += delta.token_ids
             previous_at, record.last_token_at = record.last_token_at, now
             if record.first_token_at is None:

@@ -31,6 +31,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_kv_blocks: int
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +39,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     scheduler: SchedulerStats
     num_steps: int = 0
+    step_tokens: list[int] = []  # computed by each step since the last stats
 
 
 class Connected(msgspec.Struct, tag=True):

@@ -19,6 +19,7 @@ class RequestRecord:
     # Every token that has come from the engine: with them the request can be run again.
     token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
+    prefill_s: float = 0.0  # from its first step to its first token
     first_token_at: float | None = None
     last_token_at: float | None = None
     finished_at: float | None = None

@@ -46,6 +46,7 @@ class EngineServer:
         self._deltas: list[EngineDelta] = []
         self._closing = False
         self._num_steps = 0
+        self._step_tokens: list[int] = []  # since the stats were sent
         self._stats_sent_at = 0.0
         self._stats_are_stale = True
 
@@ -53,10 +54,17 @@ class EngineServer:
         while not self._closing:
             self._receive(wait_ms=self._patience())
             if self._core.has_work():
-                self._deltas += self._core.step()
-                self._num_steps += 1
+                self._step()
                 self._stats_are_stale = True
             self._send()
+
+    def _step(self) -> None:
+        num_before = self._core.scheduler.num_scheduled_tokens
+        self._deltas += self._core.step()
+        num_tokens = self._core.scheduler.num_scheduled_tokens - num_before
+        if num_tokens:  # else it only collected
+            self._step_tokens.append(num_tokens)
+            self._num_steps += 1
 
     def _patience(self) -> int | None:
         """How long to wait for a message: not at all with work to do, forever without any."""
@@ -108,7 +116,10 @@ class EngineServer:
         if not (is_due and self._stats_are_stale):
             return None
         self._stats_sent_at, self._stats_are_stale = now, False
-        return EngineStats(scheduler=self._core.stats(), num_steps=self._num_steps)
+        step_tokens, self._step_tokens = self._step_tokens, []
+        return EngineStats(
+            scheduler=self._core.stats(), num_steps=self._num_steps, step_tokens=step_tokens
+        )
 
 
 def send(socket: zmq.Socket[bytes], answer: Answer) -> None:
@@ -135,6 +146,7 @@ def run(socket: zmq.Socket[bytes]) -> None:
             max_model_len=core.max_model_len,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            num_kv_blocks=core.scheduler.num_kv_blocks,
         )
         send(socket, Ready(info))
         EngineServer(socket, core).serve()

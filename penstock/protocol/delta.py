@@ -22,6 +22,7 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
+    prefill_s: float = 0.0  # from the plan of its first step; comes with its first token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop text that ended it
     error: str | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.request import EngineRequest
@@ -25,6 +26,7 @@ class RequestState:
 
     __slots__ = (
         "cache_salt",
+        "entered_at",
         "finish_reason",
         "has_sampled",
         "incarnation",
@@ -63,6 +65,7 @@ class RequestState:
         self.num_placeholders = 0
         self.has_sampled = False  # a step of this incarnation samples, so the runner has drafts
         self.last_step_id = 0
+        self.entered_at: float | None = None  # until its first token has come
         self.num_cached_tokens = 0
         self.num_prompt_logprobs = 0  # positions delivered
         self.finish_reason: FinishReason | None = None
@@ -86,6 +89,7 @@ class RequestState:
         self.status = RequestStatus.RUNNING
         self.num_computed_tokens = self.num_confirmed_tokens = num_computed_tokens
         if self.incarnation == 0:
+            self.entered_at = time.monotonic()
             self.num_cached_tokens = min(num_computed_tokens, self.num_prompt_tokens)
 
     def advance(self, step_id: int, num_tokens: int, num_drafts: int) -> bool:
@@ -105,6 +109,13 @@ class RequestState:
         self.num_placeholders -= num_expected
         self.num_computed_tokens -= num_rejected
         self.num_confirmed_tokens += planned.num_tokens - num_rejected
+
+    def take_prefill_s(self) -> float:
+        """At its first token: the seconds since it entered. Later: 0."""
+        if self.entered_at is None:
+            return 0.0
+        entered_at, self.entered_at = self.entered_at, None
+        return time.monotonic() - entered_at
 
     def preempt(self) -> None:
         """Forget everything but the known tokens; what steps in flight bring is dropped."""

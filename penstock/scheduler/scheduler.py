@@ -54,6 +54,7 @@ class Scheduler:
                 f"max_model_len={limits.max_model_len} tokens: lower max_model_len"
             )
         self.limits = limits
+        self.num_scheduled_tokens = 0  # since the start
         self._kv = kv_manager
         self._connector = connector
         self._policy = POLICIES[limits.policy]()
@@ -101,6 +102,11 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    @property
+    def num_kv_blocks(self) -> int:
+        """Blocks that requests can hold, in all."""
+        return self._kv.pool.num_usable
+
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),
@@ -126,6 +132,7 @@ class Scheduler:
         if not step.rows:
             return None
         self._last_step_id = step.step_id
+        self.num_scheduled_tokens += self.limits.max_num_batched_tokens - step.budget
         self._in_flight.append(step)
         released_ids, self._released_ids = self._released_ids, []
         return step.plan(released_ids)
@@ -290,6 +297,7 @@ class Scheduler:
             logprobs=result.logprobs[: len(token_ids)],
             prompt_logprobs=result.prompt_logprobs,
             num_cached_tokens=state.num_cached_tokens,
+            prefill_s=state.take_prefill_s() if token_ids else 0.0,
             finish_reason=state.finish_reason,
             stop_reason=state.stop_reason,
         )

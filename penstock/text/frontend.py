@@ -99,19 +99,11 @@ class Frontend:
         )
         return PreparedRequest(request_id, children, assembler)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        chat_template: str | None = None,
-        **options: Any,
-    ) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt of a conversation. It holds its special tokens: add none when tokenizing."""
-        if self.chat_template is None or self.tokenizer is None:
+        if self.chat_template is None:
             raise InputError("chat needs a tokenizer: drop skip_tokenizer_init", "messages")
-        template = self.chat_template
-        if chat_template is not None:
-            template = ChatTemplate({"default": chat_template}, self.tokenizer.special_tokens)
-        return template.render(messages, **options)
+        return self.chat_template.render(messages, **options)
 
     def _tokenize(
         self, prompt: str | Sequence[int], add_special_tokens: bool
@@ -180,6 +172,11 @@ def child_seed(seed: int, index: int) -> int:
     """The seed of completion `index` of a request with `n` > 1."""
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
     return int.from_bytes(digest[:8], "little")
+
+
+def is_first_child(request: EngineRequest) -> bool:
+    """Whether this is the first, or the only, engine request of a user's request."""
+    return request.params.n == 1 or request.request_id.endswith("#0")
 
 
 def _eos_token_ids(source: ModelSource, tokenizer: Tokenizer | None) -> list[int]:
