@@ -20,6 +20,7 @@ from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
+from penstock.text.chat import ChatTemplate
 from penstock.text.frontend import Frontend, PreparedRequest
 from penstock.text.tokenizer import Tokenizer
 
@@ -107,11 +108,14 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
         params = self._params_for(len(conversations), sampling_params)
+        render = self.frontend.render_chat
+        if chat_template is not None:
+            special_tokens = self.get_tokenizer().special_tokens
+            render = ChatTemplate({"default": chat_template}, special_tokens).render
         prepared = []
         for conversation, own in zip(conversations, params, strict=True):
-            prompt = self.frontend.render_chat(
+            prompt = render(
                 conversation,
-                chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
