@@ -12,6 +12,7 @@ from typing import Any
 
 import penstock
 from penstock.cli.common import Subparsers, add_command
+from penstock.ops.cpu import library
 
 PACKAGES = (
     "numpy",
@@ -51,6 +52,7 @@ def collect() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu(),
         "memory_gib": _memory_gib(),
+        "cpu_library": library.describe(),
         "torch": _torch(),
         "packages": {name: package_version(name) for name in PACKAGES},
     }

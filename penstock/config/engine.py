@@ -108,7 +108,10 @@ class DeviceConfig:
         "auto", "Where the model runs; auto: a GPU if there is one."
     )
     cpu_threads: int | None = option(
-        None, "Threads that compute on a CPU, in each process; default: the cores there are."
+        None, "Threads that compute on a CPU, in each process; default: by the cores there are."
+    )
+    cpu_backend: Literal["auto", "torch"] = option(
+        "auto", "What computes on a CPU; auto: the C++ library where it is built; torch: torch."
     )
     enforce_eager: bool = option(False, "Never capture graphs, on devices that can.")
 

@@ -69,7 +69,12 @@ class LoadConfig:
     download_dir: str | None = option(
         None, "Folder for downloaded models; default: penstock's folder in the user cache."
     )
-    gguf_compute: Literal["dequantize"] = option(
-        "dequantize",
-        "How GGUF blocks are computed with; dequantize: as floats, made at load.",
+    gguf_compute: Literal["auto", "dequantize"] = option(
+        "auto",
+        "How GGUF blocks are computed with; auto: as they are, where the device has kernels for "
+        "them; dequantize: as floats, made at load.",
+    )
+    quantization: Literal["int8"] | None = option(
+        None,
+        "int8: quantize float weights to 8 bits, in blocks of 32, while they load; on a CPU.",
     )

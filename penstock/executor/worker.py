@@ -10,6 +10,7 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.distributed.group import Group
+from penstock.executor.backend import choose_backend
 from penstock.executor.base import Capabilities
 from penstock.executor.runtime import Runtime, resolve_runtime
 from penstock.layers.build import Build
@@ -18,7 +19,6 @@ from penstock.loading.load import fill_dummy, load_weights
 from penstock.loading.source import ModelSource
 from penstock.models.decoder import DecoderLM
 from penstock.models.registry import build_model
-from penstock.ops.registry import Ops
 from penstock.platforms.platform import GIB, Platform
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.step import StepPlan, StepResult
@@ -55,18 +55,20 @@ class Worker:
     @torch.inference_mode()
     def _load(self, source: ModelSource) -> DecoderLM:
         started = time.perf_counter()
+        backend = choose_backend(self.config, self.platform, self.runtime.dtype)
         build = Build(
             dtype=self.runtime.dtype,
             device=self.platform.device,
             max_model_len=self.runtime.max_model_len,
-            ops=Ops(self.platform.device.type),
+            ops=backend.ops,
             tp=self.group,
+            linear_method=backend.linear_method,
         )
         model = build_model(source.config, build)
         if self.config.load.load_format == "dummy":
             fill_dummy(model, self.config.model.seed)
         else:
-            checkpoint = open_checkpoint(source, self.config.load)
+            checkpoint = open_checkpoint(source, self.config.load, backend.native_types)
             load_weights(
                 model,
                 model.weights,
@@ -74,7 +76,7 @@ class Worker:
                 total=len(checkpoint.names()),
                 show_progress=self.group.rank == 0,
             )
-        size = sum(parameter.nbytes for parameter in model.parameters())
+        size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         logger.info(
             "Loaded %s: %.2f GiB of weights in %.2f s",
             source.name, size / GIB, time.perf_counter() - started,

@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from penstock.layers.build import Build
+from penstock.layers.matrix import MatrixLayer
+from penstock.ops.blocks import BlockTensor, Weight, pad_rows, take_rows
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(MatrixLayer):
     """Token embeddings, and the projection back onto the vocabulary where both are one matrix.
 
     Each rank holds a contiguous range of tokens; the last ranges are padded to one length.
     """
 
     def __init__(self, build: Build, vocab_size: int, hidden_size: int, bias: bool = False) -> None:
-        super().__init__()
-        self.build = build
+        rows = -(-vocab_size // build.tp.size)
+        super().__init__(build, hidden_size, {"": rows})
         self.vocab_size = vocab_size
-        self.rows = -(-vocab_size // build.tp.size)
-        self.first = build.tp.rank * self.rows
+        self.rows = rows
+        self.first = build.tp.rank * rows
         self.hidden_size = hidden_size
-        self.weight = build.empty(self.rows, hidden_size)
         self.bias = build.empty(self.rows) if bias else None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] -> [n, hidden_size], whole on every rank."""
+        method = self.build.linear_method
         if self.build.tp.size == 1:
-            embedded: torch.Tensor = self.build.ops.embed(token_ids, self.weight)
-            return embedded
+            return method.embed(self, token_ids)
         local = token_ids - self.first
         elsewhere = (local < 0) | (local >= self.rows)
-        embedded = self.build.ops.embed(local.masked_fill(elsewhere, 0), self.weight)
+        embedded = method.embed(self, local.masked_fill(elsewhere, 0))
         return self.build.tp.all_reduce(embedded.masked_fill(elsewhere[:, None], 0.0))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states: [n, hidden_size] -> [n, vocab_size]."""
-        logits = self.build.ops.linear(hidden, self.weight, self.bias)
+        logits = self.build.linear_method.apply(self, hidden, self.bias)
         return self.build.tp.all_gather(logits)[:, : self.vocab_size]
 
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -47,8 +47,12 @@ class VocabEmbedding(nn.Module):
             shapes["bias", ""] = (self.vocab_size,)
         return shapes
 
-    def load(self, parameter: str, part: str, tensor: torch.Tensor) -> None:
-        target = getattr(self, parameter)
-        shard = tensor[self.first : self.first + self.rows]
-        target[: shard.shape[0]].copy_(shard)
-        target[shard.shape[0] :].zero_()
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        shard = take_rows(tensor, self.first, self.first + self.rows)
+        shard = pad_rows(shard, self.rows)
+        if parameter == "bias":
+            assert self.bias is not None
+            assert not isinstance(shard, BlockTensor)
+            self.bias.copy_(shard)
+        else:
+            self.build.linear_method.load(self, part, shard)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import nn
+
+from penstock.layers.matrix import MatrixLayer
+from penstock.ops.blocks import BlockTensor, Weight, take_columns, take_rows
 
 if TYPE_CHECKING:
     from penstock.layers.build import Build
@@ -32,14 +34,12 @@ class Part:
     num_shards: int
 
 
-class Linear(nn.Module):
+class Linear(MatrixLayer):
     """y = x W^T + b, where W is a stack of parts.
 
     Sharded by output rows (`Part.num_shards` > 1), by input columns (`split_input`, followed by
     a sum over ranks), or not at all.
     """
-
-    weight: nn.Parameter
 
     def __init__(
         self,
@@ -49,16 +49,15 @@ class Linear(nn.Module):
         bias: bool = False,
         split_input: bool = False,
     ) -> None:
-        super().__init__()
-        self.build = build
+        super().__init__(
+            build,
+            _divide(in_features, build.tp.size if split_input else 1),
+            {part.name: _divide(part.out_features, part.num_shards) for part in parts},
+        )
         self.split_input = split_input
         self.full_in_features = in_features
-        self.in_features = _divide(in_features, build.tp.size if split_input else 1)
         self.parts = {part.name: part for part in parts}
-        self.part_rows = {p.name: _divide(p.out_features, p.num_shards) for p in parts}
-        self.out_features = sum(self.part_rows.values())
         self.adapter: LinearAdapter | None = None
-        build.linear_method.create_weights(self)
         self.bias = build.empty(self.out_features) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,15 +68,6 @@ class Linear(nn.Module):
             output = self.adapter(x, output)
         return self.build.tp.all_reduce(output) if self.split_input else output
 
-    def rows_of(self, parameter: torch.Tensor, part: str) -> torch.Tensor:
-        """The rows of a fused parameter that belong to `part`."""
-        start = 0
-        for name, rows in self.part_rows.items():
-            if name == part:
-                return parameter[start : start + rows]
-            start += rows
-        raise KeyError(part)
-
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
         shapes: dict[tuple[str, str], tuple[int, ...]] = {}
         for part in self.parts.values():
@@ -86,17 +76,19 @@ class Linear(nn.Module):
                 shapes["bias", part.name] = (part.out_features,)
         return shapes
 
-    def load(self, parameter: str, part: str, tensor: torch.Tensor) -> None:
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
         rows = self.part_rows[part]
         shard_index = self.build.tp.rank * self.parts[part].num_shards // self.build.tp.size
-        shard = tensor[shard_index * rows : (shard_index + 1) * rows]
+        shard = take_rows(tensor, shard_index * rows, (shard_index + 1) * rows)
         if parameter == "bias":
             assert self.bias is not None
+            assert not isinstance(shard, BlockTensor)
             self.rows_of(self.bias, part).copy_(shard)
             return
         if self.split_input:
             columns = self.in_features
-            shard = shard[:, self.build.tp.rank * columns : (self.build.tp.rank + 1) * columns]
+            rank = self.build.tp.rank
+            shard = take_columns(shard, rank * columns, (rank + 1) * columns)
         self.build.linear_method.load(self, part, shard)
 
 

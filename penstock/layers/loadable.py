@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-import torch
+from penstock.ops.blocks import Weight
 
 
 @runtime_checkable
@@ -18,5 +18,5 @@ class Loadable(Protocol):
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
         """Every tensor it needs, with the checkpoint's shape, before sharding."""
 
-    def load(self, parameter: str, part: str, tensor: torch.Tensor) -> None:
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
         """Take this rank's shard of a tensor that has the expected shape."""

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from penstock.layers.build import Build
+from penstock.ops.blocks import BlockTensor, Weight
 
 
 class RMSNorm(nn.Module):
@@ -31,5 +32,6 @@ class RMSNorm(nn.Module):
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
         return {("weight", ""): tuple(self.weight.shape)}
 
-    def load(self, parameter: str, part: str, tensor: torch.Tensor) -> None:
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
         self.weight.copy_(tensor)

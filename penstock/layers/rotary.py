@@ -44,8 +44,9 @@ class Rotary(nn.Module):
         key: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate query and key [n, heads, head_dim]."""
-        return self.ops.rotate(query, *angles), self.ops.rotate(key, *angles)
+        """Rotate query and key [n, heads, head_dim], which may be changed in place."""
+        rotated: tuple[torch.Tensor, torch.Tensor] = self.ops.rotate_pair(query, key, *angles)
+        return rotated
 
 
 def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

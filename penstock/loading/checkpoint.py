@@ -1,12 +1,13 @@
 """The tensors of a model under Hugging Face names, streamed from memory maps.
 
 Every checkpoint reads one tensor at a time: memory peaks at one tensor beyond what its consumer
-keeps. GGUF blocks come out as float32; other files give their own types.
+keeps. GGUF blocks come out as float32, or as they are for layers that compute with them; other
+files give their own types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from penstock.loading.gguf_config import MappedTensor, map_tensors
 from penstock.loading.gguf_dequant import check_supported, dequantize
 from penstock.loading.gguf_file import GGUFFile
 from penstock.loading.source import ModelSource, read_json
+from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
 
 
@@ -31,25 +33,39 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it."""
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
         """Every tensor, in file order. One may be backed by the file: copy, don't write."""
 
 
-def open_checkpoint(source: ModelSource, load: LoadConfig) -> Checkpoint:
-    """The tensors of `source`. Raises ModelError, naming the file, for what cannot be read."""
+def open_checkpoint(
+    source: ModelSource, load: LoadConfig, native_types: Collection[str] = ()
+) -> Checkpoint:
+    """The tensors of `source`. Raises ModelError, naming the file, for what cannot be read.
+
+    Matrices of a GGUF file whose type is one of `native_types` come as they are.
+    """
     if source.gguf is not None:
-        return GGUFCheckpoint(source.gguf, source.config)
+        return GGUFCheckpoint(source.gguf, source.config, native_types)
     if load.load_format == "pt":
         return PickleCheckpoint(source.tensor_files)
     return SafetensorsCheckpoint(source.tensor_files)
 
 
-class GGUFCheckpoint:
-    """The tensors of one GGUF file, dequantized, with the converter's changes undone."""
+FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-    def __init__(self, file: GGUFFile, config: dict[str, Any]) -> None:
+
+class GGUFCheckpoint:
+    """The tensors of one GGUF file, with the converter's changes undone.
+
+    All are dequantized, but for matrices whose type is one of `native_types`.
+    """
+
+    def __init__(
+        self, file: GGUFFile, config: dict[str, Any], native_types: Collection[str] = ()
+    ) -> None:
         self._file = file
         self._config = config
+        self._native_types = native_types
         self._tensors = {mapped.name: mapped for mapped in map_tensors(file, config)}
         for mapped in self._tensors.values():
             check_supported(mapped.tensor, file.path)
@@ -60,9 +76,15 @@ class GGUFCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._tensors[name].tensor.shape
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
         for name, mapped in self._tensors.items():
-            yield name, dequantize(mapped.tensor, self._rows(mapped).view(-1))
+            tensor, rows = mapped.tensor, self._rows(mapped)
+            if len(tensor.shape) != 2 or tensor.type.name not in self._native_types:
+                yield name, dequantize(tensor, rows.view(-1))
+            elif tensor.type.name in FLOAT_DTYPES:
+                yield name, rows.view(FLOAT_DTYPES[tensor.type.name])
+            else:
+                yield name, BlockTensor(*tensor.type, rows)
 
     def _rows(self, mapped: MappedTensor) -> torch.Tensor:
         """The tensor's bytes, [rows, bytes of a row], in the order that Hugging Face has."""

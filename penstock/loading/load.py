@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from penstock.layers.loadable import Loadable
 from penstock.layers.norm import RMSNorm
+from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
 
 
@@ -36,7 +37,7 @@ class Target:
 def load_weights(
     model: nn.Module,
     naming: NamingRules,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: Iterable[tuple[str, Weight]],
     total: int,
     show_progress: bool = True,
 ) -> None:

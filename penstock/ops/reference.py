@@ -17,13 +17,16 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotate",
+    "rotate_pair",
     "silu_mul",
     "varlen_attention",
     "write_kv",
 ]
 
 # Matmul and attention choose their summation order by shape, so they are not in this set.
-ROW_INVARIANT = frozenset({"embed", "rms_norm", "add_rms_norm", "silu_mul", "rotate", "write_kv"})
+ROW_INVARIANT = frozenset(
+    {"embed", "rms_norm", "add_rms_norm", "silu_mul", "rotate", "rotate_pair", "write_kv"}
+)
 
 
 def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -68,3 +71,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     if 2 * half < x.shape[-1]:
         rotated.append(x[..., 2 * half :])
     return torch.cat(rotated, dim=-1)
+
+
+def rotate_pair(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both rotated. They may be changed in place: use only what is returned."""
+    return rotate(query, cos, sin), rotate(key, cos, sin)

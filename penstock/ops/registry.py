@@ -13,6 +13,7 @@ from typing import Any
 
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cpu": ("penstock.ops.reference",),
+    "cpu-native": ("penstock.ops.cpu.ops", "penstock.ops.reference"),  # where its library loads
     "cuda": ("penstock.ops.reference",),
 }
 
@@ -20,8 +21,8 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 class Ops:
     """The ops of one device: ``ops.rms_norm(x, weight, eps)``."""
 
-    def __init__(self, device_type: str) -> None:
-        self._modules = [importlib.import_module(name) for name in BACKENDS[device_type]]
+    def __init__(self, backend: str) -> None:
+        self._modules = [importlib.import_module(name) for name in BACKENDS[backend]]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         module = self._module_of(name)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.config import DeviceConfig
+from penstock.platforms.cores import default_threads
 from penstock.protocol.errors import ConfigError
 
 GIB = 2**30
@@ -23,6 +24,7 @@ class Platform:
     max_num_seqs: int
     max_num_batched_tokens: int
     backend: str  # for torch.distributed
+    cpu_threads: int = 1  # for computing
 
     def available_memory(self) -> int:
         """Bytes that could be allocated now."""
@@ -38,17 +40,13 @@ def detect_platform(config: DeviceConfig, rank: int = 0, ranks: int = 1) -> Plat
     if config.device == "cuda" and not has_gpu:
         raise ConfigError("device=cuda needs a CUDA GPU and a CUDA build of torch; use device=cpu")
     if config.device == "cpu" or not has_gpu:
-        threads = config.cpu_threads or max(_usable_cores() // ranks, 1)
+        threads = config.cpu_threads or default_threads(ranks)
         torch.set_num_threads(threads)
-        return Platform(torch.device("cpu"), False, torch.float32, 128, 2048, "gloo")
+        return Platform(torch.device("cpu"), False, torch.float32, 128, 2048, "gloo", threads)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     big = torch.cuda.get_device_properties(device).total_memory >= 70 * GIB
     return Platform(device, True, None, 1024 if big else 256, 16384 if big else 8192, "nccl")
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _available_host_memory() -> int:

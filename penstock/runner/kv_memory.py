@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from penstock.protocol.kv import FullAttentionSpec, KVCacheGroup, KVCacheLayout
@@ -20,9 +21,8 @@ class KVMemory:
 
     def __init__(self, layout: KVCacheLayout, device: torch.device) -> None:
         self.layout = layout
-        # On a CPU zeroed pages take no memory until they are written.
         self._buffers = [
-            torch.zeros(layout.num_blocks, layout.page_bytes, dtype=torch.uint8, device=device)
+            _zeros(layout.num_blocks, layout.page_bytes, device)
             for _ in range(layout.layers_per_page)
         ]
         self.layer_names = [group.layer_names for group in layout.groups]
@@ -40,6 +40,13 @@ class KVMemory:
         typed = buffer[:, :used].view(TORCH_DTYPES[spec.dtype])
         shape = (2, group.block_size, spec.num_kv_heads, spec.head_dim)
         return typed.as_strided((len(buffer), *shape), (typed.stride(0), *_strides(shape)))
+
+
+def _zeros(num_blocks: int, page_bytes: int, device: torch.device) -> torch.Tensor:
+    """[num_blocks, page_bytes] uint8. On a CPU, pages take no memory until they are written."""
+    if device.type == "cpu":  # numpy leaves zeroing to the system, torch writes every page
+        return torch.from_numpy(np.zeros((num_blocks, page_bytes), dtype=np.uint8))
+    return torch.zeros(num_blocks, page_bytes, dtype=torch.uint8, device=device)
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:

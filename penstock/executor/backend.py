@@ -1,0 +1,47 @@
+"""Which ops a worker's model is built on, and how its layers keep their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from penstock.config import EngineConfig
+from penstock.layers.quantization import DenseMethod, LinearMethod
+from penstock.ops.cpu import library
+from penstock.ops.registry import Ops
+from penstock.platforms.platform import Platform
+from penstock.protocol.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Backend:
+    ops: Ops
+    linear_method: LinearMethod
+    native_types: Collection[str]  # GGUF types whose blocks layers take as they are
+
+
+def choose_backend(config: EngineConfig, platform: Platform, dtype: torch.dtype) -> Backend:
+    """The C++ library on a CPU that has it, else torch. Sets how many threads each may use."""
+    device = platform.device.type
+    native = None
+    if device == "cpu" and config.device.cpu_backend == "auto" and dtype == torch.float32:
+        native = library.load()
+    if native is None:
+        if config.load.quantization is not None:
+            raise ConfigError(
+                f"quantization={config.load.quantization} needs a CPU, dtype float32 and the C++ "
+                "library (`penstock collect-env` says whether it is built)"
+            )
+        return Backend(Ops(device), DenseMethod(), ())
+    native.penstock_set_threads(platform.cpu_threads)
+    torch.set_num_threads(1)  # two pools would fight for the cores
+    if config.load.load_format == "dummy":
+        return Backend(Ops("cpu-native"), DenseMethod(), ())
+    # Imported here because both need the library.
+    from penstock.layers.native import NativeMethod
+    from penstock.ops.cpu.packed import NATIVE_TYPES
+
+    types = NATIVE_TYPES if config.load.gguf_compute == "auto" else ()
+    return Backend(Ops("cpu-native"), NativeMethod(int8=config.load.quantization == "int8"), types)

@@ -1,0 +1,36 @@
+"""What linear layers and embeddings share: a matrix made of parts, kept as a strategy wants it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from penstock.layers.build import Build
+    from penstock.layers.native import NativeWeights
+
+
+class MatrixLayer(nn.Module):
+    """This rank's [out_features, in_features]: the parts' rows, one above the other."""
+
+    weight: nn.Parameter  # where the linear method is DenseMethod
+    native: NativeWeights  # where it is NativeMethod
+
+    def __init__(self, build: Build, in_features: int, part_rows: dict[str, int]) -> None:
+        super().__init__()
+        self.build = build
+        self.in_features = in_features
+        self.part_rows = part_rows
+        self.out_features = sum(part_rows.values())
+        build.linear_method.create_weights(self)
+
+    def rows_of(self, parameter: torch.Tensor, part: str) -> torch.Tensor:
+        """The rows of a fused parameter that belong to `part`."""
+        start = 0
+        for name, rows in self.part_rows.items():
+            if name == part:
+                return parameter[start : start + rows]
+            start += rows
+        raise KeyError(part)

@@ -1,0 +1,54 @@
+"""Weights in the layout of the C++ library: GGUF blocks as they are, or floats, packed at load."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.cpu.packed import PackedLinear, PackedMatrix, quantize_int8
+
+if TYPE_CHECKING:
+    from penstock.layers.matrix import MatrixLayer
+
+INT8_COLUMNS = 32
+
+
+class NativeWeights:
+    """A layer's parts as they come in, and all of them together once they are there."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, PackedMatrix] = {}
+        self.linear: PackedLinear | None = None
+
+
+class NativeMethod:
+    """Each part keeps its own block type; floats keep their own precision.
+
+    With `int8`, float weights are quantized to 8 bits in blocks of 32 columns while they load.
+    """
+
+    def __init__(self, int8: bool = False) -> None:
+        self.int8 = int8
+
+    def create_weights(self, layer: MatrixLayer) -> None:
+        layer.native = NativeWeights()
+
+    def load(self, layer: MatrixLayer, part: str, shard: Weight) -> None:
+        native = layer.native
+        if self.int8 and not isinstance(shard, BlockTensor) and shard.shape[1] % INT8_COLUMNS == 0:
+            shard = quantize_int8(shard)
+        native.parts[part] = PackedMatrix(shard)
+        # A buffer, so that the model's size counts it.
+        layer.register_buffer(f"packed_{part}", native.parts[part].data, persistent=False)
+        if len(native.parts) == len(layer.part_rows):
+            native.linear = PackedLinear([native.parts[name] for name in layer.part_rows])
+
+    def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        assert layer.native.linear is not None, "the layer has no weights yet"
+        return layer.native.linear(x, bias)
+
+    def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
+        (matrix,) = layer.native.parts.values()
+        return matrix.embed(rows)

@@ -1,0 +1,138 @@
+// Operations on single rows. A row's tail is padded and goes through the same vector code.
+#pragma once
+
+#include <cmath>
+
+#include "kernels.hpp"
+
+namespace {
+
+using namespace penstock;
+
+inline F8 load_tail(const float* p, int64_t count) {
+    float padded[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    std::memcpy(padded, p, count * sizeof(float));
+    return f8_load(padded);
+}
+
+inline void store_tail(float* p, F8 v, int64_t count) {
+    float padded[8];
+    f8_store(padded, v);
+    std::memcpy(p, padded, count * sizeof(float));
+}
+
+inline F8 load_up_to(const float* p, int64_t count) {
+    return count >= 8 ? f8_load(p) : load_tail(p, count);
+}
+
+inline void store_up_to(float* p, F8 v, int64_t count) {
+    if (count >= 8) f8_store(p, v); else store_tail(p, v, count);
+}
+
+// exp to about one unit in the last place; NaN stays NaN (x is the second operand for that).
+inline F8 f8_exp(F8 x) {
+    x = f8_max(f8_set(-87.3f), x);
+    x = f8_min(f8_set(88.3f), x);
+    const F8 n = f8_round(x * f8_set(1.44269504088896341f));
+    F8 r = f8_fma(n, f8_set(-0.693359375f), x);
+    r = f8_fma(n, f8_set(2.12194440e-4f), r);
+    F8 p = f8_set(1.9875691500e-4f);
+    p = f8_fma(p, r, f8_set(1.3981999507e-3f));
+    p = f8_fma(p, r, f8_set(8.3334519073e-3f));
+    p = f8_fma(p, r, f8_set(4.1665795894e-2f));
+    p = f8_fma(p, r, f8_set(1.6666665459e-1f));
+    p = f8_fma(p, r, f8_set(5.0000001201e-1f));
+    p = f8_fma(p, r * r, r + f8_set(1.0f));
+    return p * f8_exponent(f8_to_int(n));
+}
+
+void quantize_row(const float* x, const QuantizedRows& out, int64_t row) {
+    const int64_t num_blocks = out.k / kBlock;
+    for (int64_t b = 0; b < num_blocks; ++b) {
+        const float* from = x + b * kBlock;
+        F8 v[4];
+        F8 most = f8_set(0.0f), not_finite = f8_set(0.0f);
+        for (int i = 0; i < 4; ++i) {
+            v[i] = f8_load(from + 8 * i);
+            most = f8_max(most, f8_abs(v[i]));
+            not_finite = f8_fma(v[i], f8_set(0.0f), not_finite);
+        }
+        const float largest = f8_hmax(most);
+        // What is not finite must show in the result, which integers would hide.
+        const float scale = largest / 127.0f + f8_hsum(not_finite);
+        const F8 inverse = f8_set(largest > 1e-30f ? 127.0f / largest : 0.0f);
+        int32_t numbers[kBlock];
+        for (int i = 0; i < 4; ++i) {
+            const I8 rounded = f8_to_int(f8_round(v[i] * inverse));
+            std::memcpy(numbers + 8 * i, &rounded, sizeof rounded);
+        }
+        int8_t* q = out.q + row * out.k + b * kBlock;
+        int32_t low = 0, high = 0;
+        for (int i = 0; i < 16; ++i) low += q[i] = static_cast<int8_t>(numbers[i]);
+        for (int i = 16; i < 32; ++i) high += q[i] = static_cast<int8_t>(numbers[i]);
+        const int64_t at = row * num_blocks + b;
+        out.scale[at] = scale;
+        out.sum[at] = scale * static_cast<float>(low + high);
+        out.halves[2 * at] = low;
+        out.halves[2 * at + 1] = high;
+    }
+}
+
+void rms_norm_row(const float* x, const float* weight, float eps, int64_t size, float* out) {
+    F8 squares = f8_set(0.0f);
+    for (int64_t i = 0; i < size; i += 8) {
+        const F8 v = load_up_to(x + i, size - i);
+        squares = f8_fma(v, v, squares);
+    }
+    const float mean = f8_hsum(squares) / static_cast<float>(size);
+    const F8 factor = f8_set(1.0f / __builtin_sqrtf(mean + eps));
+    for (int64_t i = 0; i < size; i += 8) {
+        const F8 v = load_up_to(x + i, size - i) * factor;
+        store_up_to(out + i, v * load_up_to(weight + i, size - i), size - i);
+    }
+}
+
+void add_row(const float* a, const float* b, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i += 8) {
+        store_up_to(out + i, load_up_to(a + i, size - i) + load_up_to(b + i, size - i), size - i);
+    }
+}
+
+// x holds `size` gates, then `size` values.
+void silu_mul_row(const float* x, int64_t size, float* out) {
+    const F8 one = f8_set(1.0f), zero = f8_set(0.0f);
+    for (int64_t i = 0; i < size; i += 8) {
+        const F8 gate = load_up_to(x + i, size - i);
+        const F8 up = load_up_to(x + size + i, size - i);
+        store_up_to(out + i, gate / (one + f8_exp(zero - gate)) * up, size - i);
+    }
+}
+
+// The first 2 * half numbers of a head; out may be x.
+void rotate_row(const float* x, const float* cos, const float* sin, int64_t half, float* out) {
+    for (int64_t i = 0; i < half; i += 8) {
+        const int64_t left = half - i;
+        const F8 c = load_up_to(cos + i, left), s = load_up_to(sin + i, left);
+        const F8 first = load_up_to(x + i, left), second = load_up_to(x + half + i, left);
+        store_up_to(out + i, first * c - second * s, left);
+        store_up_to(out + half + i, second * c + first * s, left);
+    }
+}
+
+inline uint16_t to_bf16(float value) {  // to nearest even
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<uint16_t>((bits >> 16) | 64);  // NaN
+    return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+void store_kv_row(const float* x, int64_t size, int is_bf16, void* out) {
+    if (!is_bf16) {
+        std::memcpy(out, x, size * sizeof(float));
+        return;
+    }
+    uint16_t* halves = static_cast<uint16_t*>(out);
+    for (int64_t i = 0; i < size; ++i) halves[i] = to_bf16(x[i]);
+}
+
+}  // namespace

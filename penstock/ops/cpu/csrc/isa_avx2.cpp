@@ -1,0 +1,14 @@
+#include "simd_avx2.hpp"
+// The vectors come first: what follows is written in terms of them.
+#include "attention.hpp"
+#include "matmul.hpp"
+
+namespace penstock {
+
+extern const Kernels kAvx2 = {
+    "avx2",    L,           group_bytes, pack_group,   unpack_row,        matmul,
+    quantize_row, rms_norm_row, add_row,     silu_mul_row, rotate_row,        store_kv_row,
+    attention_scratch, attend,
+};
+
+}  // namespace penstock

@@ -1,0 +1,92 @@
+// What one instruction set implements. Each isa_*.cpp fills one of these tables.
+//
+// Those files are compiled with flags of their own, so they share no inline function with the rest:
+// everything in them has internal linkage and they use no standard library containers. Memory and
+// threads are their callers' business.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace penstock {
+
+// The numbers that GGUF files give them.
+enum Type : int32_t {
+    F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
+    Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30,
+};
+
+constexpr int kBlock = 32;  // activations are quantized in blocks of so many
+
+// Rows of activations in 8 bits: x[i] = scale * q[i] in each block.
+struct QuantizedRows {
+    int8_t* q;        // [rows, k]
+    float* scale;     // [rows, k / 32]
+    float* sum;       // [rows, k / 32] scale times the sum of q
+    int32_t* halves;  // [rows, k / 32, 2] sums of q over the halves of a block
+    int64_t k;
+};
+
+// A stretch of a weight's output columns times some rows of activations.
+struct MatmulTask {
+    const uint8_t* packed;  // the weight's first group
+    int64_t first_group, end_group;
+    int64_t columns;  // of the weight; the last group may be partly filled
+    int64_t k;
+    const QuantizedRows* quantized;  // for block types
+    const float* x;                  // for float types: [rows, k] with stride ldx
+    int64_t ldx;
+    int64_t first_row, end_row;
+    const float* bias;  // [columns] or null
+    float* y;           // [rows, columns] with stride ldy
+    int64_t ldy;
+};
+
+struct AttentionTask {
+    const float* query;  // [tokens, heads, head_dim], rows query_stride apart
+    int64_t query_stride;
+    const void* cache;  // [blocks, 2, block_size, kv_heads, head_dim]
+    int64_t block_stride;  // elements from block to block
+    int32_t kv_is_bf16;
+    int64_t block_size, num_heads, num_kv_heads, head_dim;
+    float scale;
+    int64_t window;  // 0: none
+    float* output;   // [tokens, heads, head_dim], contiguous
+    // which part:
+    const int32_t* blocks;  // the request's block table
+    int64_t first_row, end_row;  // rows of query
+    int64_t first_position;      // the position of first_row's token
+    int64_t first_head, end_head;  // all of one kv head
+    float* scratch;
+};
+
+struct Kernels {
+    const char* name;
+    int lanes;  // output columns in a group
+
+    // Weights. A group is `lanes` rows of the checkpoint's matrix [out, in], interleaved.
+    int64_t (*group_bytes)(Type type, int64_t k);
+    void (*pack_group)(Type type, const uint8_t* rows, int64_t row_bytes, int64_t num_rows,
+                       int64_t k, uint8_t* packed);
+    void (*unpack_row)(Type type, const uint8_t* group, int64_t lane, int64_t k, float* out);
+    void (*matmul)(Type type, const MatmulTask& task);
+
+    void (*quantize_row)(const float* x, const QuantizedRows& out, int64_t row);
+    void (*rms_norm_row)(const float* x, const float* weight, float eps, int64_t size, float* out);
+    void (*add_row)(const float* a, const float* b, int64_t size, float* out);
+    void (*silu_mul_row)(const float* x, int64_t size, float* out);
+    void (*rotate_row)(const float* x, const float* cos, const float* sin, int64_t half, float* out);
+    void (*store_kv_row)(const float* x, int64_t size, int is_bf16, void* out);
+    // Scratch is attention_scratch(...) floats.
+    int64_t (*attention_scratch)(int64_t rows_and_heads, int64_t head_dim);
+    void (*attend)(const AttentionTask& task);
+};
+
+extern const Kernels kPortable;
+#if defined(PENSTOCK_X86)
+extern const Kernels kAvx2;
+extern const Kernels kAvxVnni;
+extern const Kernels kAvx512;
+#endif
+
+}  // namespace penstock

@@ -1,0 +1,137 @@
+// Vectors of AVX2, FMA and F16C; matmuls with maddubs, or with vpdpbusd where PENSTOCK_VNNI is set.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+using F8 = __m256;
+using I8 = __m256i;
+
+inline F8 f8_load(const float* p) { return _mm256_loadu_ps(p); }
+inline void f8_store(float* p, F8 v) { _mm256_storeu_ps(p, v); }
+inline F8 f8_set(float x) { return _mm256_set1_ps(x); }
+inline F8 f8_fma(F8 a, F8 b, F8 c) { return _mm256_fmadd_ps(a, b, c); }
+inline F8 f8_max(F8 a, F8 b) { return _mm256_max_ps(a, b); }
+inline F8 f8_min(F8 a, F8 b) { return _mm256_min_ps(a, b); }
+inline F8 f8_abs(F8 a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+inline F8 f8_round(F8 a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline I8 f8_to_int(F8 a) { return _mm256_cvtps_epi32(a); }
+inline F8 f8_exponent(I8 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
+}
+inline F8 f8_load_bf16(const uint16_t* p) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
+}
+inline float f8_hsum(F8 v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    s = _mm_add_ss(s, _mm_movehdup_ps(s));
+    return _mm_cvtss_f32(s);
+}
+inline float f8_hmax(F8 v) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    s = _mm_max_ss(s, _mm_movehdup_ps(s));
+    return _mm_cvtss_f32(s);
+}
+inline F8 f8_hsum8(const F8* v) {  // the sums of eight vectors
+    const F8 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+    const F8 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+}
+inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+
+#if !defined(PENSTOCK_AVX512)
+// How matmuls see the machine: vectors of kLanes floats or ints, and 4 * kLanes bytes.
+struct Isa {
+    static constexpr int kLanes = 8;
+    static constexpr int kRowTile = 4;
+#if defined(PENSTOCK_VNNI)
+    static constexpr bool kUnsignedBytes = true;  // weights of 8 bits are stored plus 128
+#else
+    static constexpr bool kUnsignedBytes = false;
+#endif
+    using F = __m256;
+    using I = __m256i;
+    using B = __m256i;
+
+    static F zero() { return _mm256_setzero_ps(); }
+    static F load(const float* p) { return _mm256_loadu_ps(p); }
+    static void store(float* p, F v) { _mm256_storeu_ps(p, v); }
+    static F set(float x) { return _mm256_set1_ps(x); }
+    static F add(F a, F b) { return _mm256_add_ps(a, b); }
+    static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+    static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+    static F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
+    static F load_bf16(const uint16_t* p) { return f8_load_bf16(p); }
+    static F load_half(const uint8_t* p) {
+        return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+    static F load_u8(const uint8_t* p) {
+        return _mm256_cvtepi32_ps(
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+    }
+    static I load_i8(const uint8_t* p) {
+        return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    }
+    static F to_float(I v) { return _mm256_cvtepi32_ps(v); }
+    static I iset(int32_t x) { return _mm256_set1_epi32(x); }
+    static I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
+    static I isub(I a, I b) { return _mm256_sub_epi32(a, b); }
+    static I imul(I a, I b) { return _mm256_mullo_epi32(a, b); }
+
+    static B load_bytes(const uint8_t* p) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    }
+    static B low_nibbles(B b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
+    static B high_nibbles(B b) {
+        return _mm256_and_si256(_mm256_srli_epi16(b, 4), _mm256_set1_epi8(15));
+    }
+    // Bits [from, from + width) of each byte, moved to bit 4, onto b.
+    static B with_high(B b, B plane, int from, int width) {
+        const B moved = from > 4 ? _mm256_srli_epi16(plane, from - 4)
+                                 : _mm256_slli_epi16(plane, 4 - from);
+        return _mm256_or_si256(
+            b, _mm256_and_si256(moved, _mm256_set1_epi8(((1 << width) - 1) << 4)));
+    }
+
+    // Dot products of four columns at a time, w unsigned; as many as `run` says may be summed before
+    // they are added up.
+    using Partial = I;
+    static Partial none() { return _mm256_setzero_si256(); }
+    static B four_columns(const int8_t* x) {
+        int32_t four;
+        std::memcpy(&four, x, 4);
+        return _mm256_set1_epi32(four);
+    }
+#if defined(PENSTOCK_VNNI)
+    template <int bits>
+    static constexpr int run() { return 8; }
+    static Partial mac(Partial sum, B w, B x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+    static I add_up(I sum, Partial partial) { return _mm256_add_epi32(sum, partial); }
+    static I mac8(I sum, B w, B x) { return _mm256_dpbusd_avx_epi32(sum, w, x); }
+#else
+    template <int bits>
+    static constexpr int run() {  // 2 * 127 * (2^bits - 1) * run <= 32767
+        return bits == 4 ? 8 : bits == 5 ? 4 : 2;
+    }
+    static Partial mac(Partial sum, B w, B x) {
+        return _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, x));
+    }
+    static I add_up(I sum, Partial partial) {
+        return _mm256_add_epi32(sum, _mm256_madd_epi16(partial, _mm256_set1_epi16(1)));
+    }
+    // The same for w of 8 bits, as they are stored: |w| <= 128, so a pair fits into 16 bits.
+    static I mac8(I sum, B w, B x) {
+        return add_up(sum, _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)));
+    }
+#endif
+};
+#endif
+
+}  // namespace

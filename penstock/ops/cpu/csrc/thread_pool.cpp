@@ -1,0 +1,170 @@
+#include "thread_pool.hpp"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#endif
+
+namespace penstock {
+namespace {
+
+// A waiting thread spins this long before it sleeps: longer than the gap between two loops of one
+// step, much shorter than a step.
+constexpr auto kSpinTime = std::chrono::microseconds(150);
+constexpr int kSpinsPerClockRead = 64;
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// The loop in progress, in one word: number of the loop (24 bits) | next index (20) | count (20).
+// A piece is claimed by compare-and-swap of the whole word, so a claim is good only for the loop
+// that the claimer saw; and a loop with a piece claimed cannot end before that piece is done.
+constexpr int kIndexBits = 20;
+constexpr int64_t kMaxCount = (int64_t{1} << kIndexBits) - 1;
+
+inline int64_t next_index(uint64_t word) { return (word >> kIndexBits) & kMaxCount; }
+inline int64_t loop_count(uint64_t word) { return word & kMaxCount; }
+
+class Pool {
+  public:
+    ~Pool() { stop(); }
+
+    void resize(int count) {
+        std::lock_guard<std::mutex> running(loop_mutex_);
+        if (count == size_) return;
+        stop();
+        size_ = count;
+        stopping_.store(false);
+        for (int thread = 1; thread < count; ++thread) {
+            threads_.emplace_back([this, thread] { work(thread); });
+        }
+    }
+
+    int size() const { return size_; }
+
+    void run(int64_t count, LoopBody body, void* context) {
+        std::lock_guard<std::mutex> running(loop_mutex_);
+        if (size_ == 1 || count <= 1) {
+            for (int64_t index = 0; index < count; ++index) body(context, index, 0);
+            return;
+        }
+        for (int64_t first = 0; first < count; first += kMaxCount) {
+            const int64_t part = count - first < kMaxCount ? count - first : kMaxCount;
+            run_part(first, part, body, context);
+        }
+    }
+
+  private:
+    void run_part(int64_t first, int64_t count, LoopBody body, void* context) {
+        body_ = body;
+        context_ = context;
+        first_ = first;
+        done_.store(0, std::memory_order_relaxed);
+        ++number_;
+        const uint64_t word = (static_cast<uint64_t>(number_) << (2 * kIndexBits)) |
+                              static_cast<uint64_t>(count);
+        word_.store(word, std::memory_order_seq_cst);
+        if (sleepers_.load(std::memory_order_seq_cst) > 0) {
+            { std::lock_guard<std::mutex> lock(sleep_mutex_); }
+            wake_.notify_all();
+        }
+        take_pieces(0);
+        int spins = 0;
+        while (done_.load(std::memory_order_acquire) != count) {
+            // More threads than cores: let the one that holds the last piece run.
+            if (++spins > 4000) std::this_thread::yield(); else pause();
+        }
+    }
+
+    bool take_pieces(int thread) {
+        bool took = false;
+        uint64_t word = word_.load(std::memory_order_acquire);
+        while (next_index(word) < loop_count(word)) {
+            if (word_.compare_exchange_weak(word, word + (uint64_t{1} << kIndexBits),
+                                            std::memory_order_acq_rel)) {
+                body_(context_, first_ + next_index(word), thread);
+                done_.fetch_add(1, std::memory_order_release);
+                took = true;
+                word = word_.load(std::memory_order_acquire);
+            }
+        }
+        return took;
+    }
+
+    bool has_work() const {
+        const uint64_t word = word_.load(std::memory_order_seq_cst);
+        return next_index(word) < loop_count(word) || stopping_.load(std::memory_order_relaxed);
+    }
+
+    void work(int thread) {
+        while (!stopping_.load(std::memory_order_relaxed)) {
+            const auto until = std::chrono::steady_clock::now() + kSpinTime;
+            bool found = false;
+            while (!found && std::chrono::steady_clock::now() < until) {
+                for (int spin = 0; spin < kSpinsPerClockRead && !found; ++spin) {
+                    found = has_work();
+                    if (!found) pause();
+                }
+            }
+            if (found) {
+                take_pieces(thread);
+                continue;
+            }
+            std::unique_lock<std::mutex> lock(sleep_mutex_);
+            sleepers_.fetch_add(1, std::memory_order_seq_cst);
+            wake_.wait(lock, [this] { return has_work(); });
+            sleepers_.fetch_sub(1, std::memory_order_relaxed);
+        }
+    }
+
+    void stop() {
+        {
+            std::lock_guard<std::mutex> lock(sleep_mutex_);
+            stopping_.store(true);
+        }
+        wake_.notify_all();
+        for (std::thread& thread : threads_) thread.join();
+        threads_.clear();
+    }
+
+    std::mutex loop_mutex_;  // one loop at a time, whoever calls
+    std::vector<std::thread> threads_;
+    int size_ = 1;
+
+    LoopBody body_ = nullptr;
+    void* context_ = nullptr;
+    int64_t first_ = 0;
+    uint32_t number_ = 0;
+    alignas(64) std::atomic<uint64_t> word_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
+
+    std::mutex sleep_mutex_;
+    std::condition_variable wake_;
+    std::atomic<int> sleepers_{0};
+    std::atomic<bool> stopping_{false};
+};
+
+// Never destroyed: at the end of a process, threads may no longer run when destructors do.
+Pool& pool() {
+    static Pool* instance = new Pool;
+    return *instance;
+}
+
+}  // namespace
+
+void set_num_threads(int count) { pool().resize(count); }
+int num_threads() { return pool().size(); }
+void parallel_for(int64_t count, LoopBody body, void* context) { pool().run(count, body, context); }
+
+}  // namespace penstock

@@ -1,0 +1,93 @@
+"""The shared library: where it is, what its functions take, and what is said when there is none."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "libpenstock_cpu.dylib" if sys.platform == "darwin" else "libpenstock_cpu.so"
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_CODES: dict[str, Any] = {
+    "p": _POINTER, "i": _INT, "n": ctypes.c_int32, "f": ctypes.c_float, "s": ctypes.c_char_p
+}  # fmt: skip
+
+# What each function takes, and what it gives, by the codes above.
+_SIGNATURES = {
+    "penstock_isa": ("", "s"),
+    "penstock_select_isa": ("s", "n"),
+    "penstock_set_threads": ("n", ""),
+    "penstock_threads": ("", "n"),
+    "penstock_packed_bytes": ("nii", "i"),
+    "penstock_pack": ("npiiip", ""),
+    "penstock_embed": ("npipip", ""),
+    "penstock_linear": ("pipiiippi", ""),
+    "penstock_rms_norm": ("piiiiipfp", ""),
+    "penstock_add_rms_norm": ("ppiipfpp", ""),
+    "penstock_silu_mul": ("piip", ""),
+    "penstock_rotate": ("piiiippii", ""),
+    "penstock_write_kv": ("pipippi", ""),
+    "penstock_attend": ("piippppiifip", ""),
+}
+
+
+class WeightPart(ctypes.Structure):
+    """One packed matrix among those that a matmul puts side by side."""
+
+    _fields_ = [
+        ("packed", _POINTER),
+        ("type", _INT),
+        ("columns", _INT),
+        ("first_column", _INT),
+    ]
+
+
+class Cache(ctypes.Structure):
+    """A layer's KV cache, as `penstock.ops.attention` lays it out."""
+
+    _fields_ = [
+        ("data", _POINTER),
+        ("block_stride", _INT),
+        ("block_size", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
+        ("is_bf16", _INT),
+    ]
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """The library, or None (said once in the log) where it was not built or does not load."""
+    path = Path(__file__).parent / FILE_NAME
+    if not path.exists():
+        logger.info(
+            "The C++ library for CPUs is not built (%s): models run on plain torch, slower. "
+            "Installing penstock with a C++ compiler at hand builds it.",
+            path,
+        )
+        return None
+    try:
+        library = ctypes.CDLL(str(path))
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = [_CODES[code] for code in arguments]
+            function.restype = _CODES[result] if result else None
+    except (OSError, AttributeError) as error:
+        logger.warning("The C++ library for CPUs does not load: %s; using plain torch", error)
+        return None
+    return library
+
+
+def describe() -> str:
+    """One line for `collect-env`: which instructions it uses, or that it is missing."""
+    library = load()
+    if library is None:
+        return "not built; models run on plain torch"
+    isa: bytes = library.penstock_isa()
+    return f"built, uses {isa.decode()}"

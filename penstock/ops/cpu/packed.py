@@ -1,0 +1,92 @@
+"""Weights as the C++ library multiplies with them: packed once, at load."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from penstock.ops.blocks import BlockTensor
+from penstock.ops.cpu.library import WeightPart, load
+
+# The numbers that GGUF files give to types.
+FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
+BLOCK_TYPES = {
+    "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14
+}  # fmt: skip
+NATIVE_TYPES = frozenset({*BLOCK_TYPES, "F32", "F16", "BF16"})
+"""What matrices of a GGUF file need not be dequantized from."""
+
+_loaded = load()
+assert _loaded is not None, "penstock.ops.cpu.packed needs the library"
+_packed_bytes = _loaded.penstock_packed_bytes
+_pack = _loaded.penstock_pack
+_embed = _loaded.penstock_embed
+_linear = _loaded.penstock_linear
+
+
+class PackedMatrix:
+    """One matrix [rows, columns] in blocks of any type in BLOCK_TYPES, or in plain floats."""
+
+    def __init__(self, weight: torch.Tensor | BlockTensor) -> None:
+        self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
+        if isinstance(weight, BlockTensor):
+            self.type = BLOCK_TYPES[weight.type_name]
+            data = weight.data
+        else:
+            self.type = FLOAT_TYPES[weight.dtype]
+            data = (weight if weight.stride(1) == 1 else weight.contiguous()).view(torch.uint8)
+        assert data.stride(1) == 1, "a row's bytes lie one behind the other"
+        rows, columns = self.shape
+        self.data = torch.empty(_packed_bytes(self.type, rows, columns), dtype=torch.uint8)
+        _pack(self.type, data.data_ptr(), data.stride(0), rows, columns, self.data.data_ptr())
+
+    def embed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows as floats: [n] int64 -> [n, columns]."""
+        out = torch.empty(len(rows), self.shape[1])
+        ids = rows.to(torch.int64).contiguous()
+        _embed(
+            self.type, self.data.data_ptr(), self.shape[1], ids.data_ptr(), len(ids),
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+class PackedLinear:
+    """Matrices whose outputs stand side by side: y = x [W1; W2; ...]^T + bias."""
+
+    def __init__(self, parts: list[PackedMatrix]) -> None:
+        self._parts = parts  # keeps their memory
+        self.in_features = parts[0].shape[1]
+        assert all(part.shape[1] == self.in_features for part in parts), "parts differ in columns"
+        array = (WeightPart * len(parts))()
+        self.out_features = 0
+        for entry, part in zip(array, parts, strict=True):
+            entry.packed, entry.type = part.data.data_ptr(), part.type
+            entry.columns, entry.first_column = part.shape[0], self.out_features
+            self.out_features += part.shape[0]
+        self._array = array
+        self._pointer = ctypes.addressof(array)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [n, in_features] float32 -> [n, out_features]."""
+        if x.stride(-1) != 1:
+            x = x.contiguous()
+        rows = x.shape[0]
+        out = torch.empty(rows, self.out_features)
+        _linear(
+            self._pointer, len(self._parts), x.data_ptr(), x.stride(0), rows, self.in_features,
+            None if bias is None else bias.data_ptr(), out.data_ptr(), self.out_features,
+        )  # fmt: skip
+        return out
+
+
+def quantize_int8(weight: torch.Tensor) -> BlockTensor:
+    """A float matrix in Q8_0 blocks: 32 columns share a scale, a float16. Columns % 32 == 0."""
+    rows, columns = weight.shape
+    blocks = weight.float().view(rows, columns // 32, 32)
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127).to(torch.float16)
+    inverse = torch.where(scale > 0, 1.0 / scale.float(), 0.0)
+    numbers = (blocks * inverse).round_().clamp_(-127, 127).to(torch.int8)
+    data = torch.cat([scale.view(torch.uint8), numbers.view(torch.uint8)], dim=-1)
+    return BlockTensor("Q8_0", 32, 34, data.view(rows, columns // 32 * 34))
