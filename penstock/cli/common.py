@@ -34,6 +34,19 @@ def add_command(
     return parser
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """``MODEL`` without a flag, for commands that take nothing else so."""
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="The same as --model.")
+
+
+def take_model_argument(args: argparse.Namespace) -> None:
+    """Make ``MODEL`` the ``--model`` that it stands for."""
+    if args.positional_model is not None:
+        if hasattr(args, "model"):
+            args.parser.error("the model is given twice: as MODEL and as --model")
+        args.model = args.positional_model
+
+
 def open_llm(options: dict[str, Any]) -> LLM:
     """An engine, for a `with`. Torch is imported here and not before."""
     from penstock.llm import LLM

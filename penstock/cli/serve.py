@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Coroutine
 from typing import Any
 
-from penstock.cli.common import Subparsers, add_command
+from penstock.cli.common import Subparsers, add_command, add_model_argument, take_model_argument
 from penstock.config.cli import (
     add_engine_arguments,
     add_server_arguments,
@@ -18,16 +18,13 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
     parser = add_command(
         subparsers, "serve", run, "Serve a model behind an OpenAI-compatible API.", "[MODEL]"
     )
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="The same as --model.")
+    add_model_argument(parser)
     add_engine_arguments(parser)
     add_server_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.positional_model is not None:
-        if hasattr(args, "model"):
-            args.parser.error("the model is given twice: as MODEL and as --model")
-        args.model = args.positional_model
+    take_model_argument(args)
     config, server_config = serve_options_from_args(args)
 
     from penstock.observability.logs import setup_logging

@@ -1,0 +1,145 @@
+"""`penstock run-batch`: answers a file of requests in OpenAI's batch format, without a server."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.bench.common import positive_int
+from penstock.cli.common import Subparsers, add_command, add_model_argument, take_model_argument
+from penstock.cli.serve import run_in_event_loop
+from penstock.config import EngineConfig, ServerConfig
+from penstock.config.cli import add_engine_arguments, engine_options_from_args
+from penstock.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.engine.async_client import AsyncEngineClient
+    from penstock.server.batch import BatchSummary
+    from penstock.server.batch_files import BatchOutput
+
+NO_LIMIT = 2**31  # on the queue: the batch keeps it short itself
+
+
+def add_parser(subparsers: Subparsers[Any]) -> None:
+    parser = add_command(
+        subparsers,
+        "run-batch",
+        run,
+        "Answer the requests of a file in OpenAI's batch format. Results are added to the output "
+        "as they come; a second run with the same output goes on where the first one stopped.",
+        "-i FILE -o FILE [MODEL]",
+    )
+    add_model_argument(parser)
+    parser.add_argument(
+        "-i", "--input-file", type=Path, required=True, metavar="FILE", help="Requests, one a line."
+    )
+    parser.add_argument(
+        "-o", "--output-file", type=Path, required=True, metavar="FILE", help="Results, one a line."
+    )
+    parser.add_argument(
+        "--max-concurrency",
+        type=positive_int,
+        metavar="N",
+        help="Most requests at once (default: twice as many as the engine runs at once)",
+    )
+    add_engine_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    take_model_argument(args)
+    config = EngineConfig.from_options(engine_options_from_args(args))
+    check_files(args.input_file, args.output_file)
+
+    from penstock.observability.logs import setup_logging
+    from penstock.server.batch_files import BatchOutput
+
+    setup_logging(config.observability.log_level)
+    with BatchOutput(args.output_file) as output:
+        return run_in_event_loop(run_batch(config, args.input_file, output, args.max_concurrency))
+
+
+def check_files(input_path: Path, output_path: Path) -> None:
+    """Refuse what cannot work before a model is loaded."""
+    try:
+        input_path.open("rb").close()
+    except OSError as error:
+        raise ConfigError(f"cannot read {input_path}: {error.strerror}") from error
+    if output_path.exists() and output_path.samefile(input_path):
+        raise ConfigError(f"results would be added to the input, {input_path}: name another file")
+
+
+async def run_batch(
+    config: EngineConfig, input_path: Path, output: BatchOutput, max_concurrency: int | None
+) -> int:
+    """Run the batch on an engine of its own; the result is the exit code.
+
+    The first SIGINT or SIGTERM ends it; what has no result by then is left to another run.
+    """
+    from penstock.engine.async_client import AsyncEngineClient
+    from penstock.server.run import StopSignals
+
+    stop = StopSignals()
+    client = AsyncEngineClient()
+    client.spawn()
+    try:
+        work = _run_on(client, config, input_path, output, max_concurrency)
+        is_done = await stop.unless_stopped(work)
+        return 0 if is_done else stop.exit_code
+    finally:
+        await client.close()
+
+
+async def _run_on(
+    client: AsyncEngineClient,
+    config: EngineConfig,
+    input_path: Path,
+    output: BatchOutput,
+    max_concurrency: int | None,
+) -> bool:
+    from tqdm import tqdm
+
+    from penstock.server.batch_files import read_lines
+    from penstock.server.run import start
+
+    service = await start(config, ServerConfig(max_queued_requests=NO_LIMIT), client)
+    from penstock.server.app import build_app
+    from penstock.server.batch import Batch
+
+    assert client.info is not None
+    num_lines = sum(1 for _ in read_lines(input_path))
+    progress = tqdm(total=num_lines, unit="line", disable=None)  # where one can see it
+    batch = Batch(
+        build_app(service),
+        output,
+        max_concurrency or 2 * client.info.max_num_seqs,
+        on_line=progress.update,
+    )
+    started, is_done = time.perf_counter(), False
+    try:
+        await batch.run(read_lines(input_path))
+        is_done = True
+    finally:
+        progress.close()
+        service.close()
+        elapsed_s = time.perf_counter() - started
+        print(describe(batch.summary, elapsed_s, output.path, is_done), file=sys.stderr, flush=True)
+    return is_done
+
+
+def describe(summary: BatchSummary, elapsed_s: float, output_path: Path, is_done: bool) -> str:
+    """How the run went, in a few lines."""
+    lines = [
+        f"{summary.num_completed} completed, {summary.num_failed} failed, {summary.num_skipped} "
+        f"skipped (done before) in {elapsed_s:.1f} s; results in {output_path}",
+        f"{summary.num_input_tokens} input tokens, {summary.num_output_tokens} output tokens, "
+        f"{summary.num_output_tokens / elapsed_s:.1f} output tokens/s",
+    ]
+    lines += [f"  failed: {error}" for error in summary.first_errors]
+    if (num_more := summary.num_failed - len(summary.first_errors)) > 0:
+        lines.append(f"  and {num_more} more")
+    if not is_done:
+        lines.append("Not finished: the same command goes on from here.")
+    return "\n".join(lines)

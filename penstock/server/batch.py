@@ -1,0 +1,171 @@
+"""Runs the requests of a batch file through the app that serves HTTP, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from penstock.protocol.errors import EngineDeadError
+from penstock.server.batch_files import BadLine, BatchOutput, BatchRequest, Result, parse_line
+
+NUM_ERRORS_KEPT = 5
+
+
+@dataclass
+class BatchSummary:
+    """How the lines of a batch fared; `num_skipped` had results before."""
+
+    num_completed: int = 0
+    num_failed: int = 0
+    num_skipped: int = 0
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    first_errors: list[str] = field(default_factory=list)
+
+    def count_failure(self, what: str, message: str) -> None:
+        self.num_failed += 1
+        if len(self.first_errors) < NUM_ERRORS_KEPT:
+            self.first_errors.append(f"{what}: {message}")
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Error(msgspec.Struct):
+    message: str
+
+
+class _Body(msgspec.Struct):
+    """What is read of an answer's body."""
+
+    usage: _Usage | None = None
+    error: _Error | None = None
+
+
+class Batch:
+    """One run over a batch: at most `max_concurrency` requests at a time, `on_line` after each.
+
+    Results are written as they come, in any order. Lines that have one already are skipped.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        output: BatchOutput,
+        max_concurrency: int,
+        on_line: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.summary = BatchSummary()
+        self._app = app
+        self._output = output
+        self._max_concurrency = max_concurrency
+        self._on_line = on_line
+        self._custom_ids: set[str] = set()  # that this run has come across
+
+    async def run(self, lines: Iterator[tuple[int, bytes]]) -> None:
+        """Handle every line. Raises `EngineDeadError` if the engine dies.
+
+        Lines without a result by then can be run by another `Batch` with the same output.
+        """
+
+        async def work() -> None:
+            for number, line in lines:  # shared: whoever is free takes the next
+                await self._handle(number, line)
+                self._on_line()
+
+        workers = [asyncio.ensure_future(work()) for _ in range(self._max_concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _handle(self, number: int, line: bytes) -> None:
+        if number in self._output.failed_lines:
+            self.summary.num_skipped += 1
+            return
+        try:
+            request = self._parse(line)
+        except BadLine as error:
+            self._output.write(Result.of_bad_line(number, error))
+            self.summary.count_failure(f"line {number}", str(error))
+            return
+        if request.custom_id in self._output.answered:
+            self._output.answered.remove(request.custom_id)  # `_custom_ids` has it now
+            self.summary.num_skipped += 1
+            await asyncio.sleep(0)  # others have a turn, however many are skipped
+            return
+        await self._answer(request)
+
+    def _parse(self, line: bytes) -> BatchRequest:
+        request = parse_line(line)
+        if request.custom_id in self._custom_ids:
+            message = f"custom_id {request.custom_id} stands on an earlier line, too"
+            raise BadLine("duplicate_custom_id", message, request.custom_id, "custom_id")
+        self._custom_ids.add(request.custom_id)
+        return request
+
+    async def _answer(self, request: BatchRequest) -> None:
+        status, request_id, content = await call(self._app, request.url, request.body)
+        body = msgspec.json.decode(content, type=_Body)
+        message = "" if body.error is None else body.error.message
+        if status == 503:  # no fault of the request: another run may answer it
+            raise EngineDeadError(message)
+        self._output.write(Result.of_answer(request.custom_id, status, request_id, content))
+        if status != 200:
+            self.summary.count_failure(request.custom_id, message)
+            return
+        self.summary.num_completed += 1
+        if body.usage is not None:
+            self.summary.num_input_tokens += body.usage.prompt_tokens
+            self.summary.num_output_tokens += body.usage.completion_tokens
+
+
+async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:
+    """POST JSON to an app in this process: the status, the request's id and the answer's body."""
+    unread = [body]
+    status, request_id = 0, ""
+    parts: list[bytes] = []
+
+    async def receive() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        # Whoever asks again waits for the client to leave, and this one never does.
+        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        return await never
+
+    async def send(message: Message) -> None:
+        nonlocal status, request_id
+        if message["type"] == "http.response.start":
+            status = message["status"]
+            request_id = dict(message["headers"]).get(b"x-request-id", b"").decode()
+        else:
+            parts.append(message.get("body", b""))
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"host", b"localhost"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ],
+        "client": None,
+        "server": None,
+    }
+    await app(scope, receive, send)
+    return status, request_id, b"".join(parts)

@@ -1,0 +1,227 @@
+"""The files of a batch, in OpenAI's format: a request a line in, a result a line out."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from penstock.protocol.errors import ConfigError, PenstockError
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+MAX_LINE_BYTES = 64 * 2**20  # above the largest body that the API takes
+_ID_PREFIX = "batch_req_"
+
+
+# -- in
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    custom_id: str
+    url: str
+    body: bytes  # a JSON object
+
+
+class BadLine(PenstockError):
+    """A line that is no request; it fails alone."""
+
+    def __init__(
+        self, code: str, message: str, custom_id: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.custom_id = custom_id
+        self.param = param
+
+
+class _StreamField(msgspec.Struct):
+    stream: object = None
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank, numbered from 1, never more than one of them in memory.
+
+    Of a line longer than `MAX_LINE_BYTES` comes that much and one byte.
+    """
+    with path.open("rb") as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            rest = line
+            while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = file.readline(MAX_LINE_BYTES + 1)
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")  # as some editors begin a file
+            if not line.isspace():
+                yield number, line
+
+
+def parse_line(line: bytes) -> BatchRequest:
+    """The request on a line. `BadLine` says what is wrong with it."""
+    if len(line) > MAX_LINE_BYTES:
+        raise BadLine("line_too_long", f"a line must have at most {MAX_LINE_BYTES} bytes")
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise BadLine("invalid_json_line", "a line must hold a JSON object") from error
+    except msgspec.DecodeError as error:
+        raise BadLine("invalid_json_line", f"the line is not valid JSON: {error}") from error
+    custom_id = _text(fields, "custom_id", None)
+    method = _text(fields, "method", custom_id) if "method" in fields else "POST"
+    if method != "POST":
+        raise BadLine("invalid_method", f"method must be POST, got {method}", custom_id, "method")
+    url = _text(fields, "url", custom_id)
+    if url not in URLS:
+        known = ", ".join(URLS)
+        raise BadLine("invalid_url", f"url must be one of {known}, got {url}", custom_id, "url")
+    return BatchRequest(custom_id, url, _body(fields, custom_id))
+
+
+def _text(fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) -> str:
+    raw = _required(fields, name, custom_id)
+    try:
+        return msgspec.json.decode(raw, type=str)
+    except msgspec.MsgspecError as error:
+        shown = bytes(raw)[:64].decode(errors="replace")
+        message = f"{name} must be a string, got {shown}"
+        raise BadLine("invalid_value", message, custom_id, name) from error
+
+
+def _body(fields: dict[str, msgspec.Raw], custom_id: str) -> bytes:
+    raw = _required(fields, "body", custom_id)
+    try:
+        stream = msgspec.json.decode(raw, type=_StreamField).stream
+    except msgspec.MsgspecError as error:
+        message = f"body must be a JSON object: {error}"
+        raise BadLine("invalid_value", message, custom_id, "body") from error
+    if stream is True:
+        message = "stream must be off: the answers of a batch come whole"
+        raise BadLine("invalid_value", message, custom_id, "body.stream")
+    return bytes(raw)
+
+
+def _required(fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) -> msgspec.Raw:
+    if name not in fields:
+        message = f"the line has no {name}; it must hold custom_id, url and body"
+        raise BadLine("missing_required_parameter", message, custom_id, name)
+    return fields[name]
+
+
+# -- out
+
+
+class Answer(msgspec.Struct):
+    """What the API answered."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class LineError(msgspec.Struct):
+    """Why a line never reached the API."""
+
+    code: str
+    message: str
+    param: str | None
+    line: int
+
+
+class Result(msgspec.Struct):
+    """One line of the output: `response` or `error` is null."""
+
+    id: str
+    custom_id: str | None
+    response: Answer | None
+    error: LineError | None
+
+    @staticmethod
+    def of_answer(custom_id: str, status: int, request_id: str, body: bytes) -> Result:
+        return Result(_new_id(), custom_id, Answer(status, request_id, msgspec.Raw(body)), None)
+
+    @staticmethod
+    def of_bad_line(number: int, error: BadLine) -> Result:
+        line_error = LineError(error.code, str(error), error.param, number)
+        return Result(_new_id(), error.custom_id, None, line_error)
+
+
+def _new_id() -> str:
+    return _ID_PREFIX + uuid.uuid4().hex
+
+
+_decode_result = msgspec.json.Decoder(Result).decode
+
+
+class BatchOutput:
+    """The output file, open for results to be added, with what an earlier run has left in it.
+
+    Each result is written at once. A last line that a crash cut short is removed. Refuses, with
+    `ConfigError`, a file that holds anything but results.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.answered: set[str] = set()  # custom_ids
+        self.failed_lines: set[int] = set()  # numbers of lines that were no requests
+        try:
+            self._file = path.open("ab+", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        try:
+            self._read_results()
+        except ConfigError:
+            self._file.close()
+            raise
+
+    def write(self, result: Result) -> None:
+        self._append(msgspec.json.encode(result) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> BatchOutput:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _append(self, data: bytes) -> None:
+        while data:  # an unbuffered file may take less than all
+            data = data[self._file.write(data) :]
+
+    def _read_results(self) -> None:
+        end, last = 0, b"\n"  # of the whole lines so far
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if self._remember(line):
+                    end, last = end + len(line), line
+                elif line.endswith(b"\n") or not _may_be_cut_short(line):
+                    raise ConfigError(
+                        f"line {number} of {self.path} is no result of a batch: choose another "
+                        "output file, or remove that line to go on"
+                    )
+        self._file.truncate(end)
+        if not last.endswith(b"\n"):
+            self._append(b"\n")
+
+    def _remember(self, line: bytes) -> bool:
+        """Whether the line is a result."""
+        try:
+            result = _decode_result(line)
+        except msgspec.MsgspecError:
+            return False
+        if result.error is not None:
+            self.failed_lines.add(result.error.line)
+        elif result.custom_id is not None:
+            self.answered.add(result.custom_id)
+        return True
+
+
+def _may_be_cut_short(line: bytes) -> bool:
+    """Only what we began to write is ever removed."""
+    start = f'{{"id":"{_ID_PREFIX}'.encode()
+    return line.startswith(start) or start.startswith(line)
