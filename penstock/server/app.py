@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 import penstock
-from penstock.server import admin, errors
+from penstock.server import admin, errors, metrics, playground
 from penstock.server.middleware import ApiKeyGuard, BodyLimit, RequestContext
 from penstock.server.openai import chat, completions, models, tokenize
 from penstock.server.service import Service
@@ -17,6 +17,8 @@ ROUTERS = (
     models.router,
     tokenize.router,
     admin.router,
+    metrics.router,
+    playground.router,
 )
 
 
@@ -31,6 +33,7 @@ def build_app(service: Service) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.service = service
+    app.state.metrics = metrics.observe(service)
     for router in ROUTERS:
         app.include_router(router)
     errors.install(app)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -53,7 +54,7 @@ class ServerProcess:
         if self.uds:
             options["transport"] = httpx.HTTPTransport(uds=str(self.uds))
         if self.tls_ca:
-            options["verify"] = str(self.tls_ca)
+            options["verify"] = ssl.create_default_context(cafile=str(self.tls_ca))
         return httpx.Client(base_url=self.base_url, timeout=60, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:

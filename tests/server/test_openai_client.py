@@ -19,7 +19,7 @@ GREEDY: Any = {"temperature": 0.0, "max_tokens": 24}
 
 @pytest.fixture(scope="module")
 def offline(default_model: str) -> Iterator[LLM]:
-    options = {"cpu_threads": 2, "kv_cache_memory_bytes": "256MiB", "max_model_len": 2048}
+    options = {"cpu_threads": 1, "kv_cache_memory_bytes": "256MiB", "max_model_len": 2048}
     with LLM(default_model, **options) as llm:
         yield llm
 

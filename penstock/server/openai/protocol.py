@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Prompt = str | list[TokenId]
 
 
 class Body(BaseModel):
@@ -26,6 +26,21 @@ class Reply(BaseModel):
 # -- requests
 
 
+def _check_unicode(text: str) -> str:
+    """JSON can spell halves of characters, which nothing behind this can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError(
+            "unicode", "must be valid Unicode, without lone surrogates"
+        ) from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+Prompt = Text | list[TokenId]
+
+
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="End with a chunk that holds the usage.")
     continuous_usage_stats: bool | None = Field(
@@ -35,13 +50,13 @@ class StreamOptions(Body):
 
 class ResponseFormat(Body):
     model_config = ConfigDict(strict=True, extra="allow")
-    type: str = Field(description="Only text is supported.")
+    type: Text = Field(description="Only text is supported.")
 
 
 class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
-    model: str | None = Field(None, description="A name from /v1/models; the first by default.")
+    model: Text | None = Field(None, description="A name from /v1/models; the first by default.")
     n: int | None = Field(None, description="How many completions.")
     stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
     stream_options: StreamOptions | None = None
@@ -53,7 +68,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -62,7 +77,7 @@ class GenerationBody(Body):
     spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, description="By token id.")
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: list[Text] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = Field(
         None, description="Keep so many tokens of the prompt; -1: as many as the model takes."
@@ -71,8 +86,8 @@ class GenerationBody(Body):
         None, description="Where tokens are cut off; left by default."
     )
     priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
-    cache_salt: str | None = Field(None, description="Share cached prefixes under this salt only.")
-    request_id: str | None = Field(None, description="Part of the answer's id.")
+    cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
+    request_id: Text | None = Field(None, description="Part of the answer's id.")
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write tokens in logprobs as token_id:ID."
@@ -85,26 +100,26 @@ class GenerationBody(Body):
 
 
 class CompletionRequest(GenerationBody):
-    prompt: Prompt | list[str] | list[list[TokenId]] = Field(
+    prompt: Prompt | list[Text] | list[list[TokenId]] = Field(
         description="A text, several, or the same as token ids."
     )
     max_tokens: int | None = Field(16, description="0 with echo: the prompt alone.")
     echo: bool | None = Field(None, description="Begin with the prompt.")
     logprobs: int | None = Field(None, description="How many most likely tokens to report.")
     add_special_tokens: bool | None = Field(None, description="On by default.")
-    suffix: str | None = Field(None, description="Not supported.")
+    suffix: Text | None = Field(None, description="Not supported.")
 
 
 class ContentPart(Body):
     model_config = ConfigDict(strict=True, extra="allow")
-    type: str = Field(description="Only text is supported.")
-    text: str | None = None
+    type: Text = Field(description="Only text is supported.")
+    text: Text | None = None
 
 
 class ChatMessage(Body):
     model_config = ConfigDict(strict=True, extra="allow")
-    role: Annotated[str, Field(min_length=1)]
-    content: str | list[ContentPart] | None = None
+    role: Annotated[Text, Field(min_length=1)]
+    content: Text | list[ContentPart] | None = None
 
 
 class ChatTemplateBody(Body):
@@ -117,7 +132,7 @@ class ChatTemplateBody(Body):
     add_special_tokens: bool | None = Field(None, description="Off by default.")
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    chat_template: str | None = Field(None, description="Not supported: an engine option.")
+    chat_template: Text | None = Field(None, description="Not supported: an engine option.")
     tools: list[dict[str, Any]] | None = Field(None, description="Not supported.")
 
 
@@ -128,22 +143,22 @@ class ChatCompletionRequest(GenerationBody, ChatTemplateBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     echo: bool | None = Field(None, description="Begin with the last message if it is continued.")
-    tool_choice: str | dict[str, Any] | None = Field(None, description="Only none and auto.")
+    tool_choice: Text | dict[str, Any] | None = Field(None, description="Only none and auto.")
     functions: list[dict[str, Any]] | None = Field(None, description="Not supported.")
-    function_call: str | dict[str, Any] | None = Field(None, description="Only none and auto.")
-    modalities: list[str] | None = Field(None, description="Only text.")
+    function_call: Text | dict[str, Any] | None = Field(None, description="Only none and auto.")
+    modalities: list[Text] | None = Field(None, description="Only text.")
     audio: dict[str, Any] | None = Field(None, description="Not supported.")
 
 
 class TokenizeRequest(ChatTemplateBody):
-    model: str | None = None
-    prompt: str | None = Field(None, description="A text; or give messages.")
+    model: Text | None = None
+    prompt: Text | None = Field(None, description="A text; or give messages.")
     messages: list[ChatMessage] | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):
-    model: str | None = None
+    model: Text | None = None
     tokens: list[TokenId]
     skip_special_tokens: bool | None = Field(None, description="Off by default.")
 

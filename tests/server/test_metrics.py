@@ -1,0 +1,294 @@
+"""What /metrics says is what happened."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server_process import ServerProcess, eventually
+
+from penstock.config import EngineConfig
+from penstock.engine.messages import EngineInfo, EngineStats
+from penstock.engine.observer import RequestRecord
+from penstock.observability.docs import render
+from penstock.observability.metrics import DECLARED, PREFIX, Metrics
+from penstock.protocol.delta import FinishReason
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.sampling import SamplingParams
+from penstock.scheduler.scheduler import SchedulerStats
+from penstock.server.metrics import MetricsObserver, observe
+from penstock.server.throughput import ThroughputLog
+
+ROOT = Path(__file__).parents[2]
+INFO = EngineInfo(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=7)
+
+
+def parse(text: str) -> dict[str, float]:
+    """Samples by name without the prefix; a finished_reason or a bucket's bound follows it."""
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert sample.labels["model_name"]
+            label = sample.labels.get("finished_reason") or sample.labels.get("le")
+            name = sample.name.removeprefix(PREFIX)
+            samples[f"{name}:{label}" if label else name] = sample.value
+    return samples
+
+
+# -- a real server
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[ServerProcess]:
+    """A tiny model with 16 blocks of 16 tokens: just enough for one request of full length."""
+    flags = ("--load-format", "dummy", "--cpu-threads", "1", "--num-gpu-blocks-override", "17")
+    process = ServerProcess(str(tiny_model), *flags, "--served-model-name", "tiny")
+    yield process
+    process.close()
+
+
+def scrape(server: ServerProcess) -> dict[str, float]:
+    response = server.get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert 'model_name="tiny"' in response.text
+    return parse(response.text)
+
+
+class Change:
+    """What metrics have become more by since it was made, once the server is idle."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self._before = scrape(server)
+
+    def get(self) -> Callable[[str], float]:
+        eventually(self._server.is_idle)
+        after = scrape(self._server)
+        return lambda name: after[name] - self._before.get(name, 0.0)
+
+
+def complete(server: ServerProcess, prompt: list[int], **fields: Any) -> Any:
+    body = {"prompt": prompt, "temperature": 0, "ignore_eos": True, **fields}
+    response = server.post("/v1/completions", body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_every_declared_metric_is_there_from_the_start(server: ServerProcess) -> None:
+    names = {name.partition(":")[0] for name in scrape(server)}
+    declared = [name.removeprefix(PREFIX) for item in DECLARED for name in item.sample_names]
+    assert names == set(declared)
+
+
+def test_known_requests_are_counted_exactly(server: ServerProcess) -> None:
+    change = Change(server)
+    prompt = [7] * 40
+    complete(server, prompt, max_tokens=5)
+    complete(server, prompt, max_tokens=5)  # two blocks of it are cached by now
+    complete(server, list(range(10)), max_tokens=4, n=3)
+    refused = server.post("/v1/completions", {"prompt": [1], "temperature": -1})
+    assert refused.status_code == 400
+    by = change.get()
+
+    assert by("prompt_tokens_total") == 40 + 40 + 3 * 10
+    assert by("generation_tokens_total") == 5 + 5 + 3 * 4
+    assert by("prefix_cache_queries_total") == 40 + 40 + 3 * 10
+    assert by("prefix_cache_hits_total") == 32
+    assert by("request_success_total:length") == 5
+    assert by("request_success_total:stop") == by("request_success_total:error") == 0
+    assert by("num_preemptions_total") == 0
+    # A step computes what is not cached of a prompt, and each token but the last.
+    assert by("iteration_tokens_total_sum") == 40 + 4 + 8 + 4 + 3 * (10 + 3)
+
+    for name in (
+        "time_to_first_token_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+    ):
+        assert by(f"{name}_count") == 5, name
+    assert by("inter_token_latency_seconds_count") == 4 + 4 + 3 * 3
+    assert by("request_prompt_tokens_sum") == 110
+    assert by("request_generation_tokens_sum") == 22
+    assert by("request_generation_tokens_bucket:2.0") == 0
+    assert by("request_generation_tokens_bucket:5.0") == 5
+    assert by("request_params_n_count") == by("request_params_max_tokens_count") == 3
+    assert by("request_params_n_sum") == 1 + 1 + 3
+    assert by("request_params_max_tokens_sum") == 5 + 5 + 4
+
+
+def test_times_add_up(server: ServerProcess) -> None:
+    change = Change(server)
+    complete(server, [3] * 50, max_tokens=20)
+    by = change.get()
+    queue, prefill = by("request_queue_time_seconds_sum"), by("request_prefill_time_seconds_sum")
+    first, decode = by("time_to_first_token_seconds_sum"), by("request_decode_time_seconds_sum")
+    whole = by("e2e_request_latency_seconds_sum")
+    assert min(queue, prefill, decode) > 0
+    assert queue + prefill == pytest.approx(first)
+    assert by("request_inference_time_seconds_sum") == pytest.approx(prefill + decode)
+    assert by("inter_token_latency_seconds_sum") == pytest.approx(decode)
+    assert by("request_time_per_output_token_seconds_sum") == pytest.approx(decode / 19)
+    assert first + decode <= whole
+
+
+def test_ends_are_counted_by_their_reason(server: ServerProcess) -> None:
+    change = Change(server)
+    complete(server, [1, 2, 3], max_tokens=9, allowed_token_ids=[5], stop_token_ids=[5])
+    body = {"prompt": [1, 2], "max_tokens": 250, "ignore_eos": True, "stream": True}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())  # and leave
+    by = change.get()
+    assert by("request_success_total:stop") == 1
+    assert by("request_success_total:abort") == 1
+    assert by("request_success_total:length") == by("request_success_total:error") == 0
+    assert by("e2e_request_latency_seconds_count") == 1
+    assert by("time_to_first_token_seconds_count") == 2
+
+
+def test_preemptions_are_counted(server: ServerProcess) -> None:
+    change = Change(server)
+    complete(server, list(range(100, 110)), max_tokens=200, n=2)  # 28 blocks, where there are 16
+    by = change.get()
+    assert by("num_preemptions_total") >= 1
+    assert by("generation_tokens_total") == 400
+    assert by("time_to_first_token_seconds_count") == 2
+
+
+def test_gauges_are_zero_without_work(server: ServerProcess) -> None:
+    complete(server, [1, 2, 3], max_tokens=3)
+    eventually(server.is_idle)
+    samples = scrape(server)
+    gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    assert [samples[name] for name in gauges] == [0, 0, 0]
+    assert samples["cache_config_info"] == 1
+    assert 'num_blocks="16"' in server.get("/metrics").text
+
+
+def test_throughput_is_logged_while_there_is_work(server: ServerProcess) -> None:
+    complete(server, [1, 2, 3], max_tokens=3)
+    line = re.compile(r"Throughput: prompt [\d.]+ tok/s, generation [\d.]+ tok/s; \d+ running, ")
+    eventually(lambda: any(line.search(text) for text in server.log))
+
+
+# -- what a server does not show on demand
+
+
+def stats(**changes: Any) -> EngineStats:
+    values: dict[str, Any] = dict.fromkeys(SchedulerStats.__dataclass_fields__, 0)
+    return EngineStats(scheduler=SchedulerStats(**(values | changes)), step_tokens=[3, 30])
+
+
+def test_gauges_show_the_latest_state() -> None:
+    observer = MetricsObserver(EngineConfig(), "m")
+    observer.on_stats(stats(num_running=3, num_waiting=2, kv_cache_usage=0.5))
+    observer.on_stats(stats(num_running=4, num_waiting=1, kv_cache_usage=0.25))
+    samples = parse(observer.metrics.render().decode())
+    assert samples["num_requests_running"] == 4
+    assert samples["num_requests_waiting"] == 1
+    assert samples["kv_cache_usage_perc"] == 0.25
+    assert samples["iteration_tokens_total_sum"] == 66
+
+
+def test_counters_go_on_after_the_engine_has_been_replaced() -> None:
+    observer = MetricsObserver(EngineConfig(), "m")
+    observer.on_ready(INFO)
+    observer.on_stats(stats(num_preemptions=2, num_prefix_queries=50, num_prefix_hits=16))
+    observer.on_ready(INFO)  # a new engine, which counts from 0
+    observer.on_stats(stats(num_preemptions=1, num_prefix_queries=10))
+    samples = parse(observer.metrics.render().decode())
+    assert samples["num_preemptions_total"] == 3
+    assert samples["prefix_cache_queries_total"] == 60
+    assert samples["prefix_cache_hits_total"] == 16
+
+
+def test_registries_are_apart() -> None:
+    one, other = Metrics("one"), Metrics("other")
+    one.counter("prompt_tokens").inc(5)
+    other.counter("prompt_tokens")
+    assert b'prompt_tokens_total{model_name="other"} 0.0' in other.render()
+    assert b'prompt_tokens_total{model_name="one"} 5.0' in one.render()
+
+
+def record(num_prompt: int = 10) -> RequestRecord:
+    request = EngineRequest(
+        request_id="r", prompt_token_ids=[1] * num_prompt, params=SamplingParams(), seed=0
+    )
+    return RequestRecord(request, submitted_at=0.0)
+
+
+def test_the_throughput_log_is_silent_without_work(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    timers: list[Callable[[], None]] = []
+    log = ThroughputLog(lambda: now, lambda delay_s, work: timers.append(work))
+    assert not timers
+    ours = record()
+    with caplog.at_level(logging.INFO, "penstock.server.throughput"):
+        log.on_submit(ours)
+        log.on_tokens(ours, 1, None)
+        log.on_tokens(ours, 19, 1.0)
+        log.on_stats(stats(num_running=1, num_prefix_queries=10, num_prefix_hits=5))
+        now = 5.0
+        timers.pop()()
+        ours.finish_reason = FinishReason.STOP
+        log.on_finish(ours)
+        now = 10.0
+        timers.pop()()
+    assert not timers
+    first, second = caplog.messages
+    assert first == (
+        "Throughput: prompt 2.0 tok/s, generation 4.0 tok/s; 1 running, 0 waiting; "
+        "KV cache 0.0 % used; prefix hits 50.0 %"
+    )
+    assert "prompt 0.0 tok/s, generation 0.0 tok/s" in second
+    log.on_submit(record())
+    assert len(timers) == 1
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_the_throughput_log_can_be_turned_off(is_off: bool) -> None:
+    config = EngineConfig.from_options({"disable_log_stats": is_off})
+    client = SimpleNamespace(info=INFO, observers=[])
+    observe(SimpleNamespace(config=config, client=client, model_names=["m"]))  # type: ignore[arg-type]
+    assert [type(item) for item in client.observers] == [
+        MetricsObserver,
+        *([] if is_off else [ThroughputLog]),
+    ]
+
+
+# -- documents
+
+
+def test_the_page_of_metrics_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == render(), (
+        "run: python -m penstock.observability.docs > docs/metrics.md"
+    )
+
+
+def test_the_dashboard_queries_only_what_exists() -> None:
+    dashboard = json.loads((ROOT / "deploy" / "grafana" / "penstock.json").read_text())
+    queried = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", [])
+        for name in re.findall(r"penstock:\w+", target["expr"])
+    }
+    exist = {name for item in DECLARED for name in item.sample_names}
+    assert queried <= exist
+    assert {
+        PREFIX + "num_requests_running",
+        PREFIX + "time_to_first_token_seconds_bucket",
+    } < queried

@@ -1,0 +1,239 @@
+"""Processes start, die and end as they should."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_process import ServerProcess, events, eventually, is_running
+
+from penstock.config import EngineConfig
+from penstock.engine import messages
+from penstock.engine.async_client import AsyncEngineClient
+from penstock.protocol.errors import EngineDeadError
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.sampling import SamplingParams
+
+ServeTiny = Callable[..., ServerProcess]
+LONG = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "n": 64, "seed": 1}
+
+
+class Caller(threading.Thread):
+    """A client that waits for an answer."""
+
+    def __init__(self, server: ServerProcess, body: dict[str, Any]) -> None:
+        super().__init__(daemon=True)
+        self._server = server
+        self._body = body
+        self.response: httpx.Response | None = None
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(httpx.HTTPError):  # its server may be killed
+            self.response = self._server.post("/v1/completions", self._body)
+
+    def answer(self) -> httpx.Response:
+        self.join(60)
+        assert self.response is not None
+        return self.response
+
+
+def socket_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("penstock-*"))
+
+
+def test_the_api_process_never_imports_torch(tiny_model: Path) -> None:
+    code = (
+        "import asyncio, sys\n"
+        "from penstock.cli.main import build_parser\n"
+        "from penstock.config.cli import serve_options_from_args\n"
+        "from penstock.server import run\n"
+        "args = build_parser().parse_args(['serve', sys.argv[1], '--load-format', 'dummy',\n"
+        "    '--kv-cache-memory-bytes', '16MiB', '--port', '0'])\n"
+        "announce = run.announce\n"
+        "def ready(*arguments):\n"
+        "    announce(*arguments)\n"
+        "    print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "run.announce = ready\n"
+        "import signal\n"
+        "sys.exit(asyncio.run(run.serve(*serve_options_from_args(args))))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_model)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_when_the_engine_is_killed_everyone_hears_of_it(serve_tiny: ServeTiny) -> None:
+    server = serve_tiny()
+    waiting = Caller(server, LONG)
+    body = {**LONG, "n": 1, "stream": True}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        assert json.loads(next(lines).removeprefix("data: "))["choices"]
+        os.kill(server.engine_pid, signal.SIGKILL)
+        *_, error, done = events("\n".join(lines))
+    assert error["error"]["code"] == 503
+    assert "engine died" in error["error"]["message"]
+    assert done == "[DONE]"
+    answer = waiting.answer()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, 503)
+    assert answer.headers["retry-after"]
+    assert server.get("/health").status_code == 503
+    assert server.post("/v1/completions", LONG).status_code == 503
+    assert server.get("/v1/models").status_code == 200
+    assert server.stop() == 0
+
+
+def test_when_the_server_is_killed_the_engine_ends_too(serve_tiny: ServeTiny) -> None:
+    before = socket_folders()
+    server = serve_tiny()
+    assert socket_folders() <= before
+    Caller(server, {**LONG, "n": 128})
+    eventually(lambda: not server.is_idle())
+    engine = server.engine_pid
+    server.process.kill()
+    server.process.wait()
+    eventually(lambda: not is_running(engine))
+
+
+def test_sigterm_lets_requests_finish(serve_tiny: ServeTiny, tmp_path: Path) -> None:
+    server = serve_tiny(uds=tmp_path / "api")
+    engine = server.engine_pid
+    body = {**LONG, "stream": True, "n": 8}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        received = events("\n".join(lines))
+    assert received[-1] == "[DONE]"
+    reasons = [event["choices"][0]["finish_reason"] for event in received[:-1]]
+    assert reasons.count("length") == 8
+    assert server.wait() == 0
+    assert not is_running(engine)
+    assert not (tmp_path / "api").exists()
+
+
+def test_requests_that_outlast_the_drain_get_an_error(serve_tiny: ServeTiny) -> None:
+    server = serve_tiny("--shutdown-timeout", "0")
+    with (
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGINT)
+        *_, error, done = events("\n".join(lines))
+    assert error["error"]["code"] == 503
+    assert "shutting down" in error["error"]["message"]
+    assert done == "[DONE]"
+    assert server.wait() == 0
+
+
+def test_a_second_signal_stops_at_once(serve_tiny: ServeTiny) -> None:
+    server = serve_tiny("--max-num-seqs", "1")
+    engine = server.engine_pid
+    Caller(server, {**LONG, "n": 128})
+    eventually(lambda: not server.is_idle())
+    server.process.send_signal(signal.SIGINT)
+    eventually(lambda: any("Shutting down" in line for line in server.log))
+    assert server.stop(signal.SIGINT) == 130
+    eventually(lambda: not is_running(engine))
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["no/such/folder/model.gguf"], 1, "no model at"),
+        (["--max-model-len", "1000000"], 2, "max_model_len"),
+        (["--ssl-keyfile", "key.pem"], 2, "ssl_certfile"),
+        (["--port", "99999"], 2, "port must be"),
+        (["--request-timeout-s", "0"], 2, "request_timeout_s"),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_server_that_cannot_start_says_why_in_one_line(
+    tiny_model: Path, flags: list[str], code: int, message: str
+) -> None:
+    model = [] if not flags[0].startswith("--") else [str(tiny_model), "--load-format", "dummy"]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "serve", "--port", "0", *model, *flags],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("penstock: error: ")
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_refused_before_anything_is_loaded(server: ServerProcess) -> None:
+    flags = ["--host", "127.0.0.1", "--port", str(server.port)]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "serve", *flags], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "cannot listen" in done.stderr
+
+
+def test_a_socket_file_that_a_killed_server_left_is_replaced(
+    serve_tiny: ServeTiny, tmp_path: Path
+) -> None:
+    first = serve_tiny(uds=tmp_path / "api")
+    first.process.kill()
+    first.process.wait()
+    assert (tmp_path / "api").exists()
+    second = serve_tiny(uds=tmp_path / "api")
+    assert second.get("/health").status_code == 200
+
+
+def test_a_body_that_the_engine_cannot_read_fails_one_request(tiny_model: Path) -> None:
+    config = EngineConfig.from_options(
+        {"model": str(tiny_model), "load_format": "dummy", "kv_cache_memory_bytes": "16MiB"}
+    )
+
+    def request(request_id: str) -> EngineRequest:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        return EngineRequest(request_id=request_id, prompt_token_ids=[1], params=params, seed=1)
+
+    async def talk() -> None:
+        client = AsyncEngineClient()
+        client.spawn()
+        await client.load(config)
+        good, bad = client.submit([request("good")]), client.submit([request("bad")])
+        client._send(messages.ADD, b"bad", b"no request")
+        num_tokens = 0
+        async for deltas in good:
+            num_tokens += sum(len(delta.token_ids) for delta in deltas)
+        assert num_tokens == 8
+        (failed,) = [delta async for deltas in bad for delta in deltas if delta.error]
+        assert failed.request_id == "bad"
+        stream = client.submit([request("replayed")])
+        first = (await stream.__anext__())[0]
+        assert client.replay("replayed").output_token_ids[:1] == first.token_ids
+        await client.close()
+        with pytest.raises(EngineDeadError):
+            async for _ in stream:
+                pass
+
+    asyncio.run(talk())
+
+
+def test_the_banner_says_where_everything_is(server: ServerProcess) -> None:
+    url = f"http://127.0.0.1:{server.port}"
+    places = [line.split() for line in server.banner[1:]]
+    assert places == [["API", f"{url}/v1"], ["docs", f"{url}/docs"], ["page", f"{url}/"]]

@@ -1,0 +1,155 @@
+"""Keys, limits, CORS, TLS."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from server_process import ServerProcess, eventually
+
+KEYS = ("first-key", "second-key")
+LONG = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs the openssl command to make a certificate")
+    key, certificate = folder / "key.pem", folder / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command, *subject, *files], check=True, capture_output=True)
+    return key, certificate
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server with everything on: TLS, keys, and small limits."""
+    key, certificate = make_certificate(tmp_path_factory.mktemp("tls"))
+    process = ServerProcess(
+        str(tiny_model),
+        *("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1"),
+        *("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)),
+        *(flag for value in KEYS for flag in ("--api-key", value)),
+        *("--max-num-seqs", "1", "--max-queued-requests", "1"),
+        *("--max-request-body-bytes", "10k", "--max-n", "4", "--max-prompts", "2"),
+        *("--allowed-origins", "https://page.example"),
+        *("--served-model-name", "tiny", "--served-model-name", "small"),
+        tls_ca=certificate,
+    )
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def client(guarded: ServerProcess) -> Iterator[httpx.Client]:
+    with guarded.client(headers={"Authorization": f"Bearer {KEYS[0]}"}) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/docs", "/openapi.json", "/version", "/load", "/x"]
+)
+@pytest.mark.parametrize(
+    "authorization", [None, "", "Bearer", "Bearer wrong", "Bearer first-ke", "Basic first-key", "é"]
+)
+def test_without_a_key_there_is_no_way_in(
+    guarded: ServerProcess, path: str, authorization: str | None
+) -> None:
+    headers = {} if authorization is None else {"Authorization": authorization.encode("latin-1")}
+    response = guarded.get(path, headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["type"] == "AuthenticationError"
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_opens(guarded: ServerProcess, key: str) -> None:
+    response = guarded.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+    assert [card["id"] for card in response.json()["data"]] == ["tiny", "small"]
+
+
+def test_health_needs_no_key(guarded: ServerProcess) -> None:
+    assert guarded.get("/health").status_code == 200
+    assert guarded.get("/ping").status_code == 200
+
+
+def test_the_official_client_speaks_tls_with_a_key(guarded: ServerProcess) -> None:
+    context = ssl.create_default_context(cafile=str(guarded.tls_ca))
+    with openai.OpenAI(
+        base_url=f"{guarded.base_url}/v1",
+        api_key=KEYS[1],
+        http_client=httpx.Client(verify=context),
+    ) as client:
+        answer = client.completions.create(model="small", prompt="x", max_tokens=2)
+    assert answer.model == "small"
+
+
+def test_a_body_that_is_too_large_is_a_413(client: httpx.Client) -> None:
+    body = json.dumps({"prompt": "x" * 20_000}).encode()
+    headers = {"Content-Type": "application/json"}
+    whole = client.post("/v1/completions", content=body, headers=headers)
+    in_parts = client.post("/v1/completions", content=iter([body]), headers=headers)
+    for response in (whole, in_parts):
+        assert response.status_code == 413
+        assert "10240 bytes" in response.json()["error"]["message"]
+
+
+def test_a_full_queue_is_a_429(client: httpx.Client) -> None:
+    done = threading.Event()
+
+    def occupy() -> None:
+        while not done.is_set():
+            client.post("/v1/completions", json={**LONG, "n": 4})
+
+    threads = [threading.Thread(target=occupy, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    refusals: list[httpx.Response] = []
+
+    def is_refused() -> bool:
+        response = client.post("/v1/completions", json={**LONG, "stream": len(refusals) % 2 == 1})
+        if response.status_code == 429:
+            refusals.append(response)
+        return len(refusals) == 2
+
+    try:
+        eventually(is_refused)
+    finally:
+        done.set()
+    for response in refusals:
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["type"] == "RateLimitError"
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"n": 5}, "n"), ({"prompt": ["a", "b", "c"]}, "prompt")]
+)
+def test_limits_are_the_servers(client: httpx.Client, fields: dict[str, Any], param: str) -> None:
+    response = client.post("/v1/completions", json={"prompt": "x", **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+def test_pages_of_allowed_origins_may_ask(client: httpx.Client, guarded: ServerProcess) -> None:
+    origin = {"Origin": "https://page.example"}
+    asked = {"Access-Control-Request-Method": "POST"}
+    with guarded.client() as stranger:  # a browser asks beforehand, without a key
+        preflight = stranger.options("/v1/completions", headers={**origin, **asked})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://page.example"
+    response = client.get("/v1/models", headers=origin)
+    assert response.headers["access-control-allow-origin"] == "https://page.example"
+    other = client.get("/v1/models", headers={"Origin": "https://other.example"})
+    assert "access-control-allow-origin" not in other.headers

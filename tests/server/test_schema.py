@@ -1,0 +1,76 @@
+"""The server against its own OpenAPI document, with requests that schemathesis makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from server_process import ServerProcess
+
+OPERATIONS = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{model_id}"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/health"),
+    ("GET", "/ping"),
+    ("POST", "/ping"),
+    ("GET", "/version"),
+    ("GET", "/load"),
+]
+# A field may have a valid type and still make no sense, which is a 400.
+EXCLUDED = [schemathesis.checks.positive_data_acceptance]
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(
+        str(tiny_model),
+        *("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1"),
+        *("--max-model-len", "64", "--max-n", "4"),
+    )
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def schema(tiny_server: ServerProcess) -> Any:
+    return schemathesis.openapi.from_url(f"{tiny_server.base_url}/openapi.json")
+
+
+@pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: value)
+def test_no_request_breaks_the_promises_of_the_schema(
+    schema: Any, tiny_server: ServerProcess, method: str, path: str, mode: GenerationMode
+) -> None:
+    operation = schema[path][method]
+    has_input = operation.body or operation.path_parameters
+    if not operation.body and mode is GenerationMode.NEGATIVE:
+        return  # nothing to get wrong: any text may be a name
+
+    @given(case=operation.as_strategy(generation_mode=mode))
+    @settings(
+        max_examples=100 if has_input else 1,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    def check(case: Any) -> None:
+        case.call_and_validate(excluded_checks=EXCLUDED)
+
+    check()
+    assert not any("Traceback" in line for line in tiny_server.log), "".join(tiny_server.log)
+
+
+def test_every_operation_is_tried(tiny_server: ServerProcess) -> None:
+    paths = tiny_server.get("/openapi.json").json()["paths"]
+    documented = {(method.upper(), path) for path, item in paths.items() for method in item}
+    assert documented == set(OPERATIONS)
