@@ -62,26 +62,33 @@ class EngineCore:
         return deltas
 
     def _launch(self, plan: StepPlan) -> list[EngineDelta]:
-        """Start a step. If that fails, its requests fail, and everyone else's go on."""
+        """Start a step. If that fails, its requests fail, and everyone else's go on.
+
+        An interrupt (Ctrl-C) is raised once the queue is in order again.
+        """
         try:
             handle = self.executor.launch(plan)
             self.executor.sample(handle)
-        except EngineDeadError:
-            raise
-        except Exception:
-            logger.exception("Step %d failed", plan.step_id)
+        except BaseException as error:
             self._in_flight.append(FailedStep(plan.step_id))
-            return self.scheduler.fail(
+            deltas = self.scheduler.fail(
                 [item.request_id for item in plan.scheduled], "the engine failed to run this step"
             )
+            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
+                raise
+            logger.exception("Step %d failed", plan.step_id)
+            return deltas
         self._in_flight.append(handle)
         return []
 
     def _collect(self) -> StepResult:
-        handle = self._in_flight.popleft()
+        handle = self._in_flight[0]
         if isinstance(handle, FailedStep):
-            return StepResult(step_id=handle.step_id, results=[])
-        return self.executor.collect(handle)
+            result = StepResult(step_id=handle.step_id, results=[])
+        else:
+            result = self.executor.collect(handle)
+        self._in_flight.popleft()  # only now: an interrupted wait can be taken up again
+        return result
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()

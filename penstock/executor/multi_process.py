@@ -78,6 +78,7 @@ class MultiProcessExecutor:
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
+        self._answers: dict[int, Answer] = {}  # by rank, to the oldest command not yet gathered
         self._decoder = msgspec.msgpack.Decoder(Answer)
         try:
             for _ in range(size):
@@ -97,7 +98,12 @@ class MultiProcessExecutor:
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "penstock.executor.rank", str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal is for us alone
+        )
         theirs.close()
         self._processes.append(process)
         self._connections.append(Connection(ours.detach()))
@@ -144,11 +150,13 @@ class MultiProcessExecutor:
                 raise self._death(rank) from None
 
     def _gather(self) -> list[Answer]:
-        """One answer from every rank; the death of any is seen at once."""
-        answers: dict[int, Answer] = {}
+        """One answer from every rank; the death of any is seen at once.
+
+        If it is interrupted, the next call goes on with the answers that are there.
+        """
         ranks = {id(connection): rank for rank, connection in enumerate(self._connections)}
-        while len(answers) < len(self._connections):
-            missing = [c for c in self._connections if ranks[id(c)] not in answers]
+        while len(self._answers) < len(self._connections):
+            missing = [c for c in self._connections if ranks[id(c)] not in self._answers]
             for ready in wait(missing):
                 assert isinstance(ready, Connection)
                 rank = ranks[id(ready)]
@@ -158,7 +166,8 @@ class MultiProcessExecutor:
                     raise self._death(rank) from None
                 if isinstance(answer, Failed):
                     raise _revive(answer, rank)
-                answers[rank] = answer
+                self._answers[rank] = answer
+        answers, self._answers = self._answers, {}
         return [answers[rank] for rank in range(len(self._connections))]
 
     def _death(self, rank: int) -> EngineDeadError:
