@@ -20,7 +20,7 @@ from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
-from penstock.text.chat import ChatTemplate
+from penstock.text.chat import ChatTemplate, read_chat_template
 from penstock.text.frontend import Frontend, PreparedRequest
 from penstock.text.tokenizer import Tokenizer
 
@@ -76,9 +76,9 @@ class LLM:
         """
         items = _as_list(prompts)
         params = self._params_for(len(items), sampling_params)
-        if priority is not None and len(priority) != len(items):
+        if priority is not None and (not _is_list(priority) or len(priority) != len(items)):
             raise InputError(
-                f"priority must hold one number a prompt ({len(items)}), got {len(priority)}",
+                f"priority must hold one number a prompt ({len(items)}), got {priority!r:.80}",
                 "priority",
             )
         return self._run(
@@ -103,24 +103,30 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several.
 
-        `chat_template` is used in place of the model's own.
+        `chat_template`, a Jinja file or the template itself, is used in place of the model's own.
         """
-        several = bool(messages) and not isinstance(messages[0], Mapping)
+        several = _is_list(messages) and bool(messages) and _is_list(messages[0])
         conversations: Sequence[Any] = messages if several else [messages]
         params = self._params_for(len(conversations), sampling_params)
         render = self.frontend.render_chat
         if chat_template is not None:
             special_tokens = self.get_tokenizer().special_tokens
-            render = ChatTemplate({"default": chat_template}, special_tokens).render
+            templates = {"default": read_chat_template(chat_template)}
+            render = ChatTemplate(templates, special_tokens).render
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        for name in chat_template_kwargs or {}:
+            if name == "messages" or name in options:
+                raise InputError(
+                    f"chat_template_kwargs must not hold {name}, which is an argument by itself",
+                    "chat_template_kwargs",
+                )
         prepared = []
         for conversation, own in zip(conversations, params, strict=True):
-            prompt = render(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
+            prompt = render(conversation, **options, **(chat_template_kwargs or {}))
             prepared.append(self._prepare(prompt, own, add_special_tokens=False))
         return self._run(prepared, use_tqdm)
 
@@ -137,13 +143,16 @@ class LLM:
         else:
             text = self.frontend.render_chat(prompt)
             request = self._prepare(text, params, add_special_tokens=False, keep_kind=True)
-        self._submit([request])
         try:
-            while not request.assembler.finished:
-                self._step()
+            self._submit([request])
+            while True:
                 output = request.assembler.take()
                 if output is not None:
-                    yield output
+                    yield output  # meanwhile, other calls may bring this request on
+                elif request.assembler.finished:
+                    return
+                else:
+                    self._step()
         finally:
             self._withdraw([request])
 
@@ -153,8 +162,8 @@ class LLM:
         return self.frontend.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends."""
-        return self.frontend.default_params
+        """What the model's generation_config.json recommends; yours to change."""
+        return msgspec.structs.replace(self.frontend.default_params)
 
     def close(self) -> None:
         """Give the model's memory and any worker processes back."""
@@ -175,6 +184,13 @@ class LLM:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
             return [given] * count
+        if not isinstance(given, Sequence) or not all(
+            isinstance(item, SamplingParams) for item in given
+        ):
+            raise InputError(
+                f"sampling_params must be SamplingParams, or a list of them, got {given!r:.80}",
+                "sampling_params",
+            )
         if len(given) != count:
             raise InputError(
                 f"sampling_params must be one, or one a prompt ({count}), got {len(given)}",
@@ -203,14 +219,16 @@ class LLM:
         )
 
     def _run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        self._submit(requests)
         unfinished = {request.request_id: request for request in requests}
         outputs: dict[str, RequestOutput] = {}
         num_tokens = 0
         with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as progress:
             try:
+                self._submit(requests)
                 while unfinished:
                     for request in self._step():
+                        if request.request_id not in unfinished:
+                            continue  # a stream's, which is open meanwhile
                         output = request.assembler.take()
                         if output is None or not output.finished:
                             continue
@@ -258,9 +276,13 @@ class LLM:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    return list(prompts)
+    if isinstance(prompts, Iterable) and not isinstance(prompts, (str, Mapping)):
+        return list(prompts)
+    return [prompts]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _unwrap(prompt: Prompt) -> str | Sequence[int]:

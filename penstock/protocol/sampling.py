@@ -13,6 +13,13 @@ from penstock.protocol.errors import InputError
 MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_BIAS_ENTRIES = 1024
+FLAGS = (
+    "ignore_eos",
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 
 
 class OutputKind(enum.IntEnum):
@@ -96,19 +103,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     def validate(self) -> None:
         """Raise `InputError` for the first value that makes no sense."""
-        _check_int("n", self.n, 1, MAX_N)
+        check_int("n", self.n, 1, MAX_N)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, above=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        check_int("top_k", self.top_k, -1, 2**31 - 1)
+        check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+            check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
             if self.min_tokens > self.max_tokens:
                 raise InputError(
                     f"min_tokens must be at most max_tokens ({self.max_tokens}), "
@@ -118,12 +125,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None:
-                _check_int(name, value, -1, 2**31 - 1)
+                check_int(name, value, -1, 2**31 - 1)
+        for name in FLAGS:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InputError(f"{name} must be True or False, got {value!r:.80}", name)
+        if not isinstance(self.output_kind, OutputKind):
+            raise InputError(
+                f"output_kind must be a RequestOutputKind, got {self.output_kind!r:.80}",
+                "output_kind",
+            )
         self._validate_stops()
         self._validate_token_sets()
 
     def _validate_stops(self) -> None:
         stops = self.stop_strings
+        _check_items("stop", stops)
         if not all(isinstance(text, str) and text for text in stops):
             raise InputError("stop must hold non-empty strings", "stop")
         if len(stops) > MAX_STOP_STRINGS:
@@ -132,15 +149,23 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
         if stops and not self.detokenize:
             raise InputError("stop needs detokenize=True: stop texts are found in text", "stop")
+        _check_items("stop_token_ids", self.stop_token_ids)
         for token_id in self.stop_token_ids or []:
-            _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+            check_int("stop_token_ids", token_id, 0, 2**31 - 1)
 
     def _validate_token_sets(self) -> None:
+        _check_items("allowed_token_ids", self.allowed_token_ids)
+        _check_items("bad_words", self.bad_words)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InputError("allowed_token_ids must not be empty", "allowed_token_ids")
         for token_id in self.allowed_token_ids or []:
-            _check_int("allowed_token_ids", token_id, 0, 2**31 - 1)
+            check_int("allowed_token_ids", token_id, 0, 2**31 - 1)
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, dict):
+                raise InputError(
+                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.80}",
+                    "logit_bias",
+                )
             if len(self.logit_bias) > MAX_BIAS_ENTRIES:
                 raise InputError(
                     f"logit_bias may hold at most {MAX_BIAS_ENTRIES} entries, "
@@ -148,24 +173,39 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                     "logit_bias",
                 )
             for token_id, bias in self.logit_bias.items():
-                _check_int("logit_bias", token_id, 0, 2**31 - 1)
+                check_int("logit_bias", token_id, 0, 2**31 - 1)
                 _check_float("logit_bias", bias, -100.0, 100.0)
         if not all(isinstance(word, str) and word for word in self.bad_words or []):
             raise InputError("bad_words must hold non-empty strings", "bad_words")
 
 
-def _check_int(name: str, value: object, low: int, high: int) -> None:
+def check_int(name: str, value: object, low: int, high: int) -> None:
+    """Raise `InputError` for the field `name` unless `value` is an integer from `low` to `high`."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise InputError(f"{name} must be an integer, got {value!r}", name)
     if value < low:
-        raise InputError(f"{name} must be at least {low}, got {value}", name)
+        raise InputError(f"{name} must be at least {low}, got {_shown(value)}", name)
     if value > high:
-        raise InputError(f"{name} must be at most {high}, got {value}", name)
+        raise InputError(f"{name} must be at most {high}, got {_shown(value)}", name)
 
 
 def _check_float(name: str, value: object, low: float, high: float, above: bool = False) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise InputError(f"{name} must be a finite number, got {value!r}", name)
+    assert isinstance(value, (int, float))
     if value < low or value > high or (above and value == low):
         bound = f"above {low:g}" if above else f"at least {low:g}"
-        raise InputError(f"{name} must be {bound} and at most {high:g}, got {value:g}", name)
+        raise InputError(f"{name} must be {bound} and at most {high:g}, got {_shown(value)}", name)
+
+
+def _shown(value: float) -> str:
+    """A number for an error message. Python refuses to write out integers that are too long."""
+    bits = value.bit_length() if isinstance(value, int) else 0
+    return str(value) if bits <= 256 else f"an integer of {bits} bits"
+
+
+def _check_items(name: str, values: object) -> None:
+    """A text is a collection too, of characters: nobody means that here."""
+    if values is not None and not isinstance(values, (list, tuple, set, frozenset)):
+        raise InputError(f"{name} must be a list, got {values!r:.80}", name)

@@ -96,7 +96,9 @@ def load_chat_template(
     """From `chat_template` (a file or the template itself), else from beside the tokenizer, else
     from the model. Without any, every conversation is refused with the remedy."""
     if chat_template is not None:
-        return ChatTemplate({"default": _read_override(chat_template)}, tokenizer.special_tokens)
+        return ChatTemplate(
+            {"default": read_chat_template(chat_template)}, tokenizer.special_tokens
+        )
     templates: dict[str, str] = {}
     if tokenizer.folder is not None:
         templates = templates_in_folder(tokenizer.folder)
@@ -107,7 +109,8 @@ def load_chat_template(
     return ChatTemplate(templates, tokenizer.special_tokens)
 
 
-def _read_override(chat_template: str) -> str:
+def read_chat_template(chat_template: str) -> str:
+    """The template that a user gave: itself, or the path of its file. Refuses a broken one."""
     is_template = "{{" in chat_template or "{%" in chat_template
     if not is_template:
         try:

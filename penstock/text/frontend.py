@@ -16,7 +16,7 @@ from penstock.config import ModelConfig
 from penstock.loading.source import ModelSource
 from penstock.protocol.errors import InputError
 from penstock.protocol.request import EngineRequest
-from penstock.protocol.sampling import SamplingParams
+from penstock.protocol.sampling import SamplingParams, check_int
 from penstock.text.chat import ChatTemplate, load_chat_template
 from penstock.text.output import OutputAssembler
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
@@ -67,6 +67,9 @@ class Frontend:
         self._check_prompt(token_ids)
         self._check_params(params)
         self._check_token_ids(output_token_ids, "output_token_ids")
+        check_int("priority", priority, -(2**63), 2**63 - 1)
+        if cache_salt is not None and not isinstance(cache_salt, str):
+            raise InputError(f"cache_salt must be a string, got {cache_salt!r:.80}", "cache_salt")
         room = self.max_model_len - len(token_ids)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -148,7 +151,8 @@ class Frontend:
 
     def _check_token_ids(self, token_ids: Sequence[int] | Mapping[int, Any], name: str) -> None:
         for token_id in token_ids:
-            if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+            is_int = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not is_int or not 0 <= token_id < self.vocab_size:
                 raise InputError(
                     f"{name} must hold token ids from 0 to {self.vocab_size - 1}, got {token_id!r}",
                     name,

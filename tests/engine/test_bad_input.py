@@ -36,7 +36,10 @@ def llm(tiny_llama: str) -> LLM:
         ({"prompt_token_ids": ["a"]}, "token ids from 0 to 255, got 'a'"),
         ("text", "prompt must be token ids, since skip_tokenizer_init is set"),
         ({"tokens": [1]}, "a prompt must be a text"),
+        ({"prompt_token_ids": [True]}, "token ids from 0 to 255, got True"),
+        ({"prompt_token_ids": [1], "cache_salt": 5}, "cache_salt must be a string, got 5"),
         (7, "a prompt must be a text"),
+        (None, "a prompt must be a text"),
     ],
 )
 def test_bad_prompts_are_refused_and_the_engine_goes_on(
@@ -46,6 +49,37 @@ def test_bad_prompts_are_refused_and_the_engine_goes_on(
         llm.generate([GOOD, prompt], GREEDY, use_tqdm=False)
     assert len(llm.generate(GOOD, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 4
     assert llm.engine.stats().kv_cache_usage == 0.0
+
+
+@pytest.mark.parametrize("prompts", [None, 7])
+def test_what_is_no_prompt_at_all_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InputError, match="a prompt must be a text"):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", ["greedy", 7, {"temperature": 0}, [GREEDY, None]])
+def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(InputError, match="sampling_params must be SamplingParams, or a list"):
+        llm.generate([GOOD, GOOD], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("priority", "message"),
+    [
+        ([1, "high"], "priority must be an integer, got 'high'"),
+        ([None, 1], "priority must be an integer, got None"),
+        ([1, 10**30], "priority must be at most"),
+        ([1], r"priority must hold one number a prompt \(2\), got \[1\]"),
+        (1, "priority must hold one number a prompt"),
+    ],
+)
+def test_a_priority_that_cannot_be_ranked_is_refused_before_it_harms_others(
+    tiny_llama: str, priority: Any, message: str
+) -> None:
+    with LLM(tiny_llama, scheduling_policy="priority", **OPTIONS) as llm:
+        with pytest.raises(InputError, match=message):
+            llm.generate([GOOD, GOOD], GREEDY, use_tqdm=False, priority=priority)
+        assert len(llm.generate([GOOD] * 2, GREEDY, use_tqdm=False, priority=[2, 1])) == 2
 
 
 @pytest.mark.parametrize(
@@ -66,6 +100,16 @@ def test_bad_prompts_are_refused_and_the_engine_goes_on(
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
         ({"logit_bias": {1: 1000.0}}, "logit_bias must be at least -100 and at most 100"),
         ({"max_tokens": "many"}, "max_tokens must be an integer, got 'many'"),
+        ({"max_tokens": 10**5000}, "max_tokens must be at most .* an integer of 16610 bits"),
+        ({"temperature": 10**400}, "temperature must be at least 0 and at most 100"),
+        ({"stop": 5}, "stop must be a list, got 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+        ({"stop_token_ids": "12"}, "stop_token_ids must be a list, got '12'"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids must be a list, got 5"),
+        ({"logit_bias": [1]}, r"logit_bias must map token ids to numbers, got \[1\]"),
+        ({"bad_words": "foo"}, "bad_words must be a list, got 'foo'"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"output_kind": 1}, "output_kind must be a RequestOutputKind, got 1"),
     ],
 )
 def test_absurd_parameters_are_refused_where_they_are_made(
@@ -178,6 +222,31 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
         (failed,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
         assert failed.outputs[0].finish_reason == "error"
         assert "no more" not in (failed.error or ""), "internals go to the log"
+        assert llm.engine.stats().kv_cache_usage == 0.0
+        (again,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
+        assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("method", ["launch", "sample", "collect"])
+def test_an_interrupt_in_the_middle_of_a_step_leaves_the_engine_usable(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    with LLM(tiny_llama, async_scheduling=True, **OPTIONS) as llm:
+        (expected,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
+        original = getattr(llm.engine.executor, method)
+        calls = []
+
+        def interrupted(*args: Any) -> Any:
+            calls.append(method)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        monkeypatch.setattr(llm.engine.executor, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([GOOD, GOOD], GREEDY, use_tqdm=False)
+        assert not llm.engine.has_work()
+        assert llm.engine.stats().num_steps_in_flight == 0
         assert llm.engine.stats().kv_cache_usage == 0.0
         (again,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
         assert again.outputs[0].token_ids == expected.outputs[0].token_ids

@@ -86,6 +86,24 @@ def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
     assert llm.engine.stats().num_running == 0
 
 
+def test_a_stream_and_a_batch_at_the_same_time_do_not_get_into_each_others_way(llm: LLM) -> None:
+    options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    (expected,) = generate(llm, max_tokens=8, **options)
+    stream = llm.stream(PROMPT, SamplingParams(max_tokens=8, **options))
+    first = next(stream)
+    assert len(generate(llm, max_tokens=20, **options)[0].token_ids) == 20
+    rest = list(stream)
+    assert not first.finished
+    assert rest[-1].finished
+    assert rest[-1].outputs[0].token_ids == expected.token_ids
+
+
+def test_the_default_sampling_params_handed_out_are_a_copy(llm: LLM) -> None:
+    mine = llm.get_default_sampling_params()
+    mine.max_tokens = 1
+    assert llm.get_default_sampling_params().max_tokens == 16
+
+
 def test_cached_prompt_tokens_are_counted(tiny_llama: str) -> None:
     prompt = {"prompt_token_ids": list(range(40))}
     params = SamplingParams(temperature=0, max_tokens=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tiny_models import Reference
 from penstock import LLM, SamplingParams
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.source import resolve_source
+from penstock.protocol.errors import InputError
 
 PROMPTS = [
     "The capital of France is",
@@ -117,12 +119,27 @@ def test_the_checkpoint_is_found_where_the_source_says(default_model: str) -> No
     assert Path(source.path).stat().st_size == 98_362_432
 
 
-def test_a_template_given_with_the_call_is_used(llm: LLM) -> None:
-    (output,) = llm.chat(
-        [{"role": "user", "content": "1 2 3 4 5"}],
-        SamplingParams(temperature=0, max_tokens=4),
-        chat_template="{{ messages[0].content }}",
-        use_tqdm=False,
-    )
-    assert output.prompt == "1 2 3 4 5"
-    assert output.outputs[0].text == " 6 7"
+def test_a_template_given_with_the_call_is_used(llm: LLM, tmp_path: Path) -> None:
+    template = "{{ messages[0].content }}"
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
+    for given in (template, str(file)):
+        (output,) = llm.chat(
+            [{"role": "user", "content": "1 2 3 4 5"}],
+            SamplingParams(temperature=0, max_tokens=4),
+            chat_template=given,
+            use_tqdm=False,
+        )
+        assert output.prompt == "1 2 3 4 5"
+        assert output.outputs[0].text == " 6 7"
+
+
+def test_what_is_no_conversation_is_refused(llm: LLM) -> None:
+    message = {"role": "user", "content": "Hi"}
+    not_conversations: list[Any] = [None, "Hi", message, iter([message]), [message, [message]]]
+    for messages in not_conversations:
+        with pytest.raises(InputError, match="messages"):
+            llm.chat(messages, use_tqdm=False)
+    for name in ("messages", "tools", "add_generation_prompt"):
+        with pytest.raises(InputError, match=f"chat_template_kwargs must not hold {name}"):
+            llm.chat([message], use_tqdm=False, chat_template_kwargs={name: []})
