@@ -147,13 +147,16 @@ def test_token_rules_are_obeyed(server: ServerProcess) -> None:
     assert stopped["token_ids"] == [token]
 
 
-def test_ignore_eos_goes_on_to_the_limit(server: ServerProcess) -> None:
-    short = chat(server, max_tokens=40)
-    long = chat(server, max_tokens=40, ignore_eos=True)
+def test_the_end_token_ends_unless_it_is_to_be_ignored(server: ServerProcess) -> None:
+    eager = {"max_tokens": 12, "logit_bias": {"2": 100}}  # to end at once
+    short = chat(server, **eager)
+    assert short["usage"]["completion_tokens"] == 1
     assert short["choices"][0]["finish_reason"] == "stop"
-    assert long["usage"]["completion_tokens"] == 40
-    least = chat(server, max_tokens=40, min_tokens=20)
-    assert 20 <= least["usage"]["completion_tokens"] <= 40
+    assert short["choices"][0]["message"]["content"] == ""
+    assert chat(server, **eager, min_tokens=7)["usage"]["completion_tokens"] == 8
+    long = chat(server, **eager, ignore_eos=True)
+    assert long["usage"]["completion_tokens"] == 12
+    assert long["choices"][0]["finish_reason"] == "length"
 
 
 def test_prompts_are_truncated_from_either_side(server: ServerProcess) -> None:

@@ -49,7 +49,6 @@ def test_a_greedy_chat_equals_the_offline_one(
     choice = answer.choices[0]
     assert choice.message.content == expected.outputs[0].text
     assert choice.finish_reason == expected.outputs[0].finish_reason
-    assert "Paris" in expected.outputs[0].text
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
     assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
@@ -82,6 +81,7 @@ def test_a_greedy_completion_equals_the_offline_one(
 ) -> None:
     (expected,) = offline.generate(PROMPT, SamplingParams(**GREEDY), use_tqdm=False)
     answer = client.completions.create(model=model, prompt=PROMPT, **GREEDY)
+    assert "Paris" in expected.outputs[0].text
     assert answer.choices[0].text == expected.outputs[0].text
     pieces = client.completions.create(model=model, prompt=PROMPT, stream=True, **GREEDY)
     assert "".join(piece.choices[0].text for piece in pieces) == expected.outputs[0].text

@@ -24,6 +24,7 @@ OPERATIONS = [
     ("POST", "/ping"),
     ("GET", "/version"),
     ("GET", "/load"),
+    ("GET", "/metrics"),
 ]
 # A field may have a valid type and still make no sense, which is a 400.
 EXCLUDED = [schemathesis.checks.positive_data_acceptance]

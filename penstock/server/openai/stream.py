@@ -11,7 +11,7 @@ from penstock.server.openai.protocol import StreamOptions, Usage
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer; with stream, chunks of it as server-sent events.",
-        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"text/event-stream": {}},
     }
 }
 
