@@ -70,6 +70,10 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, num_iters: int, warmup
         metavar="N",
         help="Runs before those, not measured (default: %(default)s)",
     )
+    add_json_argument(parser)
+
+
+def add_json_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--json",
         metavar="FILE",
@@ -135,22 +139,23 @@ def timed_run(llm: LLM, workload: Workload, params: list[SamplingParams]) -> flo
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Mean and percentiles (linear between neighbours) of a measurement."""
+    """Mean and percentiles of a measurement."""
     ordered = sorted(values)
-
-    def percentile(share: float) -> float:
-        place = share * (len(ordered) - 1)
-        below, above = math.floor(place), math.ceil(place)
-        return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
     return {
         "mean": sum(ordered) / len(ordered),
         "min": ordered[0],
-        "p50": percentile(0.5),
-        "p90": percentile(0.9),
-        "p99": percentile(0.99),
+        "p50": percentile(ordered, 0.5),
+        "p90": percentile(ordered, 0.9),
+        "p99": percentile(ordered, 0.99),
         "max": ordered[-1],
     }
+
+
+def percentile(ordered: list[float], share: float) -> float:
+    """The value that `share` of the sorted values lie below; linear between neighbours."""
+    place = share * (len(ordered) - 1)
+    below, above = math.floor(place), math.ceil(place)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def peak_memory_mib() -> float | None:
@@ -174,15 +179,20 @@ def report(
         **setting,
         **results,
     }
-    print(_table({**setting, **results}), file=sys.stderr if args.json == "-" else sys.stdout)
+    write_report(_table({**setting, **results}), document, args.json)
+
+
+def write_report(table: str, document: dict[str, Any], json_target: str | None) -> None:
+    """Print the table, and write `document` to a file or, for ``-``, to standard output."""
+    print(table, file=sys.stderr if json_target == "-" else sys.stdout)
     text = json.dumps(document, indent=2)
-    if args.json == "-":
+    if json_target == "-":
         print(text)
-    elif args.json is not None:
+    elif json_target is not None:
         try:
-            Path(args.json).write_text(text + "\n")
+            Path(json_target).write_text(text + "\n")
         except OSError as error:
-            raise ConfigError(f"cannot write {args.json}: {error.strerror}") from error
+            raise ConfigError(f"cannot write {json_target}: {error.strerror}") from error
 
 
 def _table(rows: dict[str, Any]) -> str:

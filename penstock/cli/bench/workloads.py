@@ -83,9 +83,9 @@ def named_workload(name: str, vocab: int = VOCAB) -> Workload:
     raise KeyError(name)
 
 
-def random_workload(shape: Shape, vocab: int = VOCAB) -> Workload:
-    """Random prompts of this shape, the same every time."""
-    return _draw("random", shape, random.Random(0), vocab)
+def random_workload(shape: Shape, vocab: int = VOCAB, seed: int = 0) -> Workload:
+    """Random prompts of this shape, the same every time for a seed."""
+    return _draw("random", shape, random.Random(seed), vocab)
 
 
 def _draw(name: str, shape: Shape, rng: random.Random, vocab: int) -> Workload:

@@ -1,0 +1,217 @@
+"""A small HTTP/1.1 client for measuring: bytes are seen, and timed, the moment they arrive.
+
+Its user is called back from the event loop, so that a token costs no task switch: one core keeps
+up with hundreds of streams. The parsing is httptools', the same as the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+import penstock
+from penstock.protocol.errors import ConfigError, PenstockError
+
+
+class HttpError(PenstockError):
+    """No proper response came: the connection failed, broke or was not HTTP."""
+
+
+class Receiver(Protocol):
+    """Whoever takes a response in as it arrives."""
+
+    def on_status(self, status: int) -> None: ...
+
+    def on_body(self, data: bytes) -> None: ...
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server is: a host and port, or a Unix socket; `prefix` begins every path."""
+
+    host: str
+    port: int
+    prefix: str
+    is_tls: bool
+    uds: str | None = None
+
+    @staticmethod
+    def parse(url: str) -> Address:
+        """``http://host[:port][/prefix]``, https, or ``unix:///path``; a final /v1 is ignored."""
+        parts = urlsplit(url)
+        if parts.scheme == "unix" and parts.path:
+            return Address("localhost", 0, "", False, uds=parts.netloc + parts.path)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
+            raise ConfigError(f"base_url must look like http://127.0.0.1:8000, got {url!r}")
+        is_tls = parts.scheme == "https"
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return Address(parts.hostname, port or (443 if is_tls else 80), prefix, is_tls)
+
+
+class HttpClient:
+    """Sends requests to one server, each on a connection of its own while it lasts.
+
+    Connections are kept and used again. Belongs to one event loop.
+    """
+
+    def __init__(self, address: Address, api_key: str | None = None) -> None:
+        self.address = address
+        self._idle: list[_Connection] = []
+        self._tls = ssl.create_default_context() if address.is_tls else None
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        headers = [f"Host: {host}:{address.port}", f"User-Agent: penstock/{penstock.__version__}"]
+        if api_key is not None:
+            headers.append(f"Authorization: Bearer {api_key}")
+        self._headers = "".join(f"{header}\r\n" for header in headers)
+
+    async def get(self, path: str, receiver: Receiver) -> None:
+        await self._exchange(f"GET {self.address.prefix}{path}", "", b"", receiver)
+
+    async def post(self, path: str, body: bytes, receiver: Receiver) -> None:
+        """Send JSON; returns when the response has ended. `HttpError` if it does not come whole."""
+        headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        await self._exchange(f"POST {self.address.prefix}{path}", headers, body, receiver)
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+
+    async def _exchange(self, target: str, headers: str, body: bytes, receiver: Receiver) -> None:
+        message = f"{target} HTTP/1.1\r\n{self._headers}{headers}\r\n".encode() + body
+        while connection := self._take_idle():
+            try:
+                await self._on(connection, message, receiver)
+                return
+            except _StaleConnection:
+                continue  # the server closed it while it was idle
+        await self._on(await self._connect(), message, receiver)
+
+    def _take_idle(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        return None
+
+    async def _on(self, connection: _Connection, message: bytes, receiver: Receiver) -> None:
+        try:
+            await connection.exchange(message, receiver)
+        except BaseException:
+            connection.abort()
+            raise
+        if connection.is_reusable:
+            self._idle.append(connection)
+        else:
+            connection.abort()
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        where = self.address
+        try:
+            if where.uds is not None:
+                _, connection = await loop.create_unix_connection(_Connection, where.uds)
+            else:
+                _, connection = await loop.create_connection(
+                    _Connection, where.host, where.port, ssl=self._tls
+                )
+        except OSError as error:
+            place = where.uds or f"{where.host}:{where.port}"
+            raise HttpError(f"cannot connect to {place}: {error.strerror or error}") from error
+        return connection
+
+
+class _StaleConnection(HttpError):
+    """A connection that was used before closed without a byte of response."""
+
+
+class _Connection(asyncio.Protocol):
+    """One connection; one exchange at a time. The `on_*` methods are httptools' callbacks."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.is_reusable = False
+        self._transport: asyncio.Transport | None = None
+        self._receiver: Receiver | None = None
+        self._num_exchanges = 0
+
+    async def exchange(self, message: bytes, receiver: Receiver) -> None:
+        assert self._transport is not None
+        self._parser = httptools.HttpResponseParser(self)
+        self._receiver = receiver
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._has_begun = self._has_length = self.is_reusable = False
+        self._num_exchanges += 1
+        self._transport.write(message)
+        try:
+            await self._done
+        finally:
+            self._receiver = None
+
+    def abort(self) -> None:
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- from the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        self.is_open = True
+
+    def data_received(self, data: bytes) -> None:
+        if self._receiver is None:
+            self.abort()  # nobody asked
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:
+            self._fail(error.__context__ or error)
+        except httptools.HttpParserError as error:
+            self._fail(HttpError(f"the response is not proper HTTP: {error}"))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        if self._receiver is None or self._done.done():
+            return
+        if not self._has_begun and self._num_exchanges > 1:
+            self._fail(_StaleConnection("the connection was closed while idle"))
+        elif self._has_begun and not self._has_length and error is None:
+            self._done.set_result(None)  # the end of the connection is the end of the response
+        else:
+            why = f" ({error})" if error is not None else ""
+            where = "in the middle of" if self._has_begun else "before"
+            self._fail(HttpError(f"the connection was closed {where} the response{why}"))
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._done.done():
+            self._done.set_exception(error)
+
+    # -- from the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
+
+    def on_headers_complete(self) -> None:
+        self._has_begun = True
+        assert self._receiver is not None
+        self._receiver.on_status(self._parser.get_status_code())
+
+    def on_body(self, data: bytes) -> None:
+        if self._receiver is not None:
+            self._receiver.on_body(data)
+
+    def on_message_complete(self) -> None:
+        self.is_reusable = self.is_open and self._parser.should_keep_alive()
+        if not self._done.done():
+            self._done.set_result(None)

@@ -1,0 +1,163 @@
+"""Load: when each request is sent, how many at once, and the run itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from penstock.cli.bench.http import HttpClient, HttpError
+from penstock.cli.bench.prompts import BenchRequest
+from penstock.cli.bench.streams import Content, Dialect, StreamRecord, ask
+from penstock.cli.bench.workloads import VOCAB
+from penstock.protocol.errors import RequestFault
+
+_TRIAL = BenchRequest([1, 2, 3, 4], 1)
+_REFUSALS = (400, 422)  # with these a server may object to how a request is written
+
+
+@dataclass(frozen=True)
+class Load:
+    """How requests are sent.
+
+    Open loop: at `request_rate` a second on average, whatever comes back; the gaps are gamma
+    distributed, with `burstiness` 1 exponential (a Poisson process), below it burstier, above it
+    more even. An infinite rate sends all at once. Closed loop: never more than `max_concurrency`
+    in flight; requests that become due wait for a place.
+    """
+
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+    timeout_s: float = 600.0
+
+    def due_times(self, num_requests: int, seed: int) -> list[float]:
+        """Seconds from the start at which each request is to be sent; the first at once."""
+        if math.isinf(self.request_rate):
+            return [0.0] * num_requests
+        rng = random.Random(f"arrivals {seed}")
+        scale = 1 / (self.request_rate * self.burstiness)
+        gaps = (rng.gammavariate(self.burstiness, scale) for _ in range(num_requests - 1))
+        return list(itertools.accumulate(gaps, initial=0.0))
+
+
+@dataclass
+class LoadResult:
+    records: list[StreamRecord]  # in the order in which they were due
+    started: float
+    ended: float
+    max_in_flight: int
+
+
+async def run_load(
+    client: HttpClient,
+    dialect: Dialect,
+    requests: Sequence[BenchRequest],
+    due_times: Sequence[float],
+    load: Load,
+    on_done: Callable[[], object] = lambda: None,
+) -> LoadResult:
+    """Send every request at its time and wait for all answers."""
+    places = asyncio.Semaphore(load.max_concurrency or len(requests))
+    num_in_flight = max_in_flight = 0
+
+    async def send(request: BenchRequest, record: StreamRecord) -> None:
+        nonlocal num_in_flight, max_in_flight
+        num_in_flight += 1
+        max_in_flight = max(max_in_flight, num_in_flight)
+        try:
+            await ask(client, dialect, request, record, load.timeout_s)
+        finally:
+            num_in_flight -= 1
+            places.release()
+        on_done()
+
+    started = time.perf_counter()
+    records, sending = [], []
+    for request, due in zip(requests, due_times, strict=True):
+        while (wait_s := started + due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait_s)  # which may end a little early
+        await places.acquire()
+        records.append(StreamRecord(started + due))
+        sending.append(asyncio.ensure_future(send(request, records[-1])))
+    await asyncio.gather(*sending)
+    return LoadResult(records, started, time.perf_counter(), max_in_flight)
+
+
+async def warm_up(
+    client: HttpClient,
+    dialect: Dialect,
+    requests: Sequence[BenchRequest],
+    count: int,
+    load: Load,
+    seed: int,
+) -> None:
+    """Send `count` requests that are not measured, as long as the measured ones.
+
+    Prompts of token ids are other ones, so that no prefix cache knows those that are measured.
+    """
+    rng = random.Random(f"warm-up {seed}")
+    sent = []
+    for request in itertools.islice(itertools.cycle(requests), count):
+        if not isinstance(request.prompt, str):
+            request = replace(request, prompt=[rng.randint(0, VOCAB) for _ in request.prompt])
+        sent.append(request)
+    if sent:
+        result = await run_load(client, dialect, sent, [0.0] * count, load)
+        for record in result.records:
+            if record.error is not None:
+                raise RequestFault(f"a request to warm up failed: {record.error}")
+
+
+async def first_model(client: HttpClient, timeout_s: float) -> str:
+    """The first name in the server's list of models."""
+    content = Content()
+    try:
+        await asyncio.wait_for(client.get("/v1/models", content), timeout_s)
+    except (HttpError, asyncio.TimeoutError) as error:
+        why = str(error) or f"no answer within {timeout_s:g} s"
+        raise RequestFault(f"cannot ask the server for its models: {why}") from error
+    try:
+        return msgspec.json.decode(content.body, type=_Models).data[0].id
+    except (msgspec.MsgspecError, IndexError) as error:
+        raise RequestFault(
+            f"/v1/models names no model (HTTP {content.status}): give one with --model"
+        ) from error
+
+
+async def agree(client: HttpClient, dialect: Dialect, timeout_s: float) -> Dialect:
+    """`dialect` with what the server does not take left out, found by requests of one token.
+
+    Raises `RequestFault`, with the server's first objection, if it takes none of them.
+    """
+    objection = ""
+    for takes_token_ids, takes_usage in itertools.product(
+        _downwards(dialect.takes_token_ids), _downwards(dialect.takes_usage)
+    ):
+        attempt = replace(dialect, takes_token_ids=takes_token_ids, takes_usage=takes_usage)
+        record = StreamRecord(time.perf_counter())
+        await ask(client, attempt, _TRIAL, record, timeout_s)
+        if record.error is None:
+            return attempt
+        objection = objection or record.error
+        if record.status not in _REFUSALS:
+            break
+    raise RequestFault(f"a trial request to {dialect.path} failed: {objection}")
+
+
+def _downwards(most: bool) -> tuple[bool, ...]:
+    return (True, False) if most else (False,)
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]

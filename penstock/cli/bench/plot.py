@@ -1,0 +1,131 @@
+"""The picture of a run: when each request ran, and how its latencies are distributed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.bench.common import percentile
+from penstock.cli.bench.serve_report import describe_load
+from penstock.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WAIT, DECODE, FAILED, MARK = "#f2a65a", "#3b7ea1", "#c8102e", "#333333"
+MAX_ROWS_SHOWN_APART = 60  # below, bars of the timeline have gaps between them
+
+
+def require_matplotlib() -> None:
+    """`ConfigError` where it is missing: better before the run than after it."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'penstock[plot]'") from error
+
+
+def plot(document: Mapping[str, Any], path: Path) -> None:
+    """Draw a report of `penstock bench serve` into a PNG."""
+    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+
+    done = [row for row in document["requests"] if "error" not in row]
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    grid = figure.add_gridspec(2, 3, height_ratios=[1.5, 1])
+    figure.suptitle(_title(document), fontsize=11, linespacing=1.5)
+    _timeline(figure.add_subplot(grid[0, :]), document["requests"], document["duration_s"])
+    _distribution(
+        figure.add_subplot(grid[1, 0]), "Time to first token", [r["ttft_ms"] for r in done], WAIT
+    )
+    itls = [itl for row in done for itl in row["itls_ms"]]
+    _distribution(figure.add_subplot(grid[1, 1]), "Inter-token latency", itls, DECODE)
+    _rate(figure.add_subplot(grid[1, 2]), done, document["duration_s"])
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _title(document: Mapping[str, Any]) -> str:
+    failed = f", {document['failed']} failed" if document["failed"] else ""
+    return (
+        f"{document['model']}: {document['workload']}, {describe_load(document)}\n"
+        f"{document['completed']} completed{failed} in {document['duration_s']:.1f} s, "
+        f"{document['request_throughput']:.2f} requests/s, "
+        f"{document['output_throughput']:.0f} output tokens/s"
+    )
+
+
+def _timeline(axes: Axes, rows: Sequence[Mapping[str, Any]], duration_s: float) -> None:
+    """A bar for each request: waiting for the first token, then tokens coming; failures crossed."""
+    height = 0.8 if len(rows) <= MAX_ROWS_SHOWN_APART else 1.0
+    ordered = sorted(rows, key=lambda row: float(row["start_s"]))
+    done = [(y, row) for y, row in enumerate(ordered) if "error" not in row]
+    failed = [(y, row) for y, row in enumerate(ordered) if "error" in row]
+    ys = [y for y, _ in done]
+    starts = [row["start_s"] for _, row in done]
+    waits = [row["ttft_ms"] / 1e3 for _, row in done]
+    firsts = [start + wait for start, wait in zip(starts, waits, strict=True)]
+    decodes = [row["end_s"] - first for (_, row), first in zip(done, firsts, strict=True)]
+    axes.barh(ys, waits, height, left=starts, color=WAIT, label="until the first token")
+    axes.barh(ys, decodes, height, left=firsts, color=DECODE, label="tokens coming")
+    if failed:
+        failed_starts = [row["start_s"] for _, row in failed]
+        failed_ys = [y for y, _ in failed]
+        axes.scatter(failed_starts, failed_ys, marker="x", s=24, color=FAILED, label="failed")
+    axes.set(xlim=(0, duration_s), ylim=(len(rows) - 0.5, -0.5))
+    axes.set(title="Requests", xlabel="seconds from the start", ylabel="in the order sent")
+    above = (1.0, 1.0)  # the axes, where no bar can be
+    axes.legend(loc="lower right", bbox_to_anchor=above, ncols=3, fontsize=9, frameon=False)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _distribution(axes: Axes, title: str, values_ms: Sequence[float], color: str) -> None:
+    """A histogram, with the median and the 99th percentile marked."""
+    axes.set(title=title, xlabel="ms")
+    axes.set_yticks([])
+    if not values_ms:
+        axes.text(0.5, 0.5, "nothing measured", ha="center", transform=axes.transAxes)
+        return
+    ordered = sorted(values_ms)
+    median, p99 = percentile(ordered, 0.5), percentile(ordered, 0.99)
+    # A single outlier must not squeeze all else into one bar: what lies beyond joins the last one.
+    end = min(ordered[-1], max(3 * p99, 1e-3))
+    shown = [min(value, end) for value in values_ms]
+    axes.hist(shown, bins=40, color=color)
+    for value, name, style in ((median, "median", "-"), (p99, "p99", "--")):
+        axes.axvline(value, color=MARK, linestyle=style, label=f"{name} {value:.1f} ms")
+    axes.set_xlim(left=0)
+    axes.legend(fontsize=9, framealpha=0.9)
+
+
+def _rate(axes: Axes, done: Sequence[Mapping[str, Any]], duration_s: float) -> None:
+    """Output tokens a second and requests in flight, over the run."""
+    num_bins = 30
+    width = duration_s / num_bins
+    tokens = [0.0] * num_bins
+    for row in done:
+        at = row["start_s"] + row["ttft_ms"] / 1e3
+        times = [at]
+        for itl in row["itls_ms"]:
+            at += itl / 1e3
+            times.append(at)
+        for time in times:  # a chunk may hold several tokens: each counts for its share
+            tokens[min(int(time / width), num_bins - 1)] += row["num_output_tokens"] / len(times)
+    edges = [index * width for index in range(num_bins + 1)]
+    axes.stairs([count / width for count in tokens], edges, fill=True, color=DECODE, alpha=0.5)
+    axes.set(title="Output tokens a second", xlabel="seconds from the start", xlim=(0, duration_s))
+    axes.set_ylim(bottom=0)
+    changes = sorted([(row["start_s"], 1) for row in done] + [(row["end_s"], -1) for row in done])
+    in_flight = axes.twinx()
+    in_flight.step(
+        [time for time, _ in changes],
+        list(itertools.accumulate(change for _, change in changes)),
+        where="post",
+        color=MARK,
+        linewidth=1,
+    )
+    in_flight.set_ylim(bottom=0)
+    in_flight.set_ylabel("requests in flight (line)")

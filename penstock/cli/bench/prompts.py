@@ -1,0 +1,122 @@
+"""The prompts that a server is measured with: drawn at random, a reference workload, or a file."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from penstock.cli.bench.common import DEFAULT_LEN
+from penstock.cli.bench.workloads import Length, Shape, Workload, named_workload, random_workload
+from penstock.protocol.errors import ConfigError
+
+DEFAULT_NUM_PROMPTS = 100
+
+# What stands in for token ids where a server takes only text: to most models, a token each.
+_TEXT = (
+    "the of and to in is that for it was on are as with they be at one have this from or had by "
+    "hot but some what there we can out other were all your when up use word how said an each she "
+    "which do their time if will way about many then them would write like so these her long make "
+    "thing see him two has look more day could go come did my sound no most number who over know "
+    "water than call first people may down side been now find any new work part take get place"
+)
+_WORDS = _TEXT.split()
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """One prompt, as token ids or text, and how many tokens to ask for."""
+
+    prompt: list[int] | str
+    output_len: int
+
+    def text(self) -> str:
+        """The prompt for a server that takes no token ids: words, one for each of them."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in self.prompt)
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """What to send, and how it is meant to be sampled unless the user says otherwise."""
+
+    name: str
+    requests: list[BenchRequest]
+    temperature: float
+    ignore_eos: bool  # lengths are exact
+
+    @staticmethod
+    def of_workload(workload: Workload) -> PromptSet:
+        pairs = zip(workload.prompts, workload.output_lens, strict=True)
+        requests = [BenchRequest(prompt, length) for prompt, length in pairs]
+        return PromptSet(workload.name, requests, workload.temperature, ignore_eos=True)
+
+
+def prompts_from_args(args: argparse.Namespace) -> PromptSet:
+    """Refuses, with `ConfigError`, flags that contradict each other and files that hold nothing."""
+    if args.workload is not None:
+        _refuse(args, f"workload {args.workload}", ["num_prompts", "input_len", "output_len"])
+        _refuse(args, f"workload {args.workload}", ["range_ratio", "dataset", "dataset_path"])
+        return PromptSet.of_workload(named_workload(args.workload))
+    if args.dataset == "custom":
+        if args.dataset_path is None:
+            raise ConfigError("dataset custom needs a file: give --dataset-path")
+        _refuse(args, "dataset custom", ["input_len", "range_ratio"])
+        requests = read_prompts(args.dataset_path, args.output_len or DEFAULT_LEN)
+        count = args.num_prompts or len(requests)
+        chosen = list(itertools.islice(itertools.cycle(requests), count))
+        return PromptSet(args.dataset_path.name, chosen, temperature=0.0, ignore_eos=False)
+    _refuse(args, "dataset random", ["dataset_path"])
+    ratio = args.range_ratio or 0.0
+    shape = Shape(
+        num_requests=args.num_prompts or DEFAULT_NUM_PROMPTS,
+        input_len=_around(args.input_len or DEFAULT_LEN, ratio),
+        output_len=_around(args.output_len or DEFAULT_LEN, ratio),
+    )
+    return PromptSet.of_workload(random_workload(shape, seed=args.seed))
+
+
+def _refuse(args: argparse.Namespace, what: str, names: list[str]) -> None:
+    if extra := [name for name in names if getattr(args, name) is not None]:
+        raise ConfigError(f"{what} leaves nothing to choose there: drop {', '.join(extra)}")
+
+
+def _around(length: int, ratio: float) -> Length:
+    if ratio == 0:
+        return length
+    return max(round(length * (1 - ratio)), 1), round(length * (1 + ratio))
+
+
+class _Line(msgspec.Struct):
+    prompt: str | list[int]
+    output_len: int | None = None
+
+
+def read_prompts(path: Path, default_output_len: int) -> list[BenchRequest]:
+    """One JSON object a line: ``prompt``, a text or token ids, and maybe ``output_len``."""
+    requests = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            item = msgspec.json.decode(line, type=_Line)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f'line {number} of {path} must look like {{"prompt": "...", "output_len": 64}}: '
+                f"{error}"
+            ) from error
+        length = default_output_len if item.output_len is None else item.output_len
+        if length < 1:
+            raise ConfigError(f"line {number} of {path}: output_len must be at least 1")
+        requests.append(BenchRequest(item.prompt, length))
+    if not requests:
+        raise ConfigError(f"{path} holds no prompts")
+    return requests

@@ -1,0 +1,144 @@
+"""The report of `penstock bench serve`: numbers from records, and the table that shows them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.cli.bench.common import percentile
+from penstock.cli.bench.load import LoadResult
+from penstock.cli.bench.streams import StreamRecord
+
+LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
+
+
+def summarize(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, Any]:
+    """Every number of a run. Rates count what completed, over the time of the whole run."""
+    done = [record for record in result.records if record.error is None]
+    elapsed = result.ended - result.started
+    num_input = sum(record.num_input_tokens or 0 for record in done)
+    num_output = sum(record.num_output_tokens for record in done)
+    summary: dict[str, Any] = {
+        "completed": len(done),
+        "failed": len(result.records) - len(done),
+        "errors": _grouped_errors(result.records),
+        "duration_s": elapsed,
+        "max_concurrent_requests": result.max_in_flight,
+        "token_counts": _source_of_counts(done),
+        "total_input_tokens": num_input,
+        "total_cached_tokens": sum(record.num_cached_tokens or 0 for record in done),
+        "total_output_tokens": num_output,
+        "request_throughput": len(done) / elapsed,
+        "output_throughput": num_output / elapsed,
+        "total_token_throughput": (num_input + num_output) / elapsed,
+    }
+    if goals_ms:
+        num_good = sum(_meets(record, goals_ms) for record in done)
+        summary |= {"goodput_ms": dict(goals_ms), "request_goodput": num_good / elapsed}
+        summary["good_share"] = num_good / len(result.records)
+    summary |= {
+        "ttft_ms": spread_ms([record.ttft for record in done]),
+        "tpot_ms": spread_ms([record.tpot for record in done if record.tpot is not None]),
+        "itl_ms": spread_ms([itl for record in done for itl in record.itls]),
+        "e2el_ms": spread_ms([record.e2e for record in done]),
+        "start_delay_ms": spread_ms([record.sent - record.due for record in result.records]),
+        "requests": [_row(record, result.started) for record in result.records],
+    }
+    return summary
+
+
+def spread_ms(seconds: list[float]) -> dict[str, float] | None:
+    """In milliseconds; None where nothing was measured."""
+    if not seconds:
+        return None
+    ordered = sorted(value * 1e3 for value in seconds)
+    return {
+        "mean": statistics.fmean(ordered),
+        "median": percentile(ordered, 0.5),
+        "std": statistics.pstdev(ordered),
+        "p90": percentile(ordered, 0.9),
+        "p99": percentile(ordered, 0.99),
+        "max": ordered[-1],
+    }
+
+
+def _grouped_errors(records: list[StreamRecord]) -> list[dict[str, Any]]:
+    counts = Counter(record.error for record in records if record.error is not None)
+    return [{"count": count, "error": error} for error, count in counts.most_common()]
+
+
+def _source_of_counts(done: list[StreamRecord]) -> str:
+    """Who counted: input tokens are known from the server's usage alone."""
+    num_reported = sum(record.usage is not None for record in done)
+    if num_reported == len(done):
+        return "usage"
+    return "chunks" if num_reported == 0 else f"usage of {num_reported}, chunks of the others"
+
+
+def _meets(record: StreamRecord, goals_ms: Mapping[str, float]) -> bool:
+    reached = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.e2e}
+    return all(reached[name] * 1e3 <= limit for name, limit in goals_ms.items())
+
+
+def _row(record: StreamRecord, started: float) -> dict[str, Any]:
+    """One request; times from the start of the run."""
+    row: dict[str, Any] = {"due_s": record.due - started, "start_s": record.sent - started}
+    if record.error is not None:
+        return row | {"error": record.error}
+    return row | {
+        "end_s": row["start_s"] + record.e2e,
+        "ttft_ms": record.ttft * 1e3,
+        "itls_ms": [itl * 1e3 for itl in record.itls],
+        "num_input_tokens": record.num_input_tokens,
+        "num_output_tokens": record.num_output_tokens,
+    }
+
+
+def render(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """The table for people."""
+    rows = [
+        ("server", f"{setting['base_url']}, {setting['model']}"),
+        ("requests", f"{setting['workload']}: {setting['prompts']} over {setting['backend']}"),
+        ("load", describe_load(setting)),
+        (
+            "outcome",
+            f"{summary['completed']} completed, {summary['failed']} failed in "
+            f"{summary['duration_s']:.2f} s, at most {summary['max_concurrent_requests']} at once",
+        ),
+        (
+            "tokens",
+            f"{summary['total_input_tokens']} in ({summary['total_cached_tokens']} cached), "
+            f"{summary['total_output_tokens']} out, counted by {summary['token_counts']}",
+        ),
+        (
+            "throughput",
+            f"{summary['request_throughput']:.2f} requests/s, "
+            f"{summary['output_throughput']:.1f} output tokens/s, "
+            f"{summary['total_token_throughput']:.1f} total tokens/s",
+        ),
+    ]
+    if "request_goodput" in summary:
+        goals = ", ".join(f"{k} <= {v:g} ms" for k, v in summary["goodput_ms"].items())
+        goodput = f"{summary['request_goodput']:.2f} requests/s"
+        rows.append(("goodput", f"{goodput} ({summary['good_share']:.0%}) with {goals}"))
+    lines = [f"{name:<12}{text}" for name, text in rows]
+    columns = ("mean", "median", "std", "p90", "p99", "max")
+    lines += ["", f"{'ms':<12}" + "".join(f"{column:>10}" for column in columns)]
+    for key, title in LATENCIES.items():
+        values = summary[f"{key}_ms"]
+        cells = (f"{values[column]:.2f}" if values else "-" for column in columns)
+        lines.append(f"{title:<12}" + "".join(f"{cell:>10}" for cell in cells))
+    if summary["errors"]:
+        lines.append("")
+        lines += [f"failed: {item['count']} x {item['error']}" for item in summary["errors"]]
+    return "\n".join(lines)
+
+
+def describe_load(setting: Mapping[str, Any]) -> str:
+    rate, most = setting["request_rate"], setting["max_concurrency"]
+    sent = "all at once" if rate is None else f"{rate:g} requests/s"
+    if rate is not None and setting["burstiness"] != 1:
+        sent += f" (burstiness {setting['burstiness']:g})"
+    return sent if most is None else f"{sent}, at most {most} in flight"
