@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from penstock.config import EngineConfig
 from penstock.layers.quantization import DenseMethod, LinearMethod
@@ -19,7 +20,15 @@ from penstock.protocol.errors import ConfigError
 class Backend:
     ops: Ops
     linear_method: LinearMethod
-    native_types: Collection[str]  # GGUF types whose blocks layers take as they are
+    native_types: Collection[str] = ()  # GGUF types whose blocks layers take as they are
+    native_layers: bool = False  # whether layers run whole in the C++ library
+
+    def finish(self, model: nn.Module) -> None:
+        """Called once the weights are loaded."""
+        if self.native_layers:
+            from penstock.models.native_decoder import fuse_layers  # needs the library
+
+            fuse_layers(model)
 
 
 def choose_backend(config: EngineConfig, platform: Platform, dtype: torch.dtype) -> Backend:
@@ -34,14 +43,15 @@ def choose_backend(config: EngineConfig, platform: Platform, dtype: torch.dtype)
                 f"quantization={config.load.quantization} needs a CPU, dtype float32 and the C++ "
                 "library (`penstock collect-env` says whether it is built)"
             )
-        return Backend(Ops(device), DenseMethod(), ())
+        return Backend(Ops(device), DenseMethod())
     native.penstock_set_threads(platform.cpu_threads)
     torch.set_num_threads(1)  # two pools would fight for the cores
     if config.load.load_format == "dummy":
-        return Backend(Ops("cpu-native"), DenseMethod(), ())
+        return Backend(Ops("cpu-native"), DenseMethod())
     # Imported here because both need the library.
     from penstock.layers.native import NativeMethod
-    from penstock.ops.cpu.packed import NATIVE_TYPES
+    from penstock.ops.cpu.dtypes import NATIVE_TYPES
 
     types = NATIVE_TYPES if config.load.gguf_compute == "auto" else ()
-    return Backend(Ops("cpu-native"), NativeMethod(int8=config.load.quantization == "int8"), types)
+    method = NativeMethod(int8=config.load.quantization == "int8")
+    return Backend(Ops("cpu-native"), method, types, native_layers=True)

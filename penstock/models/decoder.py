@@ -3,6 +3,8 @@ attention and MLP differ."""
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import nn
 
@@ -17,6 +19,18 @@ from penstock.models.config import DecoderConfig
 from penstock.protocol.kv import KVCacheSpec
 
 
+class FusedLayer(Protocol):
+    """A whole decoder layer in one call, where a device has that."""
+
+    def applies(self) -> bool:
+        """Whether nothing hooks into the layer's parts now."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the layer's forward; x and residual may be changed in place."""
+
+
 class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), the additions deferred into the norms."""
 
@@ -28,10 +42,13 @@ class DecoderLayer(nn.Module):
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
         self.mlp = mlp
+        self.fused: FusedLayer | None = None
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.fused is not None and self.fused.applies():
+            return self.fused(x, residual, angles)
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, angles)
         x, residual = self.post_attention_layernorm.add(x, residual)

@@ -27,13 +27,14 @@ _SIGNATURES = {
     "penstock_packed_bytes": ("nii", "i"),
     "penstock_pack": ("npiiip", ""),
     "penstock_embed": ("npipip", ""),
-    "penstock_linear": ("pipiiippi", ""),
+    "penstock_linear": ("ppiiipi", ""),
     "penstock_rms_norm": ("piiiiipfp", ""),
     "penstock_add_rms_norm": ("ppiipfpp", ""),
     "penstock_silu_mul": ("piip", ""),
-    "penstock_rotate": ("piiiippii", ""),
+    "penstock_rotate": ("piiip", ""),
     "penstock_write_kv": ("pipippi", ""),
-    "penstock_attend": ("piippppiifip", ""),
+    "penstock_attend": ("piippfip", ""),
+    "penstock_decoder_layer": ("pppppi", ""),
 }
 
 
@@ -48,6 +49,52 @@ class WeightPart(ctypes.Structure):
     ]
 
 
+class Weights(ctypes.Structure):
+    """The parts of a linear layer, and its bias."""
+
+    _fields_ = [("parts", _POINTER), ("num_parts", _INT), ("bias", _POINTER)]
+
+
+class Step(ctypes.Structure):
+    """Where a step's rows stand; see `penstock.ops.attention.AttentionMetadata`."""
+
+    _fields_ = [
+        ("query_starts", _POINTER),
+        ("seq_lens", _POINTER),
+        ("block_table", _POINTER),
+        ("table_stride", _INT),
+        ("num_requests", _INT),
+        ("slots", _POINTER),
+        ("rows", _INT),
+        ("cos", _POINTER),
+        ("sin", _POINTER),
+        ("angle_stride", _INT),
+        ("half", _INT),
+    ]
+
+
+class DecoderLayer(ctypes.Structure):
+    """A pre-norm decoder layer's weights and sizes."""
+
+    _fields_ = [
+        ("input_norm", _POINTER),
+        ("output_norm", _POINTER),
+        ("query_norm", _POINTER),
+        ("key_norm", _POINTER),
+        ("qkv", Weights),
+        ("output", Weights),
+        ("gate_up", Weights),
+        ("down", Weights),
+        ("hidden", _INT),
+        ("num_heads", _INT),
+        ("intermediate", _INT),
+        ("window", _INT),
+        ("eps", ctypes.c_float),
+        ("qk_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    ]
+
+
 class Cache(ctypes.Structure):
     """A layer's KV cache, as `penstock.ops.attention` lays it out."""
 
@@ -57,7 +104,7 @@ class Cache(ctypes.Structure):
         ("block_size", _INT),
         ("num_kv_heads", _INT),
         ("head_dim", _INT),
-        ("is_bf16", _INT),
+        ("type", _INT),
     ]
 
 

@@ -12,7 +12,8 @@ import torch
 
 from penstock.ops import reference
 from penstock.ops.attention import AttentionMetadata
-from penstock.ops.cpu.library import Cache, load
+from penstock.ops.cpu.dtypes import FLOAT_TYPES
+from penstock.ops.cpu.library import Cache, Step, load
 
 ROW_INVARIANT = frozenset(
     {
@@ -82,13 +83,12 @@ def rotate_pair(
     """As the reference, in place."""
     if not (_heads_are_dense(query) and _heads_are_dense(key) and _rows_are_dense(cos, sin)):
         return reference.rotate_pair(query, key, cos, sin)
-    half = cos.shape[-1]
+    step = Step(
+        rows=query.shape[0], cos=cos.data_ptr(), sin=sin.data_ptr(), angle_stride=cos.stride(0),
+        half=cos.shape[-1],
+    )  # fmt: skip
     for x in (query, key):
-        rows, heads, head_dim = x.shape
-        _rotate(
-            x.data_ptr(), rows, heads, x.stride(0), head_dim, cos.data_ptr(), sin.data_ptr(),
-            cos.stride(0), half,
-        )  # fmt: skip
+        _rotate(x.data_ptr(), x.shape[1], x.stride(0), x.shape[2], ctypes.byref(step))
     return query, key
 
 
@@ -101,7 +101,7 @@ def write_kv(
         return
     _write_kv(
         key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
-        ctypes.byref(_cache(cache)), slot_mapping.data_ptr(), key.shape[0],
+        ctypes.byref(cache_of(cache)), slot_mapping.data_ptr(), key.shape[0],
     )  # fmt: skip
 
 
@@ -118,11 +118,35 @@ def paged_attention(
         return reference.paged_attention(query, cache, metadata, scale, window)
     output = torch.empty(query.shape)
     _attend(
-        query.data_ptr(), query.stride(0), query.shape[1], ctypes.byref(_cache(cache)),
-        metadata.query_starts.data_ptr(), metadata.seq_lens.data_ptr(), table.data_ptr(),
-        table.stride(0), table.shape[0], scale, window or 0, output.data_ptr(),
+        query.data_ptr(), query.stride(0), query.shape[1], ctypes.byref(cache_of(cache)),
+        ctypes.byref(step_of(metadata)), scale, window or 0, output.data_ptr(),
     )  # fmt: skip
     return output
+
+
+def step_of(
+    metadata: AttentionMetadata, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
+) -> Step:
+    """For the library; good while its tensors live."""
+    table = metadata.block_table
+    step = Step(
+        metadata.query_starts.data_ptr(), metadata.seq_lens.data_ptr(), table.data_ptr(),
+        table.stride(0), table.shape[0], metadata.slot_mapping.data_ptr(),
+        metadata.slot_mapping.shape[0],
+    )  # fmt: skip
+    if cos is not None and sin is not None:
+        step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
+        step.angle_stride, step.half = cos.stride(0), cos.shape[-1]
+    return step
+
+
+def cache_of(cache: torch.Tensor) -> Cache:
+    """For the library; good while the tensor lives."""
+    _, _, block_size, num_kv_heads, head_dim = cache.shape
+    return Cache(
+        cache.data_ptr(), cache.stride(0), block_size, num_kv_heads, head_dim,
+        FLOAT_TYPES[cache.dtype],
+    )  # fmt: skip
 
 
 def _heads_are_dense(x: torch.Tensor) -> bool:
@@ -135,10 +159,4 @@ def _rows_are_dense(cos: torch.Tensor, sin: torch.Tensor) -> bool:
 
 
 def _is_readable(cache: torch.Tensor) -> bool:
-    return cache.dtype in (_F32, torch.bfloat16) and cache[0].is_contiguous()
-
-
-def _cache(cache: torch.Tensor) -> Cache:
-    _, _, block_size, num_kv_heads, head_dim = cache.shape
-    is_bf16 = cache.dtype == torch.bfloat16
-    return Cache(cache.data_ptr(), cache.stride(0), block_size, num_kv_heads, head_dim, is_bf16)
+    return cache.dtype in FLOAT_TYPES and cache[0].is_contiguous()

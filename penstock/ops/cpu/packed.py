@@ -7,15 +7,8 @@ import ctypes
 import torch
 
 from penstock.ops.blocks import BlockTensor
-from penstock.ops.cpu.library import WeightPart, load
-
-# The numbers that GGUF files give to types.
-FLOAT_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 30}
-BLOCK_TYPES = {
-    "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14
-}  # fmt: skip
-NATIVE_TYPES = frozenset({*BLOCK_TYPES, "F32", "F16", "BF16"})
-"""What matrices of a GGUF file need not be dequantized from."""
+from penstock.ops.cpu.dtypes import BLOCK_TYPES, FLOAT_TYPES
+from penstock.ops.cpu.library import WeightPart, Weights, load
 
 _loaded = load()
 assert _loaded is not None, "penstock.ops.cpu.packed needs the library"
@@ -66,7 +59,11 @@ class PackedLinear:
             entry.columns, entry.first_column = part.shape[0], self.out_features
             self.out_features += part.shape[0]
         self._array = array
-        self._pointer = ctypes.addressof(array)
+
+    def weights(self, bias: torch.Tensor | None) -> Weights:
+        """For the library; good while this object and the bias live."""
+        pointer = None if bias is None else bias.data_ptr()
+        return Weights(ctypes.addressof(self._array), len(self._parts), pointer)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, in_features] float32 -> [n, out_features]."""
@@ -75,8 +72,8 @@ class PackedLinear:
         rows = x.shape[0]
         out = torch.empty(rows, self.out_features)
         _linear(
-            self._pointer, len(self._parts), x.data_ptr(), x.stride(0), rows, self.in_features,
-            None if bias is None else bias.data_ptr(), out.data_ptr(), self.out_features,
+            ctypes.byref(self.weights(bias)), x.data_ptr(), x.stride(0), rows, self.in_features,
+            out.data_ptr(), self.out_features,
         )  # fmt: skip
         return out
 

@@ -23,36 +23,51 @@ struct Tile {
     const float* value[kTile];
 };
 
-void load_tile(const AttentionTask& task, int64_t start, int64_t count, float* buffer, Tile& tile) {
-    const int64_t dim = task.head_dim, token_stride = task.num_kv_heads * dim;
+// Elements from the cache's start to the key of a position; its value is to_values further.
+inline int64_t key_offset(const AttentionTask& task, int64_t position) {
     const int64_t kv_head = task.first_head / (task.num_heads / task.num_kv_heads);
-    const int64_t to_values = task.block_size * token_stride;
-    const bool direct = !task.kv_is_bf16 && dim % 8 == 0;
+    return task.blocks[position / task.block_size] * task.block_stride +
+           (position % task.block_size * task.num_kv_heads + kv_head) * task.head_dim;
+}
+
+// The pieces that a head has of each token lie apart: the hardware does not foresee them.
+void prefetch_tile(const AttentionTask& task, int64_t start, int64_t count) {
+    const int64_t width = task.kv_type == F32 ? 4 : 2;
+    const int64_t to_values = task.block_size * task.num_kv_heads * task.head_dim;
     for (int64_t j = 0; j < count; ++j) {
-        const int64_t position = start + j;
-        const int64_t at = task.blocks[position / task.block_size] * task.block_stride +
-                           position % task.block_size * token_stride + kv_head * dim;
-        if (direct) {
+        const char* key = static_cast<const char*>(task.cache) + key_offset(task, start + j) * width;
+        for (int64_t i = 0; i < task.head_dim * width; i += 64) {
+            prefetch(key + i);
+            prefetch(key + to_values * width + i);
+        }
+    }
+}
+
+void load_tile(const AttentionTask& task, int64_t start, int64_t count, float* buffer, Tile& tile) {
+    const int64_t dim = task.head_dim;
+    const int64_t to_values = task.block_size * task.num_kv_heads * dim;
+    for (int64_t j = 0; j < count; ++j) {
+        const int64_t at = key_offset(task, start + j);
+        if (task.kv_type == F32 && dim % 8 == 0) {
             tile.key[j] = static_cast<const float*>(task.cache) + at;
             tile.value[j] = tile.key[j] + to_values;
             continue;
         }
-        float* copies[2] = {buffer + 2 * j * padded(dim), buffer + (2 * j + 1) * padded(dim)};
-        for (int part = 0; part < 2; ++part) {
-            const int64_t from = at + part * to_values;
-            for (int64_t i = 0; i < dim; ++i) {
-                if (task.kv_is_bf16) {
-                    const uint32_t bits =
-                        static_cast<uint32_t>(static_cast<const uint16_t*>(task.cache)[from + i]) << 16;
-                    std::memcpy(copies[part] + i, &bits, 4);
-                } else {
-                    copies[part][i] = static_cast<const float*>(task.cache)[from + i];
-                }
+        float* key = buffer + 2 * j * padded(dim);
+        float* value = key + padded(dim);
+        if (task.kv_type == F32) {
+            const float* from = static_cast<const float*>(task.cache) + at;
+            for (int64_t i = 0; i < padded(dim); ++i) {
+                key[i] = i < dim ? from[i] : 0.0f;
+                value[i] = i < dim ? from[to_values + i] : 0.0f;
             }
-            for (int64_t i = dim; i < padded(dim); ++i) copies[part][i] = 0.0f;
+        } else {
+            const uint16_t* from = static_cast<const uint16_t*>(task.cache) + at;
+            load_kv_row(from, dim, task.kv_type, key);
+            load_kv_row(from + to_values, dim, task.kv_type, value);
         }
-        tile.key[j] = copies[0];
-        tile.value[j] = copies[1];
+        tile.key[j] = key;
+        tile.value[j] = value;
     }
     for (int64_t j = count; j < kTile; ++j) {  // read, and then masked
         tile.key[j] = tile.key[0];
@@ -153,9 +168,13 @@ void attend(const AttentionTask& task) {
     const int64_t end = task.first_position + num_rows;
     const int64_t first_seen =
         task.window > 0 && task.first_position + 1 > task.window ? task.first_position + 1 - task.window : 0;
+    const auto positions_at = [&](int64_t start) { return end - start < kTile ? end - start : kTile; };
     Tile tile;
-    for (int64_t start = first_seen / kTile * kTile; start < end; start += kTile) {
-        load_tile(task, start, end - start < kTile ? end - start : kTile, buffer, tile);
+    int64_t start = first_seen / kTile * kTile;
+    prefetch_tile(task, start, positions_at(start));
+    for (; start < end; start += kTile) {
+        load_tile(task, start, positions_at(start), buffer, tile);
+        prefetch_tile(task, start + kTile, positions_at(start + kTile));
         for (int64_t r = 0; r < num_rows; ++r) {
             const int64_t position = task.first_position + r;
             int64_t high = position + 1 - start, low = 0;

@@ -126,13 +126,38 @@ inline uint16_t to_bf16(float value) {  // to nearest even
     return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-void store_kv_row(const float* x, int64_t size, int is_bf16, void* out) {
-    if (!is_bf16) {
+void store_kv_row(const float* x, int64_t size, Type type, void* out) {
+    if (type == F32) {
         std::memcpy(out, x, size * sizeof(float));
         return;
     }
-    uint16_t* halves = static_cast<uint16_t*>(out);
-    for (int64_t i = 0; i < size; ++i) halves[i] = to_bf16(x[i]);
+    uint16_t* to = static_cast<uint16_t*>(out);
+    if (type == BF16) {
+        for (int64_t i = 0; i < size; ++i) to[i] = to_bf16(x[i]);
+        return;
+    }
+    for (int64_t i = 0; i < size; i += 8) {
+        if (size - i >= 8) {
+            f8_store_half(to + i, f8_load(x + i));
+        } else {
+            uint16_t halves[8];
+            f8_store_half(halves, load_tail(x + i, size - i));
+            std::memcpy(to + i, halves, (size - i) * sizeof(uint16_t));
+        }
+    }
+}
+
+// `count` keys or values of type F16 or BF16 as floats.
+inline void load_kv_row(const uint16_t* x, int64_t count, Type type, float* out) {
+    for (int64_t i = 0; i < count; i += 8) {
+        uint16_t tail[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        const uint16_t* from = x + i;
+        if (count - i < 8) {
+            std::memcpy(tail, from, (count - i) * sizeof(uint16_t));
+            from = tail;
+        }
+        f8_store(out + i, type == F16 ? f8_load_half(from) : f8_load_bf16(from));
+    }
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ struct AttentionTask {
     int64_t query_stride;
     const void* cache;  // [blocks, 2, block_size, kv_heads, head_dim]
     int64_t block_stride;  // elements from block to block
-    int32_t kv_is_bf16;
+    Type kv_type;  // F32, F16 or BF16
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     float scale;
     int64_t window;  // 0: none
@@ -76,7 +76,7 @@ struct Kernels {
     void (*add_row)(const float* a, const float* b, int64_t size, float* out);
     void (*silu_mul_row)(const float* x, int64_t size, float* out);
     void (*rotate_row)(const float* x, const float* cos, const float* sin, int64_t half, float* out);
-    void (*store_kv_row)(const float* x, int64_t size, int is_bf16, void* out);
+    void (*store_kv_row)(const float* x, int64_t size, Type type, void* out);
     // Scratch is attention_scratch(...) floats.
     int64_t (*attention_scratch)(int64_t rows_and_heads, int64_t head_dim);
     void (*attend)(const AttentionTask& task);

@@ -45,6 +45,14 @@ inline F8 f8_hsum8(const F8* v) {  // the sums of eight vectors
     return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
 }
 inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
+inline F8 f8_load_half(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void f8_store_half(uint16_t* p, F8 v) {
+    const __m128i halves = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), halves);
+}
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #if !defined(PENSTOCK_AVX512)
 // How matmuls see the machine: vectors of kLanes floats or ints, and 4 * kLanes bytes.

@@ -63,6 +63,32 @@ inline float half_to_float(uint16_t h) {
     return magnitude;
 }
 
+inline uint16_t float_to_half(float value) {  // to nearest even
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    const uint16_t sign = (bits >> 16) & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;   // NaN
+    if (bits >= 0x477ff000) return sign | 0x7c00;  // rounds to infinity
+    if (bits < 0x38800000) {                       // below 2^-14: multiples of 2^-24
+        float magnitude;
+        std::memcpy(&magnitude, &bits, 4);
+        magnitude += 0.5f;  // whose last place is 2^-24, so that the addition rounds
+        std::memcpy(&bits, &magnitude, 4);
+        return sign | static_cast<uint16_t>(bits - 0x3f000000);
+    }
+    return sign | static_cast<uint16_t>((bits - 0x38000000 + 0xfff + ((bits >> 13) & 1)) >> 13);
+}
+inline F8 f8_load_half(const uint16_t* p) {
+    F8 out;
+    for (int i = 0; i < 8; ++i) out[i] = half_to_float(p[i]);
+    return out;
+}
+inline void f8_store_half(uint16_t* p, F8 v) {
+    for (int i = 0; i < 8; ++i) p[i] = float_to_half(v[i]);
+}
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
 // How matmuls see the machine: vectors of kLanes floats or ints, and 4 * kLanes bytes.
 struct Isa {
     static constexpr int kLanes = 8;
@@ -82,13 +108,9 @@ struct Isa {
     static F fnma(F a, F b, F c) { return c - a * b; }
     static F load_bf16(const uint16_t* p) { return f8_load_bf16(p); }
     static F load_half(const uint8_t* p) {
-        F out;
-        for (int i = 0; i < 8; ++i) {
-            uint16_t h;
-            std::memcpy(&h, p + 2 * i, 2);
-            out[i] = half_to_float(h);
-        }
-        return out;
+        uint16_t halves[8];
+        std::memcpy(halves, p, sizeof halves);
+        return f8_load_half(halves);
     }
     static F load_u8(const uint8_t* p) {
         F out;

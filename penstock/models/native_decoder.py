@@ -1,0 +1,125 @@
+"""A decoder layer in one call of the C++ library, for the plain layer that most models have.
+
+The library runs the kernels that the layer's parts would run, in the same order: the result is the
+same to the last bit. What it saves is the way back to Python between them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import nn
+
+from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
+from penstock.layers.context import current_context
+from penstock.layers.linear import Linear
+from penstock.layers.native import NativeMethod
+from penstock.models.decoder import DecoderLayer
+from penstock.ops.attention import AttentionMetadata
+from penstock.ops.cpu import library
+from penstock.ops.cpu.ops import cache_of, step_of
+
+_loaded = library.load()
+assert _loaded is not None, "penstock.models.native_decoder needs the library"
+_decoder_layer = _loaded.penstock_decoder_layer
+
+
+def fuse_layers(model: nn.Module) -> None:
+    """Let every layer of a loaded model that can do so run in one call."""
+    steps = _Steps()
+    for module in model.modules():
+        if isinstance(module, DecoderLayer) and _can_fuse(module):
+            module.fused = NativeDecoderLayer(module, steps)
+
+
+def _can_fuse(layer: DecoderLayer) -> bool:
+    return (
+        type(layer.self_attn) is RotaryAttention
+        and type(layer.mlp) is GatedMLP
+        and layer.self_attn.attention.kind == "causal"
+        and all(
+            isinstance(linear.build.linear_method, NativeMethod) and linear.build.tp.size == 1
+            for linear in _linears(layer)
+        )
+    )
+
+
+def _linears(layer: DecoderLayer) -> list[Linear]:
+    attention, mlp = layer.self_attn, layer.mlp
+    return [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
+
+
+class _Steps:
+    """The current step as the library sees it, made once for all layers of a KV group."""
+
+    def __init__(self) -> None:
+        self._metadata: AttentionMetadata | None = None
+        self._angles: Angles | None = None
+        self._step = library.Step()
+
+    def pointer(self, metadata: AttentionMetadata, angles: Angles) -> int:
+        if metadata is not self._metadata or angles is not self._angles:
+            self._metadata, self._angles = metadata, angles  # kept alive with what they point to
+            self._step = step_of(metadata, *angles)
+        return ctypes.addressof(self._step)
+
+
+class NativeDecoderLayer:
+    """Calls the library for a layer whose weights are loaded."""
+
+    def __init__(self, layer: DecoderLayer, steps: _Steps) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self._name = attention.attention.name
+        self._linears = _linears(layer)
+        self._steps = steps
+        self._cache: torch.Tensor | None = None
+        self._cache_struct = library.Cache()
+        q_norm, k_norm = attention.q_norm, attention.k_norm
+        weights = [_weights(linear) for linear in self._linears]
+        self._struct = library.DecoderLayer(
+            layer.input_layernorm.weight.data_ptr(),
+            layer.post_attention_layernorm.weight.data_ptr(),
+            q_norm.weight.data_ptr() if q_norm is not None else None,
+            k_norm.weight.data_ptr() if k_norm is not None else None,
+            *weights,
+            hidden=attention.qkv_proj.in_features,
+            num_heads=attention.num_heads,
+            intermediate=mlp.down_proj.in_features,
+            window=attention.attention.window or 0,
+            eps=layer.input_layernorm.eps,
+            qk_eps=q_norm.eps if q_norm is not None else 0.0,
+            scale=attention.attention.scale,
+        )
+        self._pointer = ctypes.addressof(self._struct)
+
+    def applies(self) -> bool:
+        """Whether nothing hooks into the layer's parts now."""
+        return all(linear.adapter is None for linear in self._linears)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the layer's forward; x and residual [n, hidden] are changed in place."""
+        context = current_context()
+        cache = context.caches[self._name]
+        if cache is not self._cache:
+            self._cache, self._cache_struct = cache, cache_of(cache)
+        has_residual = residual is not None
+        if residual is None:
+            residual = torch.empty_like(x)
+        _decoder_layer(
+            self._pointer,
+            ctypes.addressof(self._cache_struct),
+            self._steps.pointer(context.attention[self._name], angles),
+            x.data_ptr(),
+            residual.data_ptr(),
+            has_residual,
+        )
+        return x, residual
+
+
+def _weights(linear: Linear) -> library.Weights:
+    packed = linear.native.linear
+    assert packed is not None, "weights are loaded first"
+    return packed.weights(linear.bias)

@@ -1,0 +1,120 @@
+// A whole pre-norm decoder layer in one call: the same kernels in the same order as its parts called
+// one by one, so the result is the same to the last bit, without the time between the calls.
+
+#include "runtime.hpp"
+
+namespace penstock {
+
+struct DecoderLayer {
+    const float* input_norm;   // [hidden]
+    const float* output_norm;  // [hidden]
+    const float* query_norm;   // [head_dim], or null
+    const float* key_norm;     // [head_dim], or null
+    Weights qkv, output, gate_up, down;
+    int64_t hidden, num_heads, intermediate;
+    int64_t window;  // 0: none
+    float eps, qk_eps, scale;
+};
+
+namespace {
+
+// Rows that go through the wide middle of the MLP together: bounds scratch memory.
+constexpr int64_t kMlpRows = 256;
+
+thread_local Scratch attention_scratch, mlp_scratch;
+
+// The input of a matmul, made row by row where it is used: `make(row, out)` fills a row of `x`.
+template <class Make>
+Activations activations(const Weights& weights, float* x, int64_t rows, int64_t k, const Make& make) {
+    Activations result{x, k, rows, k, {}};
+    const bool quantize = weights.has_blocks();
+    if (quantize) result.quantized = quantized_rows(rows, k);
+    const Kernels& isa = kernels();
+    for_rows(rows, [&](int64_t row) {
+        make(row, x + row * k);
+        if (quantize) isa.quantize_row(x + row * k, result.quantized, row);
+    });
+    return result;
+}
+
+// residual += x (or = x where there is none yet); out = its norm.
+void add_and_norm(const float* x, float* residual, bool has_residual, const float* weight, float eps,
+                  int64_t size, float* out) {
+    if (has_residual) {
+        kernels().add_row(x, residual, size, residual);
+    } else {
+        std::copy(x, x + size, residual);
+    }
+    kernels().rms_norm_row(residual, weight, eps, size, out);
+}
+
+void attention_block(const DecoderLayer& layer, const Cache& cache, const Step& step, float* x,
+                     float* residual, bool has_residual) {
+    const Kernels& isa = kernels();
+    const int64_t rows = step.rows, hidden = layer.hidden, dim = cache.head_dim;
+    const int64_t query_size = layer.num_heads * dim, key_size = cache.num_kv_heads * dim;
+    const int64_t qkv_size = query_size + 2 * key_size;
+    const int64_t widest = std::max(hidden, query_size);
+    float* qkv = attention_scratch.floats(rows * (qkv_size + widest));
+    float* wide = qkv + rows * qkv_size;  // the norm's output, then attention's
+
+    const Activations normed =
+        activations(layer.qkv, wide, rows, hidden, [&](int64_t row, float* out) {
+            add_and_norm(x + row * hidden, residual + row * hidden, has_residual, layer.input_norm,
+                         layer.eps, hidden, out);
+        });
+    linear(layer.qkv, normed, qkv, qkv_size);
+    if (layer.query_norm) {
+        for_rows(rows, [&](int64_t row) {
+            float* head = qkv + row * qkv_size;
+            for (int64_t h = 0; h < layer.num_heads + cache.num_kv_heads; ++h, head += dim) {
+                const float* weight = h < layer.num_heads ? layer.query_norm : layer.key_norm;
+                isa.rms_norm_row(head, weight, layer.qk_eps, dim, head);
+            }
+        });
+    }
+    float *key = qkv + query_size, *value = key + key_size;
+    rotate(qkv, layer.num_heads + cache.num_kv_heads, qkv_size, dim, step);
+    write_kv(key, qkv_size, value, qkv_size, cache, step.slots, rows);
+    attend(qkv, qkv_size, layer.num_heads, cache, step, layer.scale, layer.window, wide);
+    const Activations attended =
+        activations(layer.output, wide, rows, query_size, [](int64_t, float*) {});
+    linear(layer.output, attended, x, hidden);
+}
+
+void mlp_block(const DecoderLayer& layer, int64_t rows, float* x, float* residual) {
+    const Kernels& isa = kernels();
+    const int64_t hidden = layer.hidden, size = layer.intermediate;
+    const int64_t most = std::min(rows, kMlpRows);
+    float* normed = mlp_scratch.floats(most * (hidden + 3 * size));
+    float* gate_up = normed + most * hidden;
+    float* activated = gate_up + most * 2 * size;
+    for (int64_t first = 0; first < rows; first += kMlpRows) {
+        const int64_t count = std::min(kMlpRows, rows - first);
+        float* own = x + first * hidden;
+        const Activations input =
+            activations(layer.gate_up, normed, count, hidden, [&](int64_t row, float* out) {
+                add_and_norm(own + row * hidden, residual + (first + row) * hidden, true,
+                             layer.output_norm, layer.eps, hidden, out);
+            });
+        linear(layer.gate_up, input, gate_up, 2 * size);
+        const Activations middle =
+            activations(layer.down, activated, count, size, [&](int64_t row, float* out) {
+                isa.silu_mul_row(gate_up + row * 2 * size, size, out);
+            });
+        linear(layer.down, middle, own, hidden);
+    }
+}
+
+}  // namespace
+}  // namespace penstock
+
+using namespace penstock;
+
+// x [rows, hidden] becomes the layer's output, which is still to be added to residual.
+PENSTOCK_API void penstock_decoder_layer(const DecoderLayer* layer, const Cache* cache,
+                                         const Step* step, float* x, float* residual,
+                                         int64_t has_residual) {
+    attention_block(*layer, *cache, *step, x, residual, has_residual != 0);
+    mlp_block(*layer, step->rows, x, residual);
+}

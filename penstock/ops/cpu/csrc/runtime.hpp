@@ -1,0 +1,132 @@
+// What the C interface is made of: the kernels in use, scratch memory, loops over rows, and the
+// structures that cross the interface.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+
+#include "kernels.hpp"
+#include "thread_pool.hpp"
+
+#define PENSTOCK_API extern "C" __attribute__((visibility("default")))
+
+namespace penstock {
+
+const Kernels& kernels();  // of the instruction set in use
+
+// Pieces a thread gets of a loop: several, so that one that is late takes fewer.
+constexpr int kPiecesPerThread = 4;
+constexpr int64_t kSmallRows = 8;  // element-wise work on fewer rows is not worth a fork
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t align(int64_t bytes) { return divide_up(bytes, 64) * 64; }
+
+// Memory that a calling thread keeps between calls.
+class Scratch {
+  public:
+    ~Scratch() { std::free(memory_); }
+
+    uint8_t* get(int64_t bytes) {
+        if (bytes > size_) {
+            std::free(memory_);
+            size_ = align(bytes);
+            memory_ = static_cast<uint8_t*>(std::aligned_alloc(64, size_));
+            if (memory_ == nullptr) throw std::bad_alloc();
+        }
+        return memory_;
+    }
+
+    float* floats(int64_t count) { return reinterpret_cast<float*>(get(count * sizeof(float))); }
+
+  private:
+    uint8_t* memory_ = nullptr;
+    int64_t size_ = 0;
+};
+
+template <class Body>
+void for_rows(int64_t rows, const Body& body) {
+    if (rows < kSmallRows) {
+        for (int64_t row = 0; row < rows; ++row) body(row);
+        return;
+    }
+    const int64_t pieces = std::min<int64_t>(rows, num_threads() * kPiecesPerThread);
+    for_each(pieces, [&](int64_t piece, int) {
+        const int64_t end = rows * (piece + 1) / pieces;
+        for (int64_t row = rows * piece / pieces; row < end; ++row) body(row);
+    });
+}
+
+// One packed matrix among those that a matmul puts side by side.
+struct WeightPart {
+    const uint8_t* packed;
+    int64_t type;
+    int64_t columns;
+    int64_t first_column;  // of the output
+};
+
+struct Weights {
+    const WeightPart* parts;
+    int64_t num_parts;
+    const float* bias;  // [columns of all parts], or null
+
+    bool has_blocks() const {
+        return std::any_of(parts, parts + num_parts, [](const WeightPart& part) {
+            return part.type != F32 && part.type != F16 && part.type != BF16;
+        });
+    }
+    int64_t columns() const {
+        return parts[num_parts - 1].first_column + parts[num_parts - 1].columns;
+    }
+};
+
+// Rows of activations, as floats and, for weights in blocks, in 8 bits.
+struct Activations {
+    const float* x;  // [rows, k], rows ldx apart
+    int64_t ldx;
+    int64_t rows;
+    int64_t k;
+    QuantizedRows quantized;
+};
+
+// 8-bit rows in the calling thread's scratch memory, good until the next call.
+QuantizedRows quantized_rows(int64_t rows, int64_t k);
+
+// y [rows, ldy] = activations times each part, plus the bias.
+void linear(const Weights& weights, const Activations& activations, float* y, int64_t ldy);
+
+struct Cache {
+    void* data;  // [blocks, 2, block_size, kv_heads, head_dim]
+    int64_t block_stride, block_size, num_kv_heads, head_dim;
+    int64_t type;  // F32, F16 or BF16
+};
+
+// Where a step's rows stand: request i has rows query_starts[i] to query_starts[i + 1], the last
+// tokens of its seq_lens[i].
+struct Step {
+    const int32_t* query_starts;
+    const int32_t* seq_lens;
+    const int32_t* block_table;
+    int64_t table_stride;
+    int64_t num_requests;
+    const int64_t* slots;  // of each row: block * block_size + offset
+    int64_t rows;
+    const float* cos;  // [rows, half], rows angle_stride apart
+    const float* sin;
+    int64_t angle_stride;
+    int64_t half;
+};
+
+// Keys and values [rows, kv_heads * head_dim] to their slots.
+void write_kv(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
+              const Cache& cache, const int64_t* slots, int64_t rows);
+
+// query [rows, heads, head_dim], rows query_stride apart -> output, contiguous.
+void attend(const float* query, int64_t query_stride, int64_t num_heads, const Cache& cache,
+            const Step& step, float scale, int64_t window, float* output);
+
+// [rows, heads, head_dim], rows row_stride apart, in place.
+void rotate(float* x, int64_t heads, int64_t row_stride, int64_t head_dim, const Step& step);
+
+}  // namespace penstock
