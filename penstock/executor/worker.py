@@ -12,6 +12,7 @@ from penstock.config import EngineConfig
 from penstock.distributed.group import Group
 from penstock.executor.backend import choose_backend
 from penstock.executor.base import Capabilities
+from penstock.executor.peak import measure_peak_step
 from penstock.executor.runtime import Runtime, resolve_runtime
 from penstock.layers.build import Build
 from penstock.loading.checkpoint import open_checkpoint
@@ -20,6 +21,7 @@ from penstock.loading.source import ModelSource
 from penstock.models.decoder import DecoderLM
 from penstock.models.registry import build_model
 from penstock.platforms.platform import GIB, Platform
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.step import StepPlan, StepResult
 from penstock.runner.drafter import Drafter
@@ -92,9 +94,38 @@ class Worker:
         if self.platform.device.type == "cpu":
             # Pages cost memory only once they are written, so this is a ceiling, not a price.
             return self.group.minimum(min(available // 4, DEFAULT_CPU_KV_BYTES))
+        return self.group.minimum(self._gpu_kv_budget())
+
+    def _gpu_kv_budget(self) -> int:
+        """What a step of the largest size leaves of the share of memory that may be used."""
         share = self.config.cache.gpu_memory_utilization
         total = torch.cuda.get_device_properties(self.platform.device).total_memory
-        return self.group.minimum(available - int(total * (1 - share)))
+        runtime = self.runtime
+        peak = measure_peak_step(
+            self.model,
+            self.model.kv_specs(runtime.kv_dtype),
+            self.platform.device,
+            runtime.max_num_batched_tokens,
+            runtime.max_num_seqs,
+            runtime.max_model_len,
+            self.config.cache.block_size,
+        )
+        used = total - self.platform.available_memory()
+        budget = int(total * share) - used - peak
+        logger.info(
+            "GPU memory: %.2f GiB, of which %.2f may be used; %.2f taken by weights and others, "
+            "%.2f needed by the largest step",
+            total / GIB, total * share / GIB, used / GIB, peak / GIB,
+        )  # fmt: skip
+        if budget <= 0:
+            raise ConfigError(
+                f"no memory is left for the KV cache: of {total / GIB:.2f} GiB, "
+                f"gpu_memory_utilization={share} allows {total * share / GIB:.2f}; weights and "
+                f"others take {used / GIB:.2f} and a step of {runtime.max_num_batched_tokens} "
+                f"tokens {peak / GIB:.2f}: raise gpu_memory_utilization, lower "
+                "max_num_batched_tokens or max_num_seqs, or use more GPUs (tensor_parallel_size)"
+            )
+        return budget
 
     def start(self, layout: KVCacheLayout, max_model_len: int) -> None:
         """Allocate the cache and the tables."""
@@ -107,6 +138,8 @@ class Worker:
             max_model_len,
             self.processors,
             self.drafter,
+            max_num_batched_tokens=self.runtime.max_num_batched_tokens,
+            capture_graphs=not self.config.device.enforce_eager and self.group.size == 1,
         )
 
     def step(self, plan: StepPlan) -> StepResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -43,6 +44,24 @@ class Attention(nn.Module):
             cache, metadata = context.caches[self.name], context.attention[self.name]
             self.ops.write_kv(key, value, cache, metadata.slot_mapping)
             output = self.ops.paged_attention(query, cache, metadata, self.scale, self.window)
+        return output.flatten(1)  # type: ignore[no-any-return]
+
+    def forward_fused(
+        self,
+        norm_rotate_write: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        qkv: torch.Tensor,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """As `forward`, from the projection's output, where one op norms, rotates and caches."""
+        context = current_context()
+        cache, metadata = context.caches[self.name], context.attention[self.name]
+        query, _, _ = norm_rotate_write(
+            qkv, q_weight, k_weight, eps, *angles, cache, metadata.slot_mapping, self.num_heads
+        )
+        output = self.ops.paged_attention(query, cache, metadata, self.scale, self.window)
         return output.flatten(1)  # type: ignore[no-any-return]
 
     def kv_spec(self, dtype: str) -> KVCacheSpec | None:

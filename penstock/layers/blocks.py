@@ -63,9 +63,15 @@ class RotaryAttention(nn.Module):
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(build, head_dim, qk_norm_eps)
             self.k_norm = RMSNorm(build, head_dim, qk_norm_eps)
+        # Not every device has the fused op, and it wants rotary embeddings over the whole head.
+        spans_head = rotary.table.shape[-1] == head_dim
+        self.fused = build.ops.find("norm_rotate_write") if spans_head else None
 
     def forward(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
-        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [n, heads, head_dim]
+        qkv = self.qkv_proj(x)
+        if self.fused is not None:
+            return self._forward_fused(qkv, angles)
+        heads = qkv.unflatten(-1, (-1, self.head_dim))  # [n, heads, head_dim]
         query, key, value = heads.split(
             [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
         )
@@ -73,4 +79,18 @@ class RotaryAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = self.rotary(query, key, angles)
         output: torch.Tensor = self.o_proj(self.attention(query, key, value))
+        return output
+
+    def _forward_fused(self, qkv: torch.Tensor, angles: Angles) -> torch.Tensor:
+        assert self.fused is not None
+        q_norm, k_norm = self.q_norm, self.k_norm
+        attended = self.attention.forward_fused(
+            self.fused,
+            qkv,
+            q_norm.weight if q_norm is not None else None,
+            k_norm.weight if k_norm is not None else None,
+            q_norm.eps if q_norm is not None else 0.0,
+            angles,
+        )
+        output: torch.Tensor = self.o_proj(attended)
         return output

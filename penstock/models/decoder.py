@@ -141,9 +141,12 @@ class DecoderLM(nn.Module):
         states, residual = self.model.norm.add(x, residual)
         return Hidden(states, stage_out=residual)
 
-    def logits(self, hidden: Hidden, rows: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return head.project(hidden.states[rows]).float()
+        projected = head.project(hidden.states[rows])
+        return projected.float() if out is None else out.copy_(projected)
 
     def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
         attentions = [module for module in self.modules() if isinstance(module, Attention)]

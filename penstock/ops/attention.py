@@ -24,6 +24,7 @@ class AttentionMetadata:
     num_decodes: int  # the first so many requests compute one token each
     max_query_len: int
     max_seq_len: int  # an upper bound while steps are in flight
+    any_order: bool = False  # a captured step: how many requests have one token is not known
 
 
 def write_kv(

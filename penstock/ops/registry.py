@@ -14,7 +14,7 @@ from typing import Any
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cpu": ("penstock.ops.reference",),
     "cpu-native": ("penstock.ops.cpu.ops", "penstock.ops.reference"),  # where its library loads
-    "cuda": ("penstock.ops.reference",),
+    "cuda": ("penstock.ops.triton.ops", "penstock.ops.reference"),
 }
 
 
@@ -29,6 +29,10 @@ class Ops:
         function: Callable[..., Any] = getattr(module, name)
         setattr(self, name, function)  # later look-ups are plain attribute reads
         return function
+
+    def find(self, name: str) -> Callable[..., Any] | None:
+        """An op that only some backends have: it fuses others, which a layer uses without it."""
+        return next((getattr(m, name) for m in self._modules if hasattr(m, name)), None)
 
     def is_row_invariant(self, name: str) -> bool:
         return name in self._module_of(name).ROW_INVARIANT

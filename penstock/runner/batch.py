@@ -20,7 +20,6 @@ class StepBatch:
     requests: list[ScheduledRequest]  # in row order
     host_slots: IntArray  # [num_requests]
     slots: torch.Tensor  # the same on the device, int64
-    counts: torch.Tensor  # [num_requests] int32: tokens of each request
     host_starts: IntArray  # [num_requests + 1]: first row of each request, and the end
     query_starts: torch.Tensor  # the same on the device, int32
     token_slots: torch.Tensor  # [num_tokens] int64
@@ -29,12 +28,13 @@ class StepBatch:
     attention: list[AttentionMetadata]  # one for each KV group
     sampling: IntArray  # indexes of the requests that sample
     rows_per_sample: IntArray  # logits rows of each of those: 1 + drafts
-    logits_rows: torch.Tensor  # [num_logits_rows] int64
+    logits_rows: torch.Tensor  # [num_logits_rows] int
+    host_logits_rows: IntArray  # the same on the host
     sampling_rows: SamplingRows
 
 
 def make_batch(plan: StepPlan, tables: RequestTables) -> StepBatch:
-    """Lay out a plan whose requests all have slots and blocks."""
+    """Lay out a plan whose requests all have slots and blocks; counts its tokens as computed."""
     requests = sorted(plan.scheduled, key=lambda item: item.num_tokens > 1)
     device = tables.device
     host_slots = np.array([tables.slot_of(item.request_id) for item in requests], dtype=np.int64)
@@ -51,6 +51,7 @@ def make_batch(plan: StepPlan, tables: RequestTables) -> StepBatch:
     positions = tables.num_computed[token_slots] + _to(device, within)
     starts = _to(device, host_starts).to(torch.int32)
     seq_lens = tables.num_computed[slots] + counts
+    tables.advance(slots, counts)
     attention = []
     for group, table in zip(tables.groups, tables.block_tables, strict=True):
         blocks = table[token_slots, positions // group.block_size]
@@ -65,13 +66,12 @@ def make_batch(plan: StepPlan, tables: RequestTables) -> StepBatch:
                 max_seq_len=max_seq_len,
             )
         )
-    sampling, rows_per_sample, host_rows = _logits_rows(requests, host_starts)
+    sampling, rows_per_sample, host_rows = logits_rows_of(requests, host_starts)
     logits_rows = _to(device, host_rows)
     return StepBatch(
         requests=requests,
         host_slots=host_slots,
         slots=slots,
-        counts=counts,
         host_starts=host_starts,
         query_starts=starts,
         token_slots=token_slots,
@@ -81,6 +81,7 @@ def make_batch(plan: StepPlan, tables: RequestTables) -> StepBatch:
         sampling=sampling,
         rows_per_sample=rows_per_sample,
         logits_rows=logits_rows,
+        host_logits_rows=host_rows,
         sampling_rows=SamplingRows(
             slots=token_slots[logits_rows],
             positions=positions[logits_rows] + 1,
@@ -90,7 +91,7 @@ def make_batch(plan: StepPlan, tables: RequestTables) -> StepBatch:
     )
 
 
-def _logits_rows(
+def logits_rows_of(
     requests: list[ScheduledRequest], host_starts: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Which requests sample, how many rows each, and those rows: the last of each request."""

@@ -15,6 +15,7 @@ from penstock.runner.drafter import Drafter
 from penstock.runner.model_state import ModelState
 from penstock.runner.prompt_logprobs import PromptLogprobsHead, PromptPiece
 from penstock.runner.sampler import SampledTokens, Sampler, row_logprobs
+from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import RequestTables
 
 FAULT = "the model gave no usable probabilities for the next token (NaN or infinite logits)"
@@ -34,7 +35,7 @@ class HeadOutput:
     """Results on their way to the host."""
 
     sampled: SampledTokens | None
-    num_new: torch.Tensor | None  # [num_sampling] tokens each sampling request gained
+    num_new: torch.Tensor | None  # [num_sampling] tokens each of those gained; None: one each
     prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
 
 
@@ -62,12 +63,18 @@ class GenerationHead:
         self.sampler.remove(slot)
         self.prompt_logprobs.remove(slot)
 
-    def begin(self, hidden: Hidden, batch: StepBatch) -> PendingLogits:
-        """Logits of the rows that sample, and of the prompt rows that someone asked about."""
+    def begin(
+        self, hidden: Hidden, batch: StepBatch, logits: torch.Tensor | None = None
+    ) -> PendingLogits:
+        """Logits of the rows that sample, and of the prompt rows that someone asked about.
+
+        `logits` are those of the rows that sample, where they are there already.
+        """
         pieces = self.prompt_logprobs.run(hidden, batch)
         if not len(batch.sampling):
             return PendingLogits(None, None, pieces)
-        logits = self.model.logits(hidden, batch.logits_rows)
+        if logits is None:
+            logits = self.model.logits(hidden, batch.logits_rows)
         states = hidden.states[batch.logits_rows] if self.drafter else None
         return PendingLogits(logits, states, pieces)
 
@@ -78,18 +85,23 @@ class GenerationHead:
         if pending.logits is None:
             return HeadOutput(None, None, pending.prompt_pieces)
         sampled = self.sampler.sample(pending.logits, batch.sampling_rows, masks)
-        slots = batch.slots[torch.from_numpy(batch.sampling).to(batch.slots.device)]
+        slots = batch.sampling_rows.slots
+        num_new = None
         if len(batch.logits_rows) == len(batch.sampling):
-            num_new = torch.ones_like(slots)
             last = sampled.token_ids
             self.tables.append_tokens(slots, last)
         else:
+            first = np.cumsum(batch.rows_per_sample) - batch.rows_per_sample
+            slots = slots[to_device(first, slots.device)]
             num_new, last = self._verify(sampled.token_ids, slots, batch)
         if self.drafter is not None:
             assert pending.hidden is not None
-            drafts = self.drafter.propose(self.tables, pending.hidden, last, slots, num_new - 1)
+            accepted = torch.zeros_like(slots) if num_new is None else num_new - 1
+            drafts = self.drafter.propose(self.tables, pending.hidden, last, slots, accepted)
             self.tables.write_drafts(slots, drafts)
-        return HeadOutput(sampled.to_host(), num_new.to("cpu"), pending.prompt_pieces)
+        if num_new is not None:
+            num_new = num_new.to("cpu", non_blocking=True)
+        return HeadOutput(sampled.to_host(), num_new, pending.prompt_pieces)
 
     def _verify(
         self, token_ids: torch.Tensor, slots: torch.Tensor, batch: StepBatch
@@ -100,7 +112,7 @@ class GenerationHead:
         output is the same with and without speculation.
         """
         device = token_ids.device
-        rows = torch.from_numpy(batch.rows_per_sample).to(device)  # [n]
+        rows = to_device(batch.rows_per_sample, device)  # [n]
         first = rows.cumsum(0) - rows
         column = torch.arange(int(batch.rows_per_sample.max()), device=device)
         exists = column < rows[:, None]  # [n, 1 + drafts]
@@ -117,7 +129,9 @@ class GenerationHead:
         return num_accepted + 1, last
 
     def results(self, output: HeadOutput, batch: StepBatch) -> list[RequestResult]:
-        """One result for each scheduled request, in the batch's order."""
+        """One result for each scheduled request, in the batch's order. They must have arrived."""
+        if self._is_plain(output):
+            return self._plain_results(output, batch)
         results = []
         rows = self._rows_by_request(output, batch)
         logprobs = row_logprobs(output.sampled) if output.sampled else {}
@@ -140,12 +154,34 @@ class GenerationHead:
             )
         return results
 
+    def _is_plain(self, output: HeadOutput) -> bool:
+        """Whether requests got one token each, or none, and nothing else: nearly every step."""
+        sampled = output.sampled
+        if sampled is None or output.num_new is not None or output.prompt_pieces:
+            return False
+        return not sampled.errors and sampled.logprobs is None and not sampled.faulted.any()
+
+    def _plain_results(self, output: HeadOutput, batch: StepBatch) -> list[RequestResult]:
+        assert output.sampled is not None
+        tokens = iter(output.sampled.token_ids.tolist())
+        return [
+            RequestResult(
+                request_id=item.request_id,
+                incarnation=item.incarnation,
+                token_ids=[next(tokens)] if item.samples else [],
+            )
+            for item in batch.requests
+        ]
+
     def _rows_by_request(self, output: HeadOutput, batch: StepBatch) -> dict[int, range]:
         """The logits rows whose tokens each sampling request keeps."""
-        if output.num_new is None:
+        if output.sampled is None:
             return {}
         first = np.cumsum(batch.rows_per_sample) - batch.rows_per_sample
-        num_new = output.num_new.numpy()
+        if output.num_new is None:
+            num_new = np.ones_like(batch.rows_per_sample)
+        else:
+            num_new = output.num_new.numpy()
         # The host's bound counted every draft as accepted.
         rejected = batch.rows_per_sample - num_new
         self.tables.computed_bound[batch.host_slots[batch.sampling]] -= rejected

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from penstock.layers.context import ForwardContext
+from penstock.ops.attention import AttentionMetadata
 from penstock.protocol.kv import FullAttentionSpec, KVCacheGroup, KVCacheLayout
 
 TORCH_DTYPES = {
@@ -31,6 +34,18 @@ class KVMemory:
             for group in layout.groups
             for index, name in enumerate(group.layer_names)
         }
+
+    def context(
+        self,
+        groups: Sequence[AttentionMetadata],
+        query_starts: torch.Tensor,
+        token_slots: torch.Tensor,
+    ) -> ForwardContext:
+        """What a forward pass over these caches needs to know of its step."""
+        attention = {
+            name: groups[group] for group, names in enumerate(self.layer_names) for name in names
+        }
+        return ForwardContext(self.caches, attention, query_starts, token_slots)
 
     def _view(self, buffer: torch.Tensor, group: KVCacheGroup) -> torch.Tensor:
         """[num_blocks, 2, block_size, num_kv_heads, head_dim], the page's padding left out."""

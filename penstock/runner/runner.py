@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.layers.context import ForwardContext, forward_context
+from penstock.layers.context import forward_context
 from penstock.models.base import Model
 from penstock.ops.attention import AttentionMetadata
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.step import StepPlan, StepResult
-from penstock.runner.batch import StepBatch, make_batch
+from penstock.runner.batch import StepBatch
 from penstock.runner.drafter import Drafter
 from penstock.runner.generation import GenerationHead, HeadOutput, PendingLogits
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.runner.model_state import ModelState
 from penstock.runner.sampler import Sampler
+from penstock.runner.steps import PlainSteps, StepMaker
 from penstock.runner.tables import RequestTables
 
 
@@ -30,6 +31,7 @@ class StepHandle:
     batch: StepBatch | None  # None for a step that computes nothing
     pending: PendingLogits | None = None
     output: HeadOutput | None = None
+    done: torch.cuda.Event | None = None  # on a GPU: the results have arrived on the host
 
 
 class ModelRunner:
@@ -50,12 +52,31 @@ class ModelRunner:
         processors: Sequence[LogitsProcessor] = (),
         drafter: Drafter | None = None,
         model_states: Sequence[ModelState] = (),
+        max_num_batched_tokens: int = 0,
+        capture_graphs: bool = False,
     ) -> None:
         self.model = model
         self.memory = KVMemory(layout, device)
         num_drafts = drafter.num_drafts if drafter else 0
-        self.tables = RequestTables(max_num_seqs, max_model_len, layout.groups, device, num_drafts)
         self.model_states = model_states
+        self.tables: RequestTables
+        self.steps: StepMaker
+        if device.type == "cuda":
+            from penstock.runner.device_steps import DeviceSteps  # only where Triton is
+            from penstock.runner.device_tables import DeviceTables
+
+            self.tables = DeviceTables(
+                max_num_seqs, max_model_len, layout.groups, device, num_drafts
+            )
+            self.steps = DeviceSteps(
+                model, vocab_size, self.tables, self.memory,
+                max_num_batched_tokens, num_drafts, capture_graphs,
+            )  # fmt: skip
+        else:
+            self.tables = RequestTables(
+                max_num_seqs, max_model_len, layout.groups, device, num_drafts
+            )
+            self.steps = PlainSteps(model, self.tables, self.memory)
         sampler = Sampler(self.tables, vocab_size, device, processors)
         self.head = GenerationHead(model, self.tables, sampler, drafter, model_states)
 
@@ -65,13 +86,8 @@ class ModelRunner:
         self._apply(plan)
         if not plan.scheduled:
             return StepHandle(plan.step_id, None)
-        batch = make_batch(plan, self.tables)
-        for state in self.model_states:
-            state.prepare(batch)
-        with forward_context(self._context(batch)):
-            hidden = self.model.forward(self.model.embed(batch.token_ids), batch.positions)
-        self.tables.advance(batch.slots, batch.counts)
-        return StepHandle(plan.step_id, batch, self.head.begin(hidden, batch))
+        batch, hidden, logits = self.steps.run(plan, self.model_states)
+        return StepHandle(plan.step_id, batch, self.head.begin(hidden, batch, logits))
 
     @torch.inference_mode()
     def sample(self, handle: StepHandle, masks: torch.Tensor | None = None) -> None:
@@ -80,12 +96,17 @@ class ModelRunner:
             assert handle.pending is not None
             handle.output = self.head.finish(handle.pending, handle.batch, masks)
             handle.pending = None  # the logits are large
+            if self.tables.device.type == "cuda":
+                handle.done = torch.cuda.Event()
+                handle.done.record()
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for the step and bring its results to the host."""
         if handle.batch is None:
             return StepResult(step_id=handle.step_id, results=[])
         assert handle.output is not None
+        if handle.done is not None:
+            handle.done.synchronize()
         results = self.head.results(handle.output, handle.batch)
         return StepResult(step_id=handle.step_id, results=results)
 
@@ -97,8 +118,8 @@ class ModelRunner:
         one = torch.ones(1, dtype=torch.int32, device=device)
         starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
         metadata = AttentionMetadata(starts, one, zero[None].int(), zero, 1, 1, 1)
-        attention = dict.fromkeys(self.memory.caches, metadata)
-        with forward_context(ForwardContext(self.memory.caches, attention, starts, zero)):
+        groups = [metadata] * len(self.memory.layer_names)
+        with forward_context(self.memory.context(groups, starts, zero)):
             self.model.forward(self.model.embed(zero), zero)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -112,11 +133,3 @@ class ModelRunner:
             for state in self.model_states:
                 state.add(slot, request)
         self.tables.append_blocks(plan.scheduled)
-
-    def _context(self, batch: StepBatch) -> ForwardContext:
-        attention = {
-            name: batch.attention[group]
-            for group, names in enumerate(self.memory.layer_names)
-            for name in names
-        }
-        return ForwardContext(self.memory.caches, attention, batch.query_starts, batch.token_slots)

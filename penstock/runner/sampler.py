@@ -17,7 +17,7 @@ preempted, replayed or is checked several positions at once gets the same tokens
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -117,6 +117,11 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._params = SamplingTables(num_slots, vocab_size, self._device)
+        self._choose: Callable[..., tuple[Tensor, Tensor]] | None = None
+        if self._device.type == "cuda":
+            from penstock.ops.triton.sampling import choose_tokens  # only where Triton is
+
+            self._choose = choose_tokens
         self._draw = sampling_cpu.draw if self._device.type == "cpu" else reference.draw
         self._processors = tuple(processors)
         self._handled = np.zeros((len(self._processors), num_slots), dtype=bool)
@@ -164,6 +169,8 @@ class Sampler:
         masks: allowed tokens, bool [rows, vocab] or int32 bits [rows, ceil(vocab / 32)].
         """
         features = self._params.features[rows.host_slots]
+        if self._choose is not None:
+            return self._sample_on_gpu(logits, rows, features, masks)
         busy = (
             np.flatnonzero(features & ~int(Feature.LOGPROBS))
             if masks is None
@@ -190,16 +197,57 @@ class Sampler:
             tokens[index] = some
             faulted[index] |= failed
             errors = {int(busy[row]): error for row, error in busy_errors.items()}
+        tokens, faulted = self._fail_rows(tokens, faulted, errors, rows)
+        tokens = tokens.masked_fill(faulted, 0)
+        return SampledTokens(
+            tokens, faulted, errors, self._logprobs(logits, tokens, rows, features)
+        )
+
+    def _sample_on_gpu(
+        self,
+        logits: Tensor,
+        rows: SamplingRows,
+        features: NDArray[np.int64],
+        masks: Tensor | None,
+    ) -> SampledTokens:
+        """The same, where one op chooses for greedy and drawing rows alike."""
+        assert self._choose is not None
+        used = int(np.bitwise_or.reduce(features)) if len(features) else 0
+        changed = masks is not None or bool(used & CHANGES)
+        work, errors = logits, {}
+        if changed:
+            work = logits.to(torch.float32, copy=True)
+            errors = self._change_logits(work, rows, features, masks)
+        floats, ints = self._params.device_tables
+        tokens, faulted = self._choose(
+            work,
+            rows.slots,
+            rows.positions,
+            floats,
+            ints,
+            draws=bool(used & Feature.RANDOM),
+            truncates=bool(used & Feature.TRUNCATION),
+        )
+        if changed:
+            faulted |= ~torch.isfinite(logits.amax(-1))
+        if errors or self._slot_errors or changed:
+            tokens, faulted = self._fail_rows(tokens, faulted, errors, rows)
+            tokens = tokens.masked_fill(faulted, 0)
+        return SampledTokens(
+            tokens, faulted, errors, self._logprobs(logits, tokens, rows, features)
+        )
+
+    def _fail_rows(
+        self, tokens: Tensor, faulted: Tensor, errors: dict[int, str], rows: SamplingRows
+    ) -> tuple[Tensor, Tensor]:
+        """Mark rows that a processor refused or failed for, in `errors` too."""
         if self._slot_errors:
             for row, slot in enumerate(rows.host_slots):
                 if slot in self._slot_errors:
                     errors[row] = self._slot_errors[slot]
         if errors:
             faulted[to_device(np.array(list(errors)), self._device)] = True
-        tokens = tokens.masked_fill(faulted, 0)
-        return SampledTokens(
-            tokens, faulted, errors, self._logprobs(logits, tokens, rows, features)
-        )
+        return tokens, faulted
 
     def _sample_busy(
         self, work: Tensor, rows: SamplingRows, features: NDArray[np.int64], masks: Tensor | None

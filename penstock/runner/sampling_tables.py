@@ -188,6 +188,11 @@ class SamplingTables:
         ):
             table.drop(slot)
 
+    @property
+    def device_tables(self) -> tuple[Tensor, Tensor]:
+        """By slot: temperature, log of min_p, top_p, ...; top_k, seed, ..."""
+        return self._floats, self._ints
+
     def temperature(self, slots: Tensor) -> Tensor:
         return self._floats[slots, 0]
 

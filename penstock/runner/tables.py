@@ -50,6 +50,10 @@ class RequestTables:
     def slot_of(self, request_id: str) -> int:
         return self._slots[request_id]
 
+    def slots_of(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
+        slots = self._slots
+        return [slots[item.request_id] for item in scheduled]
+
     def add(self, request: NewRequest) -> int:
         """Give the request a slot and write what is known of it."""
         slot = self._free.pop()
@@ -73,21 +77,26 @@ class RequestTables:
     def append_blocks(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Put new blocks behind the ones that each request's tables already hold."""
         for index, table in enumerate(self.block_tables):
-            slots: list[int] = []
-            columns: list[int] = []
-            blocks: list[int] = []
-            for item in scheduled:
-                if not item.new_block_ids or not item.new_block_ids[index]:
-                    continue
-                slot, new = self._slots[item.request_id], item.new_block_ids[index]
-                start = int(self._num_blocks[index, slot])
-                slots += [slot] * len(new)
-                columns += range(start, start + len(new))
-                blocks += new
-                self._num_blocks[index, slot] = start + len(new)
-            if blocks:
-                where = torch.tensor([slots, columns, blocks]).to(self.device, non_blocking=True)
+            entries = self._new_entries(index, scheduled)
+            if entries:
+                where = torch.tensor(entries)
                 table[where[0], where[1]] = where[2].to(table.dtype)
+
+    def _new_entries(self, group: int, scheduled: Sequence[ScheduledRequest]) -> list[list[int]]:
+        """Slots, columns and blocks of what the plan adds to a group's table; [] for nothing."""
+        slots: list[int] = []
+        columns: list[int] = []
+        blocks: list[int] = []
+        for item in scheduled:
+            if not item.new_block_ids or not item.new_block_ids[group]:
+                continue
+            slot, new = self._slots[item.request_id], item.new_block_ids[group]
+            start = int(self._num_blocks[group, slot])
+            slots += [slot] * len(new)
+            columns += range(start, start + len(new))
+            blocks += new
+            self._num_blocks[group, slot] = start + len(new)
+        return [slots, columns, blocks] if blocks else []
 
     def advance(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
         """`counts` more tokens of each slot are computed."""

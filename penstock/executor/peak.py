@@ -1,0 +1,71 @@
+"""How much memory the largest step needs, found by running one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+
+from penstock.layers.context import ForwardContext, forward_context
+from penstock.models.base import Model
+from penstock.ops.attention import AttentionMetadata
+from penstock.platforms.platform import GIB
+from penstock.protocol.kv import FullAttentionSpec, KVCacheSpec
+from penstock.runner.kv_memory import TORCH_DTYPES
+
+FIXED_BYTES = 2 * GIB  # captured graphs, their logits, the request tables and the step's buffers
+
+
+@torch.inference_mode()
+def measure_peak_step(
+    model: Model,
+    specs: Mapping[str, KVCacheSpec],
+    device: torch.device,
+    num_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+) -> int:
+    """Bytes beyond the weights that a step of `num_tokens` takes at most, and what stays fixed.
+
+    The step reads and writes a cache of nothing but the null block. It also compiles the kernels
+    that a first prompt would wait for.
+    """
+    caches = {}
+    for name, spec in specs.items():
+        assert isinstance(spec, FullAttentionSpec)
+        shape = (1, 2, block_size, spec.num_kv_heads, spec.head_dim)
+        caches[name] = torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
+    longest = min(max_model_len, num_tokens)
+    lengths = [longest] * (num_tokens // longest)
+    num_rows = sum(lengths)
+    starts = torch.tensor(
+        list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device
+    )
+    rows = torch.arange(num_rows, device=device)
+    metadata = AttentionMetadata(
+        query_starts=starts,
+        seq_lens=starts.diff(),
+        block_table=torch.zeros(
+            (len(lengths), -(-longest // block_size)), dtype=torch.int32, device=device
+        ),
+        slot_mapping=torch.zeros_like(rows),
+        num_decodes=0,
+        max_query_len=longest,
+        max_seq_len=longest,
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    attention = dict.fromkeys(caches, metadata)
+    with forward_context(ForwardContext(caches, attention, starts, torch.zeros_like(rows))):
+        hidden = model.forward(model.embed(torch.zeros_like(rows)), rows % longest)
+    logits = model.logits(hidden, rows[:max_num_seqs])
+    logits.argmax(-1)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del caches, hidden, logits
+    torch.cuda.empty_cache()
+    return peak + FIXED_BYTES

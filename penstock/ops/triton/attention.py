@@ -1,0 +1,366 @@
+"""Causal attention over the paged KV cache: one kernel for single tokens, one for longer queries.
+
+Both pack the query heads that share a key head into the rows of one tile, so that each cached key
+is read once for all of them. Neither asks the host for anything that changes from step to step:
+lengths are read on the device, so a captured launch stays right as sequences grow.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.ops.attention import AttentionMetadata
+from penstock.ops.triton.tuning import decode_splits, decode_tile, prefill_tile
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
+    """Scaled scores in base 2."""
+    s = tl.dot(q, k, input_precision=PRECISION) * scale
+    if SOFTCAP:
+        s = softcap * (2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0)  # softcap * tanh
+    return s * LOG2_E
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, sinks_ptr, out_ptr,
+    partial_ptr,  # [requests, heads, SPLITS, HEAD_DIM] float32
+    lse_ptr,  # [requests, heads, SPLITS] float32, base 2
+    q_stride, out_stride, page_stride, table_stride, scale, softcap, window,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One request, one key head, one part of its cache. Requests of other lengths are skipped."""
+    request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_starts_ptr + request)
+    if tl.load(query_starts_ptr + request + 1) - start != 1:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(seq_len - window, 0) // TILE * TILE
+    num_tiles = (seq_len - first + TILE - 1) // TILE
+    tiles_each = (num_tiles + SPLITS - 1) // SPLITS
+    low = first + split * tiles_each * TILE
+    high = tl.minimum(low + tiles_each * TILE, seq_len)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    heads = kv_head * GROUP + rows
+    row_mask, dim_mask = rows < GROUP, dims < HEAD_DIM
+    q_mask = row_mask[:, None] & dim_mask[None, :]
+    q = tl.load(
+        q_ptr + start.to(tl.int64) * q_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        mask=q_mask, other=0.0,
+    )  # fmt: skip
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        if split == 0:
+            best = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
+            total += 1.0
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    for at in range(low, high, TILE):
+        tokens = at + tl.arange(0, TILE)
+        valid = tokens < high
+        if WINDOW:
+            valid = valid & (tokens >= seq_len - window)
+        page = tl.load(
+            table_ptr + request.to(tl.int64) * table_stride + tokens // BLOCK_SIZE,
+            mask=tokens < high, other=0,
+        ).to(tl.int64)  # fmt: skip
+        base = (
+            page * page_stride + (tokens % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        )
+        k = tl.load(
+            cache_ptr + base[None, :] + dims[:, None],
+            mask=valid[None, :] & dim_mask[:, None], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            cache_ptr + base[:, None] + BLOCK_SIZE * KV_HEADS * HEAD_DIM + dims[None, :],
+            mask=valid[:, None] & dim_mask[None, :], other=0.0,
+        )  # fmt: skip
+        s = _scores(q, k.to(q.dtype), scale, softcap, SOFTCAP, PRECISION)
+        s = tl.where(valid[None, :], s, float("-inf"))
+        new_best = tl.maximum(best, tl.max(s, axis=1))
+        # A tile may lie wholly before the window: then there is nothing to compare with yet.
+        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(best - safe)
+        p = tl.exp2(s - safe[:, None])
+        total = total * weight + tl.sum(p, axis=1)
+        acc = acc * weight[:, None] + tl.dot(
+            p.to(q.dtype), v.to(q.dtype), input_precision=PRECISION
+        )
+        best = new_best
+    if SPLITS == 1:
+        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        at_out = start.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out_ptr + at_out, out, mask=q_mask)
+    else:
+        # Parts that held nothing say so with -inf, and their accumulator is never read.
+        at_part = (request.to(tl.int64) * (KV_HEADS * GROUP) + heads) * SPLITS + split
+        tl.store(lse_ptr + at_part, best + tl.log2(total), mask=row_mask)
+        if low < high:
+            tl.store(
+                partial_ptr + at_part[:, None] * HEAD_DIM + dims[None, :],
+                acc / total[:, None], mask=q_mask,
+            )  # fmt: skip
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr, lse_ptr, query_starts_ptr, out_ptr, out_stride, num_heads,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Weigh the parts of one request and head by their share of the softmax's denominator."""
+    request, head = tl.program_id(0), tl.program_id(1)
+    start = tl.load(query_starts_ptr + request)
+    if tl.load(query_starts_ptr + request + 1) - start != 1:
+        return
+    splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIMS)
+    at = (request.to(tl.int64) * num_heads + head) * SPLITS + splits
+    lse = tl.load(lse_ptr + at)
+    weight = tl.exp2(lse - tl.max(lse, axis=0))
+    mask = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
+    parts = tl.load(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    out = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
+    at_out = start.to(tl.int64) * out_stride + head * HEAD_DIM + dims
+    tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def _find_request(query_starts_ptr, tile, first_request, num_requests, QUERIES: tl.constexpr):
+    """The request whose tiles hold number `tile`, counting from `first_request`.
+
+    Request i's tiles begin at or after (query_starts[i] - query_starts[first]) // QUERIES + i -
+    first: that leaves each at least as many tiles as it needs.
+    """
+    base = tl.load(query_starts_ptr + first_request)
+    low, high = first_request, first_request + num_requests
+    while low < high - 1:
+        middle = (low + high) // 2
+        begin = (tl.load(query_starts_ptr + middle) - base) // QUERIES + middle - first_request
+        if begin <= tile:
+            low = middle
+        else:
+            high = middle
+    begin = (tl.load(query_starts_ptr + low) - base) // QUERIES + low - first_request
+    return low, tile - begin
+
+
+@triton.jit
+def _prefill_tiles(
+    acc, best, total, q, cache_ptr, table_ptr, positions, kv_head, low, high, seq_len,
+    page_stride, scale, softcap, window,
+    MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over cached tokens low..high; unmasked where every row sees them all."""
+    dims = tl.arange(0, DIMS)
+    for at in range(low, high, TILE):
+        tokens = at + tl.arange(0, TILE)
+        if MASKED:
+            page = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=tokens < seq_len, other=0)
+        else:
+            page = tl.load(table_ptr + tokens // BLOCK_SIZE)
+        base = page.to(tl.int64) * page_stride
+        base += (tokens % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        k_at = cache_ptr + base[None, :] + dims[:, None]
+        v_at = cache_ptr + base[:, None] + BLOCK_SIZE * KV_HEADS * HEAD_DIM + dims[None, :]
+        if MASKED or DIMS != HEAD_DIM:
+            there = (tokens < seq_len) if MASKED else (tokens >= 0)
+            dim_mask = dims < HEAD_DIM
+            k = tl.load(k_at, mask=there[None, :] & dim_mask[:, None], other=0.0)
+            v = tl.load(v_at, mask=there[:, None] & dim_mask[None, :], other=0.0)
+        else:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        s = _scores(q, k.to(q.dtype), scale, softcap, SOFTCAP, PRECISION)
+        if MASKED:
+            seen = tokens[None, :] <= positions[:, None]
+            if WINDOW:
+                seen = seen & (tokens[None, :] > positions[:, None] - window)
+            s = tl.where(seen, s, float("-inf"))
+        new_best = tl.maximum(best, tl.max(s, axis=1))
+        safe = new_best
+        if MASKED:
+            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
+        weight = tl.exp2(best - safe)
+        p = tl.exp2(s - safe[:, None])
+        total = total * weight + tl.sum(p, axis=1)
+        acc = acc * weight[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        best = new_best
+    return acc, best, total
+
+
+# Numbers that change from step to step must not make new variants of the kernel.
+@triton.jit(do_not_specialize=["first_request", "num_requests"])
+def _prefill_kernel(
+    q_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, sinks_ptr, out_ptr,
+    q_stride, out_stride, page_stride, table_stride, first_request, num_requests,
+    scale, softcap, window,
+    SKIP_SINGLE: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """QUERIES tokens of one request by the heads of one key head."""
+    # The last tiles of a long prompt see the most: start them first.
+    number = tl.num_programs(1) - 1 - tl.program_id(1)
+    kv_head = tl.program_id(0)
+    request, tile = _find_request(query_starts_ptr, number, first_request, num_requests, QUERIES)
+    start = tl.load(query_starts_ptr + request)
+    query_len = tl.load(query_starts_ptr + request + 1) - start
+    first_query = tile * QUERIES
+    if first_query >= query_len:
+        return
+    if SKIP_SINGLE:
+        if query_len == 1:
+            return
+    seq_len = tl.load(seq_lens_ptr + request)
+    past = seq_len - query_len
+
+    rows = tl.arange(0, QUERIES * GROUP_ROWS)
+    dims = tl.arange(0, DIMS)
+    queries = first_query + rows // GROUP_ROWS
+    heads = kv_head * GROUP + rows % GROUP_ROWS
+    row_mask = (queries < query_len) & (rows % GROUP_ROWS < GROUP)
+    mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    at = (start + queries).to(tl.int64)
+    q = tl.load(
+        q_ptr + at[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        mask=mask, other=0.0,
+    )  # fmt: skip
+    positions = past + queries
+    best = tl.full([QUERIES * GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * GROUP_ROWS], tl.float32)
+    if SINKS:
+        best = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    acc = tl.zeros([QUERIES * GROUP_ROWS, DIMS], tl.float32)
+    # Tokens before `clear` are seen by every row; from there on each row sees its own.
+    low = 0
+    clear = (past + first_query + 1) // TILE * TILE
+    high = tl.minimum(past + first_query + QUERIES, seq_len)
+    table = table_ptr + request.to(tl.int64) * table_stride
+    if WINDOW:
+        low = tl.maximum(past + first_query - window + 1, 0) // TILE * TILE
+        clear = low
+    acc, best, total = _prefill_tiles(
+        acc, best, total, q, cache_ptr, table, positions, kv_head, low, clear, seq_len,
+        page_stride, scale, softcap, window, False, HEAD_DIM, DIMS, KV_HEADS, BLOCK_SIZE, TILE,
+        WINDOW, SOFTCAP, PRECISION,
+    )  # fmt: skip
+    acc, best, total = _prefill_tiles(
+        acc, best, total, q, cache_ptr, table, positions, kv_head, clear, high, seq_len,
+        page_stride, scale, softcap, window, True, HEAD_DIM, DIMS, KV_HEADS, BLOCK_SIZE, TILE,
+        WINDOW, SOFTCAP, PRECISION,
+    )  # fmt: skip
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    at_out = at[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + at_out, out, mask=mask)
+
+
+def paged_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads of a token contiguous
+    cache: torch.Tensor,  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [num_heads]
+) -> torch.Tensor:
+    """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim]."""
+    num_tokens, num_heads, head_dim = query.shape
+    output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    if metadata.num_decodes:
+        _decode(query, cache, metadata, scale, window, softcap, sinks, output)
+    if metadata.max_query_len > 1:
+        _prefill(query, cache, metadata, scale, window, softcap, sinks, output)
+    return output
+
+
+def _decode(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    output: torch.Tensor,
+) -> None:
+    num_heads, head_dim = query.shape[1:]
+    _, _, block_size, num_kv_heads, _ = cache.shape
+    requests, group = metadata.num_decodes, num_heads // num_kv_heads
+    tile = decode_tile(head_dim, query.element_size())
+    splits = decode_splits(requests, num_kv_heads)
+    partial = lse = output
+    if splits > 1:
+        shape = (requests, num_heads, splits)
+        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    _decode_kernel[(requests, num_kv_heads, splits)](
+        query, cache, metadata.block_table, metadata.seq_lens, metadata.query_starts,
+        output if sinks is None else sinks, output, partial, lse,
+        query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
+        scale, softcap or 0.0, window or 0,
+        GROUP=group, ROWS=max(triton.next_power_of_2(group), 16),
+        HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
+        KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=tile.tokens, SPLITS=splits,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        PRECISION=_precision(query),
+        num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(requests, num_heads)](
+            partial, lse, metadata.query_starts, output, output.stride(0), num_heads,
+            HEAD_DIM=head_dim, DIMS=triton.next_power_of_2(head_dim), SPLITS=splits, num_warps=4,
+        )  # fmt: skip
+
+
+def _prefill(
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    output: torch.Tensor,
+) -> None:
+    num_heads, head_dim = query.shape[1:]
+    _, _, block_size, num_kv_heads, _ = cache.shape
+    group = num_heads // num_kv_heads
+    group_rows = triton.next_power_of_2(group)
+    tile = prefill_tile(head_dim, query.element_size())
+    queries = max(tile.rows // group_rows, 1)
+    # Where single tokens may stand anywhere, all requests are looked at and those skipped.
+    first = 0 if metadata.any_order else metadata.num_decodes
+    requests = len(metadata.seq_lens) - first
+    num_tiles = (query.shape[0] - first) // queries + requests
+    _prefill_kernel[(num_kv_heads, num_tiles)](
+        query, cache, metadata.block_table, metadata.seq_lens, metadata.query_starts,
+        output if sinks is None else sinks, output,
+        query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
+        first, requests, scale, softcap or 0.0, window or 0,
+        SKIP_SINGLE=metadata.any_order, GROUP=group, GROUP_ROWS=group_rows, QUERIES=queries,
+        HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
+        KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=tile.tokens,
+        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        PRECISION=_precision(query),
+        num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
+    )  # fmt: skip
+
+
+def _precision(query: torch.Tensor) -> str:
+    """Float32 means float32: the tensor cores' short form would not match the reference."""
+    return "ieee" if query.dtype == torch.float32 else "tf32"

@@ -1,0 +1,20 @@
+"""The Triton backend: which ops it has. What is not here comes from the reference."""
+
+from __future__ import annotations
+
+from penstock.ops.triton.attention import paged_attention
+from penstock.ops.triton.pointwise import add_rms_norm, embed, rms_norm, silu_mul
+from penstock.ops.triton.rotary import norm_rotate_write
+
+__all__ = [
+    "ROW_INVARIANT",
+    "add_rms_norm",
+    "embed",
+    "norm_rotate_write",
+    "paged_attention",
+    "rms_norm",
+    "silu_mul",
+]
+
+# Attention splits a decode's cache by how many requests there are, so it is not in this set.
+ROW_INVARIANT = frozenset({"add_rms_norm", "embed", "norm_rotate_write", "rms_norm", "silu_mul"})

@@ -1,0 +1,113 @@
+"""RMSNorm, with the residual addition in front of it, SiLU·mul and the embedding gather.
+
+Rounding follows the reference: the norm is computed in float32 and rounded before the weight is
+applied, and the sum of x and residual is rounded before it is normed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, size, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < size
+    x = tl.load(x_ptr + row * x_stride + columns, mask=mask, other=0.0)
+    dtype = x.dtype
+    if ADD:
+        residual = tl.load(residual_ptr + row * size + columns, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
+        tl.store(residual_ptr + row * size + columns, x, mask=mask)
+    x = x.to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x) / size + eps)).to(dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + columns, (normed * weight).to(dtype), mask=mask)
+
+
+@triton.jit
+def _silu_mul_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    gate = tl.load(x_ptr + row * 2 * size + columns, mask=mask, other=0.0)
+    up = tl.load(x_ptr + row * 2 * size + size + columns, mask=mask, other=0.0)
+    gate32 = gate.to(tl.float32)
+    activated = (gate32 / (1.0 + tl.exp(-gate32))).to(gate.dtype).to(tl.float32)
+    out = (activated * up.to(tl.float32)).to(gate.dtype)
+    tl.store(out_ptr + row * size + columns, out, mask=mask)
+
+
+@triton.jit
+def _embed_kernel(token_ptr, weight_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(token_ptr + row).to(tl.int64)
+    mask = columns < size
+    values = tl.load(weight_ptr + token * size + columns, mask=mask, other=0.0)
+    tl.store(out_ptr + row * size + columns, values, mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension, in float32 inside."""
+    size = x.shape[-1]
+    rows = x.reshape(-1, size)
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(rows, None, weight, out, eps)
+    return out.view(x.shape)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x + residual, and the sum itself, which takes the old residual's place."""
+    assert x.dim() == 2
+    assert residual.is_contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, residual, weight, out, eps)
+    return out, residual
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+) -> None:
+    num_rows, size = x.shape
+    if num_rows == 0:
+        return
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(num_rows,)](
+        x, residual if residual is not None else x, weight, out, x.stride(0), size, eps,
+        ADD=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up. x [n, 2 * d] holds gate and up side by side -> [n, d]."""
+    num_rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    if num_rows:
+        block = min(triton.next_power_of_2(size), 1024)
+        grid = (num_rows, triton.cdiv(size, block))
+        _silu_mul_kernel[grid](x.contiguous(), out, size, BLOCK=block, num_warps=4)
+    return out
+
+
+def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Rows of `weight`. token_ids [n] -> [n, hidden]."""
+    num_rows, size = len(token_ids), weight.shape[1]
+    out = torch.empty((num_rows, size), dtype=weight.dtype, device=weight.device)
+    if num_rows:
+        block = min(triton.next_power_of_2(size), 2048)
+        grid = (num_rows, triton.cdiv(size, block))
+        _embed_kernel[grid](token_ids, weight, out, size, BLOCK=block, num_warps=4)
+    return out

@@ -1,0 +1,70 @@
+"""The request tables of a GPU: updates are gathered on the host and written by one kernel each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from penstock.ops.triton import inputs
+from penstock.protocol.kv import KVCacheGroup
+from penstock.protocol.step import NewRequest, ScheduledRequest
+from penstock.runner.sampling_tables import to_device
+from penstock.runner.tables import RequestTables
+
+
+class DeviceTables(RequestTables):
+    """As `RequestTables`, without a wait between host and device, and with few launches."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        groups: Sequence[KVCacheGroup],
+        device: torch.device,
+        num_drafts: int = 0,
+    ) -> None:
+        super().__init__(max_num_seqs, max_model_len, groups, device, num_drafts)
+        self._entering: list[tuple[int, NewRequest]] = []
+
+    def add(self, request: NewRequest) -> int:
+        """Give the request a slot. It is in the tables after the next `append_blocks`."""
+        slot = self._free.pop()
+        self._slots[request.request_id] = slot
+        self.computed_bound[slot] = request.num_computed_tokens
+        self._num_blocks[:, slot] = 0
+        self._entering.append((slot, request))
+        return slot
+
+    def append_blocks(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        if self._entering:
+            self._write_requests()
+        for index, table in enumerate(self.block_tables):
+            where = self._new_entries(index, scheduled)
+            if where:
+                inputs.write_blocks(to_device(np.array(where, dtype=np.int32), self.device), table)
+
+    def append_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        inputs.append_tokens(slots, token_ids, self.token_ids, self.num_tokens)
+
+    def _write_requests(self) -> None:
+        rows, tokens = [], []
+        start = 0
+        for slot, request in self._entering:
+            length = len(request.token_ids)
+            rows += [
+                slot, start, length, request.num_prompt_tokens, request.num_computed_tokens
+            ]  # fmt: skip
+            tokens.append(np.array(request.token_ids, dtype=np.int32))
+            start += length
+        packed = np.concatenate([np.array(rows, dtype=np.int32), *tokens])
+        inputs.write_requests(
+            to_device(packed, self.device),
+            len(self._entering),
+            self.token_ids,
+            self.num_tokens,
+            self.num_prompt_tokens,
+            self.num_computed,
+        )
+        self._entering = []

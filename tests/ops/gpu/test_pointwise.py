@@ -1,0 +1,79 @@
+"""Norms, activation, embedding and the pass before attention, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.ops import reference
+from penstock.ops.triton import pointwise
+from penstock.ops.triton.rotary import norm_rotate_write
+
+DTYPES = [torch.float32, torch.float16]
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    tolerance = 1e-5 if ours.dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 100, 1024])
+def test_norm_with_and_without_residual(
+    device: torch.device, dtype: torch.dtype, size: int
+) -> None:
+    x, residual = torch.randn(2, 5, size, device=device, dtype=dtype)
+    weight = torch.randn(size, device=device, dtype=dtype)
+    close(pointwise.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    normed, total = reference.add_rms_norm(x, residual, weight, 1e-6)
+    our_normed, our_total = pointwise.add_rms_norm(x, residual, weight, 1e-6)
+    close(our_normed, normed)
+    close(our_total, total)
+
+
+def test_norm_of_heads_that_lie_apart(device: torch.device) -> None:
+    heads = torch.randn(3, 6, 32, device=device)[:, 1:3]
+    weight = torch.randn(32, device=device)
+    close(pointwise.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [48, 1500])
+def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    x = torch.randn(4, 2 * size, device=device, dtype=dtype)
+    close(pointwise.silu_mul(x), reference.silu_mul(x))
+
+
+def test_embedding_rows(device: torch.device) -> None:
+    weight = torch.randn(50, 100, device=device)
+    tokens = torch.tensor([3, 49, 0, 3], dtype=torch.int32, device=device)
+    assert torch.equal(pointwise.embed(tokens, weight), reference.embed(tokens, weight))
+
+
+@pytest.mark.parametrize("n", [3, 70])  # one head a program, and several
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+def test_norm_rotate_write_is_its_three_parts(
+    device: torch.device, n: int, norm: bool, heads: int, kv_heads: int
+) -> None:
+    dim, block_size = 32, 4
+    qkv = torch.randn(n, (heads + 2 * kv_heads) * dim, device=device)
+    weights = torch.randn(2, dim, device=device)
+    table = torch.randn(n, dim, device=device)  # cosines then sines, as the rotary layer has them
+    cos, sin = table.unsqueeze(1).chunk(2, dim=-1)
+    cache, expected = torch.zeros(2, 30, 2, block_size, kv_heads, dim, device=device)
+    slots = (torch.randperm(29 * block_size, device=device) + block_size)[:n]
+
+    query, key, value = qkv.view(n, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    if norm:
+        query = reference.rms_norm(query, weights[0], 1e-6)
+        key = reference.rms_norm(key, weights[1], 1e-6)
+    query, key = reference.rotate_pair(query, key, cos, sin)
+    reference.write_kv(key, value, expected, slots)
+
+    got = norm_rotate_write(
+        qkv.clone(), weights[0] if norm else None, weights[1] if norm else None, 1e-6,
+        cos, sin, cache, slots, heads,
+    )  # fmt: skip
+    for ours, theirs in zip((*got, cache), (query, key, value, expected), strict=True):
+        close(ours, theirs)

@@ -1,0 +1,137 @@
+"""Triton's paged attention against attention over each request's own tokens in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from penstock.ops.attention import AttentionMetadata
+from penstock.ops.triton.attention import paged_attention
+
+
+def expected_rows(
+    query: torch.Tensor,  # [q, heads, dim], the last q tokens
+    key: torch.Tensor,  # [k, kv_heads, dim]
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    group = query.shape[1] // key.shape[1]
+    key = key.double().repeat_interleave(group, 1)
+    value = value.double().repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    behind = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))
+    seen = behind >= 0
+    if window is not None:
+        seen &= behind < window
+    scores = scores.masked_fill(~seen.to(scores.device), float("-inf"))
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(-1, len(query), 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def check(
+    device: torch.device,
+    query_lens: list[int],
+    seq_lens: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+    softcap: float | None = None,
+    with_sinks: bool = False,
+    any_order: bool = False,
+    padding: int = 0,
+) -> None:
+    num_heads, kv_heads = heads
+    scale = dim**-0.5
+    num_blocks = [-(-length // block_size) for length in seq_lens]
+    # Every page is poisoned: what a request did not write must not matter.
+    cache = torch.full(
+        (sum(num_blocks) + 1, 2, block_size, kv_heads, dim), float("nan"), dtype=dtype
+    )
+    order = torch.randperm(sum(num_blocks)) + 1
+    table = torch.zeros(len(seq_lens) + padding, max(num_blocks), dtype=torch.int32)
+    queries, expected = [], []
+    sinks = torch.randn(num_heads) if with_sinks else None
+    for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        blocks = order[sum(num_blocks[:index]) :][: num_blocks[index]]
+        table[index, : len(blocks)] = blocks
+        key, value = torch.randn(2, seq_len, kv_heads, dim).to(dtype)
+        for position in range(seq_len):
+            page = cache[blocks[position // block_size]]
+            page[0, position % block_size] = key[position]
+            page[1, position % block_size] = value[position]
+        query = torch.randn(query_len, num_heads, dim).to(dtype)
+        queries.append(query)
+        expected.append(expected_rows(query, key, value, scale, window, softcap, sinks))
+    starts = list(itertools.accumulate(query_lens, initial=0))
+    starts += starts[-1:] * padding
+    decodes = sum(length == 1 for length in query_lens)
+    metadata = AttentionMetadata(
+        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(seq_lens + [0] * padding, dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        slot_mapping=torch.empty(0, dtype=torch.int64),
+        num_decodes=len(seq_lens) + padding if any_order else decodes,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        any_order=any_order,
+    )
+    rows = torch.cat([*queries, torch.zeros(padding, num_heads, dim, dtype=dtype)])
+    got = paged_attention(
+        rows.to(device), cache.to(device), metadata, scale, window, softcap,
+        None if sinks is None else sinks.to(device),
+    )  # fmt: skip
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    wanted = torch.cat(expected).to(dtype)
+    torch.testing.assert_close(got[: len(wanted)].cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 5, 64])
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((3, 1), 24), ((2, 2), 128)])
+def test_any_mix_of_prompts_chunks_and_decodes(
+    device: torch.device, window: int | None, heads: tuple[int, int], dim: int
+) -> None:
+    torch.manual_seed(0)
+    check(device, [1, 1, 1, 7, 40, 3], [1, 18, 100, 7, 61, 40], heads, dim, 16, window=window)
+
+
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_block_sizes(device: torch.device, block_size: int) -> None:
+    torch.manual_seed(1)
+    check(device, [1, 50], [70, 90], (4, 2), 32, block_size)
+
+
+@pytest.mark.parametrize("settings", [{"softcap": 2.0}, {"with_sinks": True}])
+def test_soft_cap_and_sinks(device: torch.device, settings: dict[str, object]) -> None:
+    torch.manual_seed(2)
+    check(device, [1, 1, 20], [3, 90, 45], (4, 2), 32, 16, **settings)  # type: ignore[arg-type]
+    check(device, [1, 20], [90, 45], (4, 2), 32, 16, window=8, **settings)  # type: ignore[arg-type]
+
+
+def test_half_precision(device: torch.device) -> None:
+    torch.manual_seed(3)
+    check(device, [1, 1, 33], [5, 140, 70], (8, 2), 64, 16, dtype=torch.float16)
+
+
+def test_single_tokens_in_any_order_with_padding_behind_them(device: torch.device) -> None:
+    """As a captured step has them: how many requests decode is not known to the host."""
+    torch.manual_seed(4)
+    check(device, [1, 9, 1, 30, 1], [40, 9, 70, 64, 1], (4, 2), 32, 16, any_order=True, padding=3)
+
+
+def test_many_requests_that_need_no_split(device: torch.device) -> None:
+    torch.manual_seed(5)
+    lens = [1 + (7 * index) % 40 for index in range(140)]
+    check(device, [1] * 140, lens, (8, 8), 16, 16)
