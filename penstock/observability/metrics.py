@@ -1,0 +1,203 @@
+"""Every metric, declared once: the registry and the reference page are made from this table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric as Family
+
+PREFIX = "penstock:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def steps(first: float, last: float) -> tuple[float, ...]:
+    """Bucket bounds from `first` (a power of ten) to `last`: 1, 2, 5, 10, 20, 50, ..."""
+    bounds: list[float] = []
+    power = round(math.log10(first))
+    while True:
+        for mantissa in (1, 2, 5):
+            bound = float(f"{mantissa}e{power}")
+            if bound > last:
+                return tuple(bounds)
+            bounds.append(bound)
+        power += 1
+
+
+SECONDS = steps(0.001, 2000)
+TOKEN_SECONDS = steps(0.001, 50)  # between tokens
+TOKENS = steps(1, 200_000)
+COUNT = steps(1, 200)
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A metric. Every one carries the label `model_name`, and `labels` besides."""
+
+    name: str  # without the prefix
+    kind: Literal["gauge", "counter", "histogram"]
+    help: str
+    buckets: tuple[float, ...] = ()
+    labels: tuple[str, ...] = ()
+
+    @property
+    def full_name(self) -> str:
+        """As Prometheus shows it: a counter ends in ``_total``."""
+        return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
+
+    @property
+    def sample_names(self) -> list[str]:
+        """What a query may name."""
+        if self.kind != "histogram":
+            return [self.full_name]
+        return [f"{self.full_name}_{part}" for part in ("bucket", "count", "sum")]
+
+
+DECLARED = (
+    # -- the engine's state
+    Declared("num_requests_running", "gauge", "Requests that take part in steps."),
+    Declared("num_requests_waiting", "gauge", "Requests that wait for their turn."),
+    Declared("kv_cache_usage_perc", "gauge", "Share of the KV cache in use, 0 to 1."),
+    Declared(
+        "cache_config_info",
+        "gauge",
+        "1, with the KV cache's settings as labels.",
+        labels=("block_size", "cache_dtype", "enable_prefix_caching", "num_blocks"),
+    ),
+    # -- the engine's work
+    Declared("prefix_cache_queries", "counter", "Tokens that the prefix cache was searched for."),
+    Declared("prefix_cache_hits", "counter", "Tokens that the prefix cache served."),
+    Declared(
+        "num_preemptions",
+        "counter",
+        "Times that a running request gave up its blocks to one that came before it.",
+    ),
+    Declared(
+        "iteration_tokens_total", "histogram", "Tokens that a step of the engine computes.", TOKENS
+    ),
+    # -- tokens
+    Declared(
+        "prompt_tokens",
+        "counter",
+        "Prompt tokens of requests that have got their first token, cached ones included.",
+    ),
+    Declared("generation_tokens", "counter", "Tokens generated."),
+    Declared("request_prompt_tokens", "histogram", "Prompt tokens of a completed request.", TOKENS),
+    Declared(
+        "request_generation_tokens",
+        "histogram",
+        "Tokens generated for a completed request.",
+        TOKENS,
+    ),
+    # -- times
+    Declared(
+        "time_to_first_token_seconds",
+        "histogram",
+        "From a request's submission to the engine to its first token.",
+        SECONDS,
+    ),
+    Declared(
+        "inter_token_latency_seconds",
+        "histogram",
+        "Between a request's tokens, one after the other.",
+        TOKEN_SECONDS,
+    ),
+    Declared(
+        "request_time_per_output_token_seconds",
+        "histogram",
+        "Mean time between the tokens of a completed request that has several.",
+        TOKEN_SECONDS,
+    ),
+    Declared(
+        "e2e_request_latency_seconds",
+        "histogram",
+        "From a completed request's submission to its end.",
+        SECONDS,
+    ),
+    Declared(
+        "request_queue_time_seconds",
+        "histogram",
+        "From a request's submission to the first step that it takes part in.",
+        SECONDS,
+    ),
+    Declared(
+        "request_prefill_time_seconds",
+        "histogram",
+        "From the first step that a request takes part in to its first token.",
+        SECONDS,
+    ),
+    Declared(
+        "request_decode_time_seconds",
+        "histogram",
+        "From a completed request's first token to its last.",
+        SECONDS,
+    ),
+    Declared(
+        "request_inference_time_seconds",
+        "histogram",
+        "Prefill and decode time of a completed request.",
+        SECONDS,
+    ),
+    # -- requests
+    Declared(
+        "request_success",
+        "counter",
+        "Requests that ended: stop and length are completed ones; abort, error.",
+        labels=("finished_reason",),
+    ),
+    Declared(
+        "request_params_n", "histogram", "n of a client's request, as it is submitted.", COUNT
+    ),
+    Declared(
+        "request_params_max_tokens",
+        "histogram",
+        "max_tokens of a client's request, at most what the context leaves room for.",
+        TOKENS,
+    ),
+)
+
+Instrument = TypeVar("Instrument", Gauge, Counter, Histogram)
+
+
+class Metrics:
+    """The declared metrics of one model in a registry of their own."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self._instruments = {item.name: self._make(item) for item in DECLARED}
+
+    def gauge(self, name: str, **labels: str) -> Gauge:
+        return self._find(Gauge, name, labels)
+
+    def counter(self, name: str, **labels: str) -> Counter:
+        return self._find(Counter, name, labels)
+
+    def histogram(self, name: str, **labels: str) -> Histogram:
+        return self._find(Histogram, name, labels)
+
+    def render(self) -> bytes:
+        """In Prometheus's text format; `CONTENT_TYPE` is its type."""
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Family]:
+        """Without the times of creation, which the library adds and nobody charts."""
+        for family in self._registry.collect():
+            family.samples = [s for s in family.samples if not s.name.endswith("_created")]
+            yield family
+
+    def _make(self, item: Declared) -> Gauge | Counter | Histogram:
+        name, labels = PREFIX + item.name, ("model_name", *item.labels)
+        if item.kind == "gauge":
+            return Gauge(name, item.help, labels, registry=self._registry)
+        if item.kind == "counter":
+            return Counter(name, item.help, labels, registry=self._registry)
+        return Histogram(name, item.help, labels, registry=self._registry, buckets=item.buckets)
+
+    def _find(self, kind: type[Instrument], name: str, labels: dict[str, str]) -> Instrument:
+        instrument = self._instruments[name]
+        assert isinstance(instrument, kind), f"{name} is not a {kind.__name__}"
+        return instrument.labels(model_name=self._model_name, **labels)

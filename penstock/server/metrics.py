@@ -1,0 +1,146 @@
+"""GET /metrics, and the observer that keeps its numbers."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+
+from penstock.config import EngineConfig
+from penstock.engine.messages import EngineInfo, EngineStats
+from penstock.engine.observer import RequestRecord
+from penstock.observability.metrics import CONTENT_TYPE, Metrics
+from penstock.protocol.delta import FinishReason
+from penstock.scheduler.scheduler import SchedulerStats
+from penstock.server.errors import describe_errors
+from penstock.server.service import Service
+from penstock.server.throughput import ThroughputLog
+from penstock.text.frontend import is_first_child
+
+router = APIRouter(tags=["Operations"])
+
+NO_STATS = SchedulerStats(
+    num_running=0,
+    num_waiting=0,
+    num_steps_in_flight=0,
+    num_preemptions=0,
+    kv_cache_usage=0.0,
+    num_prefix_queries=0,
+    num_prefix_hits=0,
+)
+COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@router.get("/metrics", response_class=PlainTextResponse, responses=describe_errors(401))
+async def metrics(request: Request) -> PlainTextResponse:
+    """The server's metrics for Prometheus; docs/metrics.md lists them."""
+    observer: MetricsObserver = request.app.state.metrics
+    service: Service = request.app.state.service
+    if not service.client.is_healthy:
+        observer.show(NO_STATS)
+    return PlainTextResponse(observer.metrics.render(), media_type=CONTENT_TYPE)
+
+
+def observe(service: Service) -> MetricsObserver:
+    """Keep metrics of all that the service does from now on, and log its throughput."""
+    observer = MetricsObserver(service.config, service.model_names[0])
+    if service.client.info is not None:
+        observer.on_ready(service.client.info)
+    service.client.observers.append(observer)
+    if not service.config.observability.disable_log_stats:
+        service.client.observers.append(ThroughputLog())
+    return observer
+
+
+class MetricsObserver:
+    """Turns what happens to requests into metrics. Every instrument is looked up once, here."""
+
+    def __init__(self, config: EngineConfig, model_name: str) -> None:
+        self.metrics = Metrics(model_name)
+        self._cache_config = config.cache
+        self._stats = NO_STATS  # the engine's latest; its counters begin at 0 with it
+        gauge, counter = self.metrics.gauge, self.metrics.counter
+        histogram = self.metrics.histogram
+        self._running = gauge("num_requests_running")
+        self._waiting = gauge("num_requests_waiting")
+        self._kv_usage = gauge("kv_cache_usage_perc")
+        self._prefix_queries = counter("prefix_cache_queries")
+        self._prefix_hits = counter("prefix_cache_hits")
+        self._preemptions = counter("num_preemptions")
+        self._step_tokens = histogram("iteration_tokens_total")
+        self._prompt_tokens = counter("prompt_tokens")
+        self._generation_tokens = counter("generation_tokens")
+        self._request_prompt_tokens = histogram("request_prompt_tokens")
+        self._request_generation_tokens = histogram("request_generation_tokens")
+        self._first_token = histogram("time_to_first_token_seconds")
+        self._inter_token = histogram("inter_token_latency_seconds")
+        self._per_token = histogram("request_time_per_output_token_seconds")
+        self._latency = histogram("e2e_request_latency_seconds")
+        self._queue_time = histogram("request_queue_time_seconds")
+        self._prefill_time = histogram("request_prefill_time_seconds")
+        self._decode_time = histogram("request_decode_time_seconds")
+        self._inference_time = histogram("request_inference_time_seconds")
+        self._n = histogram("request_params_n")
+        self._max_tokens = histogram("request_params_max_tokens")
+        self._ended = {
+            reason: counter("request_success", finished_reason=reason.value)
+            for reason in FinishReason
+        }
+
+    def on_ready(self, info: EngineInfo) -> None:
+        self._stats = NO_STATS
+        self.metrics.gauge(
+            "cache_config_info",
+            block_size=str(self._cache_config.block_size),
+            cache_dtype=self._cache_config.kv_cache_dtype,
+            enable_prefix_caching=str(self._cache_config.enable_prefix_caching).lower(),
+            num_blocks=str(info.num_kv_blocks),
+        ).set(1)
+
+    def on_submit(self, record: RequestRecord) -> None:
+        if is_first_child(record.request):
+            self._n.observe(record.request.params.n)
+            self._max_tokens.observe(record.request.max_tokens)
+
+    def on_tokens(self, record: RequestRecord, num_tokens: int, previous_at: float | None) -> None:
+        assert record.last_token_at is not None
+        self._generation_tokens.inc(num_tokens)
+        if previous_at is not None:
+            self._inter_token.observe(record.last_token_at - previous_at)
+            return
+        waited_s = record.last_token_at - record.submitted_at
+        self._prompt_tokens.inc(len(record.request.prompt_token_ids))
+        self._first_token.observe(waited_s)
+        self._prefill_time.observe(record.prefill_s)
+        self._queue_time.observe(max(waited_s - record.prefill_s, 0.0))
+
+    def on_finish(self, record: RequestRecord) -> None:
+        assert record.finish_reason is not None
+        assert record.finished_at is not None
+        self._ended[record.finish_reason].inc()
+        if record.finish_reason not in COMPLETED:
+            return
+        num_tokens = len(record.token_ids)
+        self._request_prompt_tokens.observe(len(record.request.prompt_token_ids))
+        self._request_generation_tokens.observe(num_tokens)
+        self._latency.observe(record.finished_at - record.submitted_at)
+        if record.first_token_at is not None and record.last_token_at is not None:
+            decode_s = record.last_token_at - record.first_token_at
+            self._decode_time.observe(decode_s)
+            self._inference_time.observe(record.prefill_s + decode_s)
+            if num_tokens > 1:
+                self._per_token.observe(decode_s / (num_tokens - 1))
+
+    def on_stats(self, stats: EngineStats) -> None:
+        now, before, self._stats = stats.scheduler, self._stats, stats.scheduler
+        self.show(now)
+        self._preemptions.inc(now.num_preemptions - before.num_preemptions)
+        self._prefix_queries.inc(now.num_prefix_queries - before.num_prefix_queries)
+        self._prefix_hits.inc(now.num_prefix_hits - before.num_prefix_hits)
+        for num_tokens in stats.step_tokens:
+            self._step_tokens.observe(num_tokens)
+
+    def show(self, stats: SchedulerStats) -> None:
+        """Set the gauges."""
+        self._running.set(stats.num_running)
+        self._waiting.set(stats.num_waiting)
+        self._kv_usage.set(stats.kv_cache_usage)

@@ -1,0 +1,79 @@
+"""The page at ``/``: a chat playground and a live dashboard, in plain files.
+
+The files need no key; what they fetch does. They are small, so they are read once and served from
+memory, which stays quick however busy the server is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+
+router = APIRouter(include_in_schema=False)
+
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+HEADERS = {
+    # Nothing but these files is ever loaded, and nothing but this server is ever asked.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # ask each time whether it has changed
+}
+
+
+@dataclass(frozen=True)
+class File:
+    content: bytes
+    type: str
+    etag: str
+
+
+@cache
+def load_files() -> dict[str, File]:
+    """The page's files by name."""
+    files = {}
+    for entry in resources.files(__name__).joinpath("static").iterdir():
+        extension = entry.name.rpartition(".")[2]
+        if extension in TYPES:
+            content = entry.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+            files[entry.name] = File(content, TYPES[extension], etag)
+    return files
+
+
+def reply(request: Request, name: str) -> Response:
+    file = load_files().get(name)
+    if file is None:
+        raise HTTPException(404)
+    headers = {**HEADERS, "ETag": file.etag}
+    if request.headers.get("if-none-match") == file.etag:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, headers=headers, media_type=file.type)
+
+
+@router.get("/")
+async def page(request: Request) -> Response:
+    return reply(request, "index.html")
+
+
+@router.get("/favicon.ico")
+async def icon(request: Request) -> Response:
+    return reply(request, "icon.svg")
+
+
+@router.get("/static/{name}")
+async def static_file(request: Request, name: str) -> Response:
+    return reply(request, name)

@@ -1,0 +1,144 @@
+// Puts the page together: the model's name, the settings, the key, the keyboard.
+
+import { getKey, request, setKey } from "./api.js";
+import { Chat } from "./chat.js";
+import { Dashboard } from "./dashboard.js";
+
+const $ = (id) => document.getElementById(id);
+const OPTIONS = "penstock-options";
+const options = $("options");
+const prompt = $("prompt");
+const keyDialog = $("key-dialog");
+
+// -- settings
+
+/** What the form says, as fields of a request; null, and the form says why, if it is not valid. */
+function readOptions() {
+  if (!options.checkValidity()) {
+    showView("settings");
+    options.reportValidity();
+    return null;
+  }
+  const fields = { model: $("model").value || undefined };
+  for (const [name, value] of new FormData(options)) {
+    if (value.trim() !== "") fields[name] = name === "system" ? value : Number(value);
+  }
+  return fields;
+}
+
+function restoreOptions() {
+  const kept = JSON.parse(sessionStorage.getItem(OPTIONS) ?? "{}");
+  for (const [name, value] of Object.entries(kept)) {
+    if (options.elements[name]) options.elements[name].value = value;
+  }
+}
+
+function keepOptions() {
+  sessionStorage.setItem(OPTIONS, JSON.stringify(Object.fromEntries(new FormData(options))));
+}
+
+// -- the key
+
+function askForKey(error = "") {
+  if (keyDialog.open) return;
+  $("key").value = getKey();
+  $("key-error").textContent = error;
+  keyDialog.showModal();
+}
+
+async function useKey() {
+  setKey($("key").value.trim());
+  try {
+    await loadModels();
+    keyDialog.close();
+    dashboard.look();
+    prompt.focus();
+  } catch (error) {
+    $("key-error").textContent = error.message;
+  }
+}
+
+// -- the server
+
+async function loadModels() {
+  const { data } = await (await request("v1/models")).json();
+  $("model").replaceChildren(...data.map((model) => new Option(model.id)));
+  $("model").disabled = data.length < 2;
+  document.title = `${data[0].id} · Penstock`;
+}
+
+function onError(error) {
+  if (error.status === 401) askForKey(getKey() ? "The server does not know this key." : "");
+}
+
+function showState(state, words) {
+  if ($("status").textContent !== words) $("status").textContent = words;
+  if (state === "ready" && $("status").dataset.state !== "ready" && !$("model").options.length) {
+    loadModels().catch(onError);
+  }
+  $("status").dataset.state = state;
+}
+
+// -- the page
+
+function showView(view) {
+  document.body.dataset.view = view;
+  for (const button of document.querySelectorAll("nav button")) {
+    button.setAttribute("aria-pressed", String(button.dataset.view === view));
+  }
+}
+
+function growPrompt() {
+  if (CSS.supports("field-sizing", "content")) return;
+  prompt.style.height = "auto";
+  prompt.style.height = `${prompt.scrollHeight + 2}px`;
+}
+
+function send() {
+  if (!chat.send(prompt.value)) return;
+  prompt.value = "";
+  growPrompt();
+}
+
+restoreOptions();
+const chat = new Chat({ readOptions, onError });
+const dashboard = new Dashboard({ onState: showState });
+loadModels().catch(onError);
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send();
+});
+prompt.addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    send();
+  }
+});
+prompt.addEventListener("input", growPrompt);
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && !keyDialog.open && chat.isBusy) chat.stop();
+});
+$("stop").addEventListener("click", () => {
+  chat.stop();
+  prompt.focus();
+});
+$("clear").addEventListener("click", () => {
+  chat.clear();
+  prompt.focus();
+});
+for (const button of document.querySelectorAll("#suggestions button")) {
+  button.addEventListener("click", () => chat.send(button.textContent));
+}
+for (const button of document.querySelectorAll("nav button")) {
+  button.addEventListener("click", () => showView(button.dataset.view));
+}
+options.addEventListener("input", keepOptions);
+options.addEventListener("submit", (event) => event.preventDefault());
+options.addEventListener("reset", () => sessionStorage.removeItem(OPTIONS));
+$("key-button").addEventListener("click", () => askForKey());
+$("key-cancel").addEventListener("click", () => keyDialog.close());
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey();
+});

@@ -1,0 +1,37 @@
+// Reads Prometheus's text format, and turns its counters into what happened between two looks.
+
+const PREFIX = "penstock:";
+
+/** Values by name without prefix, summed over labels. Buckets are left out. */
+export function parseMetrics(text) {
+  const values = new Map();
+  for (const line of text.split("\n")) {
+    if (!line.startsWith(PREFIX)) continue;
+    const nameEnd = line.search(/[{ ]/);
+    const name = line.slice(PREFIX.length, nameEnd);
+    if (name.endsWith("_bucket")) continue;
+    const value = Number(line.slice(line.lastIndexOf(" ") + 1));
+    values.set(name, (values.get(name) ?? 0) + value);
+  }
+  return values;
+}
+
+/** One point of each chart, from two looks `seconds` apart; null where nothing can be said. */
+export function pointBetween(before, after, seconds) {
+  const get = (name) => after.get(name) ?? 0;
+  const grown = (name) => {
+    const more = get(name) - (before?.get(name) ?? 0);
+    return more < 0 ? get(name) : more; // the server was started anew
+  };
+  const rate = (name) => (before ? grown(name) / seconds : null);
+  const ratio = (part, whole) => (before && grown(whole) > 0 ? grown(part) / grown(whole) : null);
+  return {
+    running: get("num_requests_running"),
+    waiting: get("num_requests_waiting"),
+    kv: get("kv_cache_usage_perc"),
+    generation: rate("generation_tokens_total"),
+    prompt: rate("prompt_tokens_total"),
+    firstToken: ratio("time_to_first_token_seconds_sum", "time_to_first_token_seconds_count"),
+    prefix: ratio("prefix_cache_hits_total", "prefix_cache_queries_total"),
+  };
+}

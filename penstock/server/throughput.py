@@ -1,0 +1,86 @@
+"""A line in the log every few seconds while there is work: what goes in, what comes out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from penstock.engine.messages import EngineInfo, EngineStats
+from penstock.engine.observer import RequestRecord
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 5.0
+
+
+def call_later(delay_s: float, work: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(delay_s, work)
+
+
+class ThroughputLog:
+    """Observes requests; says nothing, and does nothing, while there are none."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        call_later: Callable[[float, Callable[[], None]], None] = call_later,
+    ) -> None:
+        self._clock = clock
+        self._call_later = call_later
+        self._since: float | None = None  # when the interval began; None: no work
+        self._num_unfinished = 0
+        self._num_prompt_tokens = 0  # in this interval, as the next one
+        self._num_generated_tokens = 0
+        self._stats: EngineStats | None = None
+        self._prefix_counts = (0, 0)  # queries and hits before this interval
+
+    def on_ready(self, info: EngineInfo) -> None:
+        self._prefix_counts = (0, 0)
+
+    def on_submit(self, record: RequestRecord) -> None:
+        self._num_unfinished += 1
+        if self._since is None:
+            self._begin()
+
+    def on_tokens(self, record: RequestRecord, num_tokens: int, previous_at: float | None) -> None:
+        self._num_generated_tokens += num_tokens
+        if previous_at is None:
+            self._num_prompt_tokens += len(record.request.prompt_token_ids)
+
+    def on_finish(self, record: RequestRecord) -> None:
+        self._num_unfinished -= 1
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self._stats = stats
+
+    def _begin(self) -> None:
+        self._since = self._clock()
+        self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._call_later(INTERVAL_S, self._on_time)
+
+    def _on_time(self) -> None:
+        assert self._since is not None
+        elapsed_s = max(self._clock() - self._since, 1e-9)
+        if self._stats is not None:
+            self._log(self._stats, elapsed_s)
+        self._since = None
+        if self._num_unfinished:
+            self._begin()
+
+    def _log(self, stats: EngineStats, elapsed_s: float) -> None:
+        state = stats.scheduler
+        counts = (state.num_prefix_queries, state.num_prefix_hits)
+        queries, hits = (new - old for new, old in zip(counts, self._prefix_counts, strict=True))
+        self._prefix_counts = counts
+        logger.info(
+            "Throughput: prompt %.1f tok/s, generation %.1f tok/s; %d running, %d waiting; "
+            "KV cache %.1f %% used; prefix hits %s",
+            self._num_prompt_tokens / elapsed_s,
+            self._num_generated_tokens / elapsed_s,
+            state.num_running,
+            state.num_waiting,
+            100 * state.kv_cache_usage,
+            f"{100 * hits / queries:.1f} %" if queries else "-",
+        )

@@ -1,0 +1,373 @@
+"""The page at /, in a real browser, against a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from server_process import ServerProcess, eventually
+
+from penstock.server.playground import load_files
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+WAIT_MS = 60_000
+PHONE = {"width": 390, "height": 844}
+READY = '#status[data-state="ready"]'
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("needs a browser: apt-get install chromium, or put chromium on the PATH")
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=path, headless=True, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    """Opens pages; at the end none may have complained or asked anyone but its server."""
+    pages: list[Page] = []
+    complaints: list[str] = []
+
+    def open_at(server: ServerProcess, **options: Any) -> Page:
+        page = browser.new_context(**options).new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda said: complaints.append(said.text) if is_bad(said) else None)
+        page.on(
+            "request",
+            lambda asked: (
+                None
+                if asked.url.startswith(server.base_url)
+                else complaints.append(f"asked {asked.url}")
+            ),
+        )
+        page.goto(server.base_url)
+        pages.append(page)
+        return page
+
+    yield open_at
+    for page in pages:
+        page.context.close()
+    assert complaints == []
+
+
+def is_bad(said: Any) -> bool:
+    # The browser itself reports every status from 400 on; tests that cause one look at the page.
+    return said.type in ("error", "warning") and "Failed to load resource" not in said.text
+
+
+@pytest.fixture(scope="module")
+def locked_server(tiny_model: Path) -> Iterator[ServerProcess]:
+    """A tiny model behind a key."""
+    flags = ("--load-format", "dummy", "--cpu-threads", "1", "--kv-cache-memory-bytes", "64MiB")
+    process = ServerProcess(str(tiny_model), *flags, "--api-key", "open-sesame")
+    yield process
+    process.close()
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.get_by_label("Message").press("Enter")
+
+
+def wait_for_answer(page: Page) -> str:
+    """The whole text of the last answer, once it has ended."""
+    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=WAIT_MS)
+    return page.locator(".message.assistant .body").last.inner_text()
+
+
+def set_options(page: Page, **values: str) -> None:
+    for name, value in values.items():
+        page.locator(f"#options [name={name}]").fill(value)
+
+
+def sent_bodies(page: Page) -> list[dict[str, Any]]:
+    """What the page sends as chat requests from now on."""
+    bodies: list[dict[str, Any]] = []
+    page.on(
+        "request",
+        lambda asked: (
+            bodies.append(json.loads(asked.post_data or ""))
+            if asked.url.endswith("/v1/chat/completions")
+            else None
+        ),
+    )
+    return bodies
+
+
+# -- the chat
+
+
+def test_an_answer_streams_in_and_the_conversation_goes_on(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server)
+    bodies = sent_bodies(page)
+    set_options(page, temperature="0", max_tokens="24", top_k="5", seed="7", system="Be brief.")
+    say(page, "What is the capital of France?")
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    first = wait_for_answer(page)
+    assert "Paris" in first
+    foot = page.locator(".message.assistant .pace").last
+    expect(foot).to_have_text(
+        re.compile(r"^\d+ tokens · [\d.]+ tokens/s · first after [\d.]+ s( · cut at the limit)?$")
+    )
+    say(page, "And of Italy?")
+    second = wait_for_answer(page)
+
+    assert bodies[0]["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is the capital of France?"},
+    ]
+    asked = {name: bodies[0][name] for name in ("temperature", "top_p", "top_k", "max_tokens")}
+    assert asked == {"temperature": 0, "top_p": 0.95, "top_k": 5, "max_tokens": 24}
+    assert (bodies[0]["seed"], bodies[0]["stream"]) == (7, True)
+    *_, answer, question = bodies[1]["messages"]
+    assert answer["role"] == "assistant"
+    assert answer["content"].strip() == first.strip()
+    assert question == {"role": "user", "content": "And of Italy?"}
+
+    # The same request over the API gives the text that the page shows.
+    reply = server.post(
+        "/v1/chat/completions", bodies[1] | {"stream": False, "stream_options": None}
+    )
+    assert reply.json()["choices"][0]["message"]["content"].strip() == second.strip()
+
+
+def test_escape_stops_an_answer_and_keeps_what_has_come(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server)
+    set_options(page, max_tokens="1500")
+    say(page, "Tell me a very long story about a river.")
+    expect(page.locator(".message.assistant .body")).not_to_be_empty(timeout=WAIT_MS)
+    page.keyboard.press("Escape")
+    text = wait_for_answer(page)
+    assert text
+    expect(page.locator(".pace")).to_contain_text("stopped")
+    eventually(server.is_idle)
+    page.get_by_role("button", name="New chat").click()
+    expect(page.locator(".message")).to_have_count(0)
+    expect(page.get_by_role("heading", name="Say something")).to_be_visible()
+    expect(page.get_by_label("Message")).to_be_focused()
+
+
+def test_an_answer_can_be_had_again(server: ServerProcess, open_page: Callable[..., Page]) -> None:
+    page = open_page(server)
+    bodies = sent_bodies(page)
+    set_options(page, temperature="0", max_tokens="8")
+    page.get_by_role("button", name="What is the capital of France?").click()
+    first = wait_for_answer(page)
+    page.get_by_role("button", name="Regenerate").click()
+    assert wait_for_answer(page) == first
+    assert bodies[0]["messages"] == bodies[1]["messages"]
+    expect(page.locator(".message")).to_have_count(2)
+
+
+def test_shift_enter_starts_a_line(server: ServerProcess, open_page: Callable[..., Page]) -> None:
+    page = open_page(server)
+    field = page.get_by_label("Message")
+    field.type("one")
+    field.press("Shift+Enter")
+    field.type("two")
+    expect(field).to_have_value("one\ntwo")
+    expect(page.locator(".message")).to_have_count(0)
+
+
+def answer_with(page: Page, text: str) -> None:
+    """Have every chat request answered with `text`, cut into many chunks."""
+
+    def fulfill(route: Route) -> None:
+        chunks = [
+            {"choices": [{"delta": {"content": text[i : i + 3]}}]} for i in range(0, len(text), 3)
+        ]
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
+        route.fulfill(content_type="text/event-stream", body="".join(lines))
+
+    page.route("**/v1/chat/completions", fulfill)
+
+
+def test_code_is_shown_as_code_and_markup_as_text(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server)
+    answer_with(
+        page, "Use `map`:\n```python\nx = 1\n\nif x < 2:\n    y = '<b>'\n```\nSo <i>it</i> é✓"
+    )
+    say(page, "code")
+    wait_for_answer(page)
+    expect(page.locator(".body pre code")).to_have_text("x = 1\n\nif x < 2:\n    y = '<b>'")
+    expect(page.locator(".body pre")).to_have_attribute("data-language", "python")
+    expect(page.locator(".body span code")).to_have_text("map")
+    expect(page.locator(".message.assistant .body")).to_contain_text("So <i>it</i> é✓")
+    assert page.locator(".body i, .body b").count() == 0
+
+
+def test_errors_are_shown_and_can_be_tried_again(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server)
+    set_options(page, max_tokens="4", seed="1")
+    page.locator("#options [name=top_k]").evaluate("field => field.removeAttribute('min')")
+    set_options(page, top_k="-5")
+    say(page, "Hello")
+    fault = page.get_by_role("alert").filter(has_text="top_k")
+    expect(fault).to_be_visible(timeout=WAIT_MS)
+    set_options(page, top_k="")
+    page.get_by_role("button", name="Try again").click()
+    assert wait_for_answer(page)
+    expect(fault).to_have_count(0)
+
+
+def test_a_stream_that_breaks_is_an_error_on_the_page(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server)
+    begun = 'data: {"choices": [{"delta": {"content": "Well"}}]}\n\n'
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(content_type="text/event-stream", body=begun),
+    )
+    say(page, "Hello")
+    expect(page.get_by_role("alert").filter(has_text="closed before")).to_be_visible()
+    expect(page.locator(".message.assistant .body")).to_have_text("Well")
+
+
+def test_a_setting_that_is_not_valid_is_not_sent(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server)
+    bodies = sent_bodies(page)
+    set_options(page, temperature="9")
+    say(page, "Hello")
+    expect(page.locator("#options [name=temperature]")).to_be_focused()
+    expect(page.get_by_label("Message")).to_have_value("Hello")
+    assert bodies == []
+
+
+# -- the dashboard
+
+
+def test_charts_follow_the_server(server: ServerProcess, open_page: Callable[..., Page]) -> None:
+    page = open_page(server)
+    expect(page.locator(READY)).to_be_visible(timeout=WAIT_MS)
+    expect(page.locator(".chart")).to_have_count(6)
+    set_options(page, max_tokens="1500")
+    say(page, "Tell me a very long story about a river.")
+    requests = page.locator(".chart", has_text="Requests")
+    expect(requests.locator(".now")).to_have_text("1running 0waiting", timeout=WAIT_MS)
+    generated = page.locator(".chart", has_text="Generated")
+    expect(generated.locator(".now")).to_have_text(re.compile(r"^[\d.]*[1-9][\d.]*tokens/s$"))
+    first_token = page.locator(".chart", has_text="First token")
+    expect(first_token.locator(".now")).to_have_text(re.compile(r"^[\d.]+m?s$"), timeout=WAIT_MS)
+    expect(first_token.get_by_role("img")).to_have_attribute(
+        "aria-label", re.compile(r"^First token: [\d.]+ m?s$")
+    )
+    page.get_by_role("button", name="Stop").click()
+    expect(requests.locator(".now")).to_have_text("0running 0waiting", timeout=WAIT_MS)
+
+
+def test_the_page_says_when_the_server_is_gone(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server)
+    expect(page.locator(READY)).to_be_visible(timeout=WAIT_MS)
+    page.route("**/health", lambda route: route.fulfill(status=503, body=""))
+    expect(page.get_by_role("status")).to_have_text("engine is down", timeout=WAIT_MS)
+    page.context.set_offline(True)
+    page.unroute("**/health")
+    expect(page.get_by_role("status")).to_have_text("unreachable", timeout=WAIT_MS)
+    page.context.set_offline(False)
+    expect(page.locator(READY)).to_be_visible(timeout=WAIT_MS)
+
+
+# -- the key
+
+
+def test_a_key_is_asked_for_and_kept(
+    locked_server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(locked_server)
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_be_visible(timeout=WAIT_MS)
+    page.get_by_label("Key", exact=True).fill("wrong")
+    page.keyboard.press("Enter")
+    expect(dialog.get_by_role("alert")).to_contain_text("API keys")
+    page.get_by_label("Key", exact=True).fill("open-sesame")
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_hidden()
+    expect(page.locator(READY)).to_be_visible(timeout=WAIT_MS)
+    set_options(page, max_tokens="5")
+    say(page, "Hello")
+    wait_for_answer(page)
+    expect(page.locator(".pace")).to_contain_text("token")
+    page.reload()
+    expect(page.locator(READY)).to_be_visible(timeout=WAIT_MS)
+    expect(dialog).to_be_hidden()
+
+
+def test_the_files_need_no_key_and_load_nothing_from_elsewhere(
+    locked_server: ServerProcess,
+) -> None:
+    for path in ("/", "/favicon.ico", *(f"/static/{name}" for name in load_files())):
+        response = locked_server.get(path)
+        assert response.status_code == 200, path
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert not re.search(r"(src|href)=\"https?:|url\(|@import", response.text), path
+        again = locked_server.get(path, headers={"If-None-Match": response.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+    assert locked_server.get("/metrics").status_code == 401
+    for path in ("/static/nothing.js", "/static/..%2f__init__.py", "/static/../__init__.py"):
+        assert locked_server.get(path).status_code in (401, 404)
+
+
+# -- on a phone, from the keyboard
+
+
+def test_a_phone_shows_one_part_at_a_time(
+    locked_server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(locked_server, viewport=PHONE, has_touch=True, is_mobile=True)
+    page.keyboard.press("Escape")  # the key's dialog
+    for name, shown in (("Server", "#charts"), ("Settings", "#options"), ("Chat", "#prompt")):
+        page.get_by_role("button", name=name, exact=True).tap()
+        for part in ("#charts", "#options", "#prompt"):
+            expect(page.locator(part)).to_be_visible(visible=part == shown)
+        width = page.evaluate("document.documentElement.scrollWidth")
+        assert width <= PHONE["width"], f"{name} is wider than the window"
+
+
+def test_everything_can_be_reached_by_tab(
+    locked_server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(locked_server)
+    page.keyboard.press("Escape")
+    reached = set()
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.name"))
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        on_body = page.evaluate("document.activeElement === document.body")
+        assert on_body or outline != "none", reached
+    assert {"prompt", "send", "key-button", "system", "temperature", "seed"} <= reached
