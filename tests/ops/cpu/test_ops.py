@@ -1,0 +1,172 @@
+"""Every op of the C++ library against its torch reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.ops import reference
+from penstock.ops.attention import AttentionMetadata
+from penstock.ops.cpu import ops
+from penstock.ops.registry import BACKENDS, Ops
+
+SIZES = [1, 7, 8, 64, 129, 576]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_rms_norm(isa: str, generator: torch.Generator, rows: int, size: int) -> None:
+    x = torch.randn(rows, size, generator=generator) * 5
+    weight = torch.randn(size, generator=generator)
+    torch.testing.assert_close(
+        ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), atol=2e-6, rtol=2e-6
+    )
+
+
+def test_rms_norm_of_heads_inside_wider_rows(isa: str, generator: torch.Generator) -> None:
+    heads = torch.randn(5, 12, 64, generator=generator)[:, 3:7]
+    weight = torch.randn(64, generator=generator)
+    torch.testing.assert_close(
+        ops.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6)
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_add_rms_norm(isa: str, generator: torch.Generator, rows: int, size: int) -> None:
+    x, residual = torch.randn(2, rows, size, generator=generator)
+    weight = torch.randn(size, generator=generator)
+    normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+    expected, expected_total = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(normed, expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_silu_mul(isa: str, generator: torch.Generator, rows: int, size: int) -> None:
+    x = torch.randn(rows, 2 * size, generator=generator) * 10
+    x[0, 0] = -200.0  # exp would overflow
+    torch.testing.assert_close(ops.silu_mul(x), reference.silu_mul(x), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (10, 5), (80, 16)])
+def test_rotate_pair(isa: str, generator: torch.Generator, head_dim: int, half: int) -> None:
+    rows = 11
+    angles = torch.rand(rows, 1, half, generator=generator) * 6
+    heads = torch.randn(rows, 6, head_dim, generator=generator)
+    query, key = heads[:, :4], heads[:, 4:]
+    expected = reference.rotate_pair(query, key, angles.cos(), angles.sin())
+    rotated = ops.rotate_pair(query, key, angles.cos(), angles.sin())
+    for one, other in zip(rotated, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def paged(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    head_dim: int,
+    queries: list[int],
+    contexts: list[int],
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
+    block_size: int = 16,
+) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+    """Queries, a cache that holds every context in scattered blocks, and where they stand."""
+    blocks = [-(-context // block_size) for context in contexts]
+    free = (torch.randperm(sum(blocks), generator=generator) + 1).int()
+    table = torch.zeros(len(contexts), max(blocks), dtype=torch.int32)
+    for index, ids in enumerate(free.split(blocks)):
+        table[index, : len(ids)] = ids
+    shape = (sum(blocks) + 1, 2, block_size, num_kv_heads, head_dim)
+    cache = torch.randn(shape, generator=generator).to(dtype)
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], dtype=torch.int32)
+    query = torch.randn(int(starts[-1]), num_heads, head_dim, generator=generator) * 2
+    metadata = AttentionMetadata(
+        starts,
+        torch.tensor(contexts, dtype=torch.int32),
+        table,
+        torch.zeros(len(query), dtype=torch.int64),
+        sum(count == 1 for count in queries),
+        max(queries),
+        max(contexts),
+    )
+    return query, cache, metadata
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128, 20])
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_paged_attention(
+    isa: str, generator: torch.Generator, dtype: torch.dtype, head_dim: int, window: int | None
+) -> None:
+    queries, contexts = [1, 1, 1, 37, 70], [1, 33, 200, 37, 131]
+    query, cache, metadata = paged(generator, dtype, head_dim, queries, contexts)
+    scale = head_dim**-0.5
+    torch.testing.assert_close(
+        ops.paged_attention(query, cache, metadata, scale, window),
+        reference.paged_attention(query, cache.float(), metadata, scale, window),
+        atol=2e-5,
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_token_attends_the_same_however_its_request_was_cut(
+    isa: str, generator: torch.Generator, dtype: torch.dtype, window: int | None
+) -> None:
+    query, cache, metadata = paged(generator, dtype, 64, [150], [150])
+    whole = ops.paged_attention(query, cache, metadata, 0.125, window)
+    for chunk in (1, 7, 64):
+        for start in range(0, 150, chunk):
+            end = min(start + chunk, 150)
+            part = AttentionMetadata(
+                torch.tensor([0, end - start], dtype=torch.int32),
+                torch.tensor([end], dtype=torch.int32),
+                metadata.block_table,
+                metadata.slot_mapping[start:end],
+                int(chunk == 1),
+                end - start,
+                end,
+            )
+            own = ops.paged_attention(query[start:end], cache, part, 0.125, window)
+            assert torch.equal(own, whole[start:end])
+
+
+def test_what_others_left_behind_in_a_block_is_not_read(
+    isa: str, generator: torch.Generator
+) -> None:
+    query, cache, metadata = paged(generator, torch.float32, 64, [1, 20], [19, 35])
+    expected = ops.paged_attention(query, cache, metadata, 0.125)
+    cache[metadata.block_table[0, 1].item(), :, 3:] = float("nan")
+    cache[metadata.block_table[1, 2].item(), :, 3:] = float("inf")
+    cache[0] = float("nan")
+    assert torch.equal(ops.paged_attention(query, cache, metadata, 0.125), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 30])
+def test_write_kv(isa: str, generator: torch.Generator, dtype: torch.dtype, rows: int) -> None:
+    heads = torch.randn(rows, 10, 20, generator=generator) * 100
+    heads[0, 4, 0] = 1e-7  # below the normal numbers of float16
+    key, value = heads[:, 4:7], heads[:, 7:]
+    slots = torch.randperm(64, generator=generator)[:rows]
+    cache, expected = torch.zeros(2, 8, 2, 8, 3, 20, dtype=dtype)
+    ops.write_kv(key, value, cache, slots)
+    reference.write_kv(key, value, expected, slots)
+    assert torch.equal(cache, expected)
+
+
+def test_other_dtypes_go_to_the_reference(isa: str, generator: torch.Generator) -> None:
+    x = torch.randn(3, 16, generator=generator).bfloat16()
+    weight = torch.ones(16, dtype=torch.bfloat16)
+    assert torch.equal(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    assert torch.equal(ops.silu_mul(x), reference.silu_mul(x))
+
+
+def test_the_native_backend_says_which_ops_are_row_invariant() -> None:
+    native, plain = Ops("cpu-native"), Ops("cpu")
+    assert BACKENDS["cpu-native"][-1] == "penstock.ops.reference"
+    assert native.is_row_invariant("paged_attention")
+    assert not plain.is_row_invariant("paged_attention")
