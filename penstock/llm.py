@@ -43,12 +43,14 @@ class LLM:
         self,
         model: str | None = None,
         *,
-        logits_processors: Sequence[str | type[LogitsProcessor]] = (),
+        logits_processors: str | Sequence[str | type[LogitsProcessor]] = (),
         drafter: Drafter | None = None,
         **options: Any,
     ) -> None:
         if model is not None:
             options["model"] = model
+        if isinstance(logits_processors, str):
+            logits_processors = [logits_processors]
         named = [item for item in logits_processors if isinstance(item, str)]
         if named:
             options["logits_processors"] = named

@@ -189,6 +189,11 @@ def coerce(declared: Option, value: Any) -> Any:
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
             raise ConfigError(f"{declared.name} must be a list, got {value!r}")
+        for item in items:
+            if type(item) is not declared.type:
+                raise ConfigError(
+                    f"{declared.name} must be a list of {declared.type.__name__}, got {value!r}"
+                )
         return list(items)
     if declared.choices and value not in declared.choices:
         allowed = ", ".join(declared.choices)

@@ -55,6 +55,8 @@ class ModelConfig:
             raise ConfigError("model must name a folder, a .gguf file, a hub id or pypi:…, got ''")
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed must be from -2**63 to 2**63 - 1, got {self.seed}")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs must be at least -1, got {self.max_logprobs}")
 

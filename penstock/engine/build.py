@@ -56,7 +56,17 @@ def _assemble(
 ) -> EngineCore:
     capabilities = executor.capabilities
     layout, max_model_len = plan_cache(config, capabilities)
-    executor.start(layout, max_model_len)
+    try:
+        executor.start(layout, max_model_len)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        raise ConfigError(
+            f"no memory for a KV cache of {layout.total_bytes / 2**30:.3g} GiB "
+            f"({layout.num_blocks} blocks) and the state of {capabilities.max_num_seqs} requests "
+            f"of {max_model_len} tokens: lower kv_cache_memory_bytes, num_gpu_blocks_override, "
+            f"max_num_seqs or max_model_len ({error})"
+        ) from error
     kv_manager = KVCacheManager(
         layout,
         model_fingerprint=source.fingerprint,

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from penstock.config import EngineConfig
+from penstock.layers.rotary import rotary_parameters
+from penstock.models.config import read_int
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError, ModelError
 
@@ -49,11 +51,9 @@ def resolve_runtime(
 
 def longest_context(model_config: Mapping[str, Any]) -> int:
     """Most tokens the model was made for, its rope scaling considered."""
-    length = int(model_config.get("max_position_embeddings") or 2048)
-    scaling = dict(model_config.get("rope_scaling") or {})
-    scaling.update(model_config.get("rope_parameters") or {})
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    factor = float(scaling.get("factor") or 1.0)
+    length = read_int(model_config, "max_position_embeddings", 2048)
+    scaling = rotary_parameters(model_config)
+    kind, factor = scaling["rope_type"], scaling.get("factor") or 1.0
     if kind in ("linear", "dynamic"):
         return int(length * factor)
     if kind == "yarn":
@@ -77,7 +77,7 @@ def _dtype(
     if platform.default_dtype is not None:
         return platform.default_dtype
     name = model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16"
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise ModelError(
             f"config.json: dtype {name!r} is not supported; choose one with --dtype: "
             + ", ".join(DTYPES)

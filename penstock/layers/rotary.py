@@ -13,6 +13,11 @@ from penstock.layers.build import Build
 from penstock.protocol.errors import ModelError
 
 SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
+NUMBERS = (
+    "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
+    "mscale", "mscale_all_dim",
+)  # fmt: skip
 
 
 class Rotary(nn.Module):
@@ -51,8 +56,12 @@ class Rotary(nn.Module):
 
 def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rope settings of a config.json, older (`rope_scaling`) and newer spelling alike."""
-    parameters = dict(config.get("rope_scaling") or {})
-    parameters.update(config.get("rope_parameters") or {})
+    parameters: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = config.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ModelError(f"config.json: {name} must be an object, got {given!r:.80}")
+        parameters.update(given)
     parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
     if "partial_rotary_factor" in config:
@@ -62,6 +71,15 @@ def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
             f"rope_type {parameters['rope_type']!r} is not supported; "
             f"supported are {', '.join(SUPPORTED)}"
         )
+    for name in NUMBERS:
+        value = parameters.get(name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise ModelError(f"config.json: {name} of rope must be a number, got {value!r:.80}")
+    if parameters["rope_type"] == "llama3":
+        for name in ("low_freq_factor", "high_freq_factor"):
+            if not parameters.get(name):
+                raise ModelError(f"config.json: rope_type llama3 needs {name}, which is missing")
     return parameters
 
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.protocol.errors import ConfigError, ModelError
+
+
+def read_int(raw: Mapping[str, Any], name: str, default: int | None = None, low: int = 1) -> int:
+    """An integer of a config.json, at least `low`; `default` where it is missing or null."""
+    value = raw.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ModelError(f"config.json: {name} must be an integer from {low} on, got {value!r:.80}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -25,16 +36,9 @@ class DecoderConfig:
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any]) -> DecoderConfig:
-        def size(name: str, default: int | None = None) -> int:
-            value = raw.get(name)
-            if value is None:
-                value = default
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ModelError(f"config.json: {name} must be a positive integer, got {value!r}")
-            return value
-
-        hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
-        num_kv_heads = size("num_key_value_heads", num_heads)
+        hidden_size = read_int(raw, "hidden_size")
+        num_heads = read_int(raw, "num_attention_heads")
+        num_kv_heads = read_int(raw, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
             raise ModelError(
                 f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
@@ -43,19 +47,29 @@ class DecoderConfig:
         activation = raw.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
             raise ModelError(f"config.json: hidden_act {activation!r} is not supported, only silu")
+        eps = raw.get("rms_norm_eps", 1e-6)
+        if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+            raise ModelError(f"config.json: rms_norm_eps must be a small number, got {eps!r:.80}")
         return cls(
-            vocab_size=size("vocab_size"),
+            vocab_size=read_int(raw, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=size("intermediate_size"),
-            num_layers=size("num_hidden_layers"),
+            intermediate_size=read_int(raw, "intermediate_size"),
+            num_layers=read_int(raw, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=size("head_dim", hidden_size // num_heads),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            max_position=size("max_position_embeddings", 2048),
+            head_dim=read_int(raw, "head_dim", hidden_size // num_heads),
+            rms_norm_eps=float(eps),
+            max_position=read_int(raw, "max_position_embeddings", 2048),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             raw=raw,
         )
+
+    @property
+    def sliding_window(self) -> int | None:
+        """How many tokens a windowed layer looks back on; None without a window."""
+        if self.raw.get("sliding_window") is None:
+            return None
+        return read_int(self.raw, "sliding_window")
 
     def check_shards(self, ranks: int) -> None:
         """Refuse a number of tensor-parallel ranks that does not divide the model."""

@@ -8,4 +8,4 @@ from penstock.models.decoder import DecoderLM
 
 class MistralForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
-        return self.rotary_attention(index, window=self.config.raw.get("sliding_window"))
+        return self.rotary_attention(index, window=self.config.sliding_window)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from penstock.layers.blocks import RotaryAttention
-from penstock.models.config import DecoderConfig
+from penstock.models.config import DecoderConfig, read_int
 from penstock.models.decoder import DecoderLM
+from penstock.protocol.errors import ModelError
 
 
 def qwen_window(config: DecoderConfig, index: int) -> int | None:
     """The sliding window of layer `index`; the first `max_window_layers` layers have none."""
     raw = config.raw
-    layer_types = raw.get("layer_types")
     if not raw.get("use_sliding_window") or not raw.get("sliding_window"):
         return None
-    if layer_types is not None:
+    layer_types = raw.get("layer_types")
+    if layer_types is None:
+        windowed = index >= read_int(raw, "max_window_layers", config.num_layers, low=0)
+    elif isinstance(layer_types, list) and len(layer_types) == config.num_layers:
         windowed = layer_types[index] == "sliding_attention"
     else:
-        windowed = index >= raw.get("max_window_layers", config.num_layers)
-    return int(raw["sliding_window"]) if windowed else None
+        raise ModelError(
+            f"config.json: layer_types must name the type of each of {config.num_layers} layers, "
+            f"got {layer_types!r:.80}"
+        )
+    return config.sliding_window if windowed else None
 
 
 class Qwen2ForCausalLM(DecoderLM):

@@ -21,13 +21,13 @@ ARCHITECTURES = {
 
 def build_model(raw: Mapping[str, Any], build: Build) -> DecoderLM:
     """The model that a config.json describes, its weights still to be loaded."""
-    names = raw.get("architectures") or []
-    for name in names:
+    names = raw.get("architectures")
+    for name in names if isinstance(names, list) else []:
         if name in ARCHITECTURES:
             module = importlib.import_module(f"penstock.models.{ARCHITECTURES[name]}")
             model: DecoderLM = getattr(module, name)(build, DecoderConfig.from_raw(raw))
             return model.eval()
     raise ModelError(
-        f"config.json: architectures {names} are not supported; "
+        f"config.json: architectures {names!r:.200} are not supported; "
         f"supported are {', '.join(sorted(ARCHITECTURES))}"
     )

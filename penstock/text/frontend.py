@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config import ModelConfig
 from penstock.loading.source import ModelSource
-from penstock.protocol.errors import InputError
+from penstock.protocol.errors import InputError, ModelError
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams, check_int
 from penstock.text.chat import ChatTemplate, load_chat_template
@@ -188,7 +188,13 @@ def _eos_token_ids(source: ModelSource, tokenizer: Tokenizer | None) -> list[int
     found: list[int] = []
     for config in (source.generation_config, source.config):
         value = config.get("eos_token_id")
-        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token_id, int) for token_id in ids):
+            raise ModelError(
+                f"{source.path}: eos_token_id must be a token id or a list of them, "
+                f"got {value!r:.80}"
+            )
+        found += ids
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.append(tokenizer.eos_token_id)
     return sorted(set(found))
@@ -201,4 +207,10 @@ def _default_params(config: ModelConfig, source: ModelSource) -> SamplingParams:
     values = {
         name: given[name] for name in DEFAULTS_FROM_GENERATION_CONFIG if given.get(name) is not None
     }
-    return SamplingParams(**values)
+    try:
+        return SamplingParams(**values)
+    except InputError as error:
+        raise ModelError(
+            f"{source.path}: generation_config.json is wrong: {error}; generation_config=none "
+            "leaves it unread"
+        ) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
+from penstock.executor.in_process import InProcessExecutor
 from penstock.protocol.errors import ConfigError, InputError, ModelError
 from penstock.protocol.step import StepPlan
 from penstock.runner.logits_processors import LogitsProcessor, ProcessorRows
@@ -281,6 +284,68 @@ def test_models_that_cannot_be_loaded_say_what_is_wrong(tmp_path: Path, tiny_lla
         LLM(str(broken), **OPTIONS)
 
 
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("config.json", {"architectures": 7}, r"config\.json: architectures 7 are not supported"),
+        ("config.json", {"hidden_size": "x"}, "hidden_size must be an integer from 1 on, got 'x'"),
+        ("config.json", {"max_position_embeddings": "x"}, "max_position_embeddings must be an int"),
+        ("config.json", {"rms_norm_eps": None}, "rms_norm_eps must be a small number, got None"),
+        ("config.json", {"rope_scaling": "x"}, "rope_scaling must be an object, got 'x'"),
+        ("config.json", {"rope_scaling": {"factor": "x"}}, "factor of rope must be a number"),
+        ("config.json", {"rope_parameters": {"rope_type": "llama3"}}, "needs low_freq_factor"),
+        ("config.json", {"eos_token_id": ["x"]}, "eos_token_id must be a token id or a list"),
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id must be a token id or a l"),
+        ("generation_config.json", {"top_p": 7}, r"generation_config\.json is wrong: top_p must"),
+    ],
+)
+def test_nonsense_in_a_models_files_is_named(
+    tiny_llama: str, tmp_path: Path, file: str, values: dict[str, Any], message: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(ModelError, match=message):
+        LLM(str(folder), load_format="dummy", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "message"),
+    [
+        ("Mistral", {"sliding_window": "x"}, "sliding_window must be an integer from 1 on"),
+        ("Qwen2", {"sliding_window": 8, "layer_types": ["x"]}, "layer_types must name the type of"),
+        ("Qwen2", {"sliding_window": 8, "max_window_layers": "x"}, "max_window_layers must be an"),
+    ],
+)
+def test_nonsense_about_windows_is_named(
+    tiny_llama: str, tmp_path: Path, architecture: str, values: dict[str, Any], message: str
+) -> None:
+    folder = Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+    path = folder / "config.json"
+    described = {"architectures": [f"{architecture}ForCausalLM"], "use_sliding_window": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | described | values))
+    with pytest.raises(ModelError, match=message):
+        LLM(str(folder), load_format="dummy", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 33.3 TiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_cache_that_finds_no_memory_says_what_to_lower(
+    tiny_llama: str, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(InProcessExecutor, "start", fail)
+    with pytest.raises(ConfigError, match=r"no memory for a KV cache of .* lower kv_cache_memory"):
+        LLM(tiny_llama, **OPTIONS)
+
+
 def make_unknown(folder: Path) -> Path:
     make_checkpoint(folder, "llama")
     config = folder / "config.json"
@@ -295,6 +360,12 @@ def test_impossible_engine_options_are_refused(tiny_llama: str) -> None:
         LLM(tiny_llama, max_model_len=1024, **OPTIONS)
     with pytest.raises(ConfigError, match="set max_model_len to at most 48"):
         LLM(tiny_llama, max_model_len=512, num_gpu_blocks_override=4, **OPTIONS)
+    with pytest.raises(ConfigError, match="served_model_name must be a list of str, got"):
+        LLM(tiny_llama, served_model_name=[5], **OPTIONS)
+    with pytest.raises(ConfigError, match="seed must be from"):
+        LLM(tiny_llama, seed=2**70, **OPTIONS)
+    with pytest.raises(ConfigError, match='must be "module:Class", got "no_class"'):
+        LLM(tiny_llama, logits_processors="no_class", **OPTIONS)
     with pytest.raises(ConfigError, match="must be at least max_model_len"):
         LLM(
             tiny_llama,
