@@ -26,7 +26,9 @@ class CacheConfig:
         None, "Exact number of KV cache blocks, whatever the memory; for tests."
     )
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Type of keys and values in the cache; auto: the model's."
+        "auto",
+        "Type of keys and values in the cache; auto: the model's, float16 where weights are "
+        "computed with in blocks.",
     )
     enable_prefix_caching: bool = option(
         True, "Keep blocks of finished requests and reuse them for prompts that begin alike."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Sequence
@@ -57,7 +58,11 @@ class Worker:
     @torch.inference_mode()
     def _load(self, source: ModelSource) -> DecoderLM:
         started = time.perf_counter()
-        backend = choose_backend(self.config, self.platform, self.runtime.dtype)
+        backend = choose_backend(
+            self.config, self.platform, self.runtime.dtype, source.gguf is not None
+        )
+        if self.config.cache.kv_cache_dtype == "auto" and backend.kv_dtype is not None:
+            self.runtime = dataclasses.replace(self.runtime, kv_dtype=backend.kv_dtype)
         build = Build(
             dtype=self.runtime.dtype,
             device=self.platform.device,
