@@ -27,6 +27,7 @@ from penstock.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -291,6 +292,11 @@ def _unwrap(prompt: Prompt) -> str | Sequence[int]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Mapping):
+        for name, value in prompt.items():
+            if name not in PROMPT_KEYS and value:
+                raise InputError(
+                    f"a prompt may hold {', '.join(PROMPT_KEYS)}, got {name!r}", "prompt"
+                )
         if isinstance(prompt.get("prompt_token_ids"), (list, tuple)):
             token_ids: Sequence[int] = prompt["prompt_token_ids"]
             return token_ids

@@ -33,9 +33,11 @@ class EngineCore:
         self.executor = executor
         self.max_model_len = max_model_len
         self._in_flight: deque[Any] = deque()
+        self._is_closed = False
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `InputError` for one that could never run."""
+        self._check_open()
         self.scheduler.add(request)
 
     def abort(
@@ -48,10 +50,11 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._in_flight) or self.scheduler.has_unfinished()
+        return not self._is_closed and (bool(self._in_flight) or self.scheduler.has_unfinished())
 
     def step(self) -> list[EngineDelta]:
         """Launch the next step, and collect the oldest one if the queue is full or idle."""
+        self._check_open()
         plan = self.scheduler.schedule()
         deltas = self.scheduler.take_deltas()
         if plan is not None:
@@ -93,6 +96,12 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise EngineDeadError("the engine is closed; nothing more can be run on it")
+
     def close(self) -> None:
+        """Give everything back, in the middle of requests if need be. Safe to call twice."""
+        self._is_closed = True
         self._in_flight.clear()
         self.executor.close()

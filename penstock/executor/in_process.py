@@ -27,8 +27,13 @@ class InProcessExecutor:
         drafter: Drafter | None = None,
     ) -> None:
         platform = detect_platform(config.device)
-        self.worker = Worker(config, source, platform, Group(), processors, drafter)
+        self._worker: Worker | None = Worker(config, source, platform, Group(), processors, drafter)
         self.capabilities = self.worker.capabilities()
+
+    @property
+    def worker(self) -> Worker:
+        assert self._worker is not None, "the executor is closed"
+        return self._worker
 
     @property
     def runner(self) -> ModelRunner:
@@ -51,4 +56,4 @@ class InProcessExecutor:
         self.runner.launch_idle()
 
     def close(self) -> None:
-        self.worker.runner = None
+        self._worker = None  # with it go the weights and the cache

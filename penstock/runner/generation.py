@@ -18,7 +18,10 @@ from penstock.runner.sampler import SampledTokens, Sampler, row_logprobs
 from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import RequestTables
 
-FAULT = "the model gave no usable probabilities for the next token (NaN or infinite logits)"
+FAULT = (
+    "no next token can be chosen: the model gave NaN or infinite logits, or what the request "
+    "forbids and allows (allowed_token_ids, bad_words, min_tokens, ...) leaves none"
+)
 
 
 @dataclass

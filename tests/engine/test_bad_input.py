@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.executor.in_process import InProcessExecutor
-from penstock.protocol.errors import ConfigError, InputError, ModelError
+from penstock.protocol.errors import ConfigError, EngineDeadError, InputError, ModelError
 from penstock.protocol.step import StepPlan
 from penstock.runner.logits_processors import LogitsProcessor, ProcessorRows
 from penstock.runner.runner import StepHandle
@@ -38,9 +40,11 @@ def llm(tiny_llama: str) -> LLM:
         ({"prompt_token_ids": [-1]}, "token ids from 0 to 255, got -1"),
         ({"prompt_token_ids": ["a"]}, "token ids from 0 to 255, got 'a'"),
         ("text", "prompt must be token ids, since skip_tokenizer_init is set"),
-        ({"tokens": [1]}, "a prompt must be a text"),
+        ({"tokens": [1]}, "a prompt may hold prompt, prompt_token_ids, cache_salt, got 'tokens'"),
+        ({}, "a prompt must be a text"),
         ({"prompt_token_ids": [True]}, "token ids from 0 to 255, got True"),
         ({"prompt_token_ids": [1], "cache_salt": 5}, "cache_salt must be a string, got 5"),
+        ({**GOOD, "multi_modal_data": {"image": 1}}, "a prompt may hold .* got 'multi_modal_data'"),
         (7, "a prompt must be a text"),
         (None, "a prompt must be a text"),
     ],
@@ -253,6 +257,28 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_the_engine_usable(
         assert llm.engine.stats().kv_cache_usage == 0.0
         (again,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
         assert again.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_a_request_that_forbids_every_token_fails_alone_and_says_why(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, min_tokens=4, stop_token_ids=[7], allowed_token_ids=[7])
+    failed, good = llm.generate([GOOD, GOOD], [params, GREEDY], use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "error"
+    assert "allowed_token_ids, bad_words, min_tokens" in (failed.error or "")
+    assert good.outputs[0].finish_reason == "length"
+
+
+def test_a_closed_engine_gives_its_memory_back_and_refuses_requests(tiny_llama: str) -> None:
+    llm = LLM(tiny_llama, **OPTIONS)
+    stream = llm.stream(GOOD, GREEDY)
+    next(stream)
+    model = weakref.ref(llm.engine.executor.worker.model)
+    llm.close()
+    llm.close()
+    gc.collect()
+    assert model() is None
+    for run in (lambda: llm.generate(GOOD, GREEDY, use_tqdm=False), lambda: next(stream)):
+        with pytest.raises(EngineDeadError, match="the engine is closed"):
+            run()
 
 
 def test_models_that_cannot_be_loaded_say_what_is_wrong(tmp_path: Path, tiny_llama: str) -> None:
