@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import signal
 import socket
@@ -73,7 +74,8 @@ async def start(
     loading = asyncio.ensure_future(client.load(config))
     try:
         frontend = await asyncio.to_thread(load_frontend, source)
-        from penstock.server.service import Service  # the framework takes a while to import
+        importlib.import_module("penstock.server.app")  # takes a while: now, not later
+        from penstock.server.service import Service
 
         info = await loading
     finally:

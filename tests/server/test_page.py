@@ -25,7 +25,7 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
-WAIT_MS = 60_000
+WAIT_MS = 30_000  # for a busy machine; what is awaited takes a second or two
 PHONE = {"width": 390, "height": 844}
 READY = '#status[data-state="ready"]'
 
@@ -35,6 +35,7 @@ def browser() -> Iterator[Browser]:
     path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if path is None:
         pytest.skip("needs a browser: apt-get install chromium, or put chromium on the PATH")
+    expect.set_options(timeout=WAIT_MS)
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=path, headless=True, args=FLAGS)
         yield launched
@@ -91,8 +92,15 @@ def say(page: Page, text: str) -> None:
 
 def wait_for_answer(page: Page) -> str:
     """The whole text of the last answer, once it has ended."""
-    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=WAIT_MS)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
     return page.locator(".message.assistant .body").last.inner_text()
+
+
+def dismiss_dialog(page: Page) -> None:
+    """Close the dialog that asks for the key, without one."""
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
 
 
 def set_options(page: Page, **values: str) -> None:
@@ -159,7 +167,7 @@ def test_escape_stops_an_answer_and_keeps_what_has_come(
     page = open_page(server)
     set_options(page, max_tokens="1500")
     say(page, "Tell me a very long story about a river.")
-    expect(page.locator(".message.assistant .body")).not_to_be_empty(timeout=WAIT_MS)
+    expect(page.locator(".message.assistant .body")).not_to_be_empty()
     page.keyboard.press("Escape")
     text = wait_for_answer(page)
     assert text
@@ -175,7 +183,7 @@ def test_an_answer_can_be_had_again(server: ServerProcess, open_page: Callable[.
     page = open_page(server)
     bodies = sent_bodies(page)
     set_options(page, temperature="0", max_tokens="8")
-    page.get_by_role("button", name="What is the capital of France?").click()
+    page.get_by_role("button", name="Why is the sky blue?").click()
     first = wait_for_answer(page)
     page.get_by_role("button", name="Regenerate").click()
     assert wait_for_answer(page) == first
@@ -231,7 +239,7 @@ def test_errors_are_shown_and_can_be_tried_again(
     set_options(page, top_k="-5")
     say(page, "Hello")
     fault = page.get_by_role("alert").filter(has_text="top_k")
-    expect(fault).to_be_visible(timeout=WAIT_MS)
+    expect(fault).to_be_visible()
     set_options(page, top_k="")
     page.get_by_role("button", name="Try again").click()
     assert wait_for_answer(page)
@@ -269,35 +277,35 @@ def test_a_setting_that_is_not_valid_is_not_sent(
 
 def test_charts_follow_the_server(server: ServerProcess, open_page: Callable[..., Page]) -> None:
     page = open_page(server)
-    expect(page.locator(READY)).to_be_visible(timeout=WAIT_MS)
+    expect(page.locator(READY)).to_be_visible()
     expect(page.locator(".chart")).to_have_count(6)
     set_options(page, max_tokens="1500")
     say(page, "Tell me a very long story about a river.")
     requests = page.locator(".chart", has_text="Requests")
-    expect(requests.locator(".now")).to_have_text("1running 0waiting", timeout=WAIT_MS)
+    expect(requests.locator(".now")).to_have_text("1running 0waiting")
     generated = page.locator(".chart", has_text="Generated")
     expect(generated.locator(".now")).to_have_text(re.compile(r"^[\d.]*[1-9][\d.]*tokens/s$"))
     first_token = page.locator(".chart", has_text="First token")
-    expect(first_token.locator(".now")).to_have_text(re.compile(r"^[\d.]+m?s$"), timeout=WAIT_MS)
+    expect(first_token.locator(".now")).to_have_text(re.compile(r"^[\d.]+m?s$"))
     expect(first_token.get_by_role("img")).to_have_attribute(
         "aria-label", re.compile(r"^First token: [\d.]+ m?s$")
     )
     page.get_by_role("button", name="Stop").click()
-    expect(requests.locator(".now")).to_have_text("0running 0waiting", timeout=WAIT_MS)
+    expect(requests.locator(".now")).to_have_text("0running 0waiting")
 
 
 def test_the_page_says_when_the_server_is_gone(
     server: ServerProcess, open_page: Callable[..., Page]
 ) -> None:
     page = open_page(server)
-    expect(page.locator(READY)).to_be_visible(timeout=WAIT_MS)
+    expect(page.locator(READY)).to_be_visible()
     page.route("**/health", lambda route: route.fulfill(status=503, body=""))
-    expect(page.get_by_role("status")).to_have_text("engine is down", timeout=WAIT_MS)
+    expect(page.get_by_role("status")).to_have_text("engine is down")
     page.context.set_offline(True)
     page.unroute("**/health")
-    expect(page.get_by_role("status")).to_have_text("unreachable", timeout=WAIT_MS)
+    expect(page.get_by_role("status")).to_have_text("unreachable")
     page.context.set_offline(False)
-    expect(page.locator(READY)).to_be_visible(timeout=WAIT_MS)
+    expect(page.locator(READY)).to_be_visible()
 
 
 # -- the key
@@ -308,20 +316,20 @@ def test_a_key_is_asked_for_and_kept(
 ) -> None:
     page = open_page(locked_server)
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_be_visible(timeout=WAIT_MS)
+    expect(dialog).to_be_visible()
     page.get_by_label("Key", exact=True).fill("wrong")
     page.keyboard.press("Enter")
     expect(dialog.get_by_role("alert")).to_contain_text("API keys")
     page.get_by_label("Key", exact=True).fill("open-sesame")
     page.keyboard.press("Enter")
     expect(dialog).to_be_hidden()
-    expect(page.locator(READY)).to_be_visible(timeout=WAIT_MS)
+    expect(page.locator(READY)).to_be_visible()
     set_options(page, max_tokens="5")
     say(page, "Hello")
     wait_for_answer(page)
     expect(page.locator(".pace")).to_contain_text("token")
     page.reload()
-    expect(page.locator(READY)).to_be_visible(timeout=WAIT_MS)
+    expect(page.locator(READY)).to_be_visible()
     expect(dialog).to_be_hidden()
 
 
@@ -349,7 +357,7 @@ def test_a_phone_shows_one_part_at_a_time(
     locked_server: ServerProcess, open_page: Callable[..., Page]
 ) -> None:
     page = open_page(locked_server, viewport=PHONE, has_touch=True, is_mobile=True)
-    page.keyboard.press("Escape")  # the key's dialog
+    dismiss_dialog(page)
     for name, shown in (("Server", "#charts"), ("Settings", "#options"), ("Chat", "#prompt")):
         page.get_by_role("button", name=name, exact=True).tap()
         for part in ("#charts", "#options", "#prompt"):
@@ -362,7 +370,7 @@ def test_everything_can_be_reached_by_tab(
     locked_server: ServerProcess, open_page: Callable[..., Page]
 ) -> None:
     page = open_page(locked_server)
-    page.keyboard.press("Escape")
+    dismiss_dialog(page)
     reached = set()
     for _ in range(30):
         page.keyboard.press("Tab")
