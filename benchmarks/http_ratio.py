@@ -42,7 +42,7 @@ def serving(options: list[str]) -> Iterator[str]:
 def measure(*arguments: str) -> Any:
     """The JSON report of a benchmark."""
     command = [*PENSTOCK, "bench", *arguments, "--json", "-"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
     return json.loads(done.stdout)
