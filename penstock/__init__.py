@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from penstock.protocol.outputs import CompletionOutput, RequestOutput
 from penstock.protocol.sampling import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from penstock.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutputKind", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -74,6 +74,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the prompts' order.
 
+        `priority` counts with scheduling_policy="priority": lower runs first.
         Raises `InputError` before anything runs if a request is wrong. A request that fails
         while it runs has the finish reason "error"; the others are not touched by it.
         """
@@ -261,10 +262,10 @@ class LLM:
             if delta.finish_reason is not None:
                 del self._routes[delta.request_id]
             request.assembler.add(delta)
-            stopped = request.assembler.stopped_children()
-            self.engine.abort(stopped)
-            for child_id in stopped:
-                self._routes.pop(child_id, None)
+            if stopped := request.assembler.stopped_children():
+                self.engine.abort(stopped)
+                for child_id in stopped:
+                    self._routes.pop(child_id, None)
             changed[request.request_id] = request
         return list(changed.values())
 

@@ -75,21 +75,23 @@ class Frontend:
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
         only = params.n == 1
+        unasked = msgspec.structs.replace(params, prompt_logprobs=None)
+        by_child = [params] + [unasked] * (params.n - 1)  # the prompt's logprobs are needed once
         children = [
             EngineRequest(
                 request_id=request_id if only else f"{request_id}#{index}",
                 prompt_token_ids=token_ids,
-                params=params,
+                params=own,
                 seed=seed if only else child_seed(seed, index),
                 eos_token_ids=self.eos_token_ids,
                 bad_words_token_ids=self._bad_words(params.bad_words or []),
                 priority=priority,
                 arrival_time=time.time(),
                 cache_salt=cache_salt,
-                read_prefix_cache=params.prompt_logprobs is None,
+                read_prefix_cache=own.prompt_logprobs is None,
                 output_token_ids=list(output_token_ids),
             )
-            for index in range(params.n)
+            for index, own in enumerate(by_child)
         ]
         assembler = OutputAssembler(
             request_id=request_id,

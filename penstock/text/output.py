@@ -78,7 +78,8 @@ class OutputAssembler:
         child = self._children[delta.request_id]
         if child.finished:
             return
-        self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
+        if child.index == 0:  # the others may find in the cache what the first one left there
+            self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs.place(delta.prompt_logprobs, self._tokenizer)
         child.add(delta)

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 from typing import Any
 
 import pytest
@@ -23,6 +24,10 @@ def test_json_has_versions_and_hardware(capsys: pytest.CaptureFixture[str]) -> N
     assert facts["python"] == platform.python_version()
     assert facts["torch"]["version"].startswith(importlib.metadata.version("torch").split("+")[0])
     assert facts["packages"]["msgspec"] == importlib.metadata.version("msgspec")
+    required = importlib.metadata.requires("penstock") or []
+    names = {re.split(r"[^A-Za-z0-9._-]", line)[0] for line in required if "extra ==" not in line}
+    listed = {"torch", *(name.replace("_", "-") for name in facts["packages"])}
+    assert {name.replace("_", "-") for name in names} <= listed
     assert facts["cpu"]["cores"] == os.cpu_count()
 
 

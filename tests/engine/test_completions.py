@@ -114,3 +114,24 @@ def test_cached_prompt_tokens_are_counted(tiny_llama: str) -> None:
         salted = llm.generate({**prompt, "cache_salt": "x"}, params, use_tqdm=False)[0]
     assert counts == [0, 32]
     assert salted.num_cached_tokens == 0
+
+
+def test_a_prompt_that_was_never_seen_counts_as_computed_for_all_its_completions(
+    tiny_llama: str,
+) -> None:
+    prompt = {"prompt_token_ids": list(range(40))}
+    params = SamplingParams(temperature=0, max_tokens=2, n=2)
+    with LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1, max_num_seqs=1) as llm:
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+    assert output.num_cached_tokens == 0
+
+
+def test_the_logprobs_of_a_prompt_are_computed_once_for_all_its_completions(llm: LLM) -> None:
+    params = SamplingParams(n=3, prompt_logprobs=1)
+    prepared = llm.frontend.prepare("r", PROMPT["prompt_token_ids"], params)
+    asked = [child.params.prompt_logprobs for child in prepared.children]
+    assert asked == [1, None, None]
+    assert [child.read_prefix_cache for child in prepared.children] == [False, True, True]
+    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    assert [entry is None for entry in output.prompt_logprobs] == [True, False, False, False]
