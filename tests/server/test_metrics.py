@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import ServerProcess, eventually
 
@@ -23,7 +25,7 @@ from penstock.protocol.delta import FinishReason
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.scheduler.scheduler import SchedulerStats
-from penstock.server.metrics import MetricsObserver, observe
+from penstock.server.metrics import MetricsObserver, observe, router
 from penstock.server.throughput import ThroughputLog
 
 ROOT = Path(__file__).parents[2]
@@ -201,6 +203,17 @@ def test_gauges_show_the_latest_state() -> None:
     assert samples["num_requests_waiting"] == 1
     assert samples["kv_cache_usage_perc"] == 0.25
     assert samples["iteration_tokens_total_sum"] == 66
+
+
+def test_gauges_are_zero_while_the_engine_is_gone() -> None:
+    app = FastAPI()
+    app.include_router(router)
+    app.state.service = SimpleNamespace(client=SimpleNamespace(is_healthy=False))
+    app.state.metrics = MetricsObserver(EngineConfig(), "m")
+    app.state.metrics.on_stats(stats(num_running=3, num_preemptions=2, kv_cache_usage=0.5))
+    samples = parse(TestClient(app).get("/metrics").text)
+    assert samples["num_requests_running"] == samples["kv_cache_usage_perc"] == 0
+    assert samples["num_preemptions_total"] == 2
 
 
 def test_counters_go_on_after_the_engine_has_been_replaced() -> None:

@@ -260,6 +260,21 @@ def test_a_stream_that_breaks_is_an_error_on_the_page(
     expect(page.locator(".message.assistant .body")).to_have_text("Well")
 
 
+def test_what_was_not_answered_is_not_said_again(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server)
+    bodies = sent_bodies(page)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=500, body="No."))
+    say(page, "First")
+    expect(page.get_by_role("alert").filter(has_text="No.")).to_be_visible()
+    page.unroute("**/v1/chat/completions")
+    set_options(page, max_tokens="2")
+    say(page, "Second")
+    wait_for_answer(page)
+    assert bodies[1]["messages"] == [{"role": "user", "content": "Second"}]
+
+
 def test_a_setting_that_is_not_valid_is_not_sent(
     server: ServerProcess, open_page: Callable[..., Page]
 ) -> None:

@@ -30,6 +30,8 @@ export class Chat {
     if (this.isBusy || !text.trim()) return false;
     const options = this.readOptions();
     if (options === null) return false;
+    // What was never answered is not said again: it may be the very reason why it was not.
+    if (this.turns.at(-1)?.role === "user") this.turns.pop();
     this.turns.push({ role: "user", content: text });
     const view = new MessageView("user");
     view.show(text);

@@ -117,7 +117,7 @@ prompt.addEventListener("keydown", (event) => {
 });
 prompt.addEventListener("input", growPrompt);
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !keyDialog.open && chat.isBusy) chat.stop();
+  if (event.key === "Escape" && !event.isComposing && !keyDialog.open) chat.stop();
 });
 $("stop").addEventListener("click", () => {
   chat.stop();
