@@ -134,7 +134,6 @@ def test_an_answer_streams_in_and_the_conversation_goes_on(
     say(page, "What is the capital of France?")
     expect(page.get_by_role("button", name="Stop")).to_be_visible()
     first = wait_for_answer(page)
-    assert "Paris" in first
     foot = page.locator(".message.assistant .pace").last
     expect(foot).to_have_text(
         re.compile(r"^\d+ tokens · [\d.]+ tokens/s · first after [\d.]+ s( · cut at the limit)?$")
@@ -154,11 +153,12 @@ def test_an_answer_streams_in_and_the_conversation_goes_on(
     assert answer["content"].strip() == first.strip()
     assert question == {"role": "user", "content": "And of Italy?"}
 
-    # The same request over the API gives the text that the page shows.
-    reply = server.post(
-        "/v1/chat/completions", bodies[1] | {"stream": False, "stream_options": None}
-    )
-    assert reply.json()["choices"][0]["message"]["content"].strip() == second.strip()
+    # The same requests over the API give the texts that the page shows.
+    for body, text in zip(bodies, (first, second), strict=True):
+        reply = server.post(
+            "/v1/chat/completions", {**body, "stream": False, "stream_options": None}
+        )
+        assert reply.json()["choices"][0]["message"]["content"].strip() == text.strip() != ""
 
 
 def test_escape_stops_an_answer_and_keeps_what_has_come(
