@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -11,7 +12,10 @@ import msgspec
 from penstock.protocol.errors import InputError
 
 MAX_N = 128
+# No request of good faith comes near these; they bound what one can make the engine allocate.
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 1024
+MAX_TEXT_LENGTH = 4096  # of a stop string or a bad word, in characters
 MAX_BIAS_ENTRIES = 1024
 FLAGS = (
     "ignore_eos",
@@ -141,12 +145,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def _validate_stops(self) -> None:
         stops = self.stop_strings
         _check_items("stop", stops)
-        if not all(isinstance(text, str) and text for text in stops):
-            raise InputError("stop must hold non-empty strings", "stop")
-        if len(stops) > MAX_STOP_STRINGS:
-            raise InputError(
-                f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(stops)}", "stop"
-            )
+        _check_texts("stop", stops, MAX_STOP_STRINGS)
         if stops and not self.detokenize:
             raise InputError("stop needs detokenize=True: stop texts are found in text", "stop")
         _check_items("stop_token_ids", self.stop_token_ids)
@@ -175,8 +174,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             for token_id, bias in self.logit_bias.items():
                 check_int("logit_bias", token_id, 0, 2**31 - 1)
                 _check_float("logit_bias", bias, -100.0, 100.0)
-        if not all(isinstance(word, str) and word for word in self.bad_words or []):
-            raise InputError("bad_words must hold non-empty strings", "bad_words")
+        _check_texts("bad_words", self.bad_words or [], MAX_BAD_WORDS)
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise InputError(
+                f"extra_args must be a dict, got {self.extra_args!r:.80}", "extra_args"
+            )
 
 
 def check_int(name: str, value: object, low: int, high: int) -> None:
@@ -203,6 +205,18 @@ def _shown(value: float) -> str:
     """A number for an error message. Python refuses to write out integers that are too long."""
     bits = value.bit_length() if isinstance(value, int) else 0
     return str(value) if bits <= 256 else f"an integer of {bits} bits"
+
+
+def _check_texts(name: str, texts: Collection[str], most: int) -> None:
+    if len(texts) > most:
+        raise InputError(f"{name} may hold at most {most} strings, got {len(texts)}", name)
+    for text in texts:
+        if not isinstance(text, str) or not 1 <= len(text) <= MAX_TEXT_LENGTH:
+            raise InputError(
+                f"{name} must hold non-empty strings of at most {MAX_TEXT_LENGTH} characters, "
+                f"got {text!r:.80}",
+                name,
+            )
 
 
 def _check_items(name: str, values: object) -> None:
