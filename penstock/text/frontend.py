@@ -197,8 +197,8 @@ def _eos_token_ids(source: ModelSource, tokenizer: Tokenizer | None) -> list[int
                 f"got {value!r:.80}"
             )
         found += ids
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found.append(tokenizer.eos_token_id)
+    if tokenizer is not None:
+        found += tokenizer.end_ids
     return sorted(set(found))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from tiny_tokenizers import byte_level_backend
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from penstock.loading.source import ModelSource
 from penstock.protocol.errors import ModelError
+from penstock.text.frontend import _eos_token_ids
 from penstock.text.gguf_tokenizer import PRE_TOKENIZERS, TokenType, gguf_tokenizer
 from penstock.text.tokenizer import tokenizer_from_gguf
 
@@ -150,6 +153,17 @@ def test_prompts_are_framed_as_the_metadata_says(
 def test_end_of_turn_tokens_end_an_output_too() -> None:
     tokenizer = tokenizer_from_gguf(byte_level_metadata(eot_token_id=5))
     assert tokenizer.end_ids == {1, 5}
+    source = ModelSource(
+        name="model",
+        path=Path("model"),
+        kind="folder",
+        config={"eos_token_id": 2},
+        generation_config={"eos_token_id": [2, 3]},
+        tensor_files=(),
+        gguf=None,
+        fingerprint="",
+    )
+    assert _eos_token_ids(source, tokenizer) == [1, 2, 3, 5]
 
 
 # SentencePiece ------------------------------------------------------------------------------
