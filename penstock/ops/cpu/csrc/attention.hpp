@@ -107,8 +107,8 @@ void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, const 
     for (int i = 0; i < 4; ++i) s[i] = f8_load(scores + 8 * i);
     const float tile_most = f8_hmax(f8_max(f8_max(s[0], s[1]), f8_max(s[2], s[3])));
     const float most = tile_most > *row.most ? tile_most : *row.most;
-    float correction[8];
-    f8_store(correction, f8_exp(f8_set(*row.most - most)));
+    float correction[8] = {1.0f};  // what exp gives for 0
+    if (most != *row.most) f8_store(correction, f8_exp(f8_set(*row.most - most)));
     float weights[kTile];
     for (int i = 0; i < 4; ++i) f8_store(weights + 8 * i, f8_exp(s[i] - f8_set(most)));
     for (int64_t j = 0; j < low; ++j) weights[j] = 0.0f;

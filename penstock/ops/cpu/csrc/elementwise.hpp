@@ -60,16 +60,13 @@ void quantize_row(const float* x, const QuantizedRows& out, int64_t row) {
         const float largest = f8_hmax(most);
         // What is not finite must show in the result, which integers would hide.
         const float scale = largest / 127.0f + f8_hsum(not_finite);
-        const F8 inverse = f8_set(largest > 1e-30f ? 127.0f / largest : 0.0f);
-        int32_t numbers[kBlock];
-        for (int i = 0; i < 4; ++i) {
-            const I8 rounded = f8_to_int(f8_round(v[i] * inverse));
-            std::memcpy(numbers + 8 * i, &rounded, sizeof rounded);
-        }
-        int8_t* q = out.q + row * out.k + b * kBlock;
-        int32_t low = 0, high = 0;
-        for (int i = 0; i < 16; ++i) low += q[i] = static_cast<int8_t>(numbers[i]);
-        for (int i = 16; i < 32; ++i) high += q[i] = static_cast<int8_t>(numbers[i]);
+        const bool usable = largest > 1e-30f && largest < INFINITY && scale == scale;
+        const F8 inverse = f8_set(usable ? 127.0f / largest : 0.0f);
+        if (!usable) v[0] = v[1] = v[2] = v[3] = f8_set(0.0f);
+        I8 numbers[4];
+        for (int i = 0; i < 4; ++i) numbers[i] = f8_to_int(f8_round(v[i] * inverse));
+        int32_t low, high;
+        i8_store_bytes(numbers, out.q + row * out.k + b * kBlock, low, high);
         const int64_t at = row * num_blocks + b;
         out.scale[at] = scale;
         out.sum[at] = scale * static_cast<float>(low + high);

@@ -40,9 +40,30 @@ inline float f8_hmax(F8 v) {
     return _mm_cvtss_f32(s);
 }
 inline F8 f8_hsum8(const F8* v) {  // the sums of eight vectors
-    const F8 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-    const F8 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    // Halves, quarters, then single numbers of two vectors change places and are added: one shuffle
+    // for each pair, the rest are blends, which more ports can do.
+    F8 half[4], quarter[2];
+    for (int i = 0; i < 4; ++i) {
+        half[i] = _mm256_add_ps(_mm256_blend_ps(v[i], v[i + 4], 0xf0),
+                                _mm256_permute2f128_ps(v[i], v[i + 4], 0x21));
+    }
+    for (int i = 0; i < 2; ++i) {
+        quarter[i] = _mm256_add_ps(_mm256_blend_ps(half[i], half[i + 2], 0xcc),
+                                   _mm256_shuffle_ps(half[i], half[i + 2], 0x4e));
+    }
+    const F8 odd = _mm256_permute_ps(_mm256_blend_ps(quarter[0], quarter[1], 0x55), 0xb1);
+    return _mm256_add_ps(_mm256_blend_ps(quarter[0], quarter[1], 0xaa), odd);
+}
+// 32 integers as bytes; low and high become the sums of the first and the last 16.
+inline void i8_store_bytes(const I8* v, int8_t* out, int32_t& low, int32_t& high) {
+    const I8 packed = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+    const I8 order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<I8*>(out), _mm256_permutevar8x32_epi32(packed, order));
+    const I8 sums = _mm256_hadd_epi32(_mm256_add_epi32(v[0], v[1]), _mm256_add_epi32(v[2], v[3]));
+    __m128i s = _mm_add_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    s = _mm_hadd_epi32(s, s);  // low, high, low, high
+    low = _mm_cvtsi128_si32(s);
+    high = _mm_extract_epi32(s, 1);
 }
 inline float half_to_float(uint16_t h) { return _cvtsh_ss(h); }
 inline F8 f8_load_half(const uint16_t* p) {

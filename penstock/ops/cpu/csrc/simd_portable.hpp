@@ -45,6 +45,15 @@ inline F8 f8_hsum8(const F8* v) {  // the sums of eight vectors
     for (int i = 0; i < 8; ++i) out[i] = f8_hsum(v[i]);
     return out;
 }
+// 32 integers as bytes; low and high become the sums of the first and the last 16.
+inline void i8_store_bytes(const I8* v, int8_t* out, int32_t& low, int32_t& high) {
+    low = high = 0;
+    for (int i = 0; i < 32; ++i) {
+        const int32_t number = v[i / 8][i % 8];
+        out[i] = static_cast<int8_t>(number);
+        (i < 16 ? low : high) += number;
+    }
+}
 inline float half_to_float(uint16_t h) {
     const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
     const uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023;
