@@ -5,13 +5,16 @@ python benchmarks/gpu_micro.py            (on a machine with a GPU)
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.nn.functional as F
 import triton
 
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.triton import attention, pointwise, sampling, tuning
-from penstock.ops.triton.tuning import DecodeTile, Launch, PrefillTile
+from penstock.ops.triton import linear as few
+from penstock.ops.triton.tuning import DecodeTile, FewRowsTile, Launch, PrefillTile
 
 
 def time_ms(function) -> float:
@@ -139,6 +142,24 @@ def matmuls() -> None:
                         F.linear(x, weight)
                 ms = graph_ms(chain, 1) / count
                 text.append(f"m={m}: {ms * 1e3:.2f} {out * size * 2 / ms / 1e9:.2f}")
+            for m in (1, 4):
+                x = torch.randn(m, size, device="cuda", dtype=torch.bfloat16)
+                line = []
+                for rows in (1, 2, 4, 8):
+                    for columns in (512, 1024, 2048):
+                        for warps in (2, 4, 8):
+                            per = rows * columns // (32 * warps)
+                            if not 8 <= per <= (64 if m == 1 else 32):
+                                continue
+                            few.few_rows_tile = lambda *_, r=rows, c=columns, w=warps: FewRowsTile(r, c, Launch(w, 3))
+
+                            def few_chain():
+                                for weight in weights:
+                                    few.linear(x, weight, None)
+                            ms = graph_ms(few_chain, 1) / count
+                            line.append((ms, f"{rows}/{columns}/{warps}: {ms * 1e3:.2f}"))
+                line.sort()
+                text.append(f"\n      few m={m}: " + "; ".join(t for _, t in line[:5]))
             del weights
             print(f"  {name} {out}x{size}:", "; ".join(text))
 
@@ -168,7 +189,8 @@ def rest() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    for part in (decode, prefill, matmuls, rest):
+    parts = {part.__name__: part for part in (decode, prefill, matmuls, rest)}
+    for part in [parts[name] for name in sys.argv[1:]] or parts.values():
         try:
             part()
         except Exception as error:

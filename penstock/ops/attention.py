@@ -25,6 +25,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int  # an upper bound while steps are in flight
     any_order: bool = False  # a captured step: how many requests have one token is not known
+    arrived: torch.Tensor | None = None  # [requests * kv_heads] int32 zeros, for kernels to count
 
 
 def write_kv(

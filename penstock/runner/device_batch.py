@@ -12,6 +12,7 @@ import torch
 
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.triton import inputs
+from penstock.protocol.kv import FullAttentionSpec
 from penstock.protocol.step import StepPlan
 from penstock.runner.batch import StepBatch, logits_rows_of
 from penstock.runner.sampler import SamplingRows
@@ -51,6 +52,10 @@ class StepBuffers:
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in tables.groups
         ]
         self.block_tables = [torch.zeros_like(table) for table in tables.block_tables]
+        # Attention counts here which programs are done; it leaves zeros behind.
+        specs = [group.spec for group in tables.groups]
+        heads = max(spec.num_kv_heads for spec in specs if isinstance(spec, FullAttentionSpec))
+        self.arrived = torch.zeros(seqs * heads, dtype=torch.int32, device=device)
         # Of each row of logits: the request, and where the token to be sampled will stand.
         self.sample_slots, self.sample_positions = torch.zeros(
             2, len(self.logits_rows), dtype=torch.int64, device=device
@@ -107,6 +112,7 @@ class StepBuffers:
                 max_query_len=max_query_len,
                 max_seq_len=table.shape[1] * group.block_size,
                 any_order=any_order,
+                arrived=self.arrived,
             )
             for group, table, mapping in zip(
                 self.tables.groups, self.block_tables, self.slot_mappings, strict=True

@@ -97,7 +97,7 @@ class ModelRunner:
             handle.output = self.head.finish(handle.pending, handle.batch, masks)
             handle.pending = None  # the logits are large
             if self.tables.device.type == "cuda":
-                handle.done = torch.cuda.Event()
+                handle.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 handle.done.record()
 
     def collect(self, handle: StepHandle) -> StepResult:

@@ -82,6 +82,15 @@ def add_json_argument(parser: argparse._ActionsContainer) -> None:
     )
 
 
+def add_profile_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="After the measured runs, write a torch profiler trace of one more (open it with "
+        "https://ui.perfetto.dev) and print where its time went.",
+    )
+
+
 def positive_int(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
@@ -136,6 +145,29 @@ def timed_run(llm: LLM, workload: Workload, params: list[SamplingParams]) -> flo
                 "lengths beyond max_model_len?"
             )
     return elapsed
+
+
+def profile_run(
+    args: argparse.Namespace, llm: LLM, workload: Workload, params: list[SamplingParams]
+) -> None:
+    """One more run under torch's profiler, where ``--profile`` asks for it."""
+    if args.profile is None:
+        return
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    on_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as profile:
+        elapsed = timed_run(llm, workload, params)
+    profile.export_chrome_trace(args.profile)
+    averages = profile.key_averages()
+    if on_gpu:
+        busy = sum(item.self_device_time_total for item in averages) / 1e6
+        share = busy / elapsed
+        print(f"{elapsed:.3f} s, device busy {busy:.3f} s ({share:.0%})", file=sys.stderr)
+    column = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    print(averages.table(sort_by=column, row_limit=25, max_name_column_width=60), file=sys.stderr)
 
 
 def spread(values: list[float]) -> dict[str, float]:

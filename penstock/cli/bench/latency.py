@@ -7,10 +7,12 @@ import dataclasses
 from typing import Any
 
 from penstock.cli.bench.common import (
+    add_profile_argument,
     add_run_arguments,
     add_workload_arguments,
     benchmark_options,
     peak_memory_mib,
+    profile_run,
     report,
     spread,
     timed_run,
@@ -32,6 +34,7 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
     )
     add_workload_arguments(parser, "--batch-size", "Requests in the batch", default_count=1)
     add_run_arguments(parser, num_iters=5, warmup=1)
+    add_profile_argument(parser)
     add_engine_arguments(parser)
 
 
@@ -46,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
             tuple(timed_run(llm, part, params) for part, params in runs)
             for _ in range(args.num_iters_warmup + args.num_iters)
         ][args.num_iters_warmup :]
+        profile_run(args, llm, *runs[1])
     first, total = ([times[i] * 1e3 for times in measured] for i in (0, 1))
     setting = {"workload": workload.name, "options": options}
     report("latency", args, setting, summarize(workload, first, total))

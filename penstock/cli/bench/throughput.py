@@ -7,10 +7,12 @@ import statistics
 from typing import Any
 
 from penstock.cli.bench.common import (
+    add_profile_argument,
     add_run_arguments,
     add_workload_arguments,
     benchmark_options,
     peak_memory_mib,
+    profile_run,
     report,
     timed_run,
     workload_from_args,
@@ -29,6 +31,7 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
     )
     add_workload_arguments(parser, "--num-prompts", "Requests sent at once", default_count=16)
     add_run_arguments(parser, num_iters=1, warmup=0)
+    add_profile_argument(parser)
     add_engine_arguments(parser)
 
 
@@ -40,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(args.num_iters_warmup):
             timed_run(llm, workload, params)
         times = [timed_run(llm, workload, params) for _ in range(args.num_iters)]
+        profile_run(args, llm, workload, params)
     setting = {"workload": workload.name, "options": options}
     report("throughput", args, setting, summarize(workload, times))
     return 0

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock.ops.attention import AttentionMetadata
-from penstock.ops.triton.tuning import decode_splits, decode_tile, prefill_tile
+from penstock.ops.triton.tuning import decode_plan, prefill_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -31,12 +31,18 @@ def _decode_kernel(
     q_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, sinks_ptr, out_ptr,
     partial_ptr,  # [requests, heads, SPLITS, HEAD_DIM] float32
     lse_ptr,  # [requests, heads, SPLITS] float32, base 2
+    arrived_ptr,  # [requests, KV_HEADS] int32, zero before and after
     q_stride, out_stride, page_stride, table_stride, scale, softcap, window,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One request, one key head, one part of its cache. Requests of other lengths are skipped."""
+    """One request, one key head, one part of its cache. Requests of other lengths are skipped.
+
+    How many parts a cache has depends on its length, so that a long one does not keep the others
+    waiting. The program that is done last with a request's parts puts them together.
+    """
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts_ptr + request)
     if tl.load(query_starts_ptr + request + 1) - start != 1:
@@ -46,7 +52,10 @@ def _decode_kernel(
     if WINDOW:
         first = tl.maximum(seq_len - window, 0) // TILE * TILE
     num_tiles = (seq_len - first + TILE - 1) // TILE
-    tiles_each = (num_tiles + SPLITS - 1) // SPLITS
+    tiles_each = tl.maximum((num_tiles + SPLITS - 1) // SPLITS, MIN_TILES)
+    num_parts = (num_tiles + tiles_each - 1) // tiles_each
+    if split >= num_parts:
+        return
     low = first + split * tiles_each * TILE
     high = tl.minimum(low + tiles_each * TILE, seq_len)
 
@@ -61,7 +70,7 @@ def _decode_kernel(
     )  # fmt: skip
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    if SINKS:
+    if SINKS:  # noqa: SIM102  known when compiled, unlike the part
         if split == 0:
             best = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
@@ -75,9 +84,8 @@ def _decode_kernel(
             table_ptr + request.to(tl.int64) * table_stride + tokens // BLOCK_SIZE,
             mask=tokens < high, other=0,
         ).to(tl.int64)  # fmt: skip
-        base = (
-            page * page_stride + (tokens % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
-        )
+        base = page * page_stride + (tokens % BLOCK_SIZE) * (KV_HEADS * HEAD_DIM)
+        base += kv_head * HEAD_DIM
         k = tl.load(
             cache_ptr + base[None, :] + dims[:, None],
             mask=valid[None, :] & dim_mask[:, None], other=0.0,
@@ -94,44 +102,45 @@ def _decode_kernel(
         weight = tl.exp2(best - safe)
         p = tl.exp2(s - safe[:, None])
         total = total * weight + tl.sum(p, axis=1)
-        acc = acc * weight[:, None] + tl.dot(
-            p.to(q.dtype), v.to(q.dtype), input_precision=PRECISION
-        )
+        acc = acc * weight[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
         best = new_best
-    if SPLITS == 1:
+    at_out = start.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    if num_parts == 1:
         out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-        at_out = start.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_ptr + at_out, out, mask=q_mask)
     else:
-        # Parts that held nothing say so with -inf, and their accumulator is never read.
-        at_part = (request.to(tl.int64) * (KV_HEADS * GROUP) + heads) * SPLITS + split
-        tl.store(lse_ptr + at_part, best + tl.log2(total), mask=row_mask)
-        if low < high:
-            tl.store(
-                partial_ptr + at_part[:, None] * HEAD_DIM + dims[None, :],
-                acc / total[:, None], mask=q_mask,
+        # A part's share of the softmax is 2 ** lse; one that saw nothing has none, and 0 for sum.
+        at_part = (request.to(tl.int64) * (KV_HEADS * GROUP) + heads) * SPLITS
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(lse_ptr + at_part + split, best + tl.log2(total), mask=row_mask)
+        at_partial = partial_ptr + at_part[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(at_partial + split * HEAD_DIM, acc, mask=q_mask)
+        tl.debug_barrier()  # the whole program has written before one thread says so
+        arrived = arrived_ptr + request * KV_HEADS + kv_head
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == num_parts - 1:
+            # What other programs wrote is in the L2 cache, perhaps not in this processor's own.
+            splits = tl.arange(0, SPLITS)
+            lse = tl.load(
+                lse_ptr + at_part[:, None] + splits[None, :],
+                mask=row_mask[:, None] & (splits < num_parts)[None, :], other=float("-inf"),
+                cache_modifier=".cg",
             )  # fmt: skip
-
-
-@triton.jit
-def _combine_kernel(
-    partial_ptr, lse_ptr, query_starts_ptr, out_ptr, out_stride, num_heads,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Weigh the parts of one request and head by their share of the softmax's denominator."""
-    request, head = tl.program_id(0), tl.program_id(1)
-    start = tl.load(query_starts_ptr + request)
-    if tl.load(query_starts_ptr + request + 1) - start != 1:
-        return
-    splits, dims = tl.arange(0, SPLITS), tl.arange(0, DIMS)
-    at = (request.to(tl.int64) * num_heads + head) * SPLITS + splits
-    lse = tl.load(lse_ptr + at)
-    weight = tl.exp2(lse - tl.max(lse, axis=0))
-    mask = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
-    parts = tl.load(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    out = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-    at_out = start.to(tl.int64) * out_stride + head * HEAD_DIM + dims
-    tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+            top = tl.max(tl.where(row_mask[:, None], lse, 0.0), axis=1)
+            norm = tl.sum(tl.exp2(lse - top[:, None]), axis=1)
+            acc = tl.zeros([ROWS, DIMS], tl.float32)
+            for part in range(num_parts):
+                share = tl.load(
+                    lse_ptr + at_part + part, mask=row_mask, other=float("-inf"),
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                value = tl.load(
+                    at_partial + part * HEAD_DIM, mask=q_mask, other=0.0, cache_modifier=".cg"
+                )
+                acc += value * tl.exp2(share - top)[:, None]
+            out = acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
+            tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=q_mask)
+            tl.store(arrived, 0)
 
 
 @triton.jit
@@ -222,7 +231,7 @@ def _prefill_kernel(
     first_query = tile * QUERIES
     if first_query >= query_len:
         return
-    if SKIP_SINGLE:
+    if SKIP_SINGLE:  # noqa: SIM102  known when compiled, unlike the length
         if query_len == 1:
             return
     seq_len = tl.load(seq_lens_ptr + request)
@@ -301,30 +310,27 @@ def _decode(
     num_heads, head_dim = query.shape[1:]
     _, _, block_size, num_kv_heads, _ = cache.shape
     requests, group = metadata.num_decodes, num_heads // num_kv_heads
-    tile = decode_tile(head_dim, query.element_size())
-    splits = decode_splits(requests, num_kv_heads)
-    partial = lse = output
-    if splits > 1:
-        shape = (requests, num_heads, splits)
-        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
-        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    _decode_kernel[(requests, num_kv_heads, splits)](
+    plan = decode_plan(head_dim, query.element_size(), requests, num_kv_heads)
+    shape = (requests, num_heads, plan.splits)
+    partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
+    lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    arrived = metadata.arrived
+    if arrived is None:
+        arrived = torch.zeros(requests * num_kv_heads, dtype=torch.int32, device=query.device)
+    assert len(arrived) >= requests * num_kv_heads
+    _decode_kernel[(requests, num_kv_heads, plan.splits)](
         query, cache, metadata.block_table, metadata.seq_lens, metadata.query_starts,
-        output if sinks is None else sinks, output, partial, lse,
+        output if sinks is None else sinks, output, partial, lse, arrived,
         query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
         scale, softcap or 0.0, window or 0,
         GROUP=group, ROWS=max(triton.next_power_of_2(group), 16),
         HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
-        KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=tile.tokens, SPLITS=splits,
+        KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=plan.tile, SPLITS=plan.splits,
+        MIN_TILES=plan.min_tiles,
         WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
         PRECISION=_precision(query),
-        num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
+        num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
     )  # fmt: skip
-    if splits > 1:
-        _combine_kernel[(requests, num_heads)](
-            partial, lse, metadata.query_starts, output, output.stride(0), num_heads,
-            HEAD_DIM=head_dim, DIMS=triton.next_power_of_2(head_dim), SPLITS=splits, num_warps=4,
-        )  # fmt: skip
 
 
 def _prefill(
@@ -341,7 +347,7 @@ def _prefill(
     _, _, block_size, num_kv_heads, _ = cache.shape
     group = num_heads // num_kv_heads
     group_rows = triton.next_power_of_2(group)
-    tile = prefill_tile(head_dim, query.element_size())
+    tile = prefill_tile(head_dim, query.element_size(), metadata.max_query_len)
     queries = max(tile.rows // group_rows, 1)
     # Where single tokens may stand anywhere, all requests are looked at and those skipped.
     first = 0 if metadata.any_order else metadata.num_decodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.ops.triton.attention import paged_attention
+from penstock.ops.triton.linear import linear
 from penstock.ops.triton.pointwise import add_rms_norm, embed, rms_norm, silu_mul
 from penstock.ops.triton.rotary import norm_rotate_write
 
@@ -10,11 +11,13 @@ __all__ = [
     "ROW_INVARIANT",
     "add_rms_norm",
     "embed",
+    "linear",
     "norm_rotate_write",
     "paged_attention",
     "rms_norm",
     "silu_mul",
 ]
 
-# Attention splits a decode's cache by how many requests there are, so it is not in this set.
+# Attention splits a decode's cache by how many requests there are, and matmul chooses its kernel
+# by how many rows there are: neither is in this set.
 ROW_INVARIANT = frozenset({"add_rms_norm", "embed", "norm_rotate_write", "rms_norm", "silu_mul"})

@@ -7,6 +7,7 @@ import torch
 
 from penstock.ops import reference
 from penstock.ops.triton import pointwise
+from penstock.ops.triton.linear import linear
 from penstock.ops.triton.rotary import norm_rotate_write
 
 DTYPES = [torch.float32, torch.float16]
@@ -77,3 +78,13 @@ def test_norm_rotate_write_is_its_three_parts(
     )  # fmt: skip
     for ours, theirs in zip((*got, cache), (query, key, value, expected), strict=True):
         close(ours, theirs)
+
+
+@pytest.mark.parametrize("n", [1, 2])  # two go to the library
+@pytest.mark.parametrize("size", [64, 1100, 2100])
+@pytest.mark.parametrize("bias", [True, False])
+def test_matrix_with_one_row(device: torch.device, n: int, size: int, bias: bool) -> None:
+    x = torch.randn(n, size, device=device)
+    weight = torch.randn(9, size, device=device) / 30
+    added = torch.randn(9, device=device) if bias else None
+    close(linear(x, weight, added), reference.linear(x, weight, added))
