@@ -86,14 +86,13 @@ def test_a_model_that_is_not_there_is_one_line_of_error(tmp_path: Path) -> None:
     assert "nothing.gguf" in done.stderr
 
 
-def test_chat_answers_each_line_of_a_pipe_and_remembers(penstock: Run) -> None:
-    lines = (
-        "What is the capital of France?\n/help\n/reset\nWhat is the capital of France?\n/exit\nx\n"
-    )
+def test_chat_answers_each_line_of_a_pipe_and_forgets_when_told(penstock: Run) -> None:
+    question = "Write the numbers from one to five.\n"
+    lines = f"{question}/help\n/reset\n{question}/exit\nx\n"
     done = penstock("chat", "--temperature", "0", "--max-tokens", "24", stdin=lines)
     middle = len(done.stdout) // 2
     first, second = done.stdout[:middle], done.stdout[middle:]
-    assert "Paris" in first
+    assert len(first.split()) > 4
     assert second == first  # the conversation was forgotten, so the question was the same
     assert done.stderr.count("tokens/s]") == 2
     assert "/system TEXT" in done.stderr
