@@ -228,8 +228,10 @@ def main() -> None:
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
     for number in range(args.rounds):
         for name in engines:
-            print(f"round {number + 1}: {name}", file=sys.stderr)
-            rounds[name].append(in_a_process_of_its_own(name, args.model, args.threads))
+            results = in_a_process_of_its_own(name, args.model, args.threads)
+            rounds[name].append(results)
+            shown = ", ".join(f"{metric} {results[metric]:.4g}" for metric in METRICS)
+            print(f"round {number + 1}, {name}: {shown}", file=sys.stderr)
     medians: dict[str, dict[str, Any]] = {
         name: {metric: statistics.median(run[metric] for run in runs) for metric in METRICS}
         for name, runs in rounds.items()
