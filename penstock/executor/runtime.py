@@ -15,6 +15,7 @@ from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ALIASES = {"half": "float16", "float": "float32"}
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _dtype(
     config: EngineConfig, model_config: Mapping[str, Any], platform: Platform
 ) -> torch.dtype:
     if config.model.dtype != "auto":
-        return DTYPES[config.model.dtype]
+        return DTYPES[ALIASES.get(config.model.dtype, config.model.dtype)]
     if platform.default_dtype is not None:
         return platform.default_dtype
     name = model_config.get("dtype") or model_config.get("torch_dtype") or "bfloat16"
