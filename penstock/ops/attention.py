@@ -44,14 +44,18 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [num_heads]
 ) -> torch.Tensor:
     """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim].
 
-    `window` limits it to the last `window` tokens, the token itself among them. Decodes are
-    computed together; longer queries one request at a time.
+    `window` limits it to the last `window` tokens, the token itself among them. `softcap` bounds
+    scores to softcap * tanh(score / softcap); `sinks` are scores that each head adds to the
+    softmax without a value. Decodes are computed together; longer queries one request at a time.
     """
     output = torch.empty_like(query)
-    decodes = metadata.num_decodes
+    plain = softcap is None and sinks is None
+    decodes = metadata.num_decodes if plain else 0
     if decodes:
         output[:decodes] = _decode(query[:decodes], cache, metadata, scale, window)
     starts = metadata.query_starts.tolist()
@@ -60,9 +64,8 @@ def paged_attention(
         rows = slice(starts[index], starts[index + 1])
         num_blocks = -(-seq_lens[index] // cache.shape[2])
         key, value = _gather(cache, metadata.block_table[index : index + 1, :num_blocks])
-        output[rows] = _attend(
-            query[rows], key[0, : seq_lens[index]], value[0, : seq_lens[index]], scale, window
-        )
+        own = query[rows], key[0, : seq_lens[index]], value[0, : seq_lens[index]], scale, window
+        output[rows] = _attend(*own) if plain else _attend_in_full(*own, softcap, sinks)
     return output
 
 
@@ -149,3 +152,33 @@ def _attend(
         scale=scale,
     )
     return output[0].transpose(0, 1)
+
+
+def _attend_in_full(
+    query: torch.Tensor,  # [q, num_heads, head_dim], the last q tokens
+    key: torch.Tensor,  # [k, num_kv_heads, head_dim]
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `_attend`, with all scores at hand, in float32."""
+    q, k = query.shape[0], key.shape[0]
+    groups = query.shape[1] // key.shape[1]
+    key = key.float().repeat_interleave(groups, dim=1)
+    value = value.float().repeat_interleave(groups, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    behind = torch.arange(k - q, k, device=query.device)[:, None] - torch.arange(
+        k, device=query.device
+    )
+    unseen = (behind < 0) | (behind >= (k if window is None else window))
+    scores = scores.masked_fill(unseen, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(-1, q, 1)
+        weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)

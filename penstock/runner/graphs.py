@@ -1,6 +1,7 @@
 """Captured steps: the whole forward pass as one launch, for the step sizes that come again.
 
-A graph is captured the first time a step of its size comes up. It reads the step's buffers, which
+A graph is captured the second time a step of its size comes up: one of a kind is not worth it, and
+the first token need not wait for it. It reads the step's buffers, which
 never move, and ends at the logits, so that what changes logits on the host's word can still come
 in between. Larger steps run eagerly: there the device is slower than the host.
 """
@@ -60,10 +61,18 @@ class GraphRunner:
             (self._decode_sizes[-1], vocab_size), dtype=torch.float32, device=device
         )
         self._graphs: dict[Bucket, Captured] = {}
+        self._seen: set[Bucket] = set()
         self._pool = torch.cuda.graph_pool_handle()
 
     def bucket_for(self, batch: StepBatch) -> Bucket | None:
         """The smallest bucket that holds the step; None for one that is to run eagerly."""
+        bucket = self._smallest(batch)
+        if bucket is None or bucket in self._seen:
+            return bucket
+        self._seen.add(bucket)
+        return None
+
+    def _smallest(self, batch: StepBatch) -> Bucket | None:
         num_rows, num_requests = len(batch.token_ids), len(batch.requests)
         if num_rows == num_requests and len(batch.logits_rows) == num_rows:
             size = _at_least(self._decode_sizes, num_rows)

@@ -2,8 +2,9 @@
 
 A row of logits is long (150,000 tokens) and rows may be few, so each row is cut into chunks that
 different programs look at; a last small kernel compares the chunks' winners. Truncation (top_k,
-top_p, min_p) is a cutoff, found digit by digit without sorting: see `penstock.ops.sampling` for
-what it promises.
+top_p, min_p) is a cutoff, found without sorting: a survey of the row says below which of a few
+thresholds it cannot lie, and among the tokens above that it is found digit by digit. See
+`penstock.ops.sampling` for what it promises.
 """
 
 from __future__ import annotations
@@ -117,65 +118,138 @@ def _unorder(key):
 
 
 @triton.jit
+def _thresholds():
+    """Scaled logits from -0.5 down to -32, the best token's being 0. Sixteen of them."""
+    return -tl.exp2(tl.arange(0, 16).to(tl.float32) * 0.4 - 1.0)
+
+
+@triton.jit
+def _mass(scaled):
+    """exp(scaled) as whole numbers, whose sum is exact in any order."""
+    return tl.floor(tl.exp(scaled) * BEST_MASS + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _load_scaled(logits_ptr, row, tokens, stride, vocab_size, best, temperature, N: tl.constexpr):
+    x = tl.load(
+        logits_ptr + row.to(tl.int64) * stride + tokens, mask=tokens < vocab_size,
+        other=float("-inf"),
+    )  # fmt: skip
+    return tl.div_rn(x.to(tl.float32) - best, tl.zeros([N], tl.float32) + temperature)
+
+
+@triton.jit
+def _survey_kernel(
+    logits_ptr, slots_ptr, floats_ptr, best_ptr, counts_ptr, masses_ptr, totals_ptr,
+    stride, vocab_size, num_chunks, floats_stride, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """How many tokens of a chunk reach each threshold, their mass, and all that min_p leaves."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + row)
+    temperature = tl.load(floats_ptr + slot * floats_stride)
+    if temperature <= GREEDY:
+        return
+    floor = tl.load(floats_ptr + slot * floats_stride + 1)  # log of min_p
+    best, _ = _row_best(best_ptr, row, num_chunks, CHUNKS)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    scaled = _load_scaled(logits_ptr, row, tokens, stride, vocab_size, best, temperature, CHUNK)
+    mass = tl.where((tokens < vocab_size) & (scaled >= floor), _mass(scaled), 0)
+    reached = (scaled[None, :] >= _thresholds()[:, None]) & (tokens < vocab_size)[None, :]
+    at = (row * num_chunks + chunk) * 16 + tl.arange(0, 16)
+    tl.store(counts_ptr + at, tl.sum(reached.to(tl.int32), axis=1))
+    tl.store(masses_ptr + at, tl.sum(tl.where(reached, mass[None, :], 0), axis=1))
+    tl.store(totals_ptr + row * num_chunks + chunk, tl.sum(mass, axis=0))
+
+
+@triton.jit
+def _gather_kernel(
+    logits_ptr, slots_ptr, floats_ptr, ints_ptr, best_ptr, counts_ptr, masses_ptr, totals_ptr,
+    kept_ptr, num_kept_ptr, stride, vocab_size, num_chunks, floats_stride, ints_stride,
+    CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Put the tokens among which the cutoff lies side by side, in any order."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + row)
+    temperature = tl.load(floats_ptr + slot * floats_stride)
+    if temperature <= GREEDY:
+        return
+    top_p = tl.load(floats_ptr + slot * floats_stride + 2)
+    top_k = tl.load(ints_ptr + slot * ints_stride)
+    best, _ = _row_best(best_ptr, row, num_chunks, CHUNKS)
+    chunks = tl.arange(0, CHUNKS)
+    there = chunks < num_chunks
+    at = (row * num_chunks + chunks[:, None]) * 16 + tl.arange(0, 16)[None, :]
+    counts = tl.sum(tl.load(counts_ptr + at, mask=there[:, None], other=0), axis=0)
+    masses = tl.sum(tl.load(masses_ptr + at, mask=there[:, None], other=0), axis=0)
+    total = tl.sum(tl.load(totals_ptr + row * num_chunks + chunks, mask=there, other=0), axis=0)
+    # With top_k, only its tokens count for top_p. Without, the nucleus is of everything.
+    if top_k < vocab_size:
+        enough = counts >= top_k
+    else:
+        enough = masses.to(tl.float64) >= total.to(tl.float64) * top_p.to(tl.float64)
+    threshold = tl.max(tl.where(enough, _thresholds(), float("-inf")), axis=0)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    scaled = _load_scaled(logits_ptr, row, tokens, stride, vocab_size, best, temperature, CHUNK)
+    keep = (scaled >= threshold) & (tokens < vocab_size)
+    place = tl.cumsum(keep.to(tl.int32), axis=0) - 1
+    first = tl.atomic_add(num_kept_ptr + row, tl.sum(keep.to(tl.int32), axis=0))
+    tl.store(kept_ptr + row.to(tl.int64) * vocab_size + first + place, scaled, mask=keep)
+
+
+@triton.jit
 def _cutoff_kernel(
-    logits_ptr, slots_ptr, floats_ptr, ints_ptr, best_ptr, cutoff_ptr,
-    stride, vocab_size, num_chunks, floats_stride, ints_stride,
-    CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
+    slots_ptr, floats_ptr, ints_ptr, totals_ptr, kept_ptr, num_kept_ptr, cutoff_ptr,
+    vocab_size, num_chunks, floats_stride, ints_stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The least scaled logit of a row that survives min_p, top_k, then top_p of what is left.
 
-    Each search fixes a cutoff's bits four at a time: sixteen candidates are compared with the
-    whole row in one pass.
+    Each search fixes a cutoff's bits four at a time: sixteen candidates are compared with all
+    kept tokens in one pass.
     """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
-    temperature = tl.load(floats_ptr + slot * floats_stride)
+    if tl.load(floats_ptr + slot * floats_stride) <= GREEDY:
+        return
     floor = tl.load(floats_ptr + slot * floats_stride + 1)  # log of min_p
     top_p = tl.load(floats_ptr + slot * floats_stride + 2)
     top_k = tl.load(ints_ptr + slot * ints_stride)
-    if temperature <= GREEDY:
-        return
-    best, _ = _row_best(best_ptr, row, num_chunks, CHUNKS)
-    source = logits_ptr + row.to(tl.int64) * stride
-    temperatures = tl.zeros([BLOCK], tl.float32) + temperature
+    source = kept_ptr + row.to(tl.int64) * vocab_size
+    num_kept = tl.load(num_kept_ptr + row)
     candidates = tl.arange(0, 16).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    masses = tl.load(totals_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0)
+    total = tl.sum(masses, axis=0)
     if top_k < vocab_size:
         # The largest key that at least top_k tokens reach.
         key = tl.zeros([], tl.int64)
         for digit in range(8):
             step = candidates << (28 - 4 * digit)
             count = tl.zeros([16, BLOCK], tl.int32)
-            for at in range(0, vocab_size, BLOCK):
-                tokens = at + tl.arange(0, BLOCK)
-                x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-                scaled = tl.div_rn(x.to(tl.float32) - best, temperatures)
+            for at in range(0, num_kept, BLOCK):
+                index = at + tl.arange(0, BLOCK)
+                scaled = tl.load(source + index, mask=index < num_kept, other=float("-inf"))
                 reached = _order(scaled)[None, :] >= (key + step)[:, None]
-                count += (reached & (tokens < vocab_size)[None, :]).to(tl.int32)
+                count += (reached & (index < num_kept)[None, :]).to(tl.int32)
             enough = tl.sum(count, axis=1) >= top_k
             key += tl.max(tl.where(enough, step, 0), axis=0)
         floor = tl.maximum(floor, _unorder(key))
+        survivors = tl.zeros([BLOCK], tl.int64)
+        for at in range(0, num_kept, BLOCK):
+            index = at + tl.arange(0, BLOCK)
+            scaled = tl.load(source + index, mask=index < num_kept, other=float("-inf"))
+            survivors += tl.where((scaled >= floor) & (index < num_kept), _mass(scaled), 0)
+        total = tl.sum(survivors, axis=0)
     if top_p < 1.0:
-        # The smallest key with less mass above it than the nucleus holds. Mass is counted in
-        # whole numbers, so its sum is exact; pass 0 has no candidates and finds the total.
-        total = tl.zeros([BLOCK], tl.int64)
-        for at in range(0, vocab_size, BLOCK):
-            tokens = at + tl.arange(0, BLOCK)
-            x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-            scaled = tl.div_rn(x.to(tl.float32) - best, temperatures)
-            mass = tl.floor(tl.exp(scaled) * BEST_MASS + 0.5).to(tl.int64)
-            total += tl.where((scaled >= floor) & (tokens < vocab_size), mass, 0)
-        limit = tl.sum(total, axis=0).to(tl.float64) * top_p.to(tl.float64)
-        # Largest key with at least `limit` mass above it, or none: the next one up is the cutoff.
+        # The largest key with at least the nucleus's mass above it: the next one is the cutoff.
+        limit = total.to(tl.float64) * top_p.to(tl.float64)
         key = tl.zeros([], tl.int64)
         for digit in range(8):
             step = candidates << (28 - 4 * digit)
             above = tl.zeros([16, BLOCK], tl.int64)
-            for at in range(0, vocab_size, BLOCK):
-                tokens = at + tl.arange(0, BLOCK)
-                x = tl.load(source + tokens, mask=tokens < vocab_size, other=float("-inf"))
-                scaled = tl.div_rn(x.to(tl.float32) - best, temperatures)
-                mass = tl.floor(tl.exp(scaled) * BEST_MASS + 0.5).to(tl.int64)
-                mass = tl.where((scaled >= floor) & (tokens < vocab_size), mass, 0)
+            for at in range(0, num_kept, BLOCK):
+                index = at + tl.arange(0, BLOCK)
+                scaled = tl.load(source + index, mask=index < num_kept, other=float("-inf"))
+                mass = tl.where((scaled >= floor) & (index < num_kept), _mass(scaled), 0)
                 is_above = _order(scaled)[None, :] > (key + step)[:, None]
                 above += tl.where(is_above, mass[None, :], 0)
             full = tl.sum(above, axis=1).to(tl.float64) >= limit
@@ -211,11 +285,7 @@ def choose_tokens(
     )
     cutoff = values
     if draws and truncates:
-        cutoff = torch.empty(num_rows, dtype=torch.float32, device=device)
-        _cutoff_kernel[(num_rows,)](
-            logits, slots, floats, ints, values[0], cutoff, stride, vocab_size, num_chunks,
-            floats.stride(0), ints.stride(0), CHUNKS=chunks, BLOCK=512, num_warps=8,
-        )  # fmt: skip
+        cutoff = _cutoffs(logits, slots, floats, ints, values[0])
     if draws:
         _draw_kernel[grid](
             logits, slots, positions, floats, ints, values[0], cutoff, values[1], ids[1],
@@ -227,3 +297,39 @@ def choose_tokens(
         num_chunks, floats.stride(0), DRAWS=draws, CHUNKS=chunks, num_warps=1,
     )  # fmt: skip
     return tokens, faulted
+
+
+def _cutoffs(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    floats: torch.Tensor,
+    ints: torch.Tensor,
+    best: torch.Tensor,  # [rows, num_chunks]
+) -> torch.Tensor:
+    """The least scaled logit of each row that may be drawn: [rows]; rows that do not draw, any."""
+    (num_rows, vocab_size), num_chunks = logits.shape, best.shape[1]
+    chunks = max(triton.next_power_of_2(num_chunks), 2)
+
+    def new(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    counts = new(num_rows, num_chunks, 16, dtype=torch.int32)
+    masses = new(num_rows, num_chunks, 16, dtype=torch.int64)
+    totals = new(num_rows, num_chunks, dtype=torch.int64)
+    kept = new(num_rows, vocab_size, dtype=torch.float32)
+    num_kept = new(num_rows, dtype=torch.int32).zero_()
+    cutoff = new(num_rows, dtype=torch.float32)
+    grid, sizes = (num_rows, num_chunks), (vocab_size, num_chunks, floats.stride(0))
+    _survey_kernel[grid](
+        logits, slots, floats, best, counts, masses, totals, logits.stride(0), *sizes,
+        CHUNKS=chunks, CHUNK=CHUNK, num_warps=8,
+    )  # fmt: skip
+    _gather_kernel[grid](
+        logits, slots, floats, ints, best, counts, masses, totals, kept, num_kept,
+        logits.stride(0), *sizes, ints.stride(0), CHUNKS=chunks, CHUNK=CHUNK, num_warps=8,
+    )  # fmt: skip
+    _cutoff_kernel[(num_rows,)](
+        slots, floats, ints, totals, kept, num_kept, cutoff, *sizes, ints.stride(0),
+        CHUNKS=chunks, BLOCK=256, num_warps=4,
+    )  # fmt: skip
+    return cutoff

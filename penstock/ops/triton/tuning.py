@@ -40,20 +40,21 @@ class RowTile(NamedTuple):
     launch: Launch
 
 
-FULL_CHIP = 132 * 4  # programs: with fewer, requests split their cache further
 LONG_QUERY = 2048
 
 
 def decode_plan(
     head_dim: int, element_size: int, num_requests: int, num_kv_heads: int
 ) -> DecodePlan:
-    splits = FULL_CHIP // (num_requests * num_kv_heads)
-    wide = element_size == 4 or head_dim > 128
-    if splits >= 2:  # few requests: every part is wanted to fill the chip
-        splits = min(2 ** (splits.bit_length() - 1), 32)
-        return DecodePlan(32, splits, 1 if splits > 8 else 4, Launch(4, 2))
+    programs = num_requests * num_kv_heads  # if no cache were split; 132 processors wait for them
+    if element_size == 4 or head_dim > 128:
+        return DecodePlan(32, 32 if programs <= 32 else 4, 4, Launch(4, 2))
+    if programs <= 32:
+        return DecodePlan(32, 32, 1, Launch(4, 2))
+    if programs <= 128:
+        return DecodePlan(64, 8, 4, Launch(2, 3))
     # Many requests fill the chip as they are; the longest are split so as not to be the last.
-    return DecodePlan(32, 4, 16, Launch(4, 2)) if wide else DecodePlan(64, 4, 8, Launch(2, 3))
+    return DecodePlan(64, 4, 8 if programs <= 1024 else 16, Launch(2, 3))
 
 
 def prefill_tile(head_dim: int, element_size: int, max_query_len: int) -> PrefillTile:

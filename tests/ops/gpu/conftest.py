@@ -10,12 +10,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
-collect_ignore_glob: list[str] = []
-try:
-    import triton  # noqa: F401
-except ImportError:
-    collect_ignore_glob.append("test_*.py")
-
 
 @pytest.fixture
 def device() -> torch.device:

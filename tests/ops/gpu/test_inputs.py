@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+
+pytest.importorskip("triton", reason="needs Triton")
 
 from penstock.ops.triton import inputs
 

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from penstock.ops import reference
+
+pytest.importorskip("triton", reason="needs Triton")
+
 from penstock.ops.triton import pointwise
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.rotary import norm_rotate_write

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from penstock.ops import sampling as reference
+
+pytest.importorskip("triton", reason="needs Triton")
+
 from penstock.ops.triton.sampling import GREEDY, choose_tokens
 
 VOCAB = 9000  # more than two chunks

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Every GPU number of docs/benchmarks.md, on dummy weights of config folders.
+#
+#   benchmarks/gpu.sh MODELS RESULTS
+#
+# MODELS holds qwen3-0.6b/config.json and qwen3-8b/config.json; RESULTS gets a JSON file for each
+# line of the table. Needs a GPU, PyTorch with Triton, and msgspec, tqdm, jinja2 and pyyaml, all of
+# which may simply lie on PYTHONPATH. PYTHON names the interpreter (default: python3).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+models=${1:?"usage: benchmarks/gpu.sh MODELS RESULTS"}
+results=${2:?"usage: benchmarks/gpu.sh MODELS RESULTS"}
+python=${PYTHON:-python3}
+mkdir -p "$results"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+common=(--load-format dummy --skip-tokenizer-init --log-level warning)
+
+measure() { # name, benchmark, model, further flags
+    local name=$1 benchmark=$2 model=$3
+    shift 3
+    "$python" -m penstock bench "$benchmark" "${common[@]}" --model "$models/$model" "$@" \
+        --json "$results/$name.json" >/dev/null
+    echo "$name: done" >&2
+}
+
+# Start: once with nothing compiled before, then as on any later start.
+TRITON_CACHE_DIR=$(mktemp -d) measure start_cold startup qwen3-8b --num-iters 1 --num-iters-warmup 0
+measure start_warm startup qwen3-8b --num-iters 3 --num-iters-warmup 1
+measure nano throughput qwen3-0.6b --workload nano --num-iters 3 --num-iters-warmup 1
+measure dec1_small latency qwen3-0.6b --workload dec1 --num-iters 3
+measure dec1 latency qwen3-8b --workload dec1 --num-iters 3
+measure dec64 latency qwen3-8b --workload dec64 --num-iters 3
+measure thr throughput qwen3-8b --workload thr --num-iters 3 --num-iters-warmup 1
+measure pre throughput qwen3-8b --workload pre --num-iters 3 --num-iters-warmup 1
+"$python" benchmarks/gpu_table.py "$results"
