@@ -170,7 +170,7 @@ class StepBuffers:
     def send(self, batch: StepBatch) -> None:
         """Copy what the host decided to the device, without waiting for it."""
         n, num_logits = len(batch.requests), len(batch.host_logits_rows)
-        staged = torch.empty(self._sections[-1], dtype=torch.int32, pin_memory=True)
+        staged = torch.empty(self._sections[-1], dtype=torch.int32, pin_memory=self.packed.is_cuda)
         view = staged.numpy()
         starts, slots, rows = (
             view[start:end] for start, end in zip(self._sections, self._sections[1:], strict=False)
