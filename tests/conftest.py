@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from penstock.config.model import DEFAULT_MODEL
+
+# Without a GPU, Triton's kernels run in its interpreter (tests/ops/gpu). Triton reads this when it
+# is first imported, by whichever test module that may be.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")
