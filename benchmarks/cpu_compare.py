@@ -3,8 +3,8 @@
     python benchmarks/cpu_compare.py --threads 2 --rounds 3
     python benchmarks/cpu_compare.py --engines penstock llama.cpp --json results.json
 
-Engines: penstock; transformers (float32, `pip install transformers gguf`); llama.cpp, which
-compiles for about ten minutes:
+Engines: penstock, on GGUF blocks as they are and on floats; transformers (float32,
+`pip install transformers gguf accelerate`); llama.cpp, which compiles for about ten minutes:
 
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary llama-cpp-python llama-cpp-python
 
@@ -23,6 +23,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,14 @@ from penstock.config.model import DEFAULT_MODEL
 from penstock.loading.source import resolve_source
 
 WORKLOADS = ("cpu_a", "cpu_p", "cpu_b", "cpu_c")
-PACKAGES = {"penstock": "penstock", "transformers": "transformers", "llama.cpp": "llama_cpp"}
+PACKAGES = {
+    "penstock": "penstock",
+    "penstock float32": "penstock",
+    "transformers": "transformers",
+    "llama.cpp": "llama_cpp",
+    "llama.cpp F16": "llama_cpp",
+}
+PEERS = ("transformers", "llama.cpp", "llama.cpp F16")
 METRICS = {  # whether less is better
     "cpu_a first token, ms": True,
     "cpu_a decode tok/s": False,
@@ -52,11 +60,17 @@ class Engine(Protocol):
 
 
 class Penstock:
+    gguf_compute = "auto"
+
     def __init__(self, path: Path, threads: int) -> None:
         from penstock import LLM
 
         self.llm = LLM(
-            str(path), cpu_threads=threads, enable_prefix_caching=False, log_level="warning"
+            str(path),
+            gguf_compute=self.gguf_compute,
+            cpu_threads=threads,
+            enable_prefix_caching=False,
+            log_level="warning",
         )
 
     def run(self, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> None:
@@ -67,6 +81,12 @@ class Penstock:
             for length in output_lens
         ]
         self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+
+
+class PenstockFloat(Penstock):
+    """On weights turned into floats, as transformers computes."""
+
+    gguf_compute = "dequantize"
 
 
 class Transformers:
@@ -152,7 +172,27 @@ class LlamaCpp:
         return chosen
 
 
-ENGINES = {"penstock": Penstock, "transformers": Transformers, "llama.cpp": LlamaCpp}
+class LlamaCppF16(LlamaCpp):
+    """On weights requantized to 16 bits: more bytes, cheaper arithmetic for batches."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        import llama_cpp
+
+        wide = Path(tempfile.mkdtemp()) / "f16.gguf"
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_F16, True
+        llama_cpp.llama_model_quantize(str(path).encode(), str(wide).encode(), params)
+        super().__init__(wide, threads)
+        wide.unlink()
+
+
+ENGINES = {
+    "penstock": Penstock,
+    "penstock float32": PenstockFloat,
+    "transformers": Transformers,
+    "llama.cpp": LlamaCpp,
+    "llama.cpp F16": LlamaCppF16,
+}
 
 
 def seconds(engine: Engine, workload: Workload, output_len: int | None = None) -> float:
@@ -197,7 +237,7 @@ def table(medians: dict[str, dict[str, float]]) -> str:
     lines.append("|---" * (len(medians) + 2) + "|")
     for metric, less_is_better in METRICS.items():
         cells = [f"{results[metric]:.4g}" for results in medians.values()]
-        peers = [results[metric] for name, results in medians.items() if name != "penstock"]
+        peers = [results[metric] for name, results in medians.items() if name in PEERS]
         ratio = ""
         if peers and "penstock" in medians:
             best = min(peers) if less_is_better else max(peers)
