@@ -47,7 +47,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     """Subtracted for each time a token occurs in the output so far; -2 to 2."""
     repetition_penalty: float = 1.0
-    """Divides (or multiplies, if negative) the logits of tokens in prompt and output; > 0."""
+    """Divides (or multiplies, if negative) logits of tokens in prompt and output; 0.01 to 100."""
     temperature: float = 1.0
     """0 is greedy; lower is more certain."""
     top_p: float = 1.0
@@ -110,7 +110,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         check_int("n", self.n, 1, MAX_N)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, above=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)

@@ -30,6 +30,7 @@ TYPES = {
     503: "ServiceUnavailableError",
 }
 RETRY_AFTER_S = 1
+MAX_COMPLAINTS = 5  # about one field
 
 
 class ErrorDetail(BaseModel):
@@ -118,6 +119,8 @@ def install(app: FastAPI) -> None:
     def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         messages = {
+            400: "the body cannot be read: it must be JSON in UTF-8, nested less than 1000 deep, "
+            "without integers of thousands of digits",
             404: f"there is nothing at {request.url.path}; /docs lists what there is",
             405: f"{request.method} is not allowed at {request.url.path}",
         }
@@ -141,19 +144,22 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
     """The first thing wrong with a body, and the path of the field.
 
     A value that fits no member of a union is reported for each member: the complaints about one
-    field are joined.
+    field, and about what is in it, are joined.
     """
     first = errors[0]
     if first["type"] == "json_invalid":
         return f"the body is not valid JSON: {first['ctx']['error']}", None
     path = _field_path(first["loc"])
-    texts = dict.fromkeys(
-        str(error["msg"]) for error in errors if _field_path(error["loc"]) == path
-    )
-    message = ", or ".join(texts)
     if path is None:
-        return f"the body must be a JSON object sent as application/json: {message}", None
-    return f"{path}: {message}", path
+        return f"the body must be a JSON object sent as application/json: {first['msg']}", None
+    texts: dict[str, None] = {}
+    for error in errors:
+        inner = _field_path(error["loc"]) or ""
+        if inner == path:
+            texts[str(error["msg"])] = None
+        elif inner.startswith((f"{path}.", f"{path}[")):
+            texts[f"{inner}: {error['msg']}"] = None
+    return f"{path}: {', or '.join(list(texts)[:MAX_COMPLAINTS])}", path
 
 
 def _field_path(location: Sequence[int | str]) -> str | None:

@@ -58,6 +58,9 @@ class Service:
     def check_capacity(self) -> None:
         """Refuse new work if the engine is gone or has too much of it."""
         self.check_health()
+        self._check_queue()
+
+    def _check_queue(self) -> None:
         assert self.client.info is not None
         capacity = self.client.info.max_num_seqs + self.server_config.max_queued_requests
         if len(self.client.records) >= capacity:
@@ -88,13 +91,14 @@ class Service:
         """Outputs of several requests as they come, each with its request's index.
 
         Whoever stops iterating must close the generator, which aborts what is left. Raises
-        `RequestFault` if one of them fails, `RequestTimeout` and `EngineDeadError`.
+        `RequestFault` if one of them fails, `Overloaded`, `RequestTimeout` and `EngineDeadError`.
         """
         routes = {
             child.request_id: index
             for index, request in enumerate(requests)
             for child in request.children
         }
+        self._check_queue()  # again: others may have come while the prompts were tokenized
         stream = self.client.submit([child for request in requests for child in request.children])
         timer = self._start_timer(stream.fail, timeout_s)
         try:

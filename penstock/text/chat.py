@@ -42,6 +42,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Message],
+        /,  # so that a template's argument may have any name
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -62,13 +63,13 @@ class ChatTemplate:
         chat = check_messages(messages, keep_parts=template.takes_parts)
         last = _mark_end(chat[-1]) if continue_final_message else ""
         arguments = _plain({**self._special_tokens, **template_kwargs}, "template arguments")
-        text = template.render(
-            **arguments,
-            messages=chat,
-            tools=_plain(tools, "tools"),
-            documents=_plain(documents, "documents"),
-            add_generation_prompt=add_generation_prompt,
-        )
+        arguments |= {
+            "messages": chat,
+            "tools": _plain(tools, "tools"),
+            "documents": _plain(documents, "documents"),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        text = template.render(arguments)
         return _cut_at_mark(text, last) if continue_final_message else text
 
     def _template(self, has_tools: bool) -> _Compiled:
@@ -277,9 +278,9 @@ class _Compiled:
             ) from error
         self.takes_parts = _loops_over_content(tree)
 
-    def render(self, **arguments: Any) -> str:
+    def render(self, arguments: Mapping[str, Any]) -> str:
         try:
-            return self._template.render(**arguments)
+            return self._template.render(arguments)
         except Exception as error:  # whatever a template, which is foreign code, runs into
             raise InputError(
                 f"the chat template refuses these messages: {error or type(error).__name__}",

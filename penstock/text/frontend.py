@@ -76,6 +76,7 @@ class Frontend:
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
         only = params.n == 1
         unasked = msgspec.structs.replace(params, prompt_logprobs=None)
+        bad_words = self._bad_words(params.bad_words or [])
         by_child = [params] + [unasked] * (params.n - 1)  # the prompt's logprobs are needed once
         children = [
             EngineRequest(
@@ -84,7 +85,7 @@ class Frontend:
                 params=own,
                 seed=seed if only else child_seed(seed, index),
                 eos_token_ids=self.eos_token_ids,
-                bad_words_token_ids=self._bad_words(params.bad_words or []),
+                bad_words_token_ids=bad_words,
                 priority=priority,
                 arrival_time=time.time(),
                 cache_salt=cache_salt,
@@ -104,7 +105,7 @@ class Frontend:
         )
         return PreparedRequest(request_id, children, assembler)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """The prompt of a conversation. It holds its special tokens: add none when tokenizing."""
         if self.chat_template is None:
             raise InputError("chat needs a tokenizer: drop skip_tokenizer_init", "messages")

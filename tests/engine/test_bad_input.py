@@ -101,7 +101,7 @@ def test_a_priority_that_cannot_be_ranked_is_refused_before_it_harms_others(
         ({"n": 10**9}, "n must be at most 128"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"min_tokens": 20, "max_tokens": 5}, r"min_tokens must be at most max_tokens \(5\)"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be at least 0.01"),
         ({"seed": 2**64}, "seed must be at most"),
         ({"stop": ""}, "stop must hold non-empty strings"),
         ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),

@@ -43,6 +43,12 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids"),
     ({"logit_bias": {"999999999": 1}}, "logit_bias", "token ids"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "not be empty"),
+    ({"allowed_token_ids": [2], "min_tokens": 1}, "allowed_token_ids", "min_tokens"),
+    ({"allowed_token_ids": [28120], "bad_words": ["hello"]}, "allowed_token_ids", "bad_words"),
+    ({"stop_token_ids": [*range(49152)], "min_tokens": 1}, "stop_token_ids", "leave out"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty", "at least 0.01"),
+    ({"request_id": "a\nE 2026 forged"}, "request_id", "pattern"),
+    ({"request_id": "x" * 129}, "request_id", "pattern"),
     ({"continue_final_message": True}, "continue_final_message", "exclude each other"),
     ({"chat_template": "{{ x }}"}, "chat_template", "--chat-template"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "by itself"),
@@ -63,7 +69,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
 @pytest.mark.parametrize(
     ("fields", "param", "remedy"),
     CHAT_REFUSALS,
-    ids=[repr(fields) for fields, _, _ in CHAT_REFUSALS],
+    ids=[repr(fields)[:80] for fields, _, _ in CHAT_REFUSALS],
 )
 def test_a_wrong_chat_request_is_refused_by_name(
     server: ServerProcess, fields: dict[str, Any], param: str, remedy: str
@@ -87,7 +93,7 @@ def test_a_wrong_chat_request_is_refused_by_name(
         ({"prompt": ""}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": None}, "prompt"),
-        ({"prompt": [10**9]}, "prompt_token_ids"),
+        ({"prompt": [10**9]}, "prompt"),
         ({"prompt": ["x"] * 1025}, "prompt"),
         ({"prompt": [5] * 3000}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -99,8 +105,47 @@ def test_a_wrong_completion_request_is_refused_by_name(
     server: ServerProcess, fields: dict[str, Any], param: str
 ) -> None:
     error = check_shape(server.post("/v1/completions", {"prompt": "Hi", **fields}), 400)
-    assert error["param"] is not None
-    assert error["param"].startswith(param)
+    assert error["param"] == param
+
+
+def test_a_prompt_with_a_wrong_token_id_is_told_which_one(server: ServerProcess) -> None:
+    error = check_shape(server.post("/v1/completions", {"prompt": [5, -1]}), 400)
+    assert "prompt[1]: Input should be greater than or equal to 0" in error["message"]
+
+
+NESTED: Any = 1
+for _ in range(900):
+    NESTED = {"a": NESTED}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template_kwargs": NESTED},
+        {"documents": [NESTED]},
+        {"messages": [{"role": "user", "content": "Hi", "more": NESTED}]},
+    ],
+    ids=["kwargs", "documents", "messages"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_what_is_nested_too_deeply_for_a_template_is_refused(
+    server: ServerProcess, path: str, fields: dict[str, Any]
+) -> None:
+    body = {"messages": MESSAGES, **fields}
+    assert "less deeply" in check_shape(server.post(path, body), 400)["message"]
+
+
+def test_a_body_that_cannot_be_decoded_is_told_what_would_be_right(server: ServerProcess) -> None:
+    with server.client() as client:
+        headers = {"Content-Type": "application/json"}
+        response = client.post("/v1/completions", content=b'{"prompt": "\xff"}', headers=headers)
+    assert "UTF-8" in check_shape(response, 400)["message"]
+
+
+def test_an_argument_of_a_template_may_have_any_name(server: ServerProcess) -> None:
+    for name in ("self", "cls", "args", ""):
+        body = {"messages": MESSAGES, "chat_template_kwargs": {name: 1}}
+        assert server.post("/tokenize", body).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.protocol.errors import InputError
+from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.server.openai.params import chat_params, completion_params
 from penstock.server.openai.protocol import (
@@ -47,7 +48,14 @@ def prepare_completions(
             f"prompt may hold at most {most} prompts here, got {len(prompts)}", "prompt"
         )
     special = body.add_special_tokens is not False
-    return [_prepare(service, body, prompt, params, special, request_id) for prompt in prompts]
+    try:
+        return [_prepare(service, body, prompt, params, special, request_id) for prompt in prompts]
+    except InputError as error:
+        if error.field == "prompt_token_ids":  # which are a prompt, too, in this API
+            raise InputError(
+                str(error).replace("prompt_token_ids", "prompt", 1), "prompt"
+            ) from error
+        raise
 
 
 def as_prompts(prompt: Prompt | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
@@ -63,7 +71,6 @@ def as_prompts(prompt: Prompt | list[str] | list[list[int]]) -> Sequence[str | l
 
 def render(frontend: Frontend, messages: Sequence[ChatMessage], body: ChatTemplateBody) -> str:
     """The prompt of a conversation, through the model's chat template."""
-    plain = [message.model_dump(exclude_unset=True) for message in messages]
     kwargs: dict[str, Any] = body.chat_template_kwargs or {}
     for name in FIELDS_OF_THEIR_OWN:
         if name in kwargs:
@@ -71,13 +78,18 @@ def render(frontend: Frontend, messages: Sequence[ChatMessage], body: ChatTempla
                 f"chat_template_kwargs must not hold {name}, which is a field by itself",
                 "chat_template_kwargs",
             )
-    return frontend.render_chat(
-        plain,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        **({"documents": body.documents} if body.documents else {}),
-        **kwargs,
-    )
+    try:
+        return frontend.render_chat(
+            [message.model_dump(exclude_unset=True) for message in messages],
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
+            **({"documents": body.documents} if body.documents else {}),
+            **kwargs,
+        )
+    except RecursionError as error:
+        raise InputError(
+            "messages, documents and chat_template_kwargs must be nested less deeply", "messages"
+        ) from error
 
 
 def _prepare(
@@ -91,7 +103,7 @@ def _prepare(
     frontend = service.frontend
     if body.truncate_prompt_tokens is not None:
         prompt = _truncate(frontend, body, prompt, params, add_special_tokens)
-    return frontend.prepare(
+    prepared = frontend.prepare(
         service.engine_id(request_id),
         prompt,
         params,
@@ -99,6 +111,29 @@ def _prepare(
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
     )
+    _check_choice(prepared.children[0], frontend.vocab_size)
+    return prepared
+
+
+def _check_choice(request: EngineRequest, vocab_size: int) -> None:
+    """Refuse what leaves no token to begin with, which the engine would call a fault."""
+    params = request.params
+    forbidden = {words[0] for words in request.bad_words_token_ids if len(words) == 1}
+    if params.min_tokens > 0:
+        forbidden.update(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            forbidden.update(request.eos_token_ids)
+    allowed = params.allowed_token_ids
+    if allowed is not None and forbidden.issuperset(allowed):
+        raise InputError(
+            "allowed_token_ids must hold a token that neither bad_words nor min_tokens, which puts "
+            "off the tokens that end a text, forbids",
+            "allowed_token_ids",
+        )
+    if len(forbidden) >= vocab_size:
+        raise InputError(
+            "stop_token_ids must leave out a token while min_tokens is above 0", "stop_token_ids"
+        )
 
 
 def _truncate(

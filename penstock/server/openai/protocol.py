@@ -39,6 +39,8 @@ def _check_unicode(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_check_unicode)]
 Prompt = Text | list[TokenId]
+# What X-Request-Id may be, too: it is written to the log.
+RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
 
 
 class StreamOptions(Body):
@@ -87,7 +89,7 @@ class GenerationBody(Body):
     )
     priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
     cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
-    request_id: Text | None = Field(None, description="Part of the answer's id.")
+    request_id: RequestId | None = Field(None, description="Part of the answer's id.")
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write tokens in logprobs as token_id:ID."
