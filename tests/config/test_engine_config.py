@@ -54,7 +54,7 @@ def test_options_reach_their_sections() -> None:
         ({"max_model_len": True}, "max_model_len must be int, got True"),
         (
             {"dtype": "float8"},
-            "dtype must be one of auto, float32, bfloat16, float16, got 'float8'",
+            "dtype must be one of auto, float32, float, bfloat16, float16, half, got 'float8'",
         ),
         ({"block_size": None}, "block_size must be int, got None"),
         ({"served_model_name": 3}, "served_model_name must be a list, got 3"),
