@@ -68,6 +68,8 @@ def parse_line(line: bytes) -> BatchRequest:
         fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
         raise BadLine("invalid_json_line", "a line must hold a JSON object") from error
+    except RecursionError as error:
+        raise BadLine("invalid_json_line", "a line must be nested less deeply") from error
     except msgspec.DecodeError as error:
         raise BadLine("invalid_json_line", f"the line is not valid JSON: {error}") from error
     custom_id = _text(fields, "custom_id", None)
@@ -85,7 +87,7 @@ def _text(fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) -> s
     raw = _required(fields, name, custom_id)
     try:
         return msgspec.json.decode(raw, type=str)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         shown = bytes(raw)[:64].decode(errors="replace")
         message = f"{name} must be a string, got {shown}"
         raise BadLine("invalid_value", message, custom_id, name) from error
@@ -95,7 +97,7 @@ def _body(fields: dict[str, msgspec.Raw], custom_id: str) -> bytes:
     raw = _required(fields, "body", custom_id)
     try:
         stream = msgspec.json.decode(raw, type=_StreamField).stream
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         message = f"body must be a JSON object: {error}"
         raise BadLine("invalid_value", message, custom_id, "body") from error
     if stream is True:

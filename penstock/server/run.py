@@ -114,6 +114,8 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
             timeout_graceful_shutdown=int(config.shutdown_timeout + GRACE_S) + 1,
         )
     )
+    if config.access_log:  # its lines are below the level of the rest
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     draining = asyncio.ensure_future(_drain(service, server, stop))
     try:
         await server.serve(sockets=[listener])

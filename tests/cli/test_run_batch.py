@@ -95,6 +95,9 @@ def test_an_answer_stands_beside_its_custom_id(files: Files) -> None:
     [
         ("{", "invalid_json_line", None, "not valid JSON"),
         ("[1]", "invalid_json_line", None, "must hold a JSON object"),
+        pytest.param(
+            '{"a": ' + "[" * 50_000, "invalid_json_line", None, "less deeply", id="nested deeply"
+        ),
         ('{"url": "/v1/completions", "body": {}}', "missing_required_parameter", "custom_id", "no"),
         (line(7), "invalid_value", "custom_id", "must be a string, got 7"),
         ('{"custom_id": "x", "body": {}}', "missing_required_parameter", "url", "no url"),

@@ -243,3 +243,11 @@ def test_the_banner_says_where_everything_is(server: ServerProcess) -> None:
     url = f"http://127.0.0.1:{server.port}"
     places = [line.split() for line in server.banner[1:]]
     assert places == [["API", f"{url}/v1"], ["docs", f"{url}/docs"], ["page", f"{url}/"]]
+
+
+def test_the_access_log_has_a_line_for_every_request(serve_tiny: ServeTiny) -> None:
+    server = serve_tiny("--access-log")
+    server.get("/version")
+    assert server.stop() == 0
+    assert server.process.stdout is not None
+    assert "GET /version" in server.process.stdout.read()
