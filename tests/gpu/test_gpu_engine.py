@@ -77,7 +77,7 @@ def test_bfloat16_logits_are_those_of_the_reference_within_its_precision(checkpo
         assert max(differences) < 3.0
 
 
-def test_graphs_do_not_change_tokens_in_bfloat16(checkpoint: Path) -> None:
+def test_graphs_do_not_change_the_first_token_in_bfloat16(checkpoint: Path) -> None:
     one, other = (
         tokens(run(checkpoint, GREEDY, device="cuda", dtype="bfloat16", enforce_eager=eager))
         for eager in (False, True)
