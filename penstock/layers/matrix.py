@@ -17,6 +17,7 @@ class MatrixLayer(nn.Module):
 
     weight: nn.Parameter  # where the linear method is DenseMethod
     native: NativeWeights  # where it is NativeMethod
+    may_quantize = True  # by a linear method that does so while weights load
 
     def __init__(self, build: Build, in_features: int, part_rows: dict[str, int]) -> None:
         super().__init__()

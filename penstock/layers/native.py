@@ -29,6 +29,8 @@ class NativeMethod:
     With `int8`, float weights are quantized to 8 bits in blocks of 32 columns while they load.
     """
 
+    packs = True
+
     def __init__(self, int8: bool = False) -> None:
         self.int8 = int8
 
@@ -37,7 +39,9 @@ class NativeMethod:
 
     def load(self, layer: MatrixLayer, part: str, shard: Weight) -> None:
         native = layer.native
-        if self.int8 and not isinstance(shard, BlockTensor) and shard.shape[1] % INT8_COLUMNS == 0:
+        quantize = self.int8 and layer.may_quantize and not isinstance(shard, BlockTensor)
+        if quantize and shard.shape[1] % INT8_COLUMNS == 0:
+            assert not isinstance(shard, BlockTensor)
             shard = quantize_int8(shard)
         native.parts[part] = PackedMatrix(shard)
         # A buffer, so that the model's size counts it.

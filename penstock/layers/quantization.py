@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class LinearMethod(Protocol):
     """Chosen once, from the checkpoint's own configuration and the device."""
 
+    packs: bool  # whether it keeps each matrix in a layout of its own
+
     def create_weights(self, layer: MatrixLayer) -> None:
         """Register the layer's parameters."""
 
@@ -30,6 +32,8 @@ class LinearMethod(Protocol):
 
 class DenseMethod:
     """Plain floating-point weights, fused into one matrix."""
+
+    packs = False
 
     def create_weights(self, layer: MatrixLayer) -> None:
         layer.weight = layer.build.empty(layer.out_features, layer.in_features)

@@ -94,9 +94,8 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
 
 
 def _own_name(name: str, naming: NamingRules) -> str:
-    for prefix, own_prefix in naming.renamed.items():
-        if name.startswith(prefix):
-            return own_prefix + name[len(prefix) :]
+    for pattern, replacement in naming.renamed.items():
+        name = re.sub(pattern, replacement, name)
     return name
 
 

@@ -24,7 +24,7 @@ class WeightTable:
     """How checkpoint names differ from the model's own, beyond what its layers' parts say."""
 
     ignored: tuple[str, ...] = ()  # regular expressions of tensors that need not be loaded
-    renamed: dict[str, str] = field(default_factory=dict)  # checkpoint prefix -> model prefix
+    renamed: dict[str, str] = field(default_factory=dict)  # regular expression -> replacement
 
 
 class Model(Protocol):

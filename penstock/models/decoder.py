@@ -3,6 +3,7 @@ attention and MLP differ."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -35,7 +36,7 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), the additions deferred into the norms."""
 
     def __init__(
-        self, build: Build, config: DecoderConfig, attention: RotaryAttention, mlp: GatedMLP
+        self, build: Build, config: DecoderConfig, attention: RotaryAttention, mlp: nn.Module
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
@@ -82,12 +83,13 @@ class DecoderLM(nn.Module):
             build,
             config,
             [
-                DecoderLayer(build, config, self.attention(index), self.mlp())
+                DecoderLayer(build, config, self.attention(index), self.mlp(index))
                 for index in range(config.num_layers)
             ],
         )
         if config.tie_word_embeddings:
-            self.weights = WeightTable(ignored=(*self.weights.ignored, r"^lm_head\.weight$"))
+            ignored = (*self.weights.ignored, r"^lm_head\.weight$")
+            self.weights = replace(self.weights, ignored=ignored)
             self.lm_head = None
         else:
             self.lm_head = VocabEmbedding(build, config.vocab_size, config.hidden_size)
@@ -96,7 +98,8 @@ class DecoderLM(nn.Module):
         """The attention block of layer `index`."""
         raise NotImplementedError
 
-    def mlp(self) -> GatedMLP:
+    def mlp(self, index: int) -> nn.Module:
+        """What follows the attention of layer `index`."""
         return GatedMLP(self.build, self.config.hidden_size, self.config.intermediate_size)
 
     def rotary_attention(

@@ -11,7 +11,7 @@ class LlamaForCausalLM(DecoderLM):
         bias = bool(self.config.raw.get("attention_bias", False))
         return self.rotary_attention(index, qkv_bias=bias, output_bias=bias)
 
-    def mlp(self) -> GatedMLP:
+    def mlp(self, index: int) -> GatedMLP:
         config = self.config
         bias = bool(config.raw.get("mlp_bias", False))
         return GatedMLP(self.build, config.hidden_size, config.intermediate_size, bias)

@@ -47,6 +47,7 @@ def _can_fuse(layer: DecoderLayer) -> bool:
 
 def _linears(layer: DecoderLayer) -> list[Linear]:
     attention, mlp = layer.self_attn, layer.mlp
+    assert isinstance(mlp, GatedMLP)
     return [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
 
 
@@ -70,6 +71,7 @@ class NativeDecoderLayer:
 
     def __init__(self, layer: DecoderLayer, steps: _Steps) -> None:
         attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(mlp, GatedMLP)
         self._name = attention.attention.name
         self._linears = _linears(layer)
         self._steps = steps

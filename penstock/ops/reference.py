@@ -7,17 +7,20 @@ import torch.nn.functional as F
 
 from penstock.ops.attention import AttentionMetadata, paged_attention, varlen_attention
 from penstock.ops.attention import write_kv as write_kv
+from penstock.ops.experts import experts, route
 
 __all__ = [
     "ROW_INVARIANT",
     "AttentionMetadata",
     "add_rms_norm",
     "embed",
+    "experts",
     "linear",
     "paged_attention",
     "rms_norm",
     "rotate",
     "rotate_pair",
+    "route",
     "silu_mul",
     "varlen_attention",
     "write_kv",
@@ -25,7 +28,16 @@ __all__ = [
 
 # Matmul and attention choose their summation order by shape, so they are not in this set.
 ROW_INVARIANT = frozenset(
-    {"embed", "rms_norm", "add_rms_norm", "silu_mul", "rotate", "rotate_pair", "write_kv"}
+    {
+        "embed",
+        "rms_norm",
+        "add_rms_norm",
+        "silu_mul",
+        "rotate",
+        "rotate_pair",
+        "route",
+        "write_kv",
+    }
 )
 
 

@@ -1,0 +1,259 @@
+"""A mixture of experts in place of an MLP: the router, the experts it chooses from, shared ones.
+
+Which implementation computes the experts is decided when the layer is constructed: the first of
+`IMPLEMENTATIONS` that does not refuse. The debug log says which it is, and why the ones before it
+are not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import nn
+
+from penstock.layers.blocks import GatedMLP
+from penstock.layers.build import Build
+from penstock.layers.context import current_context
+from penstock.layers.linear import Linear, Part, column_linear, row_linear
+from penstock.ops import reference
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.experts import ACTIVATIONS, Routing, run_by_expert
+from penstock.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """What an architecture says of its experts. All have one size and one activation."""
+
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int  # of one expert
+    routing: Routing
+    activation: str = "silu"  # one of ACTIVATIONS
+    bias: bool = False  # of the experts' own matrices
+    router_bias: bool = False
+    correction: bool = False  # a bias that counts for the choice of experts, not for their weight
+    shared_size: int = 0  # intermediate size of the expert that every token goes through; 0: none
+    shared_gate: bool = False  # that expert's output is scaled by a gate of its own
+
+
+class Experts(nn.Module):
+    """Every token through the `top_k` experts that its router chooses, and the shared one."""
+
+    def __init__(self, build: Build, config: ExpertsConfig) -> None:
+        super().__init__()
+        if config.intermediate_size % build.tp.size or config.shared_size % build.tp.size:
+            raise ConfigError(
+                f"tensor_parallel_size must divide the experts' intermediate size of "
+                f"{config.intermediate_size} (shared: {config.shared_size}), got {build.tp.size}"
+            )
+        self.build = build
+        self.routing = config.routing
+        self.index = 0  # among the model's layers with experts
+        self.gate = Router(build, config)
+        self.experts = make_experts(build, config)
+        self.shared_expert = self.shared_expert_gate = None
+        if config.shared_size:
+            self.shared_expert = GatedMLP(build, config.hidden_size, config.shared_size)
+        if config.shared_gate:
+            self.shared_expert_gate = Linear(build, config.hidden_size, [Part("", 1, 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size], the same shape back."""
+        logits = self.gate(x)
+        weights, ids = self.build.ops.route(logits, self.routing, self.gate.correction)
+        routed = current_context().routed_experts
+        if routed is not None:
+            routed[: len(ids), self.index] = ids
+        output = self.build.tp.all_reduce(self.experts(x, weights, ids))
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x)
+            if self.shared_expert_gate is not None:
+                shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+            output = output + shared
+        return output
+
+
+class Router(Linear):
+    """Scores of the experts: small, whole on every rank, and never quantized."""
+
+    def __init__(self, build: Build, config: ExpertsConfig) -> None:
+        super().__init__(
+            build, config.hidden_size, [Part("", config.num_experts, 1)], config.router_bias
+        )
+        self.may_quantize = False
+        self.correction: nn.Parameter | None = None
+        if config.correction:
+            data = torch.empty(config.num_experts, dtype=torch.float32, device=build.device)
+            self.correction = nn.Parameter(data, requires_grad=False)
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        shapes = super().expected()
+        if self.correction is not None:
+            shapes["e_score_correction_bias", ""] = tuple(self.correction.shape)
+        return shapes
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        if parameter != "e_score_correction_bias":
+            super().load(parameter, part, tensor)
+            return
+        assert self.correction is not None
+        assert not isinstance(tensor, BlockTensor)
+        self.correction.copy_(tensor)
+
+
+class StackedExperts(nn.Module):
+    """All experts' matrices in two tensors; `compute` is an implementation of ops.experts.
+
+    Checkpoints have them one by one: ``experts.3.gate_proj.weight``. Ranks share the intermediate
+    size, so that the sum of what they give is the layer's output.
+    """
+
+    def __init__(
+        self, build: Build, config: ExpertsConfig, compute: Callable[..., torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self.build = build
+        self.config = config
+        self.compute = compute
+        count, hidden = config.num_experts, config.hidden_size
+        self.size = size = config.intermediate_size // build.tp.size  # on this rank
+        self.gate_up = build.empty(count, 2 * size, hidden)
+        self.down = build.empty(count, hidden, size)
+        self.gate_up_bias = build.empty(count, 2 * size) if config.bias else None
+        self.down_bias = build.empty(count, hidden) if config.bias else None
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        down_bias = self.down_bias if self.build.tp.rank == 0 else None  # in the sum only once
+        return self.compute(
+            x, weights, ids, self.gate_up, self.down, self.config.activation,
+            self.gate_up_bias, down_bias,
+        )  # fmt: skip
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        hidden, size = self.config.hidden_size, self.config.intermediate_size
+        shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+        for expert in range(self.config.num_experts):
+            for name, rows, columns in (
+                ("gate_proj", size, hidden), ("up_proj", size, hidden), ("down_proj", hidden, size)
+            ):  # fmt: skip
+                shapes["weight", f"experts.{expert}.{name}"] = (rows, columns)
+                if self.config.bias:
+                    shapes["bias", f"experts.{expert}.{name}"] = (rows,)
+        return shapes
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "blocks are for PackedExperts"
+        _, expert, name = part.split(".")
+        first, size = self.build.tp.rank * self.size, self.size
+        is_bias = parameter == "bias"
+        if name == "down_proj":
+            down = self.down_bias if is_bias else self.down
+            assert down is not None
+            down[int(expert)].copy_(tensor if is_bias else tensor[:, first : first + size])
+            return
+        gate_up = self.gate_up_bias if is_bias else self.gate_up
+        assert gate_up is not None
+        start = 0 if name == "gate_proj" else size
+        gate_up[int(expert), start : start + size].copy_(tensor[first : first + size])
+
+
+class PackedExperts(nn.ModuleList):
+    """Each expert's matrices by themselves, as the linear method packs them."""
+
+    def __init__(self, build: Build, config: ExpertsConfig) -> None:
+        super().__init__(_Expert(build, config) for _ in range(config.num_experts))
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return run_by_expert(x, weights, ids, len(self), lambda expert, rows: self[expert](rows))
+
+
+class _Expert(nn.Module):
+    """One rank's share of a gated MLP: nothing is summed over ranks here."""
+
+    def __init__(self, build: Build, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.build = build
+        self.activation = config.activation
+        size = config.intermediate_size
+        self.gate_up_proj = column_linear(
+            build, config.hidden_size, {"gate_proj": size, "up_proj": size}, config.bias
+        )
+        self.down_proj = row_linear(build, size, config.hidden_size, config.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up, down, method = self.gate_up_proj, self.down_proj, self.build.linear_method
+        both = method.apply(gate_up, x, gate_up.bias)
+        if self.activation == "silu":
+            activated = self.build.ops.silu_mul(both)
+        else:
+            activated = ACTIVATIONS[self.activation](*both.chunk(2, dim=-1))
+        return method.apply(down, activated, down.bias if self.build.tp.rank == 0 else None)
+
+
+# -- which implementation
+
+
+@dataclass(frozen=True)
+class Implementation:
+    name: str
+    refusal: Callable[[Build, ExpertsConfig], str | None]  # why it cannot be used here
+    make: Callable[[Build, ExpertsConfig], nn.Module]
+
+
+def _refuse_triton(build: Build, config: ExpertsConfig) -> str | None:
+    if build.device.type != "cuda":
+        return f"it runs on GPUs, not on {build.device.type}"
+    from penstock.ops.triton import experts as triton_experts
+
+    size = config.intermediate_size // build.tp.size
+    return triton_experts.refusal(config.hidden_size, size, config.activation, build.dtype)
+
+
+def _make_triton(build: Build, config: ExpertsConfig) -> nn.Module:
+    from penstock.ops.triton import experts as triton_experts
+
+    return StackedExperts(build, config, triton_experts.experts)
+
+
+def _refuse_packed(build: Build, config: ExpertsConfig) -> str | None:
+    if not build.linear_method.packs:
+        return "weights are plain tensors here, not packed by the C++ library"
+    return None
+
+
+def _make_torch(build: Build, config: ExpertsConfig) -> nn.Module:
+    return StackedExperts(build, config, reference.experts)
+
+
+IMPLEMENTATIONS = (
+    Implementation("triton: grouped by expert, fused", _refuse_triton, _make_triton),
+    Implementation(
+        "packed: one matmul of the C++ library an expert", _refuse_packed, PackedExperts
+    ),
+    Implementation("torch: one matmul an expert", lambda build, config: None, _make_torch),
+)
+
+
+def make_experts(build: Build, config: ExpertsConfig) -> nn.Module:
+    """The experts' weights with the first implementation that takes them."""
+    refused: list[str] = []
+    for implementation in IMPLEMENTATIONS:
+        reason = implementation.refusal(build, config)
+        if reason is None:
+            _log_choice(config, implementation.name, "; ".join(refused))
+            return implementation.make(build, config)
+        refused.append(f"not {implementation.name.partition(':')[0]}: {reason}")
+    raise AssertionError("torch takes everything")
+
+
+@lru_cache(maxsize=64)
+def _log_choice(config: ExpertsConfig, name: str, refused: str) -> None:
+    """Once, not for each of a model's layers."""
+    logger.debug("Experts (%s): %s%s", config, name, f"; {refused}" if refused else "")

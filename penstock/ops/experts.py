@@ -1,0 +1,122 @@
+"""Mixtures of experts in plain torch: which experts a token goes to, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a token's experts are chosen and weighted."""
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = False  # weights of a token's experts sum to 1, before `scale`
+    scale: float = 1.0
+    num_groups: int = 1  # experts compete in equal groups, of which only the best are eligible
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"  # a group's best score, or the sum of its best two
+
+
+def _silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) * up
+
+
+def _gelu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.gelu(gate) * up
+
+
+def _gelu_tanh(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _swiglu_clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """GPT-OSS's: both sides clamped at 7, a steeper sigmoid, and 1 added to `up`."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "swiglu_clamped": _swiglu_clamped,
+}
+
+
+def route(
+    logits: torch.Tensor,  # [n, num_experts]
+    routing: Routing,
+    correction: torch.Tensor | None = None,  # [num_experts] added for the choice, not the weight
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights [n, top_k] float32 and ids [n, top_k] int32 of each token's experts, best first."""
+    logits = logits.float()
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    choice = scores if correction is None else scores + correction
+    if routing.num_groups > 1:
+        grouped = choice.view(len(choice), routing.num_groups, -1)  # [n, groups, members]
+        members = 1 if routing.group_score == "max" else 2
+        best = grouped.topk(members, dim=-1).values.sum(-1)
+        groups = best.topk(routing.top_groups, dim=-1).indices
+        eligible = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
+        choice = grouped.masked_fill(~eligible[..., None], -torch.inf).flatten(1)
+    ids = choice.topk(routing.top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if routing.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
+    return weights * routing.scale, ids.int()
+
+
+def experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [num_experts, 2 * intermediate, hidden]: gate above up
+    down: torch.Tensor,  # [num_experts, hidden, intermediate]
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,  # [num_experts, 2 * intermediate]
+    down_bias: torch.Tensor | None = None,  # [num_experts, hidden]
+) -> torch.Tensor:
+    """Each token through its experts, summed by weight: [n, hidden]."""
+    activate = ACTIVATIONS[activation]
+
+    def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        gate, up = F.linear(rows, gate_up[expert], bias).chunk(2, dim=-1)
+        bias = None if down_bias is None else down_bias[expert]
+        return F.linear(activate(gate, up), down[expert], bias)
+
+    return run_by_expert(x, weights, ids, len(gate_up), run)
+
+
+def run_by_expert(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k]
+    ids: torch.Tensor,  # [n, top_k]
+    num_experts: int,
+    run: Callable[[int, torch.Tensor], torch.Tensor],  # (expert, its rows of x) -> [m, hidden]
+) -> torch.Tensor:
+    """`run` once for each expert that has tokens, on all of them.
+
+    A token's experts are added in the order of their ids, whatever other tokens there are.
+    """
+    output = torch.zeros_like(x)
+    flat = ids.flatten().long()
+    order = flat.argsort(stable=True)
+    tokens = order // ids.shape[1]  # [n * top_k] sorted by expert
+    scales = weights.flatten()[order, None]
+    start = 0
+    for expert, count in enumerate(flat.bincount(minlength=num_experts).tolist()):
+        if not count:
+            continue
+        own = slice(start, start + count)
+        rows = tokens[own]
+        result = run(expert, x[rows]) * scales[own]
+        output.index_add_(0, rows, result.to(output.dtype))
+        start += count
+    return output
