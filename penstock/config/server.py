@@ -36,7 +36,8 @@ class ServerConfig:
         32 * 2**20, "Largest request body; a larger one gets a 413."
     )
     max_queued_requests: int = option(
-        4096, "Most requests that wait for their turn to run; one more gets a 429."
+        4096,
+        "Most completions (prompts times n) that wait for their turn to run; more get a 429.",
     )
     request_timeout_s: float | None = option(
         None, "Most seconds that a request may take, queueing included; default: no limit."
@@ -54,7 +55,7 @@ class ServerConfig:
         for name in ("max_request_body_bytes", "max_n", "max_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_queued_requests", "shutdown_timeout"):
+        for name in ("max_queued_requests", "shutdown_timeout", "max_engine_failures"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:

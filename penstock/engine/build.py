@@ -81,6 +81,7 @@ def _assemble(
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
         policy=config.scheduler.scheduling_policy,
         num_speculative_tokens=capabilities.num_drafts,
+        vocab_size=int(source.config["vocab_size"]),
     )
     return EngineCore(Scheduler(limits, kv_manager, gates), executor, max_model_len)
 

@@ -100,7 +100,10 @@ class EngineServer:
             logger.warning("Request %s is refused: %s", request_id, error)
             self._deltas.append(
                 EngineDelta(
-                    request_id=request_id, finish_reason=FinishReason.ERROR, error=str(error)
+                    request_id=request_id,
+                    finish_reason=FinishReason.ERROR,
+                    error=str(error),
+                    error_field=error.field if isinstance(error, InputError) else None,
                 )
             )
 

@@ -26,3 +26,4 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop text that ended it
     error: str | None = None
+    error_field: str | None = None  # the client's error: the field of its request that is wrong

@@ -45,3 +45,4 @@ class RequestOutput:
     prompt_logprobs: list[LogprobsAtPosition | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    error_field: str | None = None  # where the request itself was wrong: the field

@@ -19,8 +19,8 @@ from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import RequestTables
 
 FAULT = (
-    "no next token can be chosen: the model gave NaN or infinite logits, or what the request "
-    "forbids and allows (allowed_token_ids, bad_words, min_tokens, ...) leaves none"
+    "no next token can be chosen: the model gave NaN or infinite logits, or a mask or a custom "
+    "logits processor leaves none"
 )
 
 

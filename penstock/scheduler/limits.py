@@ -17,6 +17,7 @@ class SchedulerLimits:
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
     num_speculative_tokens: int = 0  # drafts that a decoding request brings to a step
+    vocab_size: int = 2**31  # tokens that there are to choose from
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens"):

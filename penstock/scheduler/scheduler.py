@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from penstock.kvcache.connector import BlockFate, Connector
 from penstock.kvcache.manager import CachedPrefix, KVCacheManager
+from penstock.protocol.choice import why_no_token
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import ConfigError, InputError
 from penstock.protocol.request import EngineRequest
@@ -276,7 +277,7 @@ class Scheduler:
             result = RequestResult(request_id=state.request_id, incarnation=planned.incarnation)
         fault = result.fault or _malformed(planned, result)
         if fault is not None:
-            return self._end(state, FinishReason.ERROR, error=fault)
+            return self._fault(state, fault, result.token_ids)
         token_ids = result.token_ids
         state.confirm(planned, len(token_ids))
         stop = find_stop(state, token_ids)
@@ -302,6 +303,15 @@ class Scheduler:
             stop_reason=state.stop_reason,
         )
 
+    def _fault(self, state: RequestState, fault: str, token_ids: list[int]) -> EngineDelta:
+        """End a request that a step failed for: its own fault, if it forbids every token."""
+        for count in range(len(token_ids) + 1):  # the step may have got on before it failed
+            known = state.token_ids + token_ids[:count]
+            wrong = why_no_token(state.request, known, self.limits.vocab_size)
+            if wrong is not None:
+                return self._end(state, FinishReason.ERROR, None, str(wrong), wrong.field)
+        return self._end(state, FinishReason.ERROR, error=fault)
+
     # -- a request ends
 
     def _known(self, request_ids: Iterable[str]) -> list[RequestState]:
@@ -313,6 +323,7 @@ class Scheduler:
         reason: FinishReason,
         stop_reason: int | str | None = None,
         error: str | None = None,
+        error_field: str | None = None,
     ) -> EngineDelta:
         self._retire(state, reason, stop_reason)
         return EngineDelta(
@@ -321,6 +332,7 @@ class Scheduler:
             finish_reason=reason,
             stop_reason=stop_reason,
             error=error,
+            error_field=error_field,
         )
 
     def _retire(

@@ -90,6 +90,7 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
     from penstock.server.app import build_app
 
     config = service.server_config
+    from penstock.server.http import MAX_HEAD_BYTES, protocol_class
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -105,6 +106,9 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
             build_app(service),
             log_level="warning",
             access_log=config.access_log,
+            http=protocol_class(),
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            ws="none",
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
             ssl_ca_certs=config.ssl_ca_certs,

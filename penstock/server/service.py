@@ -12,7 +12,7 @@ from typing import TypeVar
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.protocol.delta import FinishReason
-from penstock.protocol.errors import EngineDeadError, RequestFault
+from penstock.protocol.errors import EngineDeadError, InputError, RequestFault
 from penstock.protocol.outputs import RequestOutput
 from penstock.server.errors import ModelNotFound, Overloaded, RequestTimeout
 from penstock.text.frontend import Frontend, PreparedRequest
@@ -58,15 +58,29 @@ class Service:
     def check_capacity(self) -> None:
         """Refuse new work if the engine is gone or has too much of it."""
         self.check_health()
-        self._check_queue()
+        self._check_queue(num_new=1)
 
-    def _check_queue(self) -> None:
+    @property
+    def _capacity(self) -> int:
+        """Completions that may be running or queued at once."""
         assert self.client.info is not None
-        capacity = self.client.info.max_num_seqs + self.server_config.max_queued_requests
-        if len(self.client.records) >= capacity:
+        return self.client.info.max_num_seqs + self.server_config.max_queued_requests
+
+    def _check_queue(self, num_new: int) -> None:
+        """Refuse completions that find no room now: each one of each prompt takes a place."""
+        if len(self.client.records) + num_new > (capacity := self._capacity):
             raise Overloaded(
-                f"{len(self.client.records)} requests are running or queued, which is all that "
-                "this server takes; try again later"
+                f"{len(self.client.records)} completions are running or queued and {num_new} more "
+                f"would exceed the {capacity} that this server takes; try again later"
+            )
+
+    def _check_size(self, requests: Sequence[PreparedRequest], num_new: int) -> None:
+        """Refuse for good what would find no room on an idle server either."""
+        if num_new > (capacity := self._capacity):
+            raise InputError(
+                f"prompts times n must be at most {capacity} here (--max-num-seqs and "
+                f"--max-queued-requests together), got {num_new}: send several requests",
+                "prompt" if len(requests) > 1 else "n",
             )
 
     def check_health(self) -> None:
@@ -91,14 +105,16 @@ class Service:
         """Outputs of several requests as they come, each with its request's index.
 
         Whoever stops iterating must close the generator, which aborts what is left. Raises
-        `RequestFault` if one of them fails, `Overloaded`, `RequestTimeout` and `EngineDeadError`.
+        `RequestFault` if one of them fails, `InputError` if it did so by itself or if they are too
+        many at once, `Overloaded`, `RequestTimeout` and `EngineDeadError`.
         """
         routes = {
             child.request_id: index
             for index, request in enumerate(requests)
             for child in request.children
         }
-        self._check_queue()  # again: others may have come while the prompts were tokenized
+        self._check_size(requests, len(routes))
+        self._check_queue(len(routes))  # again: now it is known how many they are
         stream = self.client.submit([child for request in requests for child in request.children])
         timer = self._start_timer(stream.fail, timeout_s)
         try:
@@ -115,7 +131,7 @@ class Service:
                     output = requests[index].assembler.take()
                     if output is not None:
                         if output.error is not None:
-                            raise RequestFault(output.error)
+                            raise _error_of(output.error, output.error_field)
                         yield index, output
         finally:
             if timer is not None:
@@ -132,3 +148,8 @@ class Service:
             f"the request took longer than {min(allowed):g} s; allow more time or ask for less"
         )
         return asyncio.get_running_loop().call_later(min(allowed), fail, error)
+
+
+def _error_of(message: str, field: str | None) -> InputError | RequestFault:
+    """What ended a request: its own fault if that names a field, else the server's."""
+    return RequestFault(message) if field is None else InputError(message, field)

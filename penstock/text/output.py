@@ -46,6 +46,7 @@ class OutputAssembler:
         self._tokenizer = tokenizer
         self._num_cached_tokens = 0
         self._error: str | None = None
+        self._error_field: str | None = None
         self._stopped: list[str] = []
         self._prompt_logprobs = _PromptLogprobs(len(prompt_token_ids), params)
         stops = StopStrings(params.stop_strings) if params.stop_strings else None
@@ -86,7 +87,7 @@ class OutputAssembler:
         if child.finished and delta.finish_reason is None:
             self._stopped.append(delta.request_id)
         if delta.error is not None and self._error is None:
-            self._error = delta.error
+            self._error, self._error_field = delta.error, delta.error_field
 
     def stopped_children(self) -> list[str]:
         """Children that a stop string ended while the engine goes on; each is named once."""
@@ -114,6 +115,7 @@ class OutputAssembler:
             prompt_logprobs=self._prompt_logprobs.show(self.finished, once=delta_only),
             num_cached_tokens=self._num_cached_tokens,
             error=self._error,
+            error_field=self._error_field,
         )
 
 

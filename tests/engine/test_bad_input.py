@@ -268,7 +268,8 @@ def test_a_request_that_forbids_every_token_fails_alone_and_says_why(llm: LLM) -
     params = SamplingParams(max_tokens=4, min_tokens=4, stop_token_ids=[7], allowed_token_ids=[7])
     failed, good = llm.generate([GOOD, GOOD], [params, GREEDY], use_tqdm=False)
     assert failed.outputs[0].finish_reason == "error"
-    assert "allowed_token_ids, bad_words, min_tokens" in (failed.error or "")
+    assert failed.error_field == "allowed_token_ids"
+    assert "not forbidden by min_tokens" in (failed.error or "")
     assert good.outputs[0].finish_reason == "length"
 
 

@@ -12,6 +12,7 @@ from penstock.kvcache.connector import BlockFate
 from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.errors import ConfigError, InputError
+from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.step import PromptLogprobs, RequestResult, StepResult, TokenLogprobs
 from penstock.scheduler.scheduler import Scheduler
 
@@ -286,6 +287,19 @@ def test_a_request_ends_at_max_model_len():
     engine.drain()
     assert len(engine.tokens["a"]) == 2
     assert engine.endings["a"].finish_reason is FinishReason.LENGTH
+
+
+def test_a_request_that_forbids_every_token_is_at_fault_itself():
+    scheduler = scheduler_of(vocab_size=50)
+    params = SamplingParams(max_tokens=9, allowed_token_ids=[7])
+    request = long_request("own", [1, 7])
+    scheduler.add(msgspec.structs.replace(request, params=params, bad_words_token_ids=[[7, 7, 7]]))
+    plan = scheduler.schedule()
+    fault = RequestResult(request_id="own", incarnation=0, token_ids=[7], fault="no token")
+    (delta,) = scheduler.update(answer(plan, fault))
+    assert delta.finish_reason is FinishReason.ERROR
+    assert delta.error_field == "allowed_token_ids"
+    assert "after 1 token of output" in delta.error
 
 
 def test_a_fault_ends_its_request_alone_and_its_blocks_are_not_shared():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import httpx
 import pytest
-from server_process import ServerProcess
+from server_process import ServerProcess, events
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -45,7 +46,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids", "not be empty"),
     ({"allowed_token_ids": [2], "min_tokens": 1}, "allowed_token_ids", "min_tokens"),
     ({"allowed_token_ids": [28120], "bad_words": ["hello"]}, "allowed_token_ids", "bad_words"),
-    ({"stop_token_ids": [*range(49152)], "min_tokens": 1}, "stop_token_ids", "leave out"),
+    ({"stop_token_ids": [*range(49152)], "min_tokens": 1}, "stop_token_ids", "leave a token"),
     ({"repetition_penalty": 1e-300}, "repetition_penalty", "at least 0.01"),
     ({"request_id": "a\nE 2026 forged"}, "request_id", "pattern"),
     ({"request_id": "x" * 129}, "request_id", "pattern"),
@@ -173,6 +174,32 @@ def test_a_body_that_is_no_request_is_refused(
             "/v1/completions", content=content, headers={"Content-Type": content_type}
         )
     check_shape(response, 400)
+
+
+def test_a_request_that_runs_out_of_tokens_to_choose_is_told_which_fields_do_that(
+    server: ServerProcess,
+) -> None:
+    (seven,) = server.post("/tokenize", {"prompt": "7"}).json()["tokens"]
+    body = {"prompt": "Hi", "max_tokens": 9, "allowed_token_ids": [seven], "bad_words": ["777"]}
+    error = check_shape(server.post("/v1/completions", body), 400)
+    assert error["param"] == "allowed_token_ids"
+    assert "bad_words" in error["message"]
+    assert "after 2 tokens of output" in error["message"]
+
+    response = server.post("/v1/completions", {**body, "stream": True})
+    assert response.status_code == 200
+    first, second, fault, end = events(response.text)
+    assert first["choices"][0]["text"] + second["choices"][0]["text"] == "77"
+    assert fault == {"error": error}
+    assert end == "[DONE]"
+
+
+def test_what_is_not_http_is_refused_in_the_same_shape(server: ServerProcess) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+    headers = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:])
+    check_shape(httpx.Response(int(head.split()[1]), headers=headers, content=body), 400)
 
 
 def test_what_is_not_there_is_a_404(server: ServerProcess) -> None:

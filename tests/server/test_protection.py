@@ -109,7 +109,7 @@ def test_a_full_queue_is_a_429(client: httpx.Client) -> None:
 
     def occupy() -> None:
         while not done.is_set():
-            client.post("/v1/completions", json={**LONG, "n": 4})
+            client.post("/v1/completions", json={**LONG, "n": 2})
 
     threads = [threading.Thread(target=occupy, daemon=True) for _ in range(2)]
     for thread in threads:
@@ -131,6 +131,35 @@ def test_a_full_queue_is_a_429(client: httpx.Client) -> None:
         assert response.json()["error"]["type"] == "RateLimitError"
     for thread in threads:
         thread.join()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"), [({"n": 4}, "n"), ({"prompt": ["a", "b"], "n": 2}, "prompt")]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_the_whole_queue_could_not_hold_is_a_400(
+    client: httpx.Client, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    eventually(lambda: client.get("/load").json()["server_load"] == 0)
+    response = client.post("/v1/completions", json={"prompt": "x", "stream": stream, **fields})
+    assert response.status_code == 400  # not a 429: no later attempt would do better
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert "at most 2 here" in error["message"]
+    assert "--max-queued-requests" in error["message"]
+    assert "got 4" in error["message"]
+
+
+def test_a_request_counts_as_many_completions_as_it_asks_for(client: httpx.Client) -> None:
+    eventually(lambda: client.get("/load").json()["server_load"] == 0)
+    body = {**LONG, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as running:
+        assert running.status_code == 200  # one place of two is taken
+        both = client.post("/v1/completions", json={"prompt": ["a", "b"]})
+        assert both.status_code == 429
+        assert "2 more would exceed the 2" in both.json()["error"]["message"]
+    eventually(lambda: client.get("/load").json()["server_load"] == 0)
+    assert client.post("/v1/completions", json={"prompt": ["a", "b"]}).status_code == 200
 
 
 @pytest.mark.parametrize(

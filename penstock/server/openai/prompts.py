@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from penstock.protocol.choice import why_no_token
 from penstock.protocol.errors import InputError
-from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.server.openai.params import chat_params, completion_params
 from penstock.server.openai.protocol import (
@@ -111,29 +111,10 @@ def _prepare(
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
     )
-    _check_choice(prepared.children[0], frontend.vocab_size)
+    child = prepared.children[0]
+    if wrong := why_no_token(child, child.prompt_token_ids, frontend.vocab_size):
+        raise wrong  # now, rather than when the engine finds out
     return prepared
-
-
-def _check_choice(request: EngineRequest, vocab_size: int) -> None:
-    """Refuse what leaves no token to begin with, which the engine would call a fault."""
-    params = request.params
-    forbidden = {words[0] for words in request.bad_words_token_ids if len(words) == 1}
-    if params.min_tokens > 0:
-        forbidden.update(params.stop_token_ids or ())
-        if not params.ignore_eos:
-            forbidden.update(request.eos_token_ids)
-    allowed = params.allowed_token_ids
-    if allowed is not None and forbidden.issuperset(allowed):
-        raise InputError(
-            "allowed_token_ids must hold a token that neither bad_words nor min_tokens, which puts "
-            "off the tokens that end a text, forbids",
-            "allowed_token_ids",
-        )
-    if len(forbidden) >= vocab_size:
-        raise InputError(
-            "stop_token_ids must leave out a token while min_tokens is above 0", "stop_token_ids"
-        )
 
 
 def _truncate(

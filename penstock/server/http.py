@@ -1,0 +1,66 @@
+"""What is not HTTP gets an answer in the shape of every other error, rather than a plain text.
+
+uvicorn parses requests before there is an app to answer them. It does so with httptools where that
+is installed, else with h11, and both are changed here in the same few places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import sys
+import uuid
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from penstock.server.errors import encode_error, error_body
+
+MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
+
+
+def raw_error(status: int, message: str) -> bytes:
+    """A whole response, after which the connection is closed."""
+    body = encode_error(error_body(status, message))
+    head = (
+        f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
+        "Content-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n"
+        f"X-Request-Id: {uuid.uuid4().hex}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def refuse(transport: asyncio.Transport, cycle: Any, is_too_large: bool) -> None:
+    """Answer what cannot be parsed. In the middle of an earlier answer there is no place for it."""
+    if transport.is_closing():
+        return
+    if cycle is None or cycle.response_complete or not cycle.response_started:
+        if is_too_large:
+            message = f"the request line and headers must have at most {MAX_HEAD_BYTES} bytes"
+            transport.write(raw_error(431, message))
+        else:
+            message = "this is not HTTP/1.1: check the request line, the headers and the chunks"
+            transport.write(raw_error(400, message))
+    transport.close()
+
+
+class JsonH11Protocol(H11Protocol):
+    def send_400_response(self, msg: str) -> None:
+        error = sys.exc_info()[1]  # uvicorn calls this where it caught it
+        is_too_large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431
+        refuse(self.transport, self.cycle, is_too_large)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        pass  # whoever offers an upgrade is answered without one
+
+
+def protocol_class() -> type[asyncio.Protocol]:
+    """How uvicorn is to speak HTTP."""
+    try:
+        from penstock.server.http_tools import JsonHttpToolsProtocol
+    except ImportError:
+        return JsonH11Protocol
+    return JsonHttpToolsProtocol
