@@ -55,7 +55,7 @@ class ServerConfig:
         for name in ("max_request_body_bytes", "max_n", "max_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_queued_requests", "shutdown_timeout", "max_engine_failures"):
+        for name in ("max_queued_requests", "shutdown_timeout"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
