@@ -11,6 +11,8 @@ from penstock.config.engine import coerce
 from penstock.config.options import option, options_of
 from penstock.protocol.errors import ConfigError
 
+SHORTEST_SILENCE_S = 2.0  # that can be told from a process that waits for its turn on a core
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -47,17 +49,43 @@ class ServerConfig:
     shutdown_timeout: float = option(
         25.0, "Seconds that requests have to finish in after SIGTERM or SIGINT."
     )
+    restart_engine: bool = option(
+        True,
+        "Start the engine again when it dies, and go on with its requests; off: the server ends "
+        "with it.",
+    )
+    engine_heartbeat_timeout_s: float = option(
+        30.0, "Seconds without a sign of life after which the engine counts as dead."
+    )
+    step_timeout_s: float = option(
+        900.0,
+        "Seconds that one step may take before the engine counts as dead, and the longest silence "
+        "while a model is loaded; far above what the slowest machine needs.",
+    )
+    max_engine_failures: int = option(
+        5,
+        "Deaths in a row, each soon after a start and without a token, that are followed by "
+        "another start; after one more the server ends.",
+    )
+    max_request_crashes: int = option(
+        2, "Times in a row that a request may kill the engine when it runs alone before it fails."
+    )
     access_log: bool = option(False, "Log a line for every HTTP request.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
-        for name in ("max_request_body_bytes", "max_n", "max_prompts"):
+        for name in ("max_request_body_bytes", "max_n", "max_prompts", "max_request_crashes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_queued_requests", "shutdown_timeout"):
+        for name in ("max_queued_requests", "shutdown_timeout", "max_engine_failures"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("engine_heartbeat_timeout_s", "step_timeout_s"):
+            if getattr(self, name) < SHORTEST_SILENCE_S:
+                raise ConfigError(
+                    f"{name} must be at least {SHORTEST_SILENCE_S:g}, got {getattr(self, name)}"
+                )
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ConfigError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
         if not all(self.api_key):

@@ -1,41 +1,36 @@
-"""AsyncEngineClient: the engine in another process, driven from an event loop without torch."""
+"""AsyncEngineClient: the engine in another process, driven from an event loop without torch.
+
+The engine may die and another take its place: requests go on where they were.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
-from pathlib import Path
 
 import msgspec
-import zmq
-import zmq.asyncio
 
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, ServerConfig
 from penstock.engine import messages
+from penstock.engine.handle import Death, EngineHandle
 from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.observer import Observer, RequestRecord
+from penstock.engine.supervisor import Aftermath, Quarantine, Supervisor
 from penstock.protocol.delta import EngineDelta, FinishReason
-from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, PenstockError
+from penstock.protocol.errors import CrashFault, EngineDeadError
 from penstock.protocol.request import EngineRequest
 
 logger = logging.getLogger(__name__)
-
-CLOSE_TIMEOUT_S = 10.0
-LAST_WORDS_TIMEOUT_S = 1.0
 
 
 class DeltaStream:
     """The deltas of some requests, in batches as they come, until all have finished.
 
-    Iterating raises `EngineDeadError`, at once, if the engine dies, and whatever `fail` is given.
-    Close it when done: that aborts what is unfinished.
+    Iterating raises `EngineDeadError` if the engine dies for good, `CrashFault` if one of the
+    requests keeps killing it, and whatever `fail` is given. Close it when done: that aborts what
+    is unfinished.
     """
 
     def __init__(self, client: AsyncEngineClient, request_ids: Iterable[str]) -> None:
@@ -82,135 +77,87 @@ class DeltaStream:
 
 
 class AsyncEngineClient:
-    """Starts an engine process, sends it requests and hands out their deltas.
+    """Keeps an engine process running, sends it requests and hands out their deltas.
 
-    It keeps every unfinished request with the tokens that came for it (`records`): all that is
-    needed to run them again on another engine. Everything but the constructor belongs to one
-    event loop.
+    It keeps every unfinished request with the tokens that came for it (`records`). When the engine
+    dies, they are sent to its successor with these tokens, and go on: a token is handed out once,
+    whatever the engines did. Requests that may have killed the engine are run alone first.
+    Everything but the constructor belongs to one event loop.
     """
 
-    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self, config: ServerConfig | None = None, observers: Sequence[Observer] = ()
+    ) -> None:
         self.observers = list(observers)
-        self.records: dict[str, RequestRecord] = {}  # unfinished requests
-        self.stats: EngineStats | None = None  # the latest
-        self.info: EngineInfo | None = None
-        self.death: EngineDeadError | None = None
+        self.records: dict[str, RequestRecord] = {}  # unfinished requests, in order of submission
+        self.stats: EngineStats | None = None  # the latest, of the engine that runs
+        self.info: EngineInfo | None = None  # of the latest engine
+        self._config = config or ServerConfig()
+        self._quarantine = Quarantine(self._config.max_request_crashes)
+        self._held: dict[str, None] = {}  # not on the engine, or only there for a trial
         self._streams: dict[str, DeltaStream] = {}
-        self._failure: messages.Failed | None = None
-        self._news = asyncio.Event()  # that the start waits for
-        self._is_connected = False
+        self._had_progress = False  # on this engine
         self._is_closing = False
 
-    # -- the process
+    # -- the engine
 
     def spawn(self) -> None:
         """Start the process: it imports what it needs while the caller does other things."""
-        self._loop = asyncio.get_running_loop()
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
-        address = f"ipc://{self._folder}/engine"
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)
-        self._socket.bind(address)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.engine.process", address],
-            stdin=subprocess.PIPE,  # it ends when this pipe closes, however we end
-            start_new_session=True,  # Ctrl-C in a terminal is for us alone
+        self._supervisor = Supervisor(
+            self._config, self._on_outputs, self._on_death, self._on_ready, self._fail_all
         )
-        self._receiver = asyncio.create_task(self._receive())
-        watch = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
-        watch.start()
 
     async def load(self, config: EngineConfig) -> EngineInfo:
         """Have the engine load its model. Raises what kept it from that."""
-        while not self._is_connected:
-            await self._start_news()
-        self._send(messages.LOAD, messages.encode(config))
-        while self.info is None:
-            await self._start_news()
-        return self.info
-
-    async def _start_news(self) -> None:
-        """Wait for the start to get on; raise what ended it."""
-        if self.death is None:
-            self._news.clear()
-            await self._news.wait()
-        if self.death is not None:
-            raise self._start_error(self.death)
-
-    def _start_error(self, death: EngineDeadError) -> PenstockError:
-        for error_class in (ConfigError, ModelError):
-            if self._failure is not None and self._failure.kind == error_class.__name__:
-                return error_class(self._failure.error)
-        return death
+        return await self._supervisor.load(config)
 
     async def close(self) -> None:
         """Stop the process; requests that are left get `EngineDeadError`."""
         self._is_closing = True
         self._fail_all(EngineDeadError("the server is shutting down"))
-        if self.process.poll() is None:
-            if self._is_connected:
-                self._send(messages.CLOSE)
-            else:
-                self.process.kill()
-            try:
-                await asyncio.to_thread(self.process.wait, CLOSE_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-        self._receiver.cancel()
-        self._remove_socket_file()
-        self._context.destroy(linger=0)
+        await self._supervisor.close()
 
     def kill(self) -> None:
         """End the process at once, for when there is no time to close."""
         self._is_closing = True
-        self.process.kill()
-        self._remove_socket_file()
+        self._engine.kill()
 
-    def _watch(self) -> None:
-        code = self.process.wait()
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._on_exit(code)))
-
-    async def _on_exit(self, code: int) -> None:
-        if self._is_closing:
-            return
-        deadline = time.monotonic() + LAST_WORDS_TIMEOUT_S
-        while code == 1 and self._failure is None and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)  # it said why, and that is still on its way
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        why = "" if self._failure is None else f": {self._failure.error}"
-        logger.error("The engine process died (%s)%s", how, why)
-        self.death = EngineDeadError(f"the engine died ({how}){why}")
-        self._remove_socket_file()
-        self._fail_all(EngineDeadError("the engine died; nothing can be run until it is back"))
-        self._news.set()
-
-    def _remove_socket_file(self) -> None:
-        """A connection outlives the file that it was made through."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    # -- requests
+    @property
+    def _engine(self) -> EngineHandle:
+        return self._supervisor.engine
 
     @property
     def is_healthy(self) -> bool:
-        return self.info is not None and self.death is None and not self._is_closing
+        """Whether an engine is there that runs requests now."""
+        return not self._is_closing and self._engine.is_ready
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether there is no engine, and none will come."""
+        return self._is_closing or self._supervisor.lost.done()
+
+    async def wait_until_lost(self) -> EngineDeadError:
+        """Why there is no engine any more, once it is known that none will come."""
+        return await asyncio.shield(self._supervisor.lost)
+
+    # -- requests
 
     def submit(self, requests: Sequence[EngineRequest]) -> DeltaStream:
-        """Send requests to the engine; their deltas come from the one stream returned."""
-        if not self.is_healthy:
-            raise EngineDeadError("the engine is not running; nothing can be run until it is back")
+        """Take requests in; their deltas come from the one stream returned.
+
+        They wait here while the engine is started again.
+        """
+        if self.info is None or self.is_lost:
+            raise EngineDeadError("the engine is not running; nothing can be run on this server")
         stream = DeltaStream(self, [request.request_id for request in requests])
         for request in requests:
             record = RequestRecord(request, submitted_at=time.monotonic())
             self.records[request.request_id] = record
             self._streams[request.request_id] = stream
-            self._send(messages.ADD, request.request_id.encode(), messages.encode(request))
+            self._held[request.request_id] = None
             for observer in self.observers:
                 observer.on_submit(record)
+        self._dispatch()
         return stream
 
     def finish(self, request_ids: Sequence[str], reason: FinishReason) -> None:
@@ -218,15 +165,14 @@ class AsyncEngineClient:
         known = [request_id for request_id in request_ids if request_id in self.records]
         for request_id in known:
             self._retire(self.records[request_id], reason)
-        if known and self.death is None:
-            self._send(messages.FINISH, messages.encode(messages.Finish(known)))
+        self._recall(known)
+        self._dispatch()
 
     def fail_all(self, error: Exception) -> None:
         """End every request now; whoever waits for one gets `error`."""
         request_ids = list(self.records)
         self._fail_all(error)
-        if request_ids and self.death is None:
-            self._send(messages.FINISH, messages.encode(messages.Finish(request_ids)))
+        self._recall(request_ids)
 
     def replay(self, request_id: str) -> EngineRequest:
         """The request as it must be sent to go on after the tokens that have come for it."""
@@ -234,30 +180,33 @@ class AsyncEngineClient:
         seen = record.request.output_token_ids + record.token_ids
         return msgspec.structs.replace(record.request, output_token_ids=seen)
 
-    def _send(self, *frames: bytes) -> None:
-        # To a peer that is there, without a high-water mark, a send never has to wait: its
-        # future is done already.
-        future = self._socket.send_multipart(frames)
-        assert isinstance(future, asyncio.Future)
-        assert future.done()
+    def _dispatch(self) -> None:
+        """Send what may be sent: everything, or one suspect alone."""
+        if not self._held or not self.is_healthy:
+            return
+        if self._quarantine:
+            if self._quarantine.on_trial is None:
+                self._add(self._quarantine.next_trial())
+            return
+        held, self._held = self._held, {}
+        for request_id in held:
+            self._add(request_id)
 
-    async def _receive(self) -> None:
-        while True:
-            (frame,) = await self._socket.recv_multipart()
-            answer = messages.decode_answer(frame)
-            if isinstance(answer, messages.Outputs):
-                self._on_outputs(answer)
-            elif isinstance(answer, messages.Connected):
-                self._remove_socket_file()
-                self._is_connected = True
-                self._news.set()
-            elif isinstance(answer, messages.Ready):
-                self.info = answer.info
-                for observer in self.observers:
-                    observer.on_ready(answer.info)
-                self._news.set()
-            else:
-                self._failure = answer
+    def _add(self, request_id: str) -> None:
+        record = self.records[request_id]
+        if record.is_interrupted:
+            record.is_interrupted = False
+            for observer in self.observers:
+                observer.on_replay(record)
+        body = messages.encode(self.replay(request_id))
+        self._engine.send(messages.ADD, request_id.encode(), body)
+
+    def _recall(self, request_ids: list[str]) -> None:
+        """Have the engine end these requests, whether it has them or not."""
+        if request_ids and self.is_healthy:
+            self._engine.send(messages.FINISH, messages.encode(messages.Finish(request_ids)))
+
+    # -- what comes back
 
     def _on_outputs(self, outputs: messages.Outputs) -> None:
         now = time.monotonic()
@@ -269,25 +218,41 @@ class AsyncEngineClient:
             self.stats = outputs.stats
             for observer in self.observers:
                 observer.on_stats(outputs.stats)
+        self._dispatch()
 
     def _on_delta(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
+        if delta.finish_reason is FinishReason.ABORT:  # nobody left: a trial has ended well
+            self._quarantine.end_trial()
+            return
+        if record.first_token_at is not None and record.num_deaths:
+            # A replay may find its own prompt in the cache; what was said of it at first, counts.
+            delta = msgspec.structs.replace(delta, num_cached_tokens=record.num_cached_tokens)
         record.num_cached_tokens = max(record.num_cached_tokens, delta.num_cached_tokens)
         if delta.token_ids:
-            record.prefill_s += delta.prefill_s
-            record.token_ids += delta.token_ids
-            previous_at, record.last_token_at = record.last_token_at, now
-            if record.first_token_at is None:
-                record.first_token_at = now
-            for observer in self.observers:
-                observer.on_tokens(record, len(delta.token_ids), previous_at)
+            self._on_tokens(record, delta, now)
         stream = self._streams[delta.request_id]
         if delta.finish_reason is not None:
             self._retire(record, delta.finish_reason)
         stream.push(delta)
 
+    def _on_tokens(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
+        self._had_progress = True
+        record.token_ids += delta.token_ids
+        previous_at, record.last_token_at = record.last_token_at, now
+        if record.first_token_at is None:
+            record.first_token_at, record.prefill_s = now, delta.prefill_s
+        for observer in self.observers:
+            observer.on_tokens(record, len(delta.token_ids), previous_at)
+        if record.request_id in self._quarantine:
+            self._quarantine.clear(record.request_id)
+            if delta.finish_reason is None:  # off the engine, for the next one to be alone there
+                self._recall([record.request_id])
+
     def _retire(self, record: RequestRecord, reason: FinishReason) -> None:
         del self.records[record.request_id]
         del self._streams[record.request_id]
+        self._held.pop(record.request_id, None)
+        self._quarantine.forget(record.request_id)
         record.finished_at, record.finish_reason = time.monotonic(), reason
         for observer in self.observers:
             observer.on_finish(record)
@@ -297,3 +262,50 @@ class AsyncEngineClient:
             stream.fail(error)
         for record in list(self.records.values()):
             self._retire(record, FinishReason.ERROR)
+
+    # -- engines come and go
+
+    def _on_ready(self, info: EngineInfo) -> None:
+        is_restart, self.info, self._had_progress = self.info is not None, info, False
+        for observer in self.observers:
+            observer.on_ready(info)
+        if is_restart:
+            logger.info("The engine is back; %d requests go on", len(self.records))
+            for observer in self.observers:
+                observer.on_restart()
+        self._dispatch()
+
+    def _on_death(self, death: Death) -> Aftermath:
+        """Find who may have killed the engine; everyone will be sent again."""
+        had_progress, self._had_progress, self.stats = self._had_progress, False, None
+        suspects = [
+            request_id
+            for request_id, record in self.records.items()
+            if request_id in death.executing and not record.has_tokens_since_death
+        ]
+        for request_id, record in self.records.items():
+            if request_id not in self._held or request_id == self._quarantine.on_trial:
+                record.num_deaths += 1
+                record.is_interrupted = True
+            record.num_tokens_at_death = len(record.token_ids)
+        self._held = dict.fromkeys(self.records)
+        accused, convict, was_alone = self._quarantine.on_death(suspects)
+        if accused:
+            logger.warning("Requests that may have killed the engine: %s", ", ".join(accused))
+            for observer in self.observers:
+                observer.on_quarantine(len(accused))
+        if convict is not None:
+            self._convict(self.records[convict], death)
+        return Aftermath(had_progress, is_explained=was_alone)
+
+    def _convict(self, record: RequestRecord, death: Death) -> None:
+        logger.error("Request %s fails: it keeps killing the engine", record.request_id)
+        num_alone = self._config.max_request_crashes
+        self._streams[record.request_id].fail(
+            CrashFault(
+                f"this request crashed the engine {record.num_deaths} times, {num_alone} of them "
+                f"with no other request beside it (the last time: {death.how}); it is not tried "
+                "again"
+            )
+        )
+        self._retire(record, FinishReason.ERROR)

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.executor.base import Executor
 from penstock.protocol.delta import EngineDelta, FinishReason
@@ -25,6 +25,16 @@ class FailedStep:
     step_id: int
 
 
+class StepWatcher(Protocol):
+    """Told of every step, so that it is known what was computed if that never ends."""
+
+    def begin(self, plan: StepPlan) -> None:
+        """A step is about to be launched."""
+
+    def end(self) -> None:
+        """The oldest step in flight is done, and its results are taken in."""
+
+
 class EngineCore:
     """Owns the scheduler and the executor. Not thread-safe: one thread drives it."""
 
@@ -32,6 +42,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.executor = executor
         self.max_model_len = max_model_len
+        self.watcher: StepWatcher | None = None
         self._in_flight: deque[Any] = deque()
         self._is_closed = False
 
@@ -58,10 +69,14 @@ class EngineCore:
         plan = self.scheduler.schedule()
         deltas = self.scheduler.take_deltas()
         if plan is not None:
+            if self.watcher is not None:
+                self.watcher.begin(plan)
             deltas += self._launch(plan)
         queue_is_full = len(self._in_flight) >= self.executor.capabilities.max_in_flight
         if self._in_flight and (plan is None or queue_is_full):
             deltas += self.scheduler.update(self._collect())
+            if self.watcher is not None:
+                self.watcher.end()
         return deltas
 
     def _launch(self, plan: StepPlan) -> list[EngineDelta]:

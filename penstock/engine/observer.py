@@ -18,6 +18,9 @@ class RequestRecord:
     submitted_at: float
     # Every token that has come from the engine: with them the request can be run again.
     token_ids: list[int] = field(default_factory=list)
+    num_deaths: int = 0  # of engines that it was on
+    num_tokens_at_death: int = 0  # how many there were when the last engine died
+    is_interrupted: bool = False  # its engine died, and no other has it yet
     num_cached_tokens: int = 0
     prefill_s: float = 0.0  # from its first step to its first token
     first_token_at: float | None = None
@@ -29,12 +32,25 @@ class RequestRecord:
     def request_id(self) -> str:
         return self.request.request_id
 
+    @property
+    def has_tokens_since_death(self) -> bool:
+        return len(self.token_ids) > self.num_tokens_at_death
+
 
 class Observer(Protocol):
     """Called in the event loop, for every request and every token: be quick, never raise."""
 
     def on_ready(self, info: EngineInfo) -> None:
-        """The engine has loaded its model."""
+        """An engine has loaded its model: the first, or one in place of one that died."""
+
+    def on_restart(self) -> None:
+        """Another engine is there in place of one that died."""
+
+    def on_replay(self, record: RequestRecord) -> None:
+        """A request whose engine died is on its way to another."""
+
+    def on_quarantine(self, num_requests: int) -> None:
+        """So many requests are suspected of having killed the engine: they will run alone."""
 
     def on_submit(self, record: RequestRecord) -> None:
         """A request is on its way to the engine."""
@@ -43,7 +59,7 @@ class Observer(Protocol):
         """New tokens came at `record.last_token_at`; those before them at `previous_at`."""
 
     def on_finish(self, record: RequestRecord) -> None:
-        """A request ended: by itself, or because its client left or the engine died."""
+        """A request ended: by itself, or because its client left or the engine is lost."""
 
     def on_stats(self, stats: EngineStats) -> None:
         """The engine's state, a few times a second while there is work."""

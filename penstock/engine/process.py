@@ -1,7 +1,8 @@
-"""The engine's process: ``python -m penstock.engine.process ADDRESS`` serves that socket.
+"""The engine's process: ``python -m penstock.engine.process ADDRESS FD`` serves that socket.
 
-Standard input is a pipe that nothing is ever written to: when it closes, whoever started the
-engine is gone, and this process ends at once, in the middle of a step if need be.
+FD is the black box that it keeps up to date with what it is doing. Standard input is a pipe that
+nothing is ever written to: when it closes, whoever started the engine is gone, and this process
+ends at once, in the middle of a step if need be.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import msgspec
 import zmq
 
 from penstock.engine import messages
+from penstock.engine.black_box import BlackBox
 from penstock.engine.messages import Answer, EngineInfo, EngineStats, Failed, Outputs, Ready
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import InputError, PenstockError
@@ -39,9 +41,10 @@ STALLED_WAIT_MS = 1  # between looks at requests that something outside keeps wa
 class EngineServer:
     """Answers messages and runs steps, in turn, until it is told to close."""
 
-    def __init__(self, socket: zmq.Socket[bytes], core: EngineCore) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], core: EngineCore, box: BlackBox) -> None:
         self._socket = socket
         self._core = core
+        self._core.watcher = self._box = box
         self._decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
         self._deltas: list[EngineDelta] = []
         self._closing = False
@@ -53,6 +56,7 @@ class EngineServer:
     def serve(self) -> None:
         while not self._closing:
             self._receive(wait_ms=self._patience())
+            self._box.work()
             if self._core.has_work():
                 self._step()
                 self._stats_are_stale = True
@@ -69,6 +73,7 @@ class EngineServer:
     def _patience(self) -> int | None:
         """How long to wait for a message: not at all with work to do, forever without any."""
         if not self._core.has_work():
+            self._box.rest()
             return None
         stats = self._core.stats()
         is_stalled = not stats.num_running and not stats.num_steps_in_flight
@@ -77,6 +82,7 @@ class EngineServer:
     def _receive(self, wait_ms: int | None) -> None:
         """Take in every message there is, waiting `wait_ms` for the first (None: forever)."""
         while self._socket.poll(wait_ms):
+            self._box.work()
             kind, *frames = self._socket.recv_multipart()
             self._handle(kind, frames)
             wait_ms = 0
@@ -129,7 +135,7 @@ def send(socket: zmq.Socket[bytes], answer: Answer) -> None:
     socket.send(messages.encode(answer))
 
 
-def run(socket: zmq.Socket[bytes]) -> None:
+def run(socket: zmq.Socket[bytes], box: BlackBox) -> None:
     """Load the model that the first message names, then serve."""
     send(socket, messages.Connected())
     from penstock.engine.build import build_engine  # torch is imported while the config comes
@@ -152,7 +158,7 @@ def run(socket: zmq.Socket[bytes]) -> None:
             num_kv_blocks=core.scheduler.num_kv_blocks,
         )
         send(socket, Ready(info))
-        EngineServer(socket, core).serve()
+        EngineServer(socket, core, box).serve()
     finally:
         core.close()
 
@@ -172,7 +178,8 @@ def exit_with_parent(address: str) -> None:
 
 
 def main() -> int:
-    address = sys.argv[1]
+    address, box = sys.argv[1], BlackBox(int(sys.argv[2]))
+    box.start_beating()
     exit_with_parent(address)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains first
     context = zmq.Context()
@@ -180,7 +187,7 @@ def main() -> int:
     socket.set_hwm(0)  # nothing is ever dropped
     socket.connect(address)
     try:
-        run(socket)
+        run(socket, box)
         return 0
     except PenstockError as error:
         send(socket, Failed(str(error), type(error).__name__))

@@ -78,6 +78,18 @@ DECLARED = (
     Declared(
         "iteration_tokens_total", "histogram", "Tokens that a step of the engine computes.", TOKENS
     ),
+    # -- the engine's deaths
+    Declared("engine_restarts", "counter", "Engines started in place of one that died."),
+    Declared(
+        "requests_replayed",
+        "counter",
+        "Requests that went on, with the tokens they had, after their engine had died.",
+    ),
+    Declared(
+        "requests_quarantined",
+        "counter",
+        "Requests that were run alone because they may have killed the engine.",
+    ),
     # -- tokens
     Declared(
         "prompt_tokens",

@@ -27,5 +27,9 @@ class RequestFault(PenstockError):
     """A request that failed while it ran. The engine and its other requests go on."""
 
 
+class CrashFault(RequestFault):
+    """A request that killed the engine, again and again, with nothing else running."""
+
+
 class EngineDeadError(PenstockError):
     """The engine is gone; nothing more can be run on it."""

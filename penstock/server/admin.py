@@ -31,6 +31,15 @@ async def health(request: Request) -> Response:
     return Response()
 
 
+@router.get("/ready", response_class=Response, responses=describe_errors(429, 503))
+async def ready(request: Request) -> Response:
+    """200 while a new request would be run now or queued; 429 if the queue is full, else 503."""
+    service: Service = request.app.state.service
+    service.check_health()
+    service.check_capacity()
+    return Response()
+
+
 @router.get("/ping", response_class=Response, responses=describe_errors(503))
 @router.post("/ping", response_class=Response, responses=describe_errors(503))
 async def ping(request: Request) -> Response:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.protocol.errors import EngineDeadError, InputError, PenstockError
+from penstock.protocol.errors import CrashFault, EngineDeadError, InputError, PenstockError
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ STATUS_OF: tuple[tuple[type[PenstockError], int], ...] = (
     (ModelNotFound, 404),
     (RequestTimeout, 408),
     (Overloaded, 429),
+    (CrashFault, 500),
     (EngineDeadError, 503),
 )
 

@@ -81,6 +81,9 @@ class MetricsObserver:
         self._inference_time = histogram("request_inference_time_seconds")
         self._n = histogram("request_params_n")
         self._max_tokens = histogram("request_params_max_tokens")
+        self._restarts = counter("engine_restarts")
+        self._replays = counter("requests_replayed")
+        self._quarantines = counter("requests_quarantined")
         self._ended = {
             reason: counter("request_success", finished_reason=reason.value)
             for reason in FinishReason
@@ -95,6 +98,15 @@ class MetricsObserver:
             enable_prefix_caching=str(self._cache_config.enable_prefix_caching).lower(),
             num_blocks=str(info.num_kv_blocks),
         ).set(1)
+
+    def on_restart(self) -> None:
+        self._restarts.inc()
+
+    def on_replay(self, record: RequestRecord) -> None:
+        self._replays.inc()
+
+    def on_quarantine(self, num_requests: int) -> None:
+        self._quarantines.inc(num_requests)
 
     def on_submit(self, record: RequestRecord) -> None:
         if is_first_child(record.request):

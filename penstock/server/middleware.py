@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.server.errors import error_response, response_of
 
 VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-PUBLIC_PATHS = frozenset({"/", "/health", "/ping", "/favicon.ico"})
+PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/favicon.ico"})
 PUBLIC_PREFIX = "/static/"  # of the page's files
 
 

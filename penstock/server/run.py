@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+LOST_EXIT_CODE = 3  # the engine kept dying
 GRACE_S = 5.0  # for responses to get out after the drain has ended
 
 
@@ -34,11 +35,12 @@ async def serve(config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal ends it; the result is the exit code.
 
     The first SIGTERM or SIGINT lets requests finish for `shutdown_timeout` seconds, a second one
-    stops at once. Raises, before anything is served, whatever keeps the engine from starting.
+    stops at once. An engine that dies is started again, until that is of no use. Raises, before
+    anything is served, whatever keeps the engine from starting.
     """
     with listening_socket(server_config) as listener:
         stop = StopSignals()
-        client = AsyncEngineClient()
+        client = AsyncEngineClient(server_config)
         client.spawn()
         try:
             service = await stop.unless_stopped(start(config, server_config, client))
@@ -88,9 +90,9 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
     import uvicorn
 
     from penstock.server.app import build_app
+    from penstock.server.http import MAX_HEAD_BYTES, protocol_class
 
     config = service.server_config
-    from penstock.server.http import MAX_HEAD_BYTES, protocol_class
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -104,11 +106,11 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
     server = Server(
         uvicorn.Config(
             build_app(service),
-            log_level="warning",
-            access_log=config.access_log,
             http=protocol_class(),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ws="none",
+            log_level="warning",
+            access_log=config.access_log,
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
             ssl_ca_certs=config.ssl_ca_certs,
@@ -121,11 +123,14 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
     if config.access_log:  # its lines are below the level of the rest
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     draining = asyncio.ensure_future(_drain(service, server, stop))
+    losing = asyncio.ensure_future(_end_when_lost(service, server))
     try:
         await server.serve(sockets=[listener])
     finally:
         draining.cancel()
-    return stop.exit_code
+        losing.cancel()
+    is_lost = service.client.is_lost and not stop.is_urgent
+    return LOST_EXIT_CODE if is_lost else stop.exit_code
 
 
 async def _drain(service: Service, server: uvicorn.Server, stop: StopSignals) -> None:
@@ -141,6 +146,12 @@ async def _drain(service: Service, server: uvicorn.Server, stop: StopSignals) ->
     service.client.fail_all(EngineDeadError("the server is shutting down"))
     if stop.is_urgent:
         server.force_exit = True
+
+
+async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
+    """End the server once no engine will come any more: whoever started it may know better."""
+    await service.client.wait_until_lost()
+    server.should_exit = True
 
 
 def announce(service: Service, listener: socket.socket) -> None:

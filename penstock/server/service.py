@@ -56,9 +56,16 @@ class Service:
         return name
 
     def check_capacity(self) -> None:
-        """Refuse new work if the engine is gone or has too much of it."""
-        self.check_health()
+        """Refuse new work if none can be done any more, or too much is waiting already.
+
+        While the engine is started again, requests wait for it.
+        """
+        self._check_not_over()
         self._check_queue(num_new=1)
+
+    def _check_not_over(self) -> None:
+        if self.is_draining or self.client.is_lost:
+            raise EngineDeadError("the server is shutting down")
 
     @property
     def _capacity(self) -> int:
@@ -69,10 +76,13 @@ class Service:
     def _check_queue(self, num_new: int) -> None:
         """Refuse completions that find no room now: each one of each prompt takes a place."""
         if len(self.client.records) + num_new > (capacity := self._capacity):
-            raise Overloaded(
+            message = (
                 f"{len(self.client.records)} completions are running or queued and {num_new} more "
                 f"would exceed the {capacity} that this server takes; try again later"
             )
+            if not self.client.is_healthy:
+                raise EngineDeadError(f"the engine is being started again: {message}")
+            raise Overloaded(message)
 
     def _check_size(self, requests: Sequence[PreparedRequest], num_new: int) -> None:
         """Refuse for good what would find no room on an idle server either."""
@@ -84,10 +94,10 @@ class Service:
             )
 
     def check_health(self) -> None:
-        if self.is_draining:
-            raise EngineDeadError("the server is shutting down")
+        """Raise if nothing runs now."""
+        self._check_not_over()
         if not self.client.is_healthy:
-            raise EngineDeadError("the engine is not running; nothing can be run until it is back")
+            raise EngineDeadError("the engine is being started again; requests wait for it")
 
     # -- how it is run
 

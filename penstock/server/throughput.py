@@ -39,6 +39,15 @@ class ThroughputLog:
     def on_ready(self, info: EngineInfo) -> None:
         self._prefix_counts = (0, 0)
 
+    def on_restart(self) -> None:
+        pass
+
+    def on_replay(self, record: RequestRecord) -> None:
+        pass
+
+    def on_quarantine(self, num_requests: int) -> None:
+        pass
+
     def on_submit(self, record: RequestRecord) -> None:
         self._num_unfinished += 1
         if self._since is None:

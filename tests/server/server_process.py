@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,13 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 class ServerProcess:
     """A running server. `base_url` and `client()` say how to reach it."""
 
-    def __init__(self, *flags: str, uds: Path | None = None, tls_ca: Path | None = None) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        uds: Path | None = None,
+        tls_ca: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.uds = uds
         self.tls_ca = tls_ca
         self.port = free_port()
@@ -36,6 +43,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **(env or {})},
         )
         self.log: list[str] = []
         assert self.process.stderr is not None
@@ -67,13 +75,17 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """The one child of the server."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        pids = {int(pid) for pid in children.split()}
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            pids |= {int(pid) for pid in (task / "children").read_text().split()}
-        (pid,) = pids
+        """The one child of the server; waits for it while the server starts another."""
+        eventually(lambda: len(self.child_pids()) == 1)
+        (pid,) = self.child_pids()
         return pid
+
+    def child_pids(self) -> set[int]:
+        pids: set[int] = set()
+        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # the thread may end meanwhile
+                pids |= {int(pid) for pid in (task / "children").read_text().split()}
+        return pids
 
     def is_idle(self) -> bool:
         load = self.get("/load").json()

@@ -223,7 +223,7 @@ def test_text_becomes_tokens_and_text_again(server: ServerProcess) -> None:
     assert conversation["count"] == chat(server)["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
 def test_health_is_an_empty_200(server: ServerProcess, path: str) -> None:
     assert server.get(path).status_code == 200
     assert server.get(path).content == b""

@@ -20,6 +20,7 @@ OPERATIONS = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/health"),
+    ("GET", "/ready"),
     ("GET", "/ping"),
     ("POST", "/ping"),
     ("GET", "/version"),

@@ -1,0 +1,237 @@
+"""EngineHandle: one engine process, as the process that started it sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from penstock.config import EngineConfig
+from penstock.engine import messages
+from penstock.engine.black_box import BlackBox, Reading
+from penstock.engine.messages import EngineInfo, Outputs
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 10.0
+LAST_WORDS_TIMEOUT_S = 1.0
+SILENCE_MS = 20  # after which a dead engine has said all that will arrive
+LOOK_INTERVAL_S = 0.25
+
+
+@dataclass(frozen=True)
+class Death:
+    """How an engine ended, and what it was doing."""
+
+    how: str  # such as "signal 9"
+    failure: messages.Failed | None  # its last words, if it had any
+    executing: frozenset[str]  # requests in the steps that were in flight
+    uptime_s: float | None  # since it had loaded its model; None: it never had
+
+    def __str__(self) -> str:
+        return self.how if self.failure is None else f"{self.how}: {self.failure.error}"
+
+
+class HangWatch:
+    """Tells a hang from hard work, by signs of life that no longer change.
+
+    Time counts only while this watch runs too: where the whole machine was asleep, or this process
+    was held up, nothing is held against the engine.
+    """
+
+    def __init__(self, heartbeat_timeout_s: float, step_timeout_s: float) -> None:
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._last = Reading(0, 0, False)
+        self._looked_at: float | None = None
+        self._without_beat_s = 0.0
+        self._in_turn_s = 0.0
+
+    def look(self, reading: Reading, is_ready: bool, now: float) -> str | None:
+        """What is wrong, or None. Call it every `LOOK_INTERVAL_S`."""
+        elapsed_s = 0.0 if self._looked_at is None else now - self._looked_at
+        elapsed_s = min(elapsed_s, 2 * LOOK_INTERVAL_S)
+        last, self._last, self._looked_at = self._last, reading, now
+        has_beaten = reading.num_beats != last.num_beats
+        self._without_beat_s = 0.0 if has_beaten else self._without_beat_s + elapsed_s
+        is_stuck = reading.is_working and reading.num_turns == last.num_turns
+        self._in_turn_s = self._in_turn_s + elapsed_s if is_stuck else 0.0
+        # A model's libraries may take a while to load, with nothing else running meanwhile.
+        limit_s = self._heartbeat_timeout_s if is_ready else self._step_timeout_s
+        if self._without_beat_s > limit_s:
+            return f"no sign of life for {limit_s:g} s"
+        if self._in_turn_s > self._step_timeout_s:
+            return f"a step took longer than {self._step_timeout_s:g} s"
+        return None
+
+
+class EngineHandle:
+    """Starts an engine process, and is over when that is: another engine has another handle.
+
+    So nothing that an engine sent can be taken for another's. `on_outputs` is called with what
+    comes, in order, and never again once `death` is done.
+    """
+
+    def __init__(self, on_outputs: Callable[[Outputs], None], hang_watch: HangWatch) -> None:
+        """Start the process: it imports what it needs while the caller does other things."""
+        self.info: EngineInfo | None = None
+        self._on_outputs = on_outputs
+        self._hang_watch = hang_watch
+        self._hang: str | None = None
+        self._loop = asyncio.get_running_loop()
+        self.death: asyncio.Future[Death] = self._loop.create_future()
+        self._connected: asyncio.Future[None] = self._loop.create_future()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._ready_at: float | None = None
+        self._failure: messages.Failed | None = None
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        address = f"ipc://{self._folder}/engine"
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.bind(address)
+        self._box = BlackBox.create()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "penstock.engine.process", address, str(self._box.fd)],
+                stdin=subprocess.PIPE,  # it ends when this pipe closes, however we end
+                pass_fds=[self._box.fd],
+                start_new_session=True,  # Ctrl-C in a terminal is for us alone
+            )
+        except OSError:
+            self._give_back()
+            raise
+        self._receiver = asyncio.ensure_future(self._receive())
+        self._looking = asyncio.ensure_future(self._look_for_hangs())
+        threading.Thread(target=self._wait_for_exit, name="engine-watch", daemon=True).start()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.info is not None and not self.death.done()
+
+    async def load(self, config: EngineConfig) -> EngineInfo | None:
+        """Have the engine load its model; None if it dies over it."""
+        await self._unless_dead(self._connected)
+        if not self.death.done():
+            self.send(messages.LOAD, messages.encode(config))
+            await self._unless_dead(self._ready)
+        return None if self.death.done() else self.info
+
+    async def _unless_dead(self, news: asyncio.Future[None]) -> None:
+        either: set[asyncio.Future[Any]] = {news, self.death}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+
+    async def died(self) -> Death:
+        """How it ended, once it has."""
+        return await asyncio.shield(self.death)
+
+    def send(self, *frames: bytes) -> None:
+        """Send a message; an engine that is dead does not get it."""
+        if self.death.done():
+            return
+        # To a peer that is there, without a high-water mark, a send never has to wait: its future
+        # is done already. Where it is not, the engine is gone, and its death is about to be seen.
+        future = self._socket.send_multipart(frames)
+        assert isinstance(future, asyncio.Future)
+        if not future.done():
+            future.cancel()
+
+    async def close(self) -> None:
+        """Stop the process, politely if it listens."""
+        if self._connected.done():
+            self.send(messages.CLOSE)
+        else:
+            self.kill()
+        await asyncio.wait({self.death}, timeout=CLOSE_TIMEOUT_S)
+        self.kill()
+        await self.died()
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.process.kill()  # also one that is stopped
+
+    # -- what comes from it
+
+    async def _receive(self) -> None:
+        while True:
+            (frame,) = await self._socket.recv_multipart()
+            self._take(frame)
+
+    def _take(self, frame: bytes) -> None:
+        answer = messages.decode_answer(frame)
+        if isinstance(answer, messages.Outputs):
+            self._on_outputs(answer)
+        elif isinstance(answer, messages.Connected):
+            self._remove_socket_file()
+            self._connected.set_result(None)
+        elif isinstance(answer, messages.Ready):
+            self.info, self._ready_at = answer.info, time.monotonic()
+            self._ready.set_result(None)
+        else:
+            self._failure = answer
+
+    def _remove_socket_file(self) -> None:
+        """A connection outlives the file that it was made through."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- its end
+
+    async def _look_for_hangs(self) -> None:
+        while self._hang is None:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            reading, now = self._box.read(), time.monotonic()
+            self._hang = self._hang_watch.look(reading, self.info is not None, now)
+        logger.error("The engine hangs (%s): it is killed", self._hang)
+        self.kill()
+
+    def _wait_for_exit(self) -> None:
+        code = self.process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop may be closed: nobody waits then
+            self._loop.call_soon_threadsafe(
+                lambda: asyncio.ensure_future(self._on_exit(code), loop=self._loop)
+            )
+
+    async def _on_exit(self, code: int) -> None:
+        self._looking.cancel()
+        self._receiver.cancel()
+        await asyncio.gather(self._looking, self._receiver, return_exceptions=True)
+        await self._hear_last_words(may_have_some=code == 1)
+        ready_at, now = self._ready_at, time.monotonic()
+        death = Death(
+            how=self._hang or (f"signal {-code}" if code < 0 else f"exit code {code}"),
+            failure=self._failure,
+            executing=self._box.executing(),
+            uptime_s=None if ready_at is None else now - ready_at,
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self._give_back()
+        self.death.set_result(death)
+
+    async def _hear_last_words(self, may_have_some: bool) -> None:
+        """Take in what it sent before it died and nobody has read yet."""
+        deadline = time.monotonic() + LAST_WORDS_TIMEOUT_S
+        while True:
+            if await self._socket.poll(SILENCE_MS):
+                (frame,) = await self._socket.recv_multipart()
+                self._take(frame)
+            elif not may_have_some or self._failure or time.monotonic() > deadline:
+                return
+
+    def _give_back(self) -> None:
+        self._remove_socket_file()
+        self._context.destroy(linger=0)
+        self._box.close()

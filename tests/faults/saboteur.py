@@ -1,0 +1,75 @@
+"""A logits processor that breaks the engine it runs in, at the token that a request names.
+
+It is given to a server as ``--logits-processors faults.saboteur:Saboteur`` with this folder's
+parent on PYTHONPATH (`SABOTEUR`). A request asks for a fault through its seed: see `seed_of`.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from penstock.protocol.step import NewRequest
+from penstock.runner.logits_processors import LogitsProcessor, ProcessorRows
+
+TESTS = Path(__file__).parents[1]
+MAGIC = 0x5AB07A6E << 24
+
+
+class Fault(enum.IntEnum):
+    KILL = 1  # the process, as the kernel does when memory runs out
+    ABORT = 2  # as failed checks in C++ do
+    HANG = 3
+    HANG_ONCE = 4  # in the first process alone, of those that share `flag_path`
+
+
+def seed_of(fault: Fault, position: int) -> int:
+    """A seed that asks for `fault` when the token after `position` output tokens is sampled."""
+    assert 0 <= position < 2**16
+    return MAGIC | fault << 16 | position
+
+
+def saboteur_options(flag_path: Path) -> tuple[list[str], dict[str, Any]]:
+    """Flags and keywords for a `ServerProcess` with a saboteur in its engine."""
+    env = {"PYTHONPATH": str(TESTS), "SABOTEUR_FLAG": str(flag_path)}
+    return ["--logits-processors", "faults.saboteur:Saboteur"], {"env": env}
+
+
+class Saboteur(LogitsProcessor):
+    def __init__(self) -> None:
+        self._faults: dict[int, tuple[int, Fault]] = {}  # by slot: where, and which
+
+    def add(self, slot: int, request: NewRequest) -> bool:
+        if request.seed >> 24 != MAGIC >> 24:
+            return False
+        at = request.num_prompt_tokens + (request.seed & 0xFFFF)
+        self._faults[slot] = (at, Fault(request.seed >> 16 & 0xFF))
+        return True
+
+    def remove(self, slot: int) -> None:
+        del self._faults[slot]
+
+    def apply(self, logits: Tensor, rows: ProcessorRows) -> Tensor:
+        for slot, position in zip(rows.host_slots.tolist(), rows.positions.tolist(), strict=True):
+            at, fault = self._faults[slot]
+            if position == at:
+                commit(fault)
+        return logits
+
+
+def commit(fault: Fault) -> None:
+    if fault is Fault.KILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault is Fault.ABORT:
+        os.abort()
+    elif fault is Fault.HANG:
+        time.sleep(3600)
+    elif not (flag := Path(os.environ["SABOTEUR_FLAG"])).exists():
+        flag.touch()
+        time.sleep(3600)

@@ -1,0 +1,148 @@
+"""Concurrent streams whose every token is kept, and what may be done to their engine meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from server_process import ServerProcess
+
+Body = dict[str, Any]
+
+
+@dataclass
+class Answer:
+    """All that a stream said, put together choice by choice; two runs of a request are equal."""
+
+    choices: dict[int, dict[str, Any]] = field(default_factory=dict)
+    usage: dict[str, int] | None = None
+    prompt_logprobs: Any = None
+    error: dict[str, Any] | None = None
+    num_ends: int = 0  # [DONE]s
+
+    def add(self, line: str) -> None:
+        if line == "[DONE]":
+            self.num_ends += 1
+            return
+        event = json.loads(line)
+        self.error = event.get("error", self.error)
+        if event.get("usage"):
+            # How much of a prompt was cached depends on who else came, kills or no kills.
+            self.usage = {k: v for k, v in event["usage"].items() if isinstance(v, int)}
+        for choice in event.get("choices", []):
+            self._add_choice(choice)
+
+    def _add_choice(self, choice: dict[str, Any]) -> None:
+        empty = {"text": "", "token_ids": [], "logprobs": [], "finish": None, "stop": None}
+        into = self.choices.setdefault(choice["index"], empty)
+        into["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        into["token_ids"] += choice.get("token_ids") or []
+        into["logprobs"] += _logprobs(choice.get("logprobs"))
+        if choice.get("prompt_logprobs"):
+            assert "prompt_logprobs" not in into, "they came twice"
+            into["prompt_logprobs"] = choice["prompt_logprobs"]
+        if choice.get("finish_reason"):
+            assert into["finish"] is None, "it ended twice"
+            into["finish"], into["stop"] = choice["finish_reason"], choice.get("stop_reason")
+
+
+def _logprobs(logprobs: dict[str, Any] | None) -> list[Any]:
+    if logprobs is None:
+        return []
+    if "content" in logprobs:
+        return list(logprobs["content"] or [])
+    names = ("tokens", "token_logprobs", "top_logprobs")
+    return [list(entry) for entry in zip(*(logprobs[name] for name in names), strict=True)]
+
+
+class Streams:
+    """Runs requests at once against a server; counts the chunks that come."""
+
+    def __init__(self, server: ServerProcess, timeout_s: float = 120.0) -> None:
+        self._server = server
+        self._timeout_s = timeout_s
+        self.num_chunks = 0
+        self._waiting: list[tuple[int, asyncio.Event]] = []
+
+    def run(
+        self, bodies: Sequence[Body], fault: Callable[[Streams], Awaitable[None]] | None = None
+    ) -> list[Answer]:
+        """The requests' answers; `fault` happens meanwhile, and must be over before they are."""
+        return asyncio.run(self._run(bodies, fault))
+
+    async def _run(
+        self, bodies: Sequence[Body], fault: Callable[[Streams], Awaitable[None]] | None
+    ) -> list[Answer]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=self._server.base_url, limits=limits, timeout=self._timeout_s
+        ) as client:
+            happening = asyncio.ensure_future(fault(self)) if fault is not None else None
+            answers = await asyncio.gather(*(self._stream(client, body) for body in bodies))
+            if happening is not None:
+                await asyncio.wait_for(happening, 10)
+            return answers
+
+    async def _stream(self, client: httpx.AsyncClient, body: Body) -> Answer:
+        answer = Answer()
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        usage = {"include_usage": True}
+        body = {"stream": True, "stream_options": usage, "return_token_ids": True, **body}
+        async with client.stream("POST", path, json=body) as response:
+            if response.status_code != 200:
+                answer.error = json.loads(await response.aread())["error"]
+                return answer
+            async for line in response.aiter_lines():
+                if line:
+                    answer.add(line.removeprefix("data: "))
+                    self._count_chunk()
+        return answer
+
+    def _count_chunk(self) -> None:
+        self.num_chunks += 1
+        for least, event in self._waiting:
+            if self.num_chunks >= least:
+                event.set()
+
+    async def chunks_more(self, count: int) -> None:
+        """Wait until so many more chunks have come."""
+        event = asyncio.Event()
+        self._waiting.append((self.num_chunks + count, event))
+        await event.wait()
+
+    # -- what may happen
+
+    def kills(
+        self, num_kills: int, chunks_between: tuple[int, int], seed: int
+    ) -> Callable[[Streams], Awaitable[None]]:
+        """Kill the engine, again and again, each time after some more chunks."""
+        draw = random.Random(seed)
+        self.times_back_s: list[float] = []
+
+        async def kill_often(_: Streams) -> None:
+            for _kill in range(num_kills):
+                await self.chunks_more(draw.randint(*chunks_between))
+                await asyncio.sleep(draw.random() * 0.02)  # anywhere within a step
+                self.times_back_s.append(await kill_and_wait(self._server))
+
+        return kill_often
+
+
+async def kill_and_wait(server: ServerProcess, number: int = signal.SIGKILL) -> float:
+    """End the engine; how many seconds it took until the server said that it is back."""
+    pid, started = server.engine_pid, time.monotonic()
+    os.kill(pid, number)
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
+        while True:
+            has_died = pid not in server.child_pids()
+            if has_died and (await client.get("/health")).status_code == 200:
+                return time.monotonic() - started
+            await asyncio.sleep(0.01)
