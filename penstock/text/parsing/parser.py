@@ -7,12 +7,65 @@ makes no difference to what the deltas add up to.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
+from penstock.protocol.errors import ConfigError
 from penstock.text.parsing.deltas import Delta
+from penstock.text.parsing.detect import Detected, detect
+from penstock.text.parsing.emitter import Emitter
 from penstock.text.parsing.formats import CallGrammar, ReasoningFormat, Tool
+from penstock.text.parsing.stream import Steps, Stream
+
+if TYPE_CHECKING:
+    from penstock.text.parsing.reasoning import ReasoningTags
+    from penstock.text.parsing.tool_format import ToolFormat
+
+__all__ = [
+    "REASONING_PARSERS",
+    "TOOL_PARSERS",
+    "Detected",
+    "OutputParser",
+    "ParserContext",
+    "call_grammar",
+    "check_names",
+    "detect",
+    "make_output_parser",
+    "reasoning_format",
+    "thinking_is_open",
+]
+
+_HERE = "penstock.text.parsing"
+HARMONY = "openai"  # reads reasoning and calls together: a format of messages, not of markers
+
+TOOL_PARSERS: Mapping[str, str] = {
+    "deepseek_v3": "json_families:DeepSeekV3",
+    "glm45": "tagged_families:Glm45",
+    "granite": "json_families:Granite",
+    "hermes": "json_families:Hermes",
+    "json": "json_families:BareJson",
+    "kimi_k2": "json_families:KimiK2",
+    "llama3_json": "json_families:Llama3Json",
+    "minimax_m2": "tagged_families:MiniMaxM2",
+    "mistral": "json_families:Mistral",
+    HARMONY: "harmony:Harmony",
+    "pythonic": "pythonic:Pythonic",
+    "qwen3_coder": "tagged_families:Qwen3Coder",
+}
+REASONING_PARSERS: Mapping[str, str] = {
+    "deepseek_r1": "reasoning:DEEPSEEK_R1",
+    "deepseek_v3": "reasoning:DEEPSEEK_V3",
+    "glm45": "reasoning:GLM45",
+    "granite": "reasoning:GRANITE",
+    "kimi_k2": "reasoning:KIMI_K2",
+    "minimax_m2": "reasoning:MINIMAX_M2",
+    "mistral": "reasoning:MISTRAL",
+    "openai_gptoss": "harmony:FORMAT",
+    "qwen3": "reasoning:QWEN3",
+}
 
 
 class OutputParser(Protocol):
@@ -61,13 +114,6 @@ class ParserContext:
     new_call_id: Callable[[], str] | None = None  # for tests; else the family's own way
 
 
-class Detected(NamedTuple):
-    """Names of parsers, None where the template does not tell."""
-
-    reasoning: str | None
-    tools: str | None
-
-
 def make_output_parser(
     reasoning: str | None,
     tools: str | None,
@@ -80,30 +126,154 @@ def make_output_parser(
 
     Without `tools_offered` nothing is taken for a call. `enforced` says that the output follows
     `call_grammar(tools, ...)` (tool_choice required or named), which for some families is not
-    the form they write by themselves. ConfigError for a name that does not exist.
+    the form they write by themselves. ConfigError for names that do not exist or do not go
+    together.
     """
-    raise NotImplementedError
+    check_names(reasoning, tools)
+    context = context or ParserContext()
+    if reasoning == "openai_gptoss" or tools == HARMONY:
+        return StreamParser(None, _tool_format(HARMONY)(tools_offered), context)
+    tags: ReasoningTags | None = _load(REASONING_PARSERS[reasoning]) if reasoning else None
+    if tools is None or not tools_offered:
+        from penstock.text.parsing.tool_format import PlainText
+
+        return StreamParser(tags, PlainText(()), context)
+    family = _tool_format(tools)
+    if enforced and family.grammar(tools_offered, parallel=True) is None:
+        family = _tool_format("json")
+    return StreamParser(tags, family(tools_offered), context)
 
 
-def call_grammar(tools: str, tools_offered: Sequence[Tool], parallel: bool) -> CallGrammar:
+def check_names(reasoning: str | None, tools: str | None) -> None:
+    """ConfigError unless there are parsers of these names that work together."""
+    if reasoning is not None and reasoning not in REASONING_PARSERS:
+        raise ConfigError(
+            f"there is no reasoning parser {reasoning!r}: it must be one of "
+            f"{', '.join(REASONING_PARSERS)}"
+        )
+    if tools is not None and tools not in TOOL_PARSERS:
+        raise ConfigError(
+            f"there is no tool-call parser {tools!r}: it must be one of {', '.join(TOOL_PARSERS)}"
+        )
+    harmony = (reasoning == "openai_gptoss", tools == HARMONY)
+    if any(harmony) and not all(harmony) and None not in (reasoning, tools):
+        raise ConfigError(
+            f"reasoning parser {reasoning!r} and tool-call parser {tools!r} do not go together: "
+            f"openai_gptoss needs {HARMONY}, and the other way round"
+        )
+
+
+def call_grammar(
+    tools: str, tools_offered: Sequence[Tool], parallel: bool, chat_template: str = ""
+) -> CallGrammar:
     """What the output must look like where a call is required; one named tool: offer only it.
 
-    Families that do not write JSON (pythonic, qwen3_coder, glm45, minimax_m2) are held to a JSON
-    array of objects with name and parameters, which make_output_parser(enforced=True) reads.
+    Where reasoning comes first, this holds from its end on. Families that have dialects (mistral,
+    deepseek_v3) look into `chat_template`. Families that do not write JSON (pythonic, qwen3_coder,
+    glm45, minimax_m2) are held to a JSON array of objects with name and parameters, which
+    `make_output_parser(enforced=True)` reads.
     """
-    raise NotImplementedError
+    check_names(None, tools)
+    grammar = _tool_format(tools).grammar(tools_offered, parallel, chat_template)
+    if grammar is None:
+        grammar = _tool_format("json").grammar(tools_offered, parallel)
+    assert grammar is not None
+    return grammar
 
 
 def reasoning_format(reasoning: str) -> ReasoningFormat:
     """The markers of the reasoning parser called `reasoning`."""
-    raise NotImplementedError
+    check_names(reasoning, None)
+    found = _load(REASONING_PARSERS[reasoning])
+    return found if isinstance(found, ReasoningFormat) else _format_of(found)
 
 
 def thinking_is_open(reasoning: str, context: ParserContext) -> bool:
     """Whether the prompt has begun the reasoning, so that the output starts in its middle."""
-    raise NotImplementedError
+    check_names(reasoning, None)
+    found = _load(REASONING_PARSERS[reasoning])
+    return not isinstance(found, ReasoningFormat) and _is_open(found, context)
 
 
-def detect(chat_template: str) -> Detected:
-    """The parsers that `chat_template` needs, where it is unmistakable."""
-    raise NotImplementedError
+def _format_of(tags: ReasoningTags) -> ReasoningFormat:
+    return tags.format
+
+
+def _is_open(tags: ReasoningTags, context: ParserContext) -> bool:
+    return tags.is_open(context.prompt, context.continued, context.template_kwargs)
+
+
+def _tool_format(name: str) -> type[ToolFormat]:
+    family: type[ToolFormat] = _load(TOOL_PARSERS[name])
+    return family
+
+
+def _load(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(f"{_HERE}.{module}"), name)
+
+
+class StreamParser:
+    """Runs a reasoning format and then a tool format over one stream."""
+
+    def __init__(
+        self, reasoning: ReasoningTags | None, tools: ToolFormat, context: ParserContext
+    ) -> None:
+        self.markers = frozenset(tools.markers) | (reasoning.markers if reasoning else frozenset())
+        self._token_bytes = context.token_bytes
+        self._stream = Stream()
+        self._out = Emitter(self._stream, context.new_call_id or tools.new_call_id)
+        self._out.reasoning_is_over = reasoning is None and not tools.reads_reasoning
+        self._token_offsets: list[int] = []  # in bytes: where in the text each token begins
+        self._num_bytes_fed = 0
+        is_open = reasoning is not None and _is_open(reasoning, context)
+        self._steps = self._parse(reasoning, is_open, tools)
+
+    def _parse(
+        self, reasoning: ReasoningTags | None, is_open: bool, tools: ToolFormat
+    ) -> Steps[None]:
+        if reasoning is not None:
+            yield from reasoning.parse(self._stream, self._out, is_open)
+            self._out.reasoning_is_over = not self._stream.ended
+        yield from tools.parse(self._stream, self._out)
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        return bool(self.markers)
+
+    @property
+    def in_reasoning(self) -> bool:
+        return not self._out.reasoning_is_over
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        offsets = self._token_offsets
+        return sum(
+            (len(offsets) if end is None else bisect_left(offsets, end))
+            - bisect_left(offsets, begin)
+            for begin, end in self._out.reasoning_spans
+        )
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
+        self._place_tokens(text, token_ids)
+        self._stream.push(text)
+        next(self._steps, None)
+        return self._out.drain()
+
+    def finish(self) -> list[Delta]:
+        self._stream.ended = True
+        next(self._steps, None)
+        self._out.finish()
+        return self._out.drain()
+
+    def _place_tokens(self, text: str, token_ids: Sequence[int]) -> None:
+        if self._token_bytes is None:
+            size = len(text.encode())
+            for index in range(len(token_ids)):
+                self._token_offsets.append(self._num_bytes_fed + size * index // len(token_ids))
+            self._num_bytes_fed += size
+            return
+        for token_id in token_ids:
+            if size := len(self._token_bytes(token_id)):
+                self._token_offsets.append(self._num_bytes_fed)
+                self._num_bytes_fed += size

@@ -1,0 +1,129 @@
+"""Collects what a parser finds into deltas, and keeps white space where it belongs.
+
+White space between text and a call, and between reasoning and the answer, is the format's and not
+the message's: it is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from penstock.text.parsing.deltas import (
+    ContentDelta,
+    Delta,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallBroken,
+    ToolCallEnd,
+    ToolCallStart,
+)
+from penstock.text.parsing.stream import Stream
+
+logger = logging.getLogger(__name__)
+
+
+class Emitter:
+    """The deltas of one output. `next_index` is the number of calls that have begun."""
+
+    def __init__(self, stream: Stream, new_call_id: Callable[[], str]) -> None:
+        self.next_index = 0
+        self.reasoning_is_over = False
+        self.reasoning_spans: list[tuple[int, int | None]] = []  # in bytes of the text
+        self._stream = stream
+        self._new_call_id = new_call_id
+        self._deltas: list[Delta] = []
+        self._space = ""  # held back until it is known what follows
+        self._drop_space = False  # what comes next is not preceded by any of the message's own
+        self._in_call = False
+        self._warned = False
+
+    @property
+    def in_call(self) -> bool:
+        return self._in_call
+
+    def drain(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def finish(self) -> None:
+        """The output has ended: what was held back is no format's."""
+        space, self._space = self._space, ""
+        if space and not self._drop_space:
+            self._add_content(space)
+
+    def content(self, text: str) -> None:
+        text = self._trim(text)
+        if text:
+            self._add_content(text)
+
+    def begin_reasoning(self) -> None:
+        self.finish()
+        self._drop_space = True
+        self.reasoning_spans.append((self._stream.num_bytes_read, None))
+
+    def reasoning(self, text: str) -> None:
+        text = self._trim(text)
+        if not text:
+            return
+        last = self._deltas[-1] if self._deltas else None
+        if isinstance(last, ReasoningDelta):
+            self._deltas[-1] = ReasoningDelta(last.text + text)
+        else:
+            self._deltas.append(ReasoningDelta(text))
+
+    def end_reasoning(self, num_bytes_since: int = 0) -> None:
+        """The reasoning ended `num_bytes_since` before what was read last."""
+        begin, _ = self.reasoning_spans[-1]
+        self.reasoning_spans[-1] = (begin, self._stream.num_bytes_read - num_bytes_since)
+        self._space, self._drop_space = "", True
+
+    def start_call(self, name: str, call_id: str | None = None) -> None:
+        self._space, self._drop_space = "", True
+        self._in_call = True
+        self._deltas.append(ToolCallStart(self.next_index, call_id or self._new_call_id(), name))
+        self.next_index += 1
+
+    def arguments(self, text: str) -> None:
+        assert self._in_call
+        index = self.next_index - 1
+        last = self._deltas[-1] if self._deltas else None
+        if isinstance(last, ToolCallArguments):
+            self._deltas[-1] = ToolCallArguments(index, last.text + text)
+        elif text:
+            self._deltas.append(ToolCallArguments(index, text))
+
+    def end_call(self) -> None:
+        self._in_call = False
+        self._deltas.append(ToolCallEnd(self.next_index - 1))
+        self._stream.record()  # what is malformed from here on does not take the call with it
+
+    def fail(self, text: str, why: str | None) -> None:
+        """`text` is no call after all; `why`, unless that is to be expected, is logged once."""
+        if why is not None and not self._warned:
+            self._warned = True
+            logger.warning("a malformed tool call is passed on as text (%s): %.200r", why, text)
+        if not self._in_call:
+            self.content(text)
+            return
+        self._in_call = False
+        self._drop_space = False
+        self._deltas.append(ToolCallBroken(self.next_index - 1, text))
+
+    def _trim(self, text: str) -> str:
+        """`text` with the space held before, less the space at its end, which is held now."""
+        text = self._space + text
+        if self._drop_space:
+            text = text.lstrip()
+        kept = text.rstrip()
+        self._space = text[len(kept) :]
+        if kept:
+            self._drop_space = False
+        return kept
+
+    def _add_content(self, text: str) -> None:
+        last = self._deltas[-1] if self._deltas else None
+        if isinstance(last, ContentDelta):
+            self._deltas[-1] = ContentDelta(last.text + text)
+        else:
+            self._deltas.append(ContentDelta(text))

@@ -1,0 +1,116 @@
+"""OpenAI's harmony format (gpt-oss): an output is a row of messages, each with a header.
+
+`<|channel|>analysis<|message|>...<|end|>` is reasoning, the channel `final` is the answer, and a
+message in `commentary` to `functions.name` is a call. Commentary to nobody is meant for the user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from penstock.text.parsing.emitter import Emitter
+from penstock.text.parsing.formats import CallGrammar, ReasoningFormat, Tool
+from penstock.text.parsing.json_calls import read_named_call
+from penstock.text.parsing.json_families import named_shapes
+from penstock.text.parsing.stream import Malformed, Steps, Stream, Truncated
+from penstock.text.parsing.tool_format import ToolFormat
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+ENDS = ("<|end|>", "<|return|>", "<|call|>")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+FORMAT = ReasoningFormat(
+    start=f"{CHANNEL}analysis{MESSAGE}",
+    end="<|end|>",
+    closing=f"<|end|>{START}assistant{CHANNEL}final{MESSAGE}",
+    answer_prefix=f"{START}assistant{CHANNEL}final{MESSAGE}",
+)
+
+
+class Harmony(ToolFormat):
+    """Reads the whole output, reasoning included; calls only if tools were offered."""
+
+    markers = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
+    reads_reasoning = True
+    _name = ""  # the tool that the message at hand calls
+
+    def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
+        """The prompt ends with `<|start|>assistant`, so the output begins within a header."""
+        while True:
+            stream.record()
+            try:
+                header = yield from self._read_header(stream)
+            except (Malformed, Truncated):
+                # Without a header this is no message: pass it on, and look for the next one.
+                out.content(stream.stop_recording())
+                if (yield from stream.until((START,), out.content)) is None:
+                    return
+                continue
+            stream.stop_recording()
+            yield from self._read_message(stream, out, header)
+            yield from stream.skip_space()
+            if stream.ended and not (yield from stream.peek()):
+                return
+
+    def _read_header(self, stream: Stream) -> Steps[str]:
+        yield from stream.skip_space()
+        yield from stream.accept(START)
+        pieces = []
+        while True:
+            text, marker = yield from stream.read_until(self.markers)
+            pieces.append(text)
+            if marker == MESSAGE:
+                return "".join(pieces)
+            if marker in ENDS:
+                raise Malformed("a header ended without a message")
+            pieces.append(marker)
+
+    def _read_message(self, stream: Stream, out: Emitter, header: str) -> Steps[None]:
+        channel = _CHANNEL.search(header)
+        name = self._called(header)
+        if name is not None:
+            out.reasoning_is_over = True
+            yield from self._read_call(stream, out, name)
+        elif channel is not None and channel[1] == "analysis":
+            out.begin_reasoning()
+            marker = yield from stream.until((*ENDS, START), out.reasoning)
+            if marker is not None:
+                out.end_reasoning(len(marker))
+            _put_back_start(stream, marker)
+        else:
+            out.reasoning_is_over = True
+            _put_back_start(stream, (yield from stream.until((*ENDS, START), out.content)))
+
+    def _called(self, header: str) -> str | None:
+        """The tool that a message with this header is addressed to."""
+        recipient = _RECIPIENT.search(header)
+        if recipient is None or not self._tools:
+            return None
+        name = recipient[1].removeprefix("functions.")
+        return name if name != recipient[1] or name in self._tools else None
+
+    def _read_call(self, stream: Stream, out: Emitter, name: str) -> Steps[None]:
+        self._name = name
+        yield from self._attempt(stream, out, "")
+        marker = yield from stream.until((*ENDS, START), out.content)  # nothing, if all is well
+        _put_back_start(stream, marker)
+
+    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+        yield from read_named_call(stream, out, self._name, ENDS)
+
+    @classmethod
+    def grammar(
+        cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
+    ) -> CallGrammar | None:
+        """One call, since `<|call|>` ends the output."""
+        prefix = f"{CHANNEL}commentary to=functions.{{name}} {CONSTRAIN}json{MESSAGE}"
+        calls = named_shapes(tools, prefix, "<|call|>")
+        return CallGrammar(f"{START}assistant", calls, "", "", False, cls.markers)
+
+
+def _put_back_start(stream: Stream, marker: str | None) -> None:
+    """A message that begins ends the one before it, even if that was left open."""
+    if marker == START:
+        stream.put_back(START)

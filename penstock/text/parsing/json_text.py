@@ -1,0 +1,153 @@
+"""JSON read as it arrives: checked, and passed on piece by piece."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from penstock.text.parsing.stream import Malformed, Sink, Steps, Stream, Truncated
+
+MAX_DEPTH = 64
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_SCALAR_END = re.compile(r"[\s,\]}]")
+_SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
+_MAX_SCALAR = 400  # characters: longer ones are no numbers that anyone reads
+_ESCAPES = 'nrtbf/\\"'
+
+
+def to_json(value: Any) -> str:
+    """Readable JSON that can be encoded whatever strings hold."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, which a model has escaped
+        return json.dumps(value)
+    return text
+
+
+def read_value(stream: Stream, sink: Sink, depth: int = 0) -> Steps[None]:
+    """Read one JSON value and pass its text on. Malformed where it is none.
+
+    Control characters within strings, which JSON forbids and models write, are passed on escaped.
+    """
+    sink((yield from stream.skip_space()))
+    char = yield from stream.next_char()
+    if char == '"':
+        yield from _read_string(stream, sink)
+    elif char in "{[":
+        if depth == MAX_DEPTH:
+            raise Malformed(f"JSON is nested more than {MAX_DEPTH} deep")
+        yield from _read_items(stream, sink, depth + 1)
+    else:
+        yield from _read_scalar(stream, sink)
+
+
+def _read_items(stream: Stream, sink: Sink, depth: int) -> Steps[None]:
+    """An object or an array."""
+    is_object = stream.take(1) == "{"
+    end = "}" if is_object else "]"
+    sink("{" if is_object else "[")
+    sink((yield from stream.skip_space()))
+    if (yield from stream.accept(end)):
+        sink(end)
+        return
+    while True:
+        if is_object:
+            sink((yield from stream.skip_space()))
+            yield from _read_string(stream, sink)
+            sink((yield from stream.skip_space()))
+            sink((yield from stream.expect(":")))
+        yield from read_value(stream, sink, depth)
+        sink((yield from stream.skip_space()))
+        after = yield from stream.expect(",", end)
+        sink(after)
+        if after == end:
+            return
+
+
+def _read_string(stream: Stream, sink: Sink) -> Steps[None]:
+    sink((yield from stream.expect('"')))
+    while True:
+        char = yield from stream.next_char()
+        if char == '"':
+            sink(stream.take(1))
+            return
+        if char == "\\":
+            yield from _read_escape(stream, sink)
+        elif char < " ":
+            sink(json.dumps(stream.take(1))[1:-1])
+        else:
+            yield from _read_plain(stream, sink)
+
+
+def _read_plain(stream: Stream, sink: Sink) -> Steps[None]:
+    """What of a string is there already, up to a character that means something."""
+    available = yield from stream.available()
+    match = _PLAIN.match(available)
+    assert match is not None
+    sink(stream.take(match.end()))
+
+
+def _read_escape(stream: Stream, sink: Sink) -> Steps[None]:
+    escape = yield from stream.peek(2)
+    if len(escape) < 2:
+        raise Truncated
+    if escape[1] in _ESCAPES:
+        sink(stream.take(2))
+        return
+    if escape[1] != "u":
+        raise Malformed(f"{escape!r} is no escape in JSON")
+    escape = yield from stream.peek(6)
+    if len(escape) < 6:
+        raise Truncated
+    if not re.fullmatch(r"\\u[0-9a-fA-F]{4}", escape):
+        raise Malformed(f"{escape!r} is no escape in JSON")
+    sink(stream.take(6))
+
+
+def _read_scalar(stream: Stream, sink: Sink) -> Steps[None]:
+    """A number, true, false or null."""
+    count = 0
+    while True:
+        available = yield from stream.peek(count + 1)
+        if len(available) <= count or _SCALAR_END.match(available[count]):
+            break
+        count += 1
+        if count > _MAX_SCALAR:
+            raise Malformed("a JSON value is missing")
+        if count == 1 and available not in "-0123456789tfn":
+            raise Malformed(f"{available!r} begins no JSON value")
+    text = available[:count]
+    if not _SCALAR.fullmatch(text):
+        if stream.ended and len(available) <= count:
+            raise Truncated
+        raise Malformed(f"{text!r} is no JSON value")
+    sink(stream.take(count))
+
+
+def read_whole_value(stream: Stream) -> Steps[Any]:
+    """One JSON value, parsed."""
+    pieces: list[str] = []
+    yield from read_value(stream, pieces.append)
+    return json.loads("".join(pieces))
+
+
+def read_object_keys(stream: Stream, on_key: Callable[[str], Steps[None]]) -> Steps[None]:
+    """Read an object. `on_key` is called at each key's value, which it must read."""
+    yield from stream.expect("{")
+    yield from stream.skip_space()
+    if (yield from stream.accept("}")):
+        return
+    while True:
+        yield from stream.skip_space()
+        pieces: list[str] = []
+        yield from _read_string(stream, pieces.append)
+        yield from stream.skip_space()
+        yield from stream.expect(":")
+        yield from stream.skip_space()
+        yield from on_key(json.loads("".join(pieces)))
+        yield from stream.skip_space()
+        if (yield from stream.expect(",", "}")) == "}":
+            return

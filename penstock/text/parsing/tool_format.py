@@ -1,0 +1,96 @@
+"""What all ways to write tool calls have in common."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from penstock.text.parsing.emitter import Emitter
+from penstock.text.parsing.formats import CallGrammar, Tool
+from penstock.text.parsing.stream import Malformed, Steps, Stream, Truncated
+
+_NAME = re.compile(r"""[^\s<>{}()\[\]"'`|]{1,256}""")
+
+
+class ToolFormat(ABC):
+    """Reads content and calls in one family's format.
+
+    `begins` are the markers at which a call, or a section of calls, begins. `markers` are all
+    that may be special tokens. `reads_reasoning` says that the format covers that as well.
+    """
+
+    begins: ClassVar[tuple[str, ...]] = ()
+    markers: ClassVar[tuple[str, ...]] = ()
+    reads_reasoning: ClassVar[bool] = False
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+
+    def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
+        """Everything up to the output's end."""
+        while True:
+            marker = yield from stream.until((*self.begins, *stream.noise), out.content)
+            if marker is None:
+                return
+            if marker not in stream.noise:
+                yield from self._attempt(stream, out, marker)
+
+    def _attempt(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+        """Read what `marker` began. What is no call goes out as text, and the marker with it."""
+        stream.record(marker)
+        try:
+            yield from self.read_calls(stream, out, marker)
+        except Malformed as malformed:
+            expected = not marker and not out.in_call  # nothing had promised a call
+            out.fail(stream.stop_recording(), None if expected else str(malformed))
+        except Truncated:
+            text = stream.stop_recording()
+            if not out.in_call:
+                out.content(text)
+        else:
+            stream.stop_recording()
+
+    @abstractmethod
+    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+        """Read the calls that `marker`, which was just read, begins."""
+
+    @classmethod
+    @abstractmethod
+    def grammar(
+        cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
+    ) -> CallGrammar | None:
+        """What calls look like; None where they are not JSON. `chat_template` tells dialects."""
+
+    @staticmethod
+    def new_call_id() -> str:
+        return f"call_{secrets.token_hex(12)}"
+
+    def parameters_of(self, name: str) -> Mapping[str, Any]:
+        """The schema of a tool's arguments; empty for a tool that was not offered."""
+        tool = self._tools.get(name)
+        return tool.parameters if tool is not None else {}
+
+
+class PlainText(ToolFormat):
+    """No calls: all is content."""
+
+    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+        raise AssertionError("no marker begins a call")
+
+    @classmethod
+    def grammar(
+        cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
+    ) -> CallGrammar | None:
+        return None
+
+
+def check_name(name: object) -> str:
+    """The name of a function. Malformed if it cannot be one."""
+    if isinstance(name, str):
+        name = name.strip()
+        if _NAME.fullmatch(name) and name.isprintable():
+            return name
+    raise Malformed(f"{name!r:.40} is no function's name")
