@@ -25,10 +25,11 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = option(
         None, "Exact number of KV cache blocks, whatever the memory; for tests."
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = option(
         "auto",
         "Type of keys and values in the cache; auto: the model's, float16 where weights are "
-        "computed with in blocks.",
+        "computed with in blocks; int8, on a CPU: half of float16's memory and a float32 scale for "
+        "each head of a token, for a loss that docs/benchmarks.md measures.",
     )
     enable_prefix_caching: bool = option(
         True, "Keep blocks of finished requests and reuse them for prompts that begin alike."

@@ -47,6 +47,11 @@ def resolve_runtime(
     kv_dtype: str = config.cache.kv_cache_dtype
     if kv_dtype == "auto":
         kv_dtype = next(name for name, candidate in DTYPES.items() if candidate == dtype)
+    if kv_dtype == "int8" and platform.device.type != "cpu":
+        raise ConfigError(
+            f"kv_cache_dtype=int8 is for CPUs, got device={platform.device.type}: "
+            "choose bfloat16 or float16"
+        )
     return Runtime(dtype, kv_dtype, max_model_len, max_num_seqs, budget)
 
 

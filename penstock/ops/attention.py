@@ -1,7 +1,8 @@
 """Attention over a paged KV cache, and over plain variable-length batches: the torch reference.
 
-A layer's cache is ``[num_blocks, 2, block_size, num_kv_heads, head_dim]``: one page holds the
-keys and then the values of a block's tokens.
+A layer's cache is ``[num_blocks, 2, block_size, num_kv_heads, entry]``: one page holds the keys and
+then the values of a block's tokens. An entry is a head's `head_dim` numbers; in an int8 cache the
+four bytes of a float32 follow, with which they are to be multiplied.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from penstock.protocol.kv import INT8_SCALE_BYTES
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,38 @@ def write_kv(
     """Store a step's keys and values [n, kv_heads, head_dim] at their slots in the cache."""
     block_size = cache.shape[2]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    cache[block, 0, offset] = key.to(cache.dtype)
-    cache[block, 1, offset] = value.to(cache.dtype)
+    for index, x in enumerate((key, value)):
+        cache[block, index, offset] = (
+            to_int8_entries(x) if cache.dtype == torch.int8 else x.to(cache.dtype)
+        )
+
+
+def to_int8_entries(x: torch.Tensor) -> torch.Tensor:
+    """Heads [..., head_dim] in 8 bits, each with its scale: [..., head_dim + 4] int8.
+
+    Each is quantized by itself, so a token's entries depend on nothing but the token's own keys and
+    values. A head with a number that is not finite gets NaN for its scale: it must not look sane.
+    """
+    x = x.float()
+    largest = x.abs().amax(-1, keepdim=True)
+    finite = largest.isfinite()
+    scale = torch.where(finite, largest / 127.0, torch.nan)
+    inverse = torch.full_like(largest, 127.0) / largest
+    inverse = torch.where(finite & (largest > 1e-30), inverse, 0.0)
+    numbers = (x * inverse).round_().nan_to_num_(nan=0.0).to(torch.int8)
+    return torch.cat([numbers, scale.view(torch.int8)], dim=-1)
+
+
+def from_int8_entries(entries: torch.Tensor) -> torch.Tensor:
+    """[..., head_dim + 4] int8 -> [..., head_dim] float32."""
+    numbers, scale = entries[..., :-INT8_SCALE_BYTES], entries[..., -INT8_SCALE_BYTES:]
+    scale = scale.clone(memory_format=torch.contiguous_format)  # alone, so that it is aligned
+    return numbers.float() * scale.view(torch.float32)
 
 
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    cache: torch.Tensor,  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
+    cache: torch.Tensor,  # [num_blocks, 2, block_size, num_kv_heads, entry]
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
@@ -87,8 +115,10 @@ def varlen_attention(
 
 def _gather(cache: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the blocks in table [n, blocks]: each [n, tokens, kv_heads, head_dim]."""
-    pages = cache[table]  # [n, blocks, 2, block_size, kv_heads, head_dim]
-    shape = (table.shape[0], -1, *cache.shape[3:])
+    pages = cache[table]  # [n, blocks, 2, block_size, kv_heads, entry]
+    if pages.dtype == torch.int8:
+        pages = from_int8_entries(pages)
+    shape = (table.shape[0], -1, *pages.shape[4:])
     return pages[:, :, 0].reshape(shape), pages[:, :, 1].reshape(shape)
 
 

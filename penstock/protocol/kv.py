@@ -19,13 +19,19 @@ class FullAttentionSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
 
     num_kv_heads: int  # on one rank
     head_dim: int
-    dtype: str  # "float32", "bfloat16", "float16"
+    dtype: str  # "float32", "bfloat16", "float16", "int8"
+
+    @property
+    def entry_size(self) -> int:
+        """Elements that a head's key, or value, of one token takes."""
+        return self.head_dim + (INT8_SCALE_BYTES if self.dtype == "int8" else 0)
 
     def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+        return 2 * self.num_kv_heads * self.entry_size * DTYPE_BYTES[self.dtype]
 
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+INT8_SCALE_BYTES = 4  # each head of a token has a scale of its own, a float32, behind its numbers
 
 # Code takes any KVCacheSpec; a decoder must be told which ones there are, as a union.
 if TYPE_CHECKING:

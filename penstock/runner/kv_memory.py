@@ -16,6 +16,7 @@ TORCH_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "int8": torch.int8,
 }
 
 
@@ -48,12 +49,12 @@ class KVMemory:
         return ForwardContext(self.caches, attention, query_starts, token_slots)
 
     def _view(self, buffer: torch.Tensor, group: KVCacheGroup) -> torch.Tensor:
-        """[num_blocks, 2, block_size, num_kv_heads, head_dim], the page's padding left out."""
+        """[num_blocks, 2, block_size, num_kv_heads, entry_size], the page's padding left out."""
         spec = group.spec
         assert isinstance(spec, FullAttentionSpec)
         used = group.block_size * spec.bytes_per_token()
         typed = buffer[:, :used].view(TORCH_DTYPES[spec.dtype])
-        shape = (2, group.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (2, group.block_size, spec.num_kv_heads, spec.entry_size)
         return typed.as_strided((len(buffer), *shape), (typed.stride(0), *_strides(shape)))
 
 

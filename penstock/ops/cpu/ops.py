@@ -12,8 +12,9 @@ import torch
 
 from penstock.ops import reference
 from penstock.ops.attention import AttentionMetadata
-from penstock.ops.cpu.dtypes import FLOAT_TYPES
+from penstock.ops.cpu.dtypes import CACHE_TYPES
 from penstock.ops.cpu.library import Cache, Step, load
+from penstock.protocol.kv import INT8_SCALE_BYTES
 
 ROW_INVARIANT = frozenset(
     {
@@ -107,7 +108,7 @@ def write_kv(
 
 def paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
-    cache: torch.Tensor,  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
+    cache: torch.Tensor,  # [num_blocks, 2, block_size, num_kv_heads, entry]
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
@@ -142,10 +143,11 @@ def step_of(
 
 def cache_of(cache: torch.Tensor) -> Cache:
     """For the library; good while the tensor lives."""
-    _, _, block_size, num_kv_heads, head_dim = cache.shape
+    _, _, block_size, num_kv_heads, entry = cache.shape
+    head_dim = entry - INT8_SCALE_BYTES if cache.dtype == torch.int8 else entry
     return Cache(
         cache.data_ptr(), cache.stride(0), block_size, num_kv_heads, head_dim,
-        FLOAT_TYPES[cache.dtype],
+        CACHE_TYPES[cache.dtype],
     )  # fmt: skip
 
 
@@ -159,4 +161,4 @@ def _rows_are_dense(cos: torch.Tensor, sin: torch.Tensor) -> bool:
 
 
 def _is_readable(cache: torch.Tensor) -> bool:
-    return cache.dtype in FLOAT_TYPES and cache[0].is_contiguous()
+    return cache.dtype in CACHE_TYPES and cache[0].is_contiguous()

@@ -10,11 +10,15 @@
 namespace {
 
 constexpr int kTile = 32;
+constexpr int kWide = Isa::kLanes;
 
-inline int64_t padded(int64_t head_dim) { return (head_dim + 7) / 8 * 8; }
+inline int64_t padded(int64_t head_dim) { return (head_dim + kWide - 1) / kWide * kWide; }
+
+// Floats of one row and head: query, output, and a vector that holds the maximum and the sum.
+inline int64_t state_size(int64_t width) { return 2 * width + kWide; }
 
 int64_t attention_scratch(int64_t rows_and_heads, int64_t head_dim) {
-    return rows_and_heads * (2 * padded(head_dim) + 2) + 2 * kTile * padded(head_dim);
+    return rows_and_heads * state_size(padded(head_dim)) + 2 * kTile * padded(head_dim);
 }
 
 // Where each position of a tile has its key and its value.
@@ -23,55 +27,92 @@ struct Tile {
     const float* value[kTile];
 };
 
-// Elements from the cache's start to the key of a position; its value is to_values further.
-inline int64_t key_offset(const AttentionTask& task, int64_t position) {
+// A position's key in the cache; its value is to_values(task) bytes further.
+inline const uint8_t* key_at(const AttentionTask& task, int64_t position) {
     const int64_t kv_head = task.first_head / (task.num_heads / task.num_kv_heads);
-    return task.blocks[position / task.block_size] * task.block_stride +
-           (position % task.block_size * task.num_kv_heads + kv_head) * task.head_dim;
+    const int64_t in_block = position % task.block_size * task.num_kv_heads + kv_head;
+    const int64_t elements = task.blocks[position / task.block_size] * task.block_stride +
+                             in_block * entry_elements(task.kv_type, task.head_dim);
+    return static_cast<const uint8_t*>(task.cache) + elements * element_bytes(task.kv_type);
+}
+
+inline int64_t entry_bytes(const AttentionTask& task) {
+    return entry_elements(task.kv_type, task.head_dim) * element_bytes(task.kv_type);
+}
+
+inline int64_t to_values(const AttentionTask& task) {
+    return task.block_size * task.num_kv_heads * entry_bytes(task);
 }
 
 // The pieces that a head has of each token lie apart: the hardware does not foresee them.
 void prefetch_tile(const AttentionTask& task, int64_t start, int64_t count) {
-    const int64_t width = task.kv_type == F32 ? 4 : 2;
-    const int64_t to_values = task.block_size * task.num_kv_heads * task.head_dim;
+    const int64_t size = entry_bytes(task), distance = to_values(task);
     for (int64_t j = 0; j < count; ++j) {
-        const char* key = static_cast<const char*>(task.cache) + key_offset(task, start + j) * width;
-        for (int64_t i = 0; i < task.head_dim * width; i += 64) {
+        const uint8_t* key = key_at(task, start + j);
+        for (int64_t i = 0; i < size; i += 64) {
             prefetch(key + i);
-            prefetch(key + to_values * width + i);
+            prefetch(key + distance + i);
         }
     }
 }
 
+template <Type type>
+inline Isa::F load_numbers(const uint8_t* p) {
+    if constexpr (type == F32) return Isa::load(reinterpret_cast<const float*>(p));
+    if constexpr (type == F16) return Isa::load_half(p);
+    if constexpr (type == BF16) return Isa::load_bf16(reinterpret_cast<const uint16_t*>(p));
+    return Isa::to_float(Isa::load_i8(p));
+}
+
+// A key or a value as floats, padded with zeros to whole vectors.
+template <Type type>
+inline void load_entry(const uint8_t* from, int64_t dim, float* out) {
+    constexpr int64_t bytes = element_bytes(type);
+    float scale = 1.0f;
+    if constexpr (type == Int8) std::memcpy(&scale, from + dim, sizeof scale);
+    for (int64_t i = 0; i < dim; i += kWide) {
+        uint8_t tail[kWide * bytes];
+        const uint8_t* p = from + i * bytes;
+        if (dim - i < kWide) {
+            std::memset(tail, 0, sizeof tail);
+            std::memcpy(tail, p, (dim - i) * bytes);
+            p = tail;
+        }
+        Isa::F numbers = load_numbers<type>(p);
+        if constexpr (type == Int8) numbers = Isa::mul(numbers, Isa::set(scale));
+        Isa::store(out + i, numbers);
+    }
+}
+
+template <Type type>
 void load_tile(const AttentionTask& task, int64_t start, int64_t count, float* buffer, Tile& tile) {
-    const int64_t dim = task.head_dim;
-    const int64_t to_values = task.block_size * task.num_kv_heads * dim;
+    const int64_t dim = task.head_dim, width = padded(dim), distance = to_values(task);
     for (int64_t j = 0; j < count; ++j) {
-        const int64_t at = key_offset(task, start + j);
-        if (task.kv_type == F32 && dim % 8 == 0) {
-            tile.key[j] = static_cast<const float*>(task.cache) + at;
-            tile.value[j] = tile.key[j] + to_values;
+        const uint8_t* from = key_at(task, start + j);
+        if (type == F32 && dim == width) {
+            tile.key[j] = reinterpret_cast<const float*>(from);
+            tile.value[j] = reinterpret_cast<const float*>(from + distance);
             continue;
         }
-        float* key = buffer + 2 * j * padded(dim);
-        float* value = key + padded(dim);
-        if (task.kv_type == F32) {
-            const float* from = static_cast<const float*>(task.cache) + at;
-            for (int64_t i = 0; i < padded(dim); ++i) {
-                key[i] = i < dim ? from[i] : 0.0f;
-                value[i] = i < dim ? from[to_values + i] : 0.0f;
-            }
-        } else {
-            const uint16_t* from = static_cast<const uint16_t*>(task.cache) + at;
-            load_kv_row(from, dim, task.kv_type, key);
-            load_kv_row(from + to_values, dim, task.kv_type, value);
-        }
+        float* key = buffer + 2 * j * width;
+        float* value = key + width;
+        load_entry<type>(from, dim, key);
+        load_entry<type>(from + distance, dim, value);
         tile.key[j] = key;
         tile.value[j] = value;
     }
     for (int64_t j = count; j < kTile; ++j) {  // read, and then masked
         tile.key[j] = tile.key[0];
         tile.value[j] = tile.value[0];
+    }
+}
+
+void load_tile(const AttentionTask& task, int64_t start, int64_t count, float* buffer, Tile& tile) {
+    switch (task.kv_type) {
+        case F32: return load_tile<F32>(task, start, count, buffer, tile);
+        case F16: return load_tile<F16>(task, start, count, buffer, tile);
+        case BF16: return load_tile<BF16>(task, start, count, buffer, tile);
+        default: return load_tile<Int8>(task, start, count, buffer, tile);
     }
 }
 
@@ -82,6 +123,27 @@ struct RowState {
     float* total;
 };
 
+// output = output * keep + values times weights, for `count` vectors from dimension d on.
+template <int count>
+inline void add_values(const Tile& tile, const float* weights, int64_t low, int64_t high, float keep,
+                       int64_t d, float* output) {
+    Isa::F out[count];
+#pragma GCC unroll 8
+    for (int i = 0; i < count; ++i) {
+        out[i] = Isa::mul(Isa::load(output + d + kWide * i), Isa::set(keep));
+    }
+    for (int64_t j = low; j < high; ++j) {
+        const Isa::F weight = Isa::set(weights[j]);
+        const float* value = tile.value[j] + d;
+#pragma GCC unroll 8
+        for (int i = 0; i < count; ++i) {
+            out[i] = Isa::fma(weight, Isa::load(value + kWide * i), out[i]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < count; ++i) Isa::store(output + d + kWide * i, out[i]);
+}
+
 // Positions [low, high) of the tile are visible.
 void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, const RowState& row) {
     float scores[kTile];
@@ -90,15 +152,17 @@ void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, const 
             f8_store(scores + j, f8_set(-INFINITY));
             continue;
         }
-        F8 sums[8];
+        Isa::F sums[8];
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) sums[i] = f8_set(0.0f);
-        for (int64_t d = 0; d < dim; d += 8) {
-            const F8 q = f8_load(row.query + d);
+        for (int i = 0; i < 8; ++i) sums[i] = Isa::zero();
+        for (int64_t d = 0; d < dim; d += kWide) {
+            const Isa::F q = Isa::load(row.query + d);
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) sums[i] = f8_fma(q, f8_load(tile.key[j + i] + d), sums[i]);
+            for (int i = 0; i < 8; ++i) {
+                sums[i] = Isa::fma(q, Isa::load(tile.key[j + i] + d), sums[i]);
+            }
         }
-        f8_store(scores + j, f8_hsum8(sums));
+        f8_store(scores + j, Isa::sums_of_8(sums));
     }
     for (int64_t j = 0; j < low; ++j) scores[j] = -INFINITY;
     for (int64_t j = high; j < kTile; ++j) scores[j] = -INFINITY;
@@ -118,27 +182,15 @@ void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, const 
     *row.total = *row.total * correction[0] + f8_hsum((p[0] + p[1]) + (p[2] + p[3]));
     *row.most = most;
 
-    const F8 keep = f8_set(correction[0]);
     int64_t d = 0;
-    for (; d + 64 <= dim; d += 64) {
-        F8 out[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) out[i] = f8_load(row.output + d + 8 * i) * keep;
-        for (int64_t j = low; j < high; ++j) {
-            const F8 weight = f8_set(weights[j]);
-            const float* value = tile.value[j] + d;
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) out[i] = f8_fma(weight, f8_load(value + 8 * i), out[i]);
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) f8_store(row.output + d + 8 * i, out[i]);
+    for (; d + 8 * kWide <= dim; d += 8 * kWide) {
+        add_values<8>(tile, weights, low, high, correction[0], d, row.output);
     }
-    for (; d < dim; d += 8) {
-        F8 out = f8_load(row.output + d) * keep;
-        for (int64_t j = low; j < high; ++j) {
-            out = f8_fma(f8_set(weights[j]), f8_load(tile.value[j] + d), out);
-        }
-        f8_store(row.output + d, out);
+    for (; d + 4 * kWide <= dim; d += 4 * kWide) {
+        add_values<4>(tile, weights, low, high, correction[0], d, row.output);
+    }
+    for (; d < dim; d += kWide) {
+        add_values<1>(tile, weights, low, high, correction[0], d, row.output);
     }
 }
 
@@ -149,7 +201,7 @@ void attend(const AttentionTask& task) {
     float* buffer = task.scratch;
     float* states = buffer + 2 * kTile * width;
     const auto state = [&](int64_t r, int64_t h) {
-        float* base = states + (r * num_heads + h) * (2 * width + 2);
+        float* base = states + (r * num_heads + h) * state_size(width);
         return RowState{base, base + width, base + 2 * width, base + 2 * width + 1};
     };
     for (int64_t r = 0; r < num_rows; ++r) {

@@ -123,7 +123,39 @@ inline uint16_t to_bf16(float value) {  // to nearest even
     return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-void store_kv_row(const float* x, int64_t size, Type type, void* out) {
+// One head in 8 bits: x[i] = scale * q[i], the scale behind the numbers.
+void store_int8_entry(const float* x, int64_t size, uint8_t* out) {
+    F8 most = f8_set(0.0f), not_finite = f8_set(0.0f);
+    for (int64_t i = 0; i < size; i += 8) {
+        const F8 v = load_up_to(x + i, size - i);
+        most = f8_max(most, f8_abs(v));
+        not_finite = f8_fma(v, f8_set(0.0f), not_finite);
+    }
+    const float largest = f8_hmax(most);
+    // What is not finite must show in the result, which integers would hide.
+    const float scale = largest / 127.0f + f8_hsum(not_finite);
+    const bool usable = largest > 1e-30f && largest < INFINITY && scale == scale;
+    const F8 inverse = f8_set(usable ? 127.0f / largest : 0.0f);
+    for (int64_t i = 0; i < size; i += 8) {
+        int32_t numbers[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        if (usable) {
+            const I8 rounded = f8_to_int(f8_round(load_up_to(x + i, size - i) * inverse));
+            std::memcpy(numbers, &rounded, sizeof numbers);
+        }
+        for (int64_t j = 0; j < 8 && i + j < size; ++j) out[i + j] = static_cast<uint8_t>(numbers[j]);
+    }
+    std::memcpy(out + size, &scale, sizeof scale);
+}
+
+void store_kv_row(const float* x, int64_t heads, int64_t head_dim, Type type, void* out) {
+    const int64_t size = heads * head_dim;
+    if (type == Int8) {
+        const int64_t entry = entry_elements(type, head_dim);
+        for (int64_t h = 0; h < heads; ++h) {
+            store_int8_entry(x + h * head_dim, head_dim, static_cast<uint8_t*>(out) + h * entry);
+        }
+        return;
+    }
     if (type == F32) {
         std::memcpy(out, x, size * sizeof(float));
         return;
@@ -141,19 +173,6 @@ void store_kv_row(const float* x, int64_t size, Type type, void* out) {
             f8_store_half(halves, load_tail(x + i, size - i));
             std::memcpy(to + i, halves, (size - i) * sizeof(uint16_t));
         }
-    }
-}
-
-// `count` keys or values of type F16 or BF16 as floats.
-inline void load_kv_row(const uint16_t* x, int64_t count, Type type, float* out) {
-    for (int64_t i = 0; i < count; i += 8) {
-        uint16_t tail[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-        const uint16_t* from = x + i;
-        if (count - i < 8) {
-            std::memcpy(tail, from, (count - i) * sizeof(uint16_t));
-            from = tail;
-        }
-        f8_store(out + i, type == F16 ? f8_load_half(from) : f8_load_bf16(from));
     }
 }
 

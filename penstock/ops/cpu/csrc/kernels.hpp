@@ -13,8 +13,15 @@ namespace penstock {
 // The numbers that GGUF files give them.
 enum Type : int32_t {
     F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
-    Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30,
+    Q4_K = 12, Q5_K = 13, Q6_K = 14, Int8 = 24, BF16 = 30,
 };
+
+// How the KV cache keeps one head of one token: its numbers, and behind those of type Int8 the float
+// that they are to be multiplied with. Elements are what strides count.
+static constexpr int64_t element_bytes(Type type) { return type == F32 ? 4 : type == Int8 ? 1 : 2; }
+static constexpr int64_t entry_elements(Type type, int64_t head_dim) {
+    return head_dim + (type == Int8 ? sizeof(float) : 0);
+}
 
 constexpr int kBlock = 32;  // activations are quantized in blocks of so many
 
@@ -45,9 +52,9 @@ struct MatmulTask {
 struct AttentionTask {
     const float* query;  // [tokens, heads, head_dim], rows query_stride apart
     int64_t query_stride;
-    const void* cache;  // [blocks, 2, block_size, kv_heads, head_dim]
+    const void* cache;  // [blocks, 2, block_size, kv_heads, entry]
     int64_t block_stride;  // elements from block to block
-    Type kv_type;  // F32, F16 or BF16
+    Type kv_type;  // F32, F16, BF16 or Int8
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     float scale;
     int64_t window;  // 0: none
@@ -76,7 +83,7 @@ struct Kernels {
     void (*add_row)(const float* a, const float* b, int64_t size, float* out);
     void (*silu_mul_row)(const float* x, int64_t size, float* out);
     void (*rotate_row)(const float* x, const float* cos, const float* sin, int64_t half, float* out);
-    void (*store_kv_row)(const float* x, int64_t size, Type type, void* out);
+    void (*store_kv_row)(const float* x, int64_t heads, int64_t head_dim, Type type, void* out);
     // Scratch is attention_scratch(...) floats.
     int64_t (*attention_scratch)(int64_t rows_and_heads, int64_t head_dim);
     void (*attend)(const AttentionTask& task);

@@ -242,6 +242,7 @@ void matmul(Type type, const MatmulTask& task) {
         case Q4_K: return quantized_matmul<Q4_K>(task);
         case Q5_K: return quantized_matmul<Q5_K>(task);
         case Q6_K: return quantized_matmul<Q6_K>(task);
+        case Int8: return;  // of caches, not of weights
     }
 }
 

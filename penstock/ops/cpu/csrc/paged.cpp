@@ -19,13 +19,15 @@ void write_kv(const float* key, int64_t key_stride, const float* value, int64_t 
               const Cache& cache, const int64_t* slots, int64_t rows) {
     const Kernels& isa = kernels();
     const Type type = static_cast<Type>(cache.type);
-    const int64_t size = cache.num_kv_heads * cache.head_dim, width = type == F32 ? 4 : 2;
+    const int64_t heads = cache.num_kv_heads, dim = cache.head_dim, width = element_bytes(type);
+    const int64_t size = heads * entry_elements(type, dim);
     for_rows(rows, [&](int64_t i) {
         const int64_t block = slots[i] / cache.block_size, offset = slots[i] % cache.block_size;
         uint8_t* at =
             static_cast<uint8_t*>(cache.data) + (block * cache.block_stride + offset * size) * width;
-        isa.store_kv_row(key + i * key_stride, size, type, at);
-        isa.store_kv_row(value + i * value_stride, size, type, at + cache.block_size * size * width);
+        isa.store_kv_row(key + i * key_stride, heads, dim, type, at);
+        isa.store_kv_row(value + i * value_stride, heads, dim, type,
+                         at + cache.block_size * size * width);
     });
 }
 

@@ -97,9 +97,9 @@ QuantizedRows quantized_rows(int64_t rows, int64_t k);
 void linear(const Weights& weights, const Activations& activations, float* y, int64_t ldy);
 
 struct Cache {
-    void* data;  // [blocks, 2, block_size, kv_heads, head_dim]
+    void* data;  // [blocks, 2, block_size, kv_heads, entry]: see entry_elements
     int64_t block_stride, block_size, num_kv_heads, head_dim;
-    int64_t type;  // F32, F16 or BF16
+    int64_t type;  // F32, F16, BF16 or Int8
 };
 
 // Where a step's rows stand: request i has rows query_starts[i] to query_starts[i + 1], the last

@@ -97,6 +97,7 @@ struct Isa {
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
+    static F8 sums_of_8(const F* v) { return f8_hsum8(v); }
     static F load_bf16(const uint16_t* p) { return f8_load_bf16(p); }
     static F load_half(const uint8_t* p) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

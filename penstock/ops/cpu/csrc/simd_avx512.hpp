@@ -1,4 +1,4 @@
-// Matmuls with AVX-512 and its VNNI; everything else as with AVX2.
+// Matmuls and attention with AVX-512 and its VNNI; operations on single rows as with AVX2.
 #pragma once
 
 #define PENSTOCK_AVX512
@@ -22,6 +22,13 @@ struct Isa {
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
+    static F8 sums_of_8(const F* v) {  // the sum of each of eight vectors
+        F8 halves[8];
+        for (int i = 0; i < 8; ++i) {
+            halves[i] = _mm256_add_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
+        }
+        return f8_hsum8(halves);
+    }
     static F load_bf16(const uint16_t* p) {
         const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
         return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));

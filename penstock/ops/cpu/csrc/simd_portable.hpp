@@ -115,6 +115,7 @@ struct Isa {
     static F mul(F a, F b) { return a * b; }
     static F fma(F a, F b, F c) { return f8_fma(a, b, c); }
     static F fnma(F a, F b, F c) { return c - a * b; }
+    static F8 sums_of_8(const F* v) { return f8_hsum8(v); }
     static F load_bf16(const uint16_t* p) { return f8_load_bf16(p); }
     static F load_half(const uint8_t* p) {
         uint16_t halves[8];
