@@ -34,6 +34,7 @@ class Emitter:
         self._new_call_id = new_call_id
         self._deltas: list[Delta] = []
         self._space = ""  # held back until it is known what follows
+        self._space_before_call = ""
         self._drop_space = False  # what comes next is not preceded by any of the message's own
         self._in_call = False
         self._warned = False
@@ -79,6 +80,7 @@ class Emitter:
         self._space, self._drop_space = "", True
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
+        self._space_before_call = "" if self._drop_space else self._space
         self._space, self._drop_space = "", True
         self._in_call = True
         self._deltas.append(ToolCallStart(self.next_index, call_id or self._new_call_id(), name))
@@ -108,7 +110,7 @@ class Emitter:
             return
         self._in_call = False
         self._drop_space = False
-        self._deltas.append(ToolCallBroken(self.next_index - 1, text))
+        self._deltas.append(ToolCallBroken(self.next_index - 1, self._space_before_call + text))
 
     def _trim(self, text: str) -> str:
         """`text` with the space held before, less the space at its end, which is held now."""

@@ -44,6 +44,7 @@ class Harmony(ToolFormat):
                 header = yield from self._read_header(stream)
             except (Malformed, Truncated):
                 # Without a header this is no message: pass it on, and look for the next one.
+                out.reasoning_is_over = True
                 out.content(stream.stop_recording())
                 if (yield from stream.until((START,), out.content)) is None:
                     return

@@ -22,7 +22,7 @@ from penstock.text.parsing.tool_format import ToolFormat
 
 
 class Hermes(ToolFormat):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5 and 3, Granite 4."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, Granite 4."""
 
     begins = ("<tool_call>",)
     markers = ("<tool_call>", "</tool_call>")
@@ -54,7 +54,7 @@ class BareJson(ToolFormat):
     def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
         space = yield from stream.skip_space()
         if (yield from stream.next_is("{", "[")):
-            yield from self._attempt(stream, out, "")
+            yield from self._attempt(stream, out, "", promised=False)
         else:
             out.content(space)
         yield from super().parse(stream, out)
@@ -76,7 +76,8 @@ class BareJson(ToolFormat):
 
 
 class Llama3Json(BareJson):
-    """`{"name": ..., "parameters": {...}}`, perhaps after `<|python_tag|>`; `; ` between several."""
+    """`{"name": ..., "parameters": {...}}`, several with `; ` between. `<|python_tag|>` may come
+    first, and then there may be text before it."""
 
     begins = ("<|python_tag|>",)
     markers = ("<|python_tag|>",)

@@ -30,7 +30,7 @@ class Pythonic(ToolFormat):
     def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
         space = yield from stream.skip_space()
         if (yield from stream.next_is("[")):
-            yield from self._attempt(stream, out, "")
+            yield from self._attempt(stream, out, "", promised=False)
         else:
             out.content(space)
         yield from super().parse(stream, out)
@@ -137,11 +137,11 @@ def _read_quoted(stream: Stream) -> Steps[str]:
         return quote
     pieces = [quote]
     while True:
-        closing = yield from stream.until((quote, "\\", "\n"), pieces.append)
+        closing = yield from stream.until((quote, "\\", "\n", "\r"), pieces.append)
         if closing is None:
             raise Truncated
-        if closing == "\n" and len(quote) == 1:
-            closing = "\\n"
+        if closing in "\r\n":
+            closing = repr(closing)[1:-1]
         pieces.append(closing)
         if closing == quote:
             return "".join(pieces)

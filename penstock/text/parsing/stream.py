@@ -138,10 +138,11 @@ class Stream:
         Returns the marker, or None if the output ends without one. Of markers that begin at the
         same place the longest counts.
         """
-        pattern, prefixes = _compile(tuple(markers))
+        pattern, prefixes, longest = _compile(tuple(markers))
         while True:
             match = pattern.search(self._unread)
-            held = prefixes.search(self._unread)  # the end may be the beginning of a marker
+            # The text's end may be the beginning of a marker.
+            held = prefixes.search(self._unread, max(0, len(self._unread) - longest))
             if match is not None and (held is None or match.start() < held.start() or self.ended):
                 if match.start():
                     sink(self.take(match.start()))
@@ -175,10 +176,12 @@ class Stream:
 
 
 @lru_cache(maxsize=256)
-def _compile(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Finds a marker; finds an end of the text that could grow into one, the earliest."""
+def _compile(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], int]:
+    """What finds a marker; what finds the longest end of a text that could grow into one; and how
+    many characters the longest marker has."""
     longest_first = sorted(markers, key=len, reverse=True)
     whole = "|".join(map(re.escape, longest_first)) or r"(?!)"
     prefixes = {marker[:length] for marker in markers for length in range(1, len(marker))}
     begun = "|".join(re.escape(prefix) for prefix in sorted(prefixes, key=len, reverse=True))
-    return re.compile(whole), re.compile(f"(?:{begun})\\Z" if begun else r"(?!)")
+    longest = max(map(len, markers), default=0)
+    return re.compile(whole), re.compile(f"(?:{begun})\\Z" if begun else r"(?!)"), longest

@@ -38,14 +38,19 @@ class ToolFormat(ABC):
             if marker not in stream.noise:
                 yield from self._attempt(stream, out, marker)
 
-    def _attempt(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
-        """Read what `marker` began. What is no call goes out as text, and the marker with it."""
+    def _attempt(
+        self, stream: Stream, out: Emitter, marker: str, promised: bool = True
+    ) -> Steps[None]:
+        """Read what `marker` began. What is no call goes out as text, and the marker with it.
+
+        Unless a call was `promised`, an output that holds none is nothing to complain about.
+        """
         stream.record(marker)
         try:
             yield from self.read_calls(stream, out, marker)
         except Malformed as malformed:
-            expected = not marker and not out.in_call  # nothing had promised a call
-            out.fail(stream.stop_recording(), None if expected else str(malformed))
+            why = str(malformed) if promised or out.in_call else None
+            out.fail(stream.stop_recording(), why)
         except Truncated:
             text = stream.stop_recording()
             if not out.in_call:
