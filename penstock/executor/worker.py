@@ -63,6 +63,7 @@ class Worker:
         )
         if self.config.cache.kv_cache_dtype == "auto" and backend.kv_dtype is not None:
             self.runtime = dataclasses.replace(self.runtime, kv_dtype=backend.kv_dtype)
+        self.choose_tokens = backend.ops.find("choose_tokens")
         build = Build(
             dtype=self.runtime.dtype,
             device=self.platform.device,
@@ -145,6 +146,7 @@ class Worker:
             self.drafter,
             max_num_batched_tokens=self.runtime.max_num_batched_tokens,
             capture_graphs=not self.config.device.enforce_eager and self.group.size == 1,
+            choose_tokens=self.choose_tokens,
         )
 
     def step(self, plan: StepPlan) -> StepResult:

@@ -10,7 +10,7 @@ produce the same bits from it:
     words   = philox4x32_10(counter, key)                  four unsigned 32-bit words
     x       = words[token_id % 4]                          one call serves four tokens
     u       = (float32(x >> 9) + 0.5) * 2**-23             in [2**-24, 1 - 2**-24], exact
-    gumbel  = -log(-log(u))                                in float32, at most MAX_GUMBEL
+    gumbel  = -log(-log(u))                                `exact.log`, at most MAX_GUMBEL
 
 Nothing else enters: not the batch, not the row, not the step. Words are held in int64 tensors, as
 torch has no arithmetic on unsigned 32-bit integers.
@@ -22,6 +22,8 @@ import enum
 
 import torch
 from torch import Tensor
+
+from penstock.ops import exact
 
 NUM_ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -95,7 +97,7 @@ def uniform(words: Tensor) -> Tensor:
 
 def gumbel(words: Tensor) -> Tensor:
     """Standard Gumbel noise: argmax(logits + gumbel) is distributed as softmax(logits)."""
-    return uniform(words).log_().neg_().log_().neg_()
+    return exact.log(exact.log(uniform(words)).neg_()).neg_()
 
 
 def gumbel_of_tokens(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.ops import exact
 from penstock.ops.random import TOKENS_PER_CALL, gumbel_of_groups
 
 BEST_MASS = 2.0**34
@@ -130,7 +131,7 @@ def scale_logits(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
 
 def token_mass(scaled: Tensor) -> Tensor:
     """exp(scaled) as whole numbers in float32; below 2**-35 of the best token's it is none."""
-    return scaled.exp().mul_(BEST_MASS).round_()
+    return exact.exp(scaled).mul_(BEST_MASS).round_()
 
 
 def nucleus_limit(total: Tensor, top_p: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from penstock.runner.generation import GenerationHead, HeadOutput, PendingLogits
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.runner.model_state import ModelState
-from penstock.runner.sampler import Sampler
+from penstock.runner.sampler import ChooseTokens, Sampler
 from penstock.runner.steps import PlainSteps, StepMaker
 from penstock.runner.tables import RequestTables
 
@@ -54,6 +54,7 @@ class ModelRunner:
         model_states: Sequence[ModelState] = (),
         max_num_batched_tokens: int = 0,
         capture_graphs: bool = False,
+        choose_tokens: ChooseTokens | None = None,
     ) -> None:
         self.model = model
         self.memory = KVMemory(layout, device)
@@ -77,7 +78,7 @@ class ModelRunner:
                 max_num_seqs, max_model_len, layout.groups, device, num_drafts
             )
             self.steps = PlainSteps(model, self.tables, self.memory)
-        sampler = Sampler(self.tables, vocab_size, device, processors)
+        sampler = Sampler(self.tables, vocab_size, device, processors, choose_tokens)
         self.head = GenerationHead(model, self.tables, sampler, drafter, model_states)
 
     @torch.inference_mode()

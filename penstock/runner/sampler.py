@@ -39,6 +39,10 @@ CHANGES = ~int(Feature.RANDOM | Feature.TRUNCATION | Feature.LOGPROBS)
 """Features that change logits before the draw."""
 
 
+ChooseTokens = Callable[..., tuple[Tensor, Tensor]]
+"""An op that chooses for greedy and drawing rows alike, see `penstock.ops.cpu.sampling`."""
+
+
 class TokenTables(Protocol):
     """What the sampler reads of the runner's tables, by slot."""
 
@@ -102,6 +106,14 @@ class SampledTokens:
         )
 
 
+@dataclass(frozen=True)
+class SamplingKind:
+    """What some rows ask of the choice itself, where nothing changes their logits before."""
+
+    draws: bool  # whether any row has a temperature
+    truncates: bool  # whether any row has top_k, top_p or min_p
+
+
 class Sampler:
     """Holds the sampling parameters of the requests in the runner's slots and samples for them."""
 
@@ -111,17 +123,15 @@ class Sampler:
         vocab_size: int,
         device: torch.device | str,
         processors: Sequence[LogitsProcessor] = (),
+        choose_tokens: ChooseTokens | None = None,
     ) -> None:
         num_slots = tables.token_ids.shape[0]
         self._tokens = tables
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._params = SamplingTables(num_slots, vocab_size, self._device)
-        self._choose: Callable[..., tuple[Tensor, Tensor]] | None = None
-        if self._device.type == "cuda":
-            from penstock.ops.triton.sampling import choose_tokens  # only where Triton is
-
-            self._choose = choose_tokens
+        self._choose = choose_tokens
+        self._takes_bits = self._device.type == "cpu"  # whether that op takes masks of bits
         self._draw = sampling_cpu.draw if self._device.type == "cpu" else reference.draw
         self._processors = tuple(processors)
         self._handled = np.zeros((len(self._processors), num_slots), dtype=bool)
@@ -161,6 +171,40 @@ class Sampler:
             for number, processor in enumerate(self._processors)
         )
 
+    def wants_logprobs(self, rows: SamplingRows) -> bool:
+        """Whether any of these rows is asked for log-probabilities: of logits as they came."""
+        return bool((self._params.features[rows.host_slots] & Feature.LOGPROBS).any())
+
+    def kind_of(self, rows: SamplingRows) -> SamplingKind | None:
+        """What `choose` has to do for these rows; None where that is not all there is to do."""
+        used = int(np.bitwise_or.reduce(self._params.features[rows.host_slots]))
+        if used & CHANGES or self._slot_errors:
+            return None
+        return SamplingKind(bool(used & Feature.RANDOM), bool(used & Feature.TRUNCATION))
+
+    def choose(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        kind: SamplingKind,
+        **options: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and faults [rows] of logits that are as they should be, by the device's op."""
+        assert self._choose is not None
+        floats, ints = self._params.device_tables
+        return self._choose(
+            logits, slots, positions, floats, ints,
+            draws=kind.draws, truncates=kind.truncates, **options,
+        )  # fmt: skip
+
+    def with_logprobs(
+        self, logits: Tensor, tokens: Tensor, faulted: Tensor, rows: SamplingRows
+    ) -> SampledTokens:
+        """Tokens that were chosen from logits which nothing changed."""
+        features = self._params.features[rows.host_slots]
+        return SampledTokens(tokens, faulted, {}, self._logprobs(logits, tokens, rows, features))
+
     def sample(
         self, logits: Tensor, rows: SamplingRows, masks: Tensor | None = None
     ) -> SampledTokens:
@@ -170,7 +214,7 @@ class Sampler:
         """
         features = self._params.features[rows.host_slots]
         if self._choose is not None:
-            return self._sample_on_gpu(logits, rows, features, masks)
+            return self._sample_with_op(logits, rows, features, masks)
         busy = (
             np.flatnonzero(features & ~int(Feature.LOGPROBS))
             if masks is None
@@ -203,7 +247,7 @@ class Sampler:
             tokens, faulted, errors, self._logprobs(logits, tokens, rows, features)
         )
 
-    def _sample_on_gpu(
+    def _sample_with_op(
         self,
         logits: Tensor,
         rows: SamplingRows,
@@ -211,23 +255,18 @@ class Sampler:
         masks: Tensor | None,
     ) -> SampledTokens:
         """The same, where one op chooses for greedy and drawing rows alike."""
-        assert self._choose is not None
         used = int(np.bitwise_or.reduce(features)) if len(features) else 0
+        options: dict[str, Tensor] = {}
+        bits = self._takes_bits and not used & CHANGES  # where more changes, masks come first
+        if masks is not None and masks.dtype == torch.int32 and bits:
+            options["allowed"], masks = masks, None
         changed = masks is not None or bool(used & CHANGES)
         work, errors = logits, {}
         if changed:
             work = logits.to(torch.float32, copy=True)
             errors = self._change_logits(work, rows, features, masks)
-        floats, ints = self._params.device_tables
-        tokens, faulted = self._choose(
-            work,
-            rows.slots,
-            rows.positions,
-            floats,
-            ints,
-            draws=bool(used & Feature.RANDOM),
-            truncates=bool(used & Feature.TRUNCATION),
-        )
+        kind = SamplingKind(bool(used & Feature.RANDOM), bool(used & Feature.TRUNCATION))
+        tokens, faulted = self.choose(work, rows.slots, rows.positions, kind, **options)
         if changed:
             faulted |= ~torch.isfinite(logits.amax(-1))
         if errors or self._slot_errors or changed:

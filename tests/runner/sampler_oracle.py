@@ -12,11 +12,12 @@ import torch
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.step import NewRequest
 from penstock.runner.logits_processors import LogitsProcessor
-from penstock.runner.sampler import Sampler, SamplingRows
+from penstock.runner.sampler import ChooseTokens, Sampler, SamplingRows
 
 VOCAB = 67
 MAX_LEN = 48
 NUM_SLOTS = 12
+choose_tokens: ChooseTokens | None = None  # set in conftest.py: torch, or the C++ library's
 
 
 @dataclass
@@ -58,6 +59,12 @@ def make_request(
     )
 
 
+def make_sampler(
+    tables: FakeTables, vocab: int = VOCAB, processors: tuple[LogitsProcessor, ...] = ()
+) -> Sampler:
+    return Sampler(tables, vocab, "cpu", processors, choose_tokens)
+
+
 def set_up(
     cases: list[Case],
     slots: list[int] | None = None,
@@ -66,7 +73,7 @@ def set_up(
     """A sampler that holds the cases' requests, their logits and their rows."""
     slots = list(range(len(cases))) if slots is None else slots
     tables = FakeTables()
-    sampler = Sampler(tables, VOCAB, "cpu", processors)
+    sampler = make_sampler(tables, VOCAB, processors)
     for slot, case in zip(slots, cases, strict=True):
         tables.token_ids[slot, : len(case.tokens)] = torch.tensor(case.tokens, dtype=torch.int32)
         tables.num_prompt_tokens[slot] = case.request.num_prompt_tokens

@@ -15,6 +15,7 @@ from sampler_oracle import (
     FakeTables,
     make_request,
     make_rows,
+    make_sampler,
     oracle,
     processed_logits,
     sample_alone,
@@ -24,12 +25,13 @@ from sampler_oracle import (
 from penstock.protocol.step import TokenLogprobs
 from penstock.runner import sampler as sampler_module
 from penstock.runner.sampler import (
-    Sampler,
     SamplingRows,
     prompt_logprobs,
     row_logprobs,
     token_logprobs,
 )
+
+pytestmark = pytest.mark.usefixtures("implementation")
 
 EVERYTHING: dict[str, Any] = {
     "temperature": 0.9,
@@ -292,7 +294,7 @@ def test_prompt_logprobs_are_those_of_the_target_tokens() -> None:
 
 def test_a_slot_forgets_the_request_that_left() -> None:
     tables = FakeTables()
-    sampler = Sampler(tables, VOCAB, "cpu")
+    sampler = make_sampler(tables)
     first, second = make_case(3, **EVERYTHING, logprobs=2), make_case(4)
     for _ in range(3):
         for case in (first, second):
@@ -318,7 +320,7 @@ def test_repetition_penalty_agrees_with_transformers() -> None:
 
 
 def test_a_step_without_rows_samples_nothing() -> None:
-    sampler = Sampler(FakeTables(), VOCAB, "cpu")
+    sampler = make_sampler(FakeTables())
     none = SamplingRows(
         torch.empty(0, dtype=torch.int64),
         torch.empty(0, dtype=torch.int64),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,12 +16,16 @@ from sampler_oracle import (
     FakeTables,
     make_request,
     make_rows,
+    make_sampler,
     set_up,
 )
 
 from penstock.runner.sampler import Sampler, SamplingRows, row_logprobs
 
 optional = st.booleans()
+
+
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 @st.composite
@@ -121,7 +126,7 @@ def test_requests_that_come_and_go_leave_no_trace(
     cases: list[Case], moves: list[tuple[int, int]]
 ) -> None:
     tables = FakeTables()
-    sampler = Sampler(tables, VOCAB, "cpu")
+    sampler = make_sampler(tables)
     held: dict[int, Case] = {}
     for number, slot in moves:
         if slot in held:
@@ -143,7 +148,7 @@ def test_a_large_vocabulary_gives_a_row_the_same_alone_and_among_others() -> Non
     """Rows long enough for vectorized and threaded code, where results could depend on place."""
     vocab, num_rows = 50_003, 12
     tables = FakeTables()
-    sampler = Sampler(tables, vocab, "cpu")
+    sampler = make_sampler(tables, vocab)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn((num_rows, vocab), generator=generator) * 2.5
     variants: list[dict[str, Any]] = [

@@ -13,6 +13,8 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.step import NewRequest
 from penstock.runner.logits_processors import LogitsProcessor, ProcessorRows, load_processors
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 class Force(LogitsProcessor):
     """Forces the token given as extra_args["force"]; a negative one raises."""

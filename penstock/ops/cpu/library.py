@@ -35,6 +35,8 @@ _SIGNATURES = {
     "penstock_write_kv": ("pipippi", ""),
     "penstock_attend": ("piippfip", ""),
     "penstock_decoder_layer": ("pppppi", ""),
+    "penstock_choose_tokens": ("piiipppipipipp", ""),
+    "penstock_noise": ("piiip", ""),
 }
 
 

@@ -14,7 +14,19 @@ from penstock.ops import reference
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.cpu.dtypes import CACHE_TYPES
 from penstock.ops.cpu.library import Cache, Step, load
+from penstock.ops.cpu.sampling import choose_tokens
 from penstock.protocol.kv import INT8_SCALE_BYTES
+
+__all__ = [
+    "ROW_INVARIANT",
+    "add_rms_norm",
+    "choose_tokens",
+    "paged_attention",
+    "rms_norm",
+    "rotate_pair",
+    "silu_mul",
+    "write_kv",
+]
 
 ROW_INVARIANT = frozenset(
     {
@@ -24,6 +36,7 @@ ROW_INVARIANT = frozenset(
         "rotate_pair",
         "write_kv",
         "paged_attention",
+        "choose_tokens",
     }
 )
 

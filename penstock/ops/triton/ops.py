@@ -6,10 +6,12 @@ from penstock.ops.triton.attention import paged_attention
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.pointwise import add_rms_norm, embed, rms_norm, silu_mul
 from penstock.ops.triton.rotary import norm_rotate_write
+from penstock.ops.triton.sampling import choose_tokens
 
 __all__ = [
     "ROW_INVARIANT",
     "add_rms_norm",
+    "choose_tokens",
     "embed",
     "linear",
     "norm_rotate_write",

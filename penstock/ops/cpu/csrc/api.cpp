@@ -61,6 +61,9 @@ const Kernels& kernels() { return *active; }
 
 // -- the machine
 
+// A hash of the sources, see CMakeLists.txt.
+PENSTOCK_API const char* penstock_sources() { return PENSTOCK_SOURCES; }
+
 PENSTOCK_API const char* penstock_isa() { return active->name; }
 
 // 0 if there is no such instruction set here. Weights packed before are then unreadable.

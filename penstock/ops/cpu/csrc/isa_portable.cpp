@@ -2,6 +2,7 @@
 // The vectors come first: what follows is written in terms of them.
 #include "attention.hpp"
 #include "matmul.hpp"
+#include "sampling.hpp"
 
 namespace penstock {
 
@@ -9,6 +10,7 @@ extern const Kernels kPortable = {
     "portable",    L,           group_bytes, pack_group,   unpack_row,        matmul,
     quantize_row, rms_norm_row, add_row,     silu_mul_row, rotate_row,        store_kv_row,
     attention_scratch, attend,
+    best_of_row, gather_block, mass_of_block, mass_of_tokens, noise_of_tokens,
 };
 
 }  // namespace penstock

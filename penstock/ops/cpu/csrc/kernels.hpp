@@ -67,6 +67,22 @@ struct AttentionTask {
     float* scratch;
 };
 
+constexpr int64_t kTokenBlock = 64;  // a row of logits is looked at in blocks of so many
+
+// A row of logits as it is drawn from: (logit - best) / temperature, so that the best is at 0.
+struct ScaledRow {
+    const float* logits;
+    const uint32_t* allowed;  // a bit a token, or null: any
+    int64_t size;
+    float best, temperature;
+};
+
+struct Candidates {
+    float* scaled;
+    int32_t* tokens;
+    int64_t count = 0;
+};
+
 struct Kernels {
     const char* name;
     int lanes;  // output columns in a group
@@ -87,6 +103,16 @@ struct Kernels {
     // Scratch is attention_scratch(...) floats.
     int64_t (*attention_scratch)(int64_t rows_and_heads, int64_t head_dim);
     void (*attend)(const AttentionTask& task);
+
+    // The best logit of a row and of each of its blocks; NaN if one is NaN or plus infinity.
+    float (*best_of_row)(const float* logits, const uint32_t* allowed, int64_t size,
+                         float* block_best);
+    // The block that begins at `first`: its tokens from the floor on, or what they weigh.
+    void (*gather_block)(const ScaledRow& row, int64_t first, float floor, Candidates& out);
+    double (*mass_of_block)(const ScaledRow& row, int64_t first, float floor);
+    void (*mass_of_tokens)(const float* scaled, int64_t count, float* out);
+    void (*noise_of_tokens)(const int32_t* tokens, int64_t count, uint64_t seed, uint64_t position,
+                            float* out);
 };
 
 extern const Kernels kPortable;

@@ -1,0 +1,46 @@
+"""Choosing tokens in C++: to the bit what `penstock.ops.sampling` defines."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.ops.cpu.library import load
+
+_loaded = load()
+assert _loaded is not None, "penstock.ops.cpu.sampling needs the library"
+_choose_tokens = _loaded.penstock_choose_tokens
+
+
+def choose_tokens(
+    logits: torch.Tensor,  # [rows, vocab] float32
+    slots: torch.Tensor,  # [rows] int64
+    positions: torch.Tensor,  # [rows] int64
+    floats: torch.Tensor,  # [num_slots, *]: temperature, log of min_p, top_p, ...
+    ints: torch.Tensor,  # [num_slots, *] int64: top_k, seed, ...
+    *,
+    allowed: torch.Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: a bit a token
+    draws: bool = True,  # for devices that must be told; here each row's temperature decides
+    truncates: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token [rows] int64 and fault [rows] bool of each row: greedy where the temperature is 0.
+
+    A row is faulted, and its token 0, if it has NaN or plus infinity, or nothing to choose from.
+    """
+    rows, vocab_size = logits.shape
+    words = -(-vocab_size // 32)
+    tokens = torch.empty(rows, dtype=torch.int64)
+    faulted = torch.empty(rows, dtype=torch.bool)
+    assert logits.dtype == torch.float32, f"logits are float32, got {logits.dtype}"
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    slots, positions = slots.contiguous(), positions.contiguous()
+    if allowed is not None:
+        assert allowed.shape == (rows, words), f"a bit a token, got {tuple(allowed.shape)}"
+        allowed = allowed.to(torch.int32).contiguous()
+    _choose_tokens(
+        logits.data_ptr(), rows, logits.stride(0), vocab_size, slots.data_ptr(),
+        positions.data_ptr(), floats.data_ptr(), floats.stride(0), ints.data_ptr(), ints.stride(0),
+        None if allowed is None else allowed.data_ptr(), words,
+        tokens.data_ptr(), faulted.data_ptr(),
+    )  # fmt: skip
+    return tokens, faulted
