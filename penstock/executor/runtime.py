@@ -16,6 +16,7 @@ from penstock.protocol.errors import ConfigError, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALIASES = {"half": "float16", "float": "float32"}
+MAX_POSITION = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,15 @@ def longest_context(model_config: Mapping[str, Any]) -> int:
     length = read_int(model_config, "max_position_embeddings", 2048)
     scaling = rotary_parameters(model_config)
     kind, factor = scaling["rope_type"], scaling.get("factor") or 1.0
-    if kind in ("linear", "dynamic"):
-        return int(length * factor)
     if kind == "yarn":
-        return int((scaling.get("original_max_position_embeddings") or length) * factor)
+        length = scaling.get("original_max_position_embeddings") or length
+    if kind in ("linear", "dynamic", "yarn"):
+        length = int(length * factor)
+    if length > MAX_POSITION:
+        raise ModelError(
+            f"config.json: the context must be at most {MAX_POSITION} tokens, but "
+            f"max_position_embeddings and the rope factor make it {length}"
+        )
     return length
 
 

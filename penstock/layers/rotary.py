@@ -18,6 +18,12 @@ NUMBERS = (
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
     "mscale", "mscale_all_dim",
 )  # fmt: skip
+LARGEST = {  # what no model comes near; anything above it is a mistake in the file
+    "factor": 1e6,
+    "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": float(2**31 - 1),
+}
+LARGEST_OTHER = 1e15
 
 
 class Rotary(nn.Module):
@@ -74,8 +80,12 @@ def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in NUMBERS:
         value = parameters.get(name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 <= value < math.inf):
-            raise ModelError(f"config.json: {name} of rope must be a number, got {value!r:.80}")
+        most = LARGEST.get(name, LARGEST_OTHER)
+        if value is not None and not (is_number and 0 <= value <= most):
+            raise ModelError(
+                f"config.json: {name} of rope must be a number from 0 to {most:g}, "
+                f"got {value!r:.80}"
+            )
     if parameters["rope_type"] == "llama3":
         for name in ("low_freq_factor", "high_freq_factor"):
             if not parameters.get(name):

@@ -17,6 +17,10 @@ def read_int(raw: Mapping[str, Any], name: str, default: int | None = None, low:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ModelError(f"config.json: {name} must be an integer from {low} on, got {value!r:.80}")
+    if value >= 2**31:
+        raise ModelError(
+            f"config.json: {name} must be below 2**31, got an integer of {value.bit_length()} bits"
+        )
     return value
 
 

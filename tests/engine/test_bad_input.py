@@ -326,6 +326,26 @@ def test_models_that_cannot_be_loaded_say_what_is_wrong(tmp_path: Path, tiny_lla
         ("config.json", {"rope_scaling": "x"}, "rope_scaling must be an object, got 'x'"),
         ("config.json", {"rope_scaling": {"factor": "x"}}, "factor of rope must be a number"),
         ("config.json", {"rope_parameters": {"rope_type": "llama3"}}, "needs low_freq_factor"),
+        (
+            "config.json",
+            {"rope_scaling": {"type": "linear", "factor": 1e30}},
+            "to 1e.06, got 1e.30",
+        ),
+        (
+            "config.json",
+            {"rope_scaling": {"type": "yarn", "factor": 10**400}},
+            "factor of rope must",
+        ),
+        ("config.json", {"partial_rotary_factor": 1e30}, "partial_rotary_factor of rope must be"),
+        ("config.json", {"max_position_embeddings": 10**30}, "max_position_embeddings must be be"),
+        (
+            "config.json",
+            {
+                "max_position_embeddings": 2**30,
+                "rope_parameters": {"rope_type": "linear", "factor": 1e5},
+            },
+            "context must be at most 2147483647 tokens",
+        ),
         ("config.json", {"eos_token_id": ["x"]}, "eos_token_id must be a token id or a list"),
         ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id must be a token id or a l"),
         ("generation_config.json", {"top_p": 7}, r"generation_config\.json is wrong: top_p must"),
