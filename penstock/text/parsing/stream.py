@@ -132,11 +132,13 @@ class Stream:
             return True
         return self.ended and any(text.startswith(self._unread) for text in literals)
 
-    def until(self, markers: Sequence[str], sink: Sink) -> Steps[str | None]:
+    def until(
+        self, markers: Sequence[str], sink: Sink, drop_partial: bool = False
+    ) -> Steps[str | None]:
         """Read up to the first of `markers` and over it, passing what comes before to `sink`.
 
-        Returns the marker, or None if the output ends without one. Of markers that begin at the
-        same place the longest counts.
+        Returns the marker, or None if the output ends without one; where it ends within one, that
+        is text, unless `drop_partial`. Of markers at the same place the longest counts.
         """
         pattern, prefixes, longest = _compile(tuple(markers))
         while True:
@@ -147,13 +149,12 @@ class Stream:
                 if match.start():
                     sink(self.take(match.start()))
                 return self.take(len(match[0]))
+            whole = self.ended and not drop_partial
+            count = len(self._unread) if whole or held is None else held.start()
+            if count:
+                sink(self.take(count))
             if self.ended:
-                if self._unread:
-                    sink(self.take(len(self._unread)))
                 return None
-            cut = held.start() if held is not None else len(self._unread)
-            if cut:
-                sink(self.take(cut))
             yield
 
     def read_until(self, markers: Sequence[str], at_most: int = 256) -> Steps[tuple[str, str]]:

@@ -35,13 +35,15 @@ def read_value(
     hold tags itself, such as a file that is to be written."""
     writer.begin_value(key)
     while True:
-        closing = yield from stream.until(closings, writer.add)
+        closing = yield from stream.until(closings, writer.add, drop_partial=True)
         if closing is None:
             raise Truncated
         space = yield from stream.skip_space()
-        if (yield from stream.goes_on_with(*next_tags)):
+        if (yield from stream.next_is(*next_tags)):
             writer.end_value()
             return
+        if (yield from stream.goes_on_with(*next_tags)):
+            raise Truncated
         writer.add(closing + space)
 
 
