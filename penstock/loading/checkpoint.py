@@ -30,9 +30,6 @@ class Checkpoint(Protocol):
     def names(self) -> list[str]:
         """All names, in the order of `tensors`."""
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
-
     def tensors(self) -> Iterator[tuple[str, Weight]]:
         """Every tensor, in file order. One may be backed by the file: copy, don't write."""
 
@@ -73,9 +70,6 @@ class GGUFCheckpoint:
     def names(self) -> list[str]:
         return list(self._tensors)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].tensor.shape
-
     def tensors(self) -> Iterator[tuple[str, Weight]]:
         for name, mapped in self._tensors.items():
             tensor, rows = mapped.tensor, self._rows(mapped)
@@ -106,15 +100,12 @@ class SafetensorsCheckpoint:
 
     def __init__(self, files: tuple[Path, ...]) -> None:
         self._files = files
-        self._shapes: dict[str, tuple[int, ...]] = {}
         self._names: dict[Path, list[str]] = {}  # in the order in which they lie
         owners: dict[str, Path] = {}
         for path in files:
             try:
                 with safe_open(path, framework="pt") as file:
                     self._names[path] = list(file.offset_keys())
-                    for name in self._names[path]:
-                        self._shapes[name] = tuple(file.get_slice(name).get_shape())
             except (OSError, SafetensorError) as error:
                 raise _unreadable(path, error) from error
             _claim(owners, self._names[path], path)
@@ -122,9 +113,6 @@ class SafetensorsCheckpoint:
 
     def names(self) -> list[str]:
         return [name for path in self._files for name in self._names[path]]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path in self._files:
@@ -150,9 +138,6 @@ class PickleCheckpoint:
 
     def names(self) -> list[str]:
         return list(self._owners)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._tensors[self._owners[name]][name].shape)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for tensors in self._tensors.values():

@@ -34,9 +34,6 @@ class Ops:
         """An op that only some backends have: it fuses others, which a layer uses without it."""
         return next((getattr(m, name) for m in self._modules if hasattr(m, name)), None)
 
-    def is_row_invariant(self, name: str) -> bool:
-        return name in self._module_of(name).ROW_INVARIANT
-
     def _module_of(self, name: str) -> Any:
         for module in self._modules:
             if hasattr(module, name):

@@ -92,11 +92,6 @@ class Tokenizer:
             return self._bytes[token_id]
         return self.token_text(token_id).encode()
 
-    def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it."""
-        token_id: int | None = self._backend.token_to_id(token)
-        return token_id
-
     def detokenizer(
         self, context: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> Detokenizer:

@@ -54,7 +54,6 @@ def assert_holds(checkpoint: Checkpoint, expected: dict[str, torch.Tensor]) -> N
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
-        assert checkpoint.shape(name) == tuple(tensor.shape)
 
 
 def test_a_single_file_gives_every_tensor_as_it_was(folder: Path) -> None:
@@ -211,7 +210,6 @@ def test_gguf_tensors_are_the_references_with_the_permutation_undone(
         if arch == "llama" and ".k_proj." in name:
             found = permute_rope(found, KV_HEADS)
         assert tensor.dtype == torch.float32
-        assert checkpoint.shape(name) == tuple(tensor.shape)
         assert np.array_equal(found, written[gguf_names[name]])
 
 

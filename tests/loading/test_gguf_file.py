@@ -170,8 +170,7 @@ def test_writing_to_a_view_leaves_the_file_alone(tmp_path: Path) -> None:
 def load_everything(path: Path) -> None:
     source = resolve_source(ModelConfig(model=str(path)), LoadConfig())
     checkpoint = open_checkpoint(source, LoadConfig())
-    for name, tensor in checkpoint.tensors():
-        assert tuple(tensor.shape) == checkpoint.shape(name)
+    assert [name for name, _ in checkpoint.tensors()] == checkpoint.names()
 
 
 def header_size(path: Path) -> int:
