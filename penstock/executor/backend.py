@@ -49,8 +49,6 @@ def choose_backend(
         return Backend(Ops(device), DenseMethod())
     native.penstock_set_threads(platform.cpu_threads)
     torch.set_num_threads(1)  # two pools would fight for the cores
-    if config.load.load_format == "dummy":
-        return Backend(Ops("cpu-native"), DenseMethod())
     # Imported here because both need the library.
     from penstock.layers.native import NativeMethod
     from penstock.ops.cpu.dtypes import NATIVE_TYPES
@@ -59,6 +57,7 @@ def choose_backend(
     method = NativeMethod(int8=config.load.quantization == "int8")
     # Weights of 8 bits and less: keys and values of 16 lose nothing that shows, and halve what
     # attention reads. Measured in docs/benchmarks.md.
+    is_gguf = is_gguf and config.load.load_format != "dummy"
     in_blocks = method.int8 or (is_gguf and bool(types))
     return Backend(
         Ops("cpu-native"),

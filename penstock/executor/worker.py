@@ -84,7 +84,7 @@ class Worker:
                 total=len(checkpoint.names()),
                 show_progress=self.group.rank == 0,
             )
-            backend.finish(model)
+        backend.finish(model)
         size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         logger.info(
             "Loaded %s: %.2f GiB of weights in %.2f s",

@@ -12,9 +12,12 @@ from torch import nn
 from tqdm import tqdm
 
 from penstock.layers.loadable import Loadable
+from penstock.layers.matrix import MatrixLayer
 from penstock.layers.norm import RMSNorm
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
+
+DUMMY_SCALE = 0.02
 
 
 class NamingRules(Protocol):
@@ -79,7 +82,16 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
                 parameter.fill_(1.0)
                 continue
             generator = torch.Generator(parameter.device).manual_seed(seed)
-            parameter.normal_(0.0, 0.02, generator=generator)
+            parameter.normal_(0.0, DUMMY_SCALE, generator=generator)
+            seed += 1
+    for _, target in _targets(model):
+        layer = target.layer
+        if not isinstance(layer, MatrixLayer) or target.parameter != "weight":
+            continue
+        if layer.build.linear_method.packs:  # it keeps no parameter that could be filled
+            generator = torch.Generator().manual_seed(seed)
+            weight = torch.empty(target.shape).normal_(0.0, DUMMY_SCALE, generator=generator)
+            layer.load("weight", target.part, weight)
             seed += 1
 
 

@@ -58,6 +58,19 @@ def test_dummy_weights_need_a_configuration_alone_and_repeat_with_the_seed(
     assert tokens[0] != tokens[2]
 
 
+def test_dummy_weights_run_as_loaded_ones_do(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    with LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, cpu_threads=1) as llm:
+        model = llm.engine.executor.worker.model  # type: ignore[attr-defined]
+        assert all(layer.fused is not None for layer in model.model.layers)
+        params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, seed=1, logprobs=9)
+        prompts = [{"prompt_token_ids": [5, 6, 7 + index] * 9} for index in range(5)]
+        together = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        for prompt, expected in zip(prompts, together, strict=True):
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            assert output.outputs[0].logprobs == expected.logprobs
+
+
 def test_dummy_norms_are_ones_and_other_weights_differ(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama")
     source = resolve_source(ModelConfig(model=str(folder)), LoadConfig(load_format="dummy"))
