@@ -174,6 +174,11 @@ class AsyncEngineClient:
         self._fail_all(error)
         self._recall(request_ids)
 
+    def reset_prefix_cache(self) -> None:
+        """Have the engine forget its cached prompts before it sees any request sent after this."""
+        if self.is_healthy:  # else the next one begins without any
+            self._engine.send(messages.RESET_PREFIX_CACHE)
+
     def replay(self, request_id: str) -> EngineRequest:
         """The request as it must be sent to go on after the tokens that have come for it."""
         record = self.records[request_id]

@@ -69,6 +69,11 @@ class EngineCore:
         plan = self.scheduler.schedule()
         deltas = self.scheduler.take_deltas()
         if plan is not None:
+    def reset_prefix_cache(self) -> None:
+        """Forget the prompts that are cached: later requests compute theirs anew."""
+        self._check_open()
+        self.scheduler.reset_prefix_cache()
+
             if self.watcher is not None:
                 self.watcher.begin(plan)
             deltas += self._launch(plan)

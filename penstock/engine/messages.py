@@ -16,6 +16,7 @@ from penstock.scheduler.scheduler import SchedulerStats
 LOAD = b"load"  # an EngineConfig
 ADD = b"add"  # a request id, an EngineRequest
 FINISH = b"finish"  # a Finish
+RESET_PREFIX_CACHE = b"reset-prefix-cache"
 CLOSE = b"close"
 
 

@@ -103,6 +103,10 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached; requests that run keep what they have."""
+        self._kv.reset_prefix_cache()
+
     @property
     def num_kv_blocks(self) -> int:
         """Blocks that requests can hold, in all."""

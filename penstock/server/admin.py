@@ -1,4 +1,4 @@
-"""What operators and load balancers ask for: health, version, load."""
+"""What operators and load balancers ask for: health, version, load, a fresh cache."""
 
 from __future__ import annotations
 
@@ -45,6 +45,15 @@ async def ready(request: Request) -> Response:
 async def ping(request: Request) -> Response:
     """The same as /health."""
     return await health(request)
+
+
+@router.post("/reset_prefix_cache", response_class=Response, responses=describe_errors(401, 503))
+async def reset_prefix_cache(request: Request) -> Response:
+    """Forget the prompts that are cached: requests that come later compute theirs anew."""
+    service: Service = request.app.state.service
+    service.check_health()
+    service.client.reset_prefix_cache()
+    return Response()
 
 
 @router.get("/version", responses=describe_errors(401))

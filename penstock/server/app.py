@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import penstock
 from penstock.server import admin, errors, metrics, playground
-from penstock.server.middleware import ApiKeyGuard, BodyLimit, RequestContext
+from penstock.server.middleware import ApiKeyGuard, BodyLimit, HeadAsGet, RequestContext
 from penstock.server.openai import chat, completions, models, tokenize
 from penstock.server.service import Service
 
@@ -31,6 +31,8 @@ def build_app(service: Service) -> FastAPI:
         version=penstock.__version__,
         root_path=config.root_path,
         redirect_slashes=False,
+        docs_url=None,  # ours is one of the pages, which load nothing from elsewhere
+        redoc_url=None,
     )
     app.state.service = service
     app.state.metrics = metrics.observe(service)
@@ -38,6 +40,7 @@ def build_app(service: Service) -> FastAPI:
         app.include_router(router)
     errors.install(app)
     # The last one added is the first that a request meets.
+    app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=config.max_request_body_bytes)
     if config.api_key:
         app.add_middleware(ApiKeyGuard, keys=config.api_key)

@@ -99,12 +99,17 @@ def body_of(error: Exception, request_id: str) -> dict[str, Any]:
     """What a client is told about `error`; what it is not told is logged."""
     for error_class, status in STATUS_OF:
         if isinstance(error, error_class):
-            param = error.field if isinstance(error, InputError) else None
-            return error_body(status, str(error), param)
+            return error_body(status, str(error), _param_of(error))
     logger.error("Request %s failed", request_id, exc_info=error)
     return error_body(
         500, f"the server failed to answer; its log says why under request id {request_id}"
     )
+
+
+def _param_of(error: Exception) -> str | None:
+    if isinstance(error, ModelNotFound):
+        return "model"
+    return error.field if isinstance(error, InputError) else None
 
 
 def response_of(error: Exception, request_id: str) -> Response:

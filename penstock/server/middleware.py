@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.server.errors import error_response, response_of
 
 VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/favicon.ico"})
-PUBLIC_PREFIX = "/static/"  # of the page's files
+PUBLIC_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/ping", "/favicon.ico"})
+PUBLIC_PREFIX = "/static/"  # of the pages' files
 
 
 class RequestContext:
@@ -110,6 +110,18 @@ class BodyLimit:
             return part
 
         await self.app(scope, receive_some, send)
+
+
+class HeadAsGet:
+    """Answers HEAD wherever there is a GET: the same head, and the server leaves the body out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await self.app(scope, receive, send)
 
 
 def _digest(key: bytes) -> bytes:

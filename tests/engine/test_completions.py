@@ -116,6 +116,22 @@ def test_cached_prompt_tokens_are_counted(tiny_llama: str) -> None:
     assert salted.num_cached_tokens == 0
 
 
+def test_the_prefix_cache_can_be_emptied_while_a_stream_goes_on(tiny_llama: str) -> None:
+    prompt = {"prompt_token_ids": list(range(40))}
+    params = SamplingParams(temperature=0, max_tokens=8)
+    with LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1) as llm:
+        (expected,) = llm.generate(prompt, params, use_tqdm=False)
+        stream = llm.stream(prompt, params)
+        assert next(stream).num_cached_tokens == 32
+        assert llm.reset_prefix_cache()
+        (anew,) = llm.generate(prompt, params, use_tqdm=False)
+        *_, last = stream
+        (again,) = llm.generate(prompt, params, use_tqdm=False)
+    assert (anew.num_cached_tokens, again.num_cached_tokens) == (0, 32)
+    for output in (anew, last, again):
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
 def test_a_prompt_that_was_never_seen_counts_as_computed_for_all_its_completions(
     tiny_llama: str,
 ) -> None:

@@ -61,6 +61,18 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"modalities": ["text", "audio"]}, "modalities", "not supported"),
     ({"best_of": 2}, "best_of", "not supported"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
+    ({"guided_json": {"type": "object"}}, "guided_json", "structured_outputs"),
+    ({"guided_regex": "a+"}, "guided_regex", '{"regex"'),
+    ({"guided_choice": ["a", "b"]}, "guided_choice", '{"choice"'),
+    ({"guided_grammar": "root ::= x"}, "guided_grammar", '{"grammar"'),
+    ({"guided_json_object": False}, "guided_json_object", "structured_outputs"),
+    ({"guided_whitespace_pattern": ""}, "guided_whitespace_pattern", "structured_outputs"),
+    ({"guided_decoding_backend": "auto"}, "guided_decoding_backend", "leave it out"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds", "text or token ids"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids", "logprobs"),
+    ({"logits_processors": ["m.C"]}, "logits_processors", "--logits-processors"),
+    ({"repetition_detection": {}}, "repetition_detection", "max_tokens"),
+    ({"kv_transfer_params": {}}, "kv_transfer_params", "leave it out"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream"),
     ({"timeout": 0}, "timeout", "above 0"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
@@ -89,6 +101,8 @@ def test_a_wrong_chat_request_is_refused_by_name(
     ("fields", "param"),
     [
         ({"suffix": "end"}, "suffix"),
+        ({"prompt_embeds": ["AAAA"]}, "prompt_embeds"),
+        ({"guided_choice": ["a"]}, "guided_choice"),
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
@@ -206,7 +220,9 @@ def test_what_is_not_there_is_a_404(server: ServerProcess) -> None:
     assert "/docs" in check_shape(server.get("/v1/nothing"), 404)["message"]
     check_shape(server.get("/v1/models/other/one"), 404)
     body = {"model": "other", "messages": MESSAGES}
-    assert "'other'" in check_shape(server.post("/v1/chat/completions", body), 404)["message"]
+    error = check_shape(server.post("/v1/chat/completions", body), 404)
+    assert error["param"] == "model"
+    assert "'other'" in error["message"]
 
 
 def test_a_method_that_is_not_there_is_a_405(server: ServerProcess) -> None:

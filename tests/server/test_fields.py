@@ -229,6 +229,43 @@ def test_health_is_an_empty_200(server: ServerProcess, path: str) -> None:
     assert server.get(path).content == b""
 
 
+def test_max_tokens_beyond_the_context_is_what_fits(server: ServerProcess) -> None:
+    body = {"prompt": [5] * 2040, "max_tokens": 10**6, "ignore_eos": True}
+    reply = server.post("/v1/completions", body).json()
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["total_tokens"] == 2048  # the server's --max-model-len
+
+
+def test_a_field_that_is_refused_may_be_null(server: ServerProcess) -> None:
+    body = {"prompt": "Hi", "max_tokens": 1, "guided_json": None, "prompt_embeds": None}
+    assert server.post("/v1/completions", body).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/", "/v1/models", "/openapi.json"])
+def test_a_head_is_a_get_without_its_body(server: ServerProcess, path: str) -> None:
+    with server.client() as client:
+        head = client.head(path)
+        get = client.get(path)
+    assert head.status_code == get.status_code == 200
+    assert head.content == b""
+    ours = ("content-length", "content-type")
+    assert [head.headers.get(name) for name in ours] == [get.headers.get(name) for name in ours]
+
+
+def test_the_prefix_cache_can_be_emptied(server: ServerProcess) -> None:
+    body = {"prompt": [7] * 100, "max_tokens": 1}
+
+    def num_cached() -> int:
+        usage = server.post("/v1/completions", body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    num_cached()
+    assert num_cached() > 0
+    assert server.post("/reset_prefix_cache", None).status_code == 200
+    assert num_cached() == 0
+    assert num_cached() > 0
+
+
 def test_version_and_docs_are_there(server: ServerProcess) -> None:
     import penstock
 

@@ -1,4 +1,4 @@
-"""The page at /, in a real browser, against a real server."""
+"""The pages at / and /docs, in a real browser, against a real server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     pages: list[Page] = []
     complaints: list[str] = []
 
-    def open_at(server: ServerProcess, **options: Any) -> Page:
+    def open_at(server: ServerProcess, path: str = "", **options: Any) -> Page:
         page = browser.new_context(**options).new_page()
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -61,7 +61,7 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
                 else complaints.append(f"asked {asked.url}")
             ),
         )
-        page.goto(server.base_url)
+        page.goto(server.base_url + path)
         pages.append(page)
         return page
 
@@ -351,7 +351,7 @@ def test_a_key_is_asked_for_and_kept(
 def test_the_files_need_no_key_and_load_nothing_from_elsewhere(
     locked_server: ServerProcess,
 ) -> None:
-    for path in ("/", "/favicon.ico", *(f"/static/{name}" for name in load_files())):
+    for path in ("/", "/docs", "/favicon.ico", *(f"/static/{name}" for name in load_files())):
         response = locked_server.get(path)
         assert response.status_code == 200, path
         policy = response.headers["content-security-policy"]
@@ -363,6 +363,87 @@ def test_the_files_need_no_key_and_load_nothing_from_elsewhere(
     assert locked_server.get("/metrics").status_code == 401
     for path in ("/static/nothing.js", "/static/..%2f__init__.py", "/static/../__init__.py"):
         assert locked_server.get(path).status_code in (401, 404)
+
+
+# -- the documentation of the API
+
+
+def test_the_docs_show_every_operation_and_the_schemas_it_uses(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server, "/docs")
+    spec = server.get("/openapi.json").json()
+    expected = [
+        f"{method.upper()} {path}" for path, item in spec["paths"].items() for method in item
+    ]
+    contents = page.get_by_role("navigation", name="Contents").get_by_role("link")
+    expect(contents).to_have_text(expected)
+    expect(page.locator("#schemas details")).to_have_count(len(spec["components"]["schemas"]))
+
+    page.get_by_role("link", name="POST /v1/chat/completions").click()
+    chat = page.locator("#post-v1-chat-completions")
+    expect(chat).to_have_attribute("open", "")
+    fields = spec["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    for name in fields:
+        expect(chat.locator("dt", has_text=re.compile(f"^{name} ")).first).to_be_visible()
+    messages = chat.locator(".fields > div", has_text=re.compile("^messages "))
+    expect(messages).to_contain_text("list of ChatMessage required")
+    expect(messages).to_contain_text("items: at least 1")
+    messages.get_by_role("link", name="ChatMessage").click()
+    schema = page.locator("#schema-ChatMessage")
+    expect(schema).to_have_attribute("open", "")
+    expect(schema.locator("dt", has_text="role")).to_be_visible()
+
+
+def test_operations_can_be_tried_in_the_docs(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server, "/docs#post-tokenize")
+    tokenize = page.locator("#post-tokenize")
+    tokenize.get_by_label("Body").fill('{"prompt": "Hello"}')
+    tokenize.get_by_role("button", name="Send").click()
+    expect(tokenize.locator(".answer")).to_contain_text("200")
+    expect(tokenize.locator(".answer")).to_contain_text('"count": 1')
+    tokenize.get_by_label("Body").fill("{")
+    tokenize.get_by_role("button", name="Send").click()
+    expect(tokenize.locator(".answer")).to_contain_text("not valid JSON")
+
+    page.get_by_role("link", name="POST /v1/chat/completions").click()
+    chat = page.locator("#post-v1-chat-completions")
+    chat.get_by_role("button", name="Send").click()  # the example, which streams
+    expect(chat.locator(".answer")).to_contain_text("chat.completion.chunk")
+    expect(chat.locator(".answer")).to_contain_text("[DONE]")
+
+    page.get_by_role("link", name="GET /v1/models/{").click()
+    (model,) = (card["id"] for card in server.get("/v1/models").json()["data"])
+    one = page.locator("details[open]", has_text="/v1/models/{").first
+    one.get_by_role("textbox").fill(model)
+    one.get_by_role("button", name="Send").click()
+    expect(one.locator(".answer")).to_contain_text(f'"id": "{model}"')
+
+
+def test_the_docs_ask_for_a_key_where_there_are_any(
+    locked_server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(locked_server, "/docs", viewport=PHONE)
+    dialog = page.get_by_role("dialog")
+    expect(dialog).to_be_visible()
+    expect(page.locator("#operations details")).to_have_count(0)
+    page.get_by_label("Key", exact=True).fill("wrong")
+    page.keyboard.press("Enter")
+    expect(dialog.get_by_role("alert")).to_contain_text("API keys")
+    page.get_by_label("Key", exact=True).fill("open-sesame")
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_hidden()
+    page.get_by_role("link", name="GET /version").click()
+    version = page.locator("#get-version")
+    version.get_by_role("button", name="Send").click()
+    expect(version.locator(".answer")).to_contain_text('"version"')
+    page.evaluate("for (const entry of document.querySelectorAll('details')) entry.open = true")
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    with page.expect_download() as saved:
+        page.get_by_role("link", name="openapi.json").click()
+    assert json.loads(saved.value.path().read_text())["info"]["title"] == "Penstock"
 
 
 # -- on a phone, from the keyboard

@@ -23,6 +23,7 @@ OPERATIONS = [
     ("GET", "/ready"),
     ("GET", "/ping"),
     ("POST", "/ping"),
+    ("POST", "/reset_prefix_cache"),
     ("GET", "/version"),
     ("GET", "/load"),
     ("GET", "/metrics"),

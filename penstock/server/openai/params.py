@@ -23,6 +23,23 @@ SAME_NAME = (
     "allowed_token_ids", "bad_words", "prompt_logprobs",
 )  # fmt: skip
 
+STRUCTURED = "use structured_outputs: {}"
+# What to do in place of a field that other servers know and that would change the answer.
+REMEDIES = {
+    "guided_json": STRUCTURED.format('{"json": SCHEMA}'),
+    "guided_regex": STRUCTURED.format('{"regex": PATTERN}'),
+    "guided_choice": STRUCTURED.format('{"choice": [TEXT, ...]}'),
+    "guided_grammar": STRUCTURED.format('{"grammar": GRAMMAR}'),
+    "guided_json_object": STRUCTURED.format('{"json_object": true}'),
+    "guided_whitespace_pattern": STRUCTURED.format('{"whitespace_pattern": PATTERN, ...}'),
+    "guided_decoding_backend": "leave it out, there is one",
+    "prompt_embeds": "send the prompt as text or token ids",
+    "logprob_token_ids": "ask for the most likely tokens with logprobs",
+    "logits_processors": "start the server with --logits-processors",
+    "repetition_detection": "leave it out, or limit max_tokens",
+    "kv_transfer_params": "leave it out",
+}
+
 
 def completion_params(
     body: CompletionRequest, defaults: SamplingParams, limits: ServerConfig
@@ -81,6 +98,9 @@ def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
 
 def _refuse_unsupported(body: GenerationBody) -> None:
     """Say plainly what this server does not do, rather than ignore that it was asked for."""
+    for name, value in (body.model_extra or {}).items():
+        if name in REMEDIES and value is not None:
+            raise InputError(f"{name} is not supported here: {REMEDIES[name]}", name)
     unsupported: dict[str, Any] = {
         "use_beam_search": body.use_beam_search,
         "structured_outputs": body.structured_outputs,

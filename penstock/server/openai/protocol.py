@@ -1,6 +1,7 @@
 """Bodies of the OpenAI endpoints, checked for types here and for sense where they are used.
 
-Fields that are not declared are ignored, as OpenAI's clients send new ones all the time.
+Fields that are not declared are ignored, as OpenAI's clients send new ones all the time. Those of
+other servers that would change the answer are refused by name, see `params.py`.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class GenerationBody(Body):
 
 
 class CompletionRequest(GenerationBody):
+    model_config = ConfigDict(extra="allow")
     prompt: Prompt | list[Text] | list[list[TokenId]] = Field(
         description="A text, several, or the same as token ids."
     )
@@ -139,6 +141,7 @@ class ChatTemplateBody(Body):
 
 
 class ChatCompletionRequest(GenerationBody, ChatTemplateBody):
+    model_config = ConfigDict(extra="allow")
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = Field(None, description="By default, as many as fit.")
     max_completion_tokens: int | None = Field(None, description="The same; this one counts.")

@@ -1,4 +1,4 @@
-"""The page at ``/``: a chat playground and a live dashboard, in plain files.
+"""The pages in plain files: at ``/`` a chat playground and a live dashboard, at ``/docs`` the API.
 
 The files need no key; what they fetch does. They are small, so they are read once and served from
 memory, which stays quick however busy the server is.
@@ -43,7 +43,7 @@ class File:
 
 @cache
 def load_files() -> dict[str, File]:
-    """The page's files by name."""
+    """The pages' files by name."""
     files = {}
     for entry in resources.files(__name__).joinpath("static").iterdir():
         extension = entry.name.rpartition(".")[2]
@@ -67,6 +67,11 @@ def reply(request: Request, name: str) -> Response:
 @router.get("/")
 async def page(request: Request) -> Response:
     return reply(request, "index.html")
+
+
+@router.get("/docs")
+async def docs(request: Request) -> Response:
+    return reply(request, "docs.html")
 
 
 @router.get("/favicon.ico")

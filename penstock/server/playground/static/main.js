@@ -1,14 +1,14 @@
 // Puts the page together: the model's name, the settings, the key, the keyboard.
 
-import { getKey, request, setKey } from "./api.js";
+import { request } from "./api.js";
 import { Chat } from "./chat.js";
 import { Dashboard } from "./dashboard.js";
+import { KeyDialog } from "./key.js";
 
 const $ = (id) => document.getElementById(id);
 const OPTIONS = "penstock-options";
 const options = $("options");
 const prompt = $("prompt");
-const keyDialog = $("key-dialog");
 
 // -- settings
 
@@ -37,27 +37,6 @@ function keepOptions() {
   sessionStorage.setItem(OPTIONS, JSON.stringify(Object.fromEntries(new FormData(options))));
 }
 
-// -- the key
-
-function askForKey(error = "") {
-  if (keyDialog.open) return;
-  $("key").value = getKey();
-  $("key-error").textContent = error;
-  keyDialog.showModal();
-}
-
-async function useKey() {
-  setKey($("key").value.trim());
-  try {
-    await loadModels();
-    keyDialog.close();
-    dashboard.look();
-    prompt.focus();
-  } catch (error) {
-    $("key-error").textContent = error.message;
-  }
-}
-
 // -- the server
 
 async function loadModels() {
@@ -68,7 +47,7 @@ async function loadModels() {
 }
 
 function onError(error) {
-  if (error.status === 401) askForKey(getKey() ? "The server does not know this key." : "");
+  keyDialog.askAbout(error);
 }
 
 function showState(state, words) {
@@ -103,6 +82,13 @@ function send() {
 restoreOptions();
 const chat = new Chat({ readOptions, onError });
 const dashboard = new Dashboard({ onState: showState });
+const keyDialog = new KeyDialog({
+  check: loadModels,
+  onAccepted: () => {
+    dashboard.look();
+    prompt.focus();
+  },
+});
 loadModels().catch(onError);
 
 $("composer").addEventListener("submit", (event) => {
@@ -117,7 +103,7 @@ prompt.addEventListener("keydown", (event) => {
 });
 prompt.addEventListener("input", growPrompt);
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && !event.isComposing && !keyDialog.open) chat.stop();
+  if (event.key === "Escape" && !event.isComposing && !keyDialog.isOpen) chat.stop();
 });
 $("stop").addEventListener("click", () => {
   chat.stop();
@@ -136,9 +122,3 @@ for (const button of document.querySelectorAll("nav button")) {
 options.addEventListener("input", keepOptions);
 options.addEventListener("submit", (event) => event.preventDefault());
 options.addEventListener("reset", () => sessionStorage.removeItem(OPTIONS));
-$("key-button").addEventListener("click", () => askForKey());
-$("key-cancel").addEventListener("click", () => keyDialog.close());
-$("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
-  useKey();
-});
