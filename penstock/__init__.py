@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.protocol.outputs import CompletionOutput, RequestOutput
 from penstock.protocol.sampling import RequestOutputKind, SamplingParams
+from penstock.protocol.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from penstock.llm import LLM
@@ -17,6 +18,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

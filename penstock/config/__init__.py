@@ -7,6 +7,7 @@ from penstock.config.engine import (
     ObservabilityConfig,
     ParallelConfig,
     SchedulerConfig,
+    StructuredConfig,
 )
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.server import ServerConfig
@@ -21,4 +22,5 @@ __all__ = [
     "ParallelConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "StructuredConfig",
 ]

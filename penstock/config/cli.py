@@ -36,6 +36,7 @@ _NO_FLAG = {
     "detokenize",
     "spaces_between_special_tokens",
     "output_kind",
+    "structured_outputs",
     "extra_args",
 }
 

@@ -124,6 +124,24 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
+class StructuredConfig:
+    structured_outputs_backend: Literal["llguidance", "xgrammar"] = option(
+        "llguidance",
+        "What holds outputs to schemas and grammars; xgrammar needs the extra of that name.",
+    )
+    structured_outputs_timeout_s: float = option(
+        5.0, "Seconds that a schema, expression or grammar may take to compile."
+    )
+
+    def __post_init__(self) -> None:
+        if not self.structured_outputs_timeout_s > 0.0:
+            raise ConfigError(
+                "structured_outputs_timeout_s must be above 0, "
+                f"got {self.structured_outputs_timeout_s}"
+            )
+
+
+@dataclass(frozen=True)
 class ObservabilityConfig:
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least severe messages that are logged, on standard error."
@@ -141,6 +159,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    structured: StructuredConfig = field(default_factory=StructuredConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     def __post_init__(self) -> None:

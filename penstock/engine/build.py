@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -20,6 +21,10 @@ from penstock.runner.logits_processors import LogitsProcessor
 from penstock.scheduler.gates import Gate
 from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.scheduler import Scheduler
+from penstock.structured.backend import Tokenize, check_backend
+from penstock.structured.manager import GrammarManager
+from penstock.structured.vocabulary import Vocabulary, read_vocabulary
+from penstock.text.tokenizer import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +88,27 @@ def _assemble(
         num_speculative_tokens=capabilities.num_drafts,
         vocab_size=int(source.config["vocab_size"]),
     )
-    return EngineCore(Scheduler(limits, kv_manager, gates), executor, max_model_len)
+    grammars = _make_grammars(config, source)
+    scheduler = Scheduler(limits, kv_manager, gates, grammars=grammars)
+    return EngineCore(scheduler, executor, max_model_len, grammars)
+
+
+def _make_grammars(config: EngineConfig, source: ModelSource) -> GrammarManager:
+    """Nothing of it costs anything before a request asks for structured output."""
+    options = config.structured
+    check_backend(options.structured_outputs_backend)
+
+    def read() -> tuple[Vocabulary, Tokenize]:
+        tokenizer = load_tokenizer(source, config.model.tokenizer)
+        vocab_size = int(source.config["vocab_size"])
+        vocabulary = read_vocabulary(tokenizer, vocab_size, eos_token_ids(source, tokenizer))
+        return vocabulary, functools.partial(tokenizer.encode, add_special_tokens=False)
+
+    return GrammarManager(
+        options.structured_outputs_backend,
+        options.structured_outputs_timeout_s,
+        None if config.model.skip_tokenizer_init else read,
+    )
 
 
 def plan_cache(config: EngineConfig, capabilities: Capabilities) -> tuple[KVCacheLayout, int]:

@@ -14,8 +14,11 @@ from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import StepPlan, StepResult
 from penstock.scheduler.scheduler import Scheduler, SchedulerStats
+from penstock.structured.manager import GrammarManager
 
 logger = logging.getLogger(__name__)
+
+STALLED_WAIT_S = 0.001  # between looks at requests that something outside keeps waiting
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,15 @@ class StepWatcher(Protocol):
 class EngineCore:
     """Owns the scheduler and the executor. Not thread-safe: one thread drives it."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, max_model_len: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        max_model_len: int,
+        grammars: GrammarManager | None = None,
+    ) -> None:
         self.scheduler = scheduler
+        self.grammars = grammars
         self.executor = executor
         self.max_model_len = max_model_len
         self.watcher: StepWatcher | None = None
@@ -59,6 +69,11 @@ class EngineCore:
         """End requests now, wherever they are. Ids that are not there any more are ignored."""
         return self.scheduler.finish(request_ids, reason)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the prompts that are cached: later requests compute theirs anew."""
+        self._check_open()
+        self.scheduler.reset_prefix_cache()
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return not self._is_closed and (bool(self._in_flight) or self.scheduler.has_unfinished())
@@ -69,19 +84,14 @@ class EngineCore:
         plan = self.scheduler.schedule()
         deltas = self.scheduler.take_deltas()
         if plan is not None:
-    def reset_prefix_cache(self) -> None:
-        """Forget the prompts that are cached: later requests compute theirs anew."""
-        self._check_open()
-        self.scheduler.reset_prefix_cache()
-
             if self.watcher is not None:
                 self.watcher.begin(plan)
             deltas += self._launch(plan)
         queue_is_full = len(self._in_flight) >= self.executor.capabilities.max_in_flight
         if self._in_flight and (plan is None or queue_is_full):
-            deltas += self.scheduler.update(self._collect())
-            if self.watcher is not None:
-                self.watcher.end()
+            deltas += self._update()
+        elif plan is None and not deltas and self.grammars is not None:
+            self.grammars.wait(STALLED_WAIT_S)  # for a grammar that all there is waits for
         return deltas
 
     def _launch(self, plan: StepPlan) -> list[EngineDelta]:
@@ -89,12 +99,16 @@ class EngineCore:
 
         An interrupt (Ctrl-C) is raised once the queue is in order again.
         """
+        deltas: list[EngineDelta] = []
         try:
-            handle = self.executor.launch(plan)
-            self.executor.sample(handle)
+            if plan.masked:
+                handle = self._launch_masked(plan, deltas)
+            else:
+                handle = self.executor.launch(plan)
+                self.executor.sample(handle)
         except BaseException as error:
             self._in_flight.append(FailedStep(plan.step_id))
-            deltas = self.scheduler.fail(
+            deltas += self.scheduler.fail(
                 [item.request_id for item in plan.scheduled], "the engine failed to run this step"
             )
             if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
@@ -102,7 +116,33 @@ class EngineCore:
             logger.exception("Step %d failed", plan.step_id)
             return deltas
         self._in_flight.append(handle)
-        return []
+        return deltas
+
+    def _launch_masked(self, plan: StepPlan, deltas: list[EngineDelta]) -> Any:
+        """Start a step in which requests with a grammar sample. Adds what it collects to `deltas`.
+
+        Their masks follow from the tokens before. Where those are known, masks are filled in
+        another thread while the model computes. On a device that computes by itself, the model
+        is launched first; then earlier steps are collected, and masks are filled meanwhile.
+        """
+        assert self.grammars is not None
+        if not self._in_flight:
+            masks = self.grammars.start_masks(plan)
+            handle = self.executor.launch(plan)
+            self.executor.sample(handle, masks.result())
+            return handle
+        handle = self.executor.launch(plan)
+        while self._in_flight:
+            deltas += self._update()
+        self.executor.sample(handle, self.grammars.masks(plan))
+        return handle
+
+    def _update(self) -> list[EngineDelta]:
+        """Take in the oldest step in flight."""
+        deltas = self.scheduler.update(self._collect())
+        if self.watcher is not None:
+            self.watcher.end()
+        return deltas
 
     def _collect(self) -> StepResult:
         handle = self._in_flight[0]
@@ -124,4 +164,6 @@ class EngineCore:
         """Give everything back, in the middle of requests if need be. Safe to call twice."""
         self._is_closed = True
         self._in_flight.clear()
+        if self.grammars is not None:
+            self.grammars.close()
         self.executor.close()

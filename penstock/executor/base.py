@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.protocol.kv import AnyKVCacheSpec, KVCacheLayout
-from penstock.protocol.step import StepPlan, StepResult
+from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> Any:
         """Begin a step, up to its logits; returns a handle."""
 
-    def sample(self, handle: Any, masks: Any = None) -> None:
-        """Choose the step's tokens; `masks` are True where a token is allowed."""
+    def sample(self, handle: Any, masks: StepMasks | None = None) -> None:
+        """Choose the step's tokens, with `masks` if and only if its plan is `masked`."""
 
     def collect(self, handle: Any) -> StepResult:
         """Wait for the step's results."""

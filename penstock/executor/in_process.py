@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from penstock.config import EngineConfig
 from penstock.distributed.group import Group
 from penstock.executor.worker import Worker
 from penstock.loading.source import ModelSource
 from penstock.platforms.platform import detect_platform
 from penstock.protocol.kv import KVCacheLayout
-from penstock.protocol.step import StepPlan, StepResult
+from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.runner.runner import ModelRunner, StepHandle
@@ -46,7 +44,7 @@ class InProcessExecutor:
     def launch(self, plan: StepPlan) -> StepHandle:
         return self.runner.launch(plan)
 
-    def sample(self, handle: StepHandle, masks: torch.Tensor | None = None) -> None:
+    def sample(self, handle: StepHandle, masks: StepMasks | None = None) -> None:
         self.runner.sample(handle, masks)
 
     def collect(self, handle: StepHandle) -> StepResult:

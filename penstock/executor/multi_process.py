@@ -20,7 +20,7 @@ from penstock.config import EngineConfig
 from penstock.executor.base import Capabilities
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, PenstockError
 from penstock.protocol.kv import KVCacheLayout
-from penstock.protocol.step import StepPlan, StepResult
+from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -41,6 +41,12 @@ class Start(msgspec.Struct, tag=True):
 
 class Step(msgspec.Struct, tag=True):
     plan: StepPlan
+
+
+class Masks(msgspec.Struct, tag=True):
+    """Follows a `Step` whose plan is `masked`."""
+
+    masks: StepMasks
 
 
 class Idle(msgspec.Struct, tag=True):
@@ -66,7 +72,7 @@ class Failed(msgspec.Struct, tag=True):
     kind: str  # the name of the error's class
 
 
-Command = Hello | Start | Step | Idle
+Command = Hello | Start | Step | Masks | Idle
 Answer = Loaded | Started | Done | Failed
 
 
@@ -116,9 +122,10 @@ class MultiProcessExecutor:
         self._broadcast(Step(plan))
         return plan.step_id
 
-    def sample(self, handle: int, masks: None = None) -> None:
-        """Ranks sample as soon as they have logits."""
-        assert masks is None
+    def sample(self, handle: int, masks: StepMasks | None = None) -> None:
+        """Ranks sample as soon as they have logits, and masks if there are to be any."""
+        if masks is not None:
+            self._broadcast(Masks(masks))
 
     def collect(self, handle: int) -> StepResult:
         answer = self._gather()[0]

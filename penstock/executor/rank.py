@@ -17,6 +17,7 @@ from penstock.executor.multi_process import (
     Hello,
     Idle,
     Loaded,
+    Masks,
     Start,
     Started,
     Step,
@@ -26,6 +27,7 @@ from penstock.loading.source import resolve_source
 from penstock.observability.logs import setup_logging
 from penstock.platforms.platform import detect_platform
 from penstock.protocol.errors import PenstockError
+from penstock.protocol.step import StepMasks
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,11 @@ def serve(connection: Connection) -> None:
 
     def answer(message: Answer) -> None:
         connection.send_bytes(msgspec.msgpack.encode(message))
+
+    def receive_masks() -> StepMasks:
+        command = decoder.decode(connection.recv_bytes())
+        assert isinstance(command, Masks)
+        return command.masks
 
     hello = decoder.decode(connection.recv_bytes())
     assert isinstance(hello, Hello)
@@ -52,7 +59,7 @@ def serve(connection: Connection) -> None:
                 worker.start(command.layout, command.max_model_len)
                 answer(Started())
             elif isinstance(command, Step):
-                answer(Done(worker.step(command.plan)))
+                answer(Done(worker.step(command.plan, receive_masks)))
             elif isinstance(command, Idle):
                 worker.step_idle()
     except PenstockError as error:

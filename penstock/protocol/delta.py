@@ -25,5 +25,6 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prefill_s: float = 0.0  # from the plan of its first step; comes with its first token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop text that ended it
+    ends_in_text: bool = False  # STOP, but not at a stop token: a grammar's document is complete
     error: str | None = None
     error_field: str | None = None  # the client's error: the field of its request that is wrong

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.protocol.errors import InputError
+from penstock.protocol.structured import FIELD, StructuredOutputsParams
 
 MAX_N = 128
 # No request of good faith comes near these; they bound what one can make the engine allocate.
@@ -89,6 +90,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Only these tokens may be chosen."""
     bad_words: list[str] | None = None
     """Words that must not be generated."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """What the output must match: a JSON schema, a regular expression, a choice, a grammar."""
     extra_args: dict[str, Any] | None = None
     """Passed on to custom logits processors."""
 
@@ -141,6 +144,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             )
         self._validate_stops()
         self._validate_token_sets()
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputsParams):
+                raise InputError(
+                    f"{FIELD} must be StructuredOutputsParams, got {self.structured_outputs!r:.80}",
+                    FIELD,
+                )
+            self.structured_outputs.validate()
 
     def _validate_stops(self) -> None:
         stops = self.stop_strings

@@ -43,10 +43,20 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scheduled: list[ScheduledRequest]
     new_requests: list[NewRequest] = []
     released_ids: list[str] = []  # finished, aborted or preempted: their rows may be reused
+    masked: bool = False  # a request with a grammar samples: `StepMasks` come before the tokens
 
     @property
     def num_tokens(self) -> int:
         return sum(item.num_tokens for item in self.scheduled)
+
+
+class StepMasks(msgspec.Struct, frozen=True, kw_only=True):
+    """Which tokens the requests with a grammar may sample in one step; the others are free."""
+
+    request_ids: list[str]
+    num_rows: list[int]  # of each of these requests: 1, and 1 for each draft
+    bits: memoryview  # int32 [sum(num_rows), ceil(vocab_size / 32)]: token i is bit i % 32 of word
+    # i // 32
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +83,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     logprobs: list[TokenLogprobs] = []  # one for each token, where asked for
     prompt_logprobs: PromptLogprobs | None = None
     fault: str | None = None  # this request failed; its blocks are never published
+    drafts: list[int] = []  # proposed to come next, where the request has a grammar
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

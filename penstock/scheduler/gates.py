@@ -26,9 +26,10 @@ PENDING = GateStatus.PENDING
 
 @dataclass(frozen=True)
 class Failed:
-    """The request can never pass; `error` is for its client."""
+    """The request can never pass; `error` is for its client, whose `field` was wrong if any."""
 
     error: str
+    field: str | None = None
 
 
 class Gate(Protocol):
@@ -53,7 +54,7 @@ class Gatekeeper:
         """Forget a request; one that is not here is ignored."""
         self._num_passed.pop(state, None)
 
-    def poll(self) -> tuple[list[RequestState], list[tuple[RequestState, str]]]:
+    def poll(self) -> tuple[list[RequestState], list[tuple[RequestState, Failed]]]:
         """The requests that are through, in order of arrival, and those that failed, with why."""
         ready, failed = [], []
         for state in list(self._num_passed):
@@ -62,7 +63,7 @@ class Gatekeeper:
                 continue
             del self._num_passed[state]
             if isinstance(status, Failed):
-                failed.append((state, status.error))
+                failed.append((state, status))
             else:
                 ready.append(state)
         return ready, failed

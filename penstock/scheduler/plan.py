@@ -50,4 +50,8 @@ class Step:
             scheduled=[row for _, row in self.rows],
             new_requests=self._new_requests,
             released_ids=released_ids,
+            masked=any(
+                row.samples and state.request.params.structured_outputs is not None
+                for state, row in self.rows
+            ),
         )

@@ -11,15 +11,16 @@ from penstock.kvcache.connector import BlockFate, Connector
 from penstock.kvcache.manager import CachedPrefix, KVCacheManager
 from penstock.protocol.choice import why_no_token
 from penstock.protocol.delta import EngineDelta, FinishReason
-from penstock.protocol.errors import ConfigError, InputError
+from penstock.protocol.errors import ConfigError, InputError, RequestFault
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import RequestResult, ScheduledRequest, StepPlan, StepResult
 from penstock.scheduler.gates import Gate, Gatekeeper
+from penstock.scheduler.grammars import Grammars
 from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.plan import Step
 from penstock.scheduler.policy import POLICIES, WaitingQueue
 from penstock.scheduler.request import RequestState, RequestStatus
-from penstock.scheduler.stopping import find_stop
+from penstock.scheduler.stopping import Stop, find_stop
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Scheduler:
         kv_manager: KVCacheManager,
         gates: Sequence[Gate] = (),
         connector: Connector | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         if not kv_manager.can_ever_hold(limits.max_model_len):
             raise ConfigError(
@@ -58,9 +60,10 @@ class Scheduler:
         self.num_scheduled_tokens = 0  # since the start
         self._kv = kv_manager
         self._connector = connector
+        self._grammars = grammars
         self._policy = POLICIES[limits.policy]()
         self._requests: dict[str, RequestState] = {}  # unfinished
-        self._gatekeeper = Gatekeeper(gates)
+        self._gatekeeper = Gatekeeper(gates if grammars is None else [grammars, *gates])
         self._waiting = WaitingQueue(self._policy)
         self._running: list[RequestState] = []  # from the most to the least deserving
         self._in_flight: deque[Step] = deque()
@@ -100,12 +103,12 @@ class Scheduler:
         for request_id in request_ids:
             self._kv.free_kept(request_id, self._last_step_id)
 
-    def has_unfinished(self) -> bool:
-        return bool(self._requests)
-
     def reset_prefix_cache(self) -> None:
         """Forget what is cached; requests that run keep what they have."""
         self._kv.reset_prefix_cache()
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
 
     @property
     def num_kv_blocks(self) -> int:
@@ -151,8 +154,8 @@ class Scheduler:
         ready, failed = self._gatekeeper.poll()
         for state in ready:
             self._waiting.push(state)
-        for state, error in failed:
-            self._deltas.append(self._end(state, FinishReason.ERROR, error=error))
+        for state, why in failed:
+            self._deltas.append(self._end(state, FinishReason.ERROR, None, why.error, why.field))
 
     def _continue_running(self, step: Step) -> bool:
         """Give each running request its share; False if blocks ran out on the way."""
@@ -284,7 +287,10 @@ class Scheduler:
             return self._fault(state, fault, result.token_ids)
         token_ids = result.token_ids
         state.confirm(planned, len(token_ids))
-        stop = find_stop(state, token_ids)
+        try:
+            stop = self._find_stop(state, result)
+        except RequestFault as error:
+            return self._end(state, FinishReason.ERROR, error=str(error))
         if stop is not None:
             token_ids = token_ids[: stop.num_tokens]
         state.token_ids += token_ids
@@ -305,7 +311,22 @@ class Scheduler:
             prefill_s=state.take_prefill_s() if token_ids else 0.0,
             finish_reason=state.finish_reason,
             stop_reason=state.stop_reason,
+            ends_in_text=stop is not None and stop.ends_in_text,
         )
+
+    def _find_stop(self, state: RequestState, result: RequestResult) -> Stop | None:
+        """Where the request ends: by its own rules, or because its document is complete."""
+        token_ids = result.token_ids
+        stop = find_stop(state, token_ids)
+        if self._grammars is None or state.request.params.structured_outputs is None:
+            return stop
+        if stop is not None:
+            token_ids = token_ids[: stop.num_tokens]
+        complete = self._grammars.accept(state.request_id, token_ids, result.drafts)
+        if complete is None or (stop is not None and stop.reason is FinishReason.STOP):
+            return stop
+        is_text = token_ids[complete - 1] not in state.request.eos_token_ids
+        return Stop(complete, FinishReason.STOP, ends_in_text=is_text)
 
     def _fault(self, state: RequestState, fault: str, token_ids: list[int]) -> EngineDelta:
         """End a request that a step failed for: its own fault, if it forbids every token."""
@@ -344,6 +365,8 @@ class Scheduler:
     ) -> None:
         """Take a request out of everything; steps in flight may go on for it unheard."""
         del self._requests[state.request_id]
+        if self._grammars is not None:
+            self._grammars.drop(state.request_id)
         if state.status is RequestStatus.RUNNING:
             self._running.remove(state)
             self._released_ids.append(state.request_id)

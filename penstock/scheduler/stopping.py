@@ -12,6 +12,7 @@ class Stop(NamedTuple):
     num_tokens: int  # how many of the new tokens belong to the output
     reason: FinishReason
     stop_reason: int | None = None
+    ends_in_text: bool = False  # the last token is no stop token
 
 
 def find_stop(state: RequestState, new_token_ids: list[int]) -> Stop | None:

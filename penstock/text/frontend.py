@@ -19,7 +19,7 @@ from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams, check_int
 from penstock.text.chat import ChatTemplate, load_chat_template
 from penstock.text.output import OutputAssembler
-from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from penstock.text.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
 DEFAULTS_FROM_GENERATION_CONFIG = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
@@ -45,7 +45,7 @@ class Frontend:
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(source, config.tokenizer)
             self.chat_template = load_chat_template(source, self.tokenizer, config.chat_template)
-        self.eos_token_ids = _eos_token_ids(source, self.tokenizer)
+        self.eos_token_ids = eos_token_ids(source, self.tokenizer)
         self.default_params = _default_params(config, source)
         self._seeds = random.Random(config.seed)
 
@@ -184,23 +184,6 @@ def child_seed(seed: int, index: int) -> int:
 def is_first_child(request: EngineRequest) -> bool:
     """Whether this is the first, or the only, engine request of a user's request."""
     return request.params.n == 1 or request.request_id.endswith("#0")
-
-
-def _eos_token_ids(source: ModelSource, tokenizer: Tokenizer | None) -> list[int]:
-    """Every token that ends a text: the generation config may name several."""
-    found: list[int] = []
-    for config in (source.generation_config, source.config):
-        value = config.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token_id, int) for token_id in ids):
-            raise ModelError(
-                f"{source.path}: eos_token_id must be a token id or a list of them, "
-                f"got {value!r:.80}"
-            )
-        found += ids
-    if tokenizer is not None:
-        found += tokenizer.end_ids
-    return sorted(set(found))
 
 
 def _default_params(config: ModelConfig, source: ModelSource) -> SamplingParams:

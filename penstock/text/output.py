@@ -148,6 +148,7 @@ class _Child:
         self.changed = self.changed or bool(delta.token_ids) or ends
         ends_with_stop_token = (
             delta.finish_reason is FinishReason.STOP
+            and not delta.ends_in_text
             and bool(delta.token_ids)
             and not self.params.include_stop_str_in_output
         )

@@ -123,6 +123,23 @@ def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Tokeniz
     return tokenizer_from_folder(source.path)
 
 
+def eos_token_ids(source: ModelSource, tokenizer: Tokenizer | None) -> list[int]:
+    """Every token that ends a text: the generation config may name several."""
+    found: list[int] = []
+    for config in (source.generation_config, source.config):
+        value = config.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token_id, int) for token_id in ids):
+            raise ModelError(
+                f"{source.path}: eos_token_id must be a token id or a list of them, "
+                f"got {value!r:.80}"
+            )
+        found += ids
+    if tokenizer is not None:
+        found += tokenizer.end_ids
+    return sorted(set(found))
+
+
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     from penstock.text import gguf_tokenizer as gguf
 

@@ -1,0 +1,53 @@
+"""Grammar masks on their way to the logits: which rows they belong to, and how they get there."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.protocol.step import StepMasks
+from penstock.runner.batch import StepBatch
+from penstock.runner.sampling_tables import to_device
+
+Bits = NDArray[np.int32]  # [rows, ceil(vocab_size / 32)]
+
+
+def mask_logits(
+    logits: torch.Tensor, batch: StepBatch, masks: StepMasks, keep_logits: bool
+) -> torch.Tensor | None:
+    """Ban what `masks` do not allow from a step's logits, [rows, vocab_size], in place if that is
+    what the device is best at.
+
+    Otherwise, and if `keep_logits` because somebody wants to see them as they are, logits stay
+    untouched and the bits come back for the sampler: int32 [rows, ceil(vocab_size / 32)].
+    """
+    rows, bits = _rows_of(batch, masks)
+    if len(rows) == 0:
+        return None
+    if logits.device.type == "cuda" and not keep_logits:
+        from penstock.ops.triton.bitmask import apply_bitmask  # only where Triton is
+
+        device = logits.device
+        apply_bitmask(logits, to_device(bits, device), to_device(rows, device))
+        return None
+    allowed = np.full((len(logits), bits.shape[1]), -1, dtype=np.int32)
+    allowed[rows] = bits
+    return to_device(allowed, logits.device)
+
+
+def _rows_of(batch: StepBatch, masks: StepMasks) -> tuple[NDArray[np.int64], Bits]:
+    """The rows of logits that the masks' rows belong to, and the bits of those."""
+    num_rows = batch.rows_per_sample
+    first = np.cumsum(num_rows) - num_rows
+    starts = {
+        batch.requests[index].request_id: start
+        for index, start in zip(batch.sampling.tolist(), first.tolist(), strict=True)
+    }
+    rows = [
+        starts[request_id] + offset
+        for request_id, count in zip(masks.request_ids, masks.num_rows, strict=True)
+        for offset in range(count)
+    ]
+    bits = np.frombuffer(masks.bits, dtype=np.int32)
+    return np.array(rows, dtype=np.int64), bits.reshape(len(rows) or 1, -1)

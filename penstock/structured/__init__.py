@@ -1,0 +1,1 @@
+"""Structured output: grammars, and the masks that hold a model to them."""

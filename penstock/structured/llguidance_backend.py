@@ -1,0 +1,184 @@
+"""llguidance: the default backend. Compiles in milliseconds, masks in some ten microseconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from penstock.protocol.errors import InputError
+from penstock.protocol.structured import FIELD, StructuredOutputsParams
+from penstock.structured.backend import Bits, Grammar, Matcher, Tokenize
+from penstock.structured.schemas import forbid_additional_properties, read_schema
+from penstock.structured.tags import tag_to_lark
+from penstock.structured.vocabulary import Vocabulary
+
+# Enough for indentation, too little for a model to lose itself in.
+WHITESPACE = r"[ \n\r\t]{0,20}"
+MAX_ERROR_LENGTH = 500
+# Less than the library's own, which let one request take hundreds of MB and a step take seconds.
+LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 25_000,  # of one or two kB each
+    "max_grammar_size": 200_000,
+}
+
+
+class GuidanceBackend:
+    def __init__(
+        self, vocabulary: Vocabulary, tokenize: Tokenize | None = None, num_threads: int = 1
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._tokenizer = _make_tokenizer(vocabulary, tokenize)
+        self._limits = LLParserLimits(verbose_errors=False, **LIMITS)  # type: ignore[arg-type]
+        self._executor = LLExecutor(num_threads)
+
+    def lower(self, params: StructuredOutputsParams) -> str:
+        try:
+            return self._lower(params)
+        except InputError:
+            raise
+        except Exception as error:  # the library's converters raise whatever comes
+            raise InputError(_explain(str(error)), FIELD) from error
+
+    def _lower(self, params: StructuredOutputsParams) -> str:
+        match params.kind:
+            case "json":
+                schema = read_schema(params.json, f"{FIELD}.json")
+                return LLMatcher.grammar_from_json_schema(
+                    self._prepare_schema(schema, params), overrides=_json_options(params)
+                )
+            case "json_object":
+                return LLMatcher.grammar_from_json_schema(
+                    {"type": "object"}, overrides=_json_options(params)
+                )
+            case "regex":
+                assert params.regex is not None
+                return LLMatcher.grammar_from_regex(params.regex)
+            case "choice":
+                assert params.choice is not None
+                texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
+                return LLMatcher.grammar_from_lark(f"start: {texts}")
+            case "grammar":
+                assert params.grammar is not None
+                text = params.grammar
+                return LLMatcher.grammar_from_lark(gbnf_to_lark(text) if "::=" in text else text)
+            case _:
+                return LLMatcher.grammar_from_lark(
+                    tag_to_lark(
+                        read_schema(params.structural_tag, f"{FIELD}.structural_tag"),
+                        self._vocabulary,
+                        lambda schema: {
+                            **self._prepare_schema(schema, params),
+                            "x-guidance": _json_options(params),
+                        },
+                    )
+                )
+
+    def _prepare_schema(self, schema: Any, params: StructuredOutputsParams) -> dict[str, Any]:
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        if params.disable_additional_properties:
+            schema = forbid_additional_properties(schema)
+        # Ours are the only options: what a client puts there could lift them.
+        return {key: value for key, value in schema.items() if key != "x-guidance"}
+
+    def compile(self, lowered: str) -> Grammar:
+        matcher = LLMatcher(self._tokenizer, lowered, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise InputError(_explain(matcher.get_error()), FIELD)
+        return GuidanceGrammar(matcher)
+
+    def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
+        assert bits.flags.c_contiguous
+        numbered = [
+            (matcher.native, row)
+            for row, matcher in enumerate(matchers)
+            if isinstance(matcher, GuidanceMatcher)
+        ]
+        row_bytes = bits.shape[1] * bits.itemsize
+        self._executor.unsafe_compute_mask_ptr(numbered, bits.ctypes.data, row_bytes, len(bits))
+
+
+class GuidanceGrammar:
+    def __init__(self, start: LLMatcher) -> None:
+        self._start = start  # never moved on; matchers share what it has compiled
+
+    def matcher(self) -> GuidanceMatcher:
+        return GuidanceMatcher(self._start.deep_copy())
+
+
+class GuidanceMatcher:
+    def __init__(self, native: LLMatcher) -> None:
+        self.native = native
+
+    @property
+    def error(self) -> str | None:
+        return self.native.get_error()[:MAX_ERROR_LENGTH] if self.native.is_error() else None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.native.is_stopped()
+
+    def accept(self, token_id: int) -> bool:
+        return self.native.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, num_tokens: int) -> None:
+        self.native.rollback(num_tokens)
+
+
+class _Spelling:
+    """What the library asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, tokenize: Tokenize | None) -> None:
+        special = frozenset(vocabulary.special_ids)
+        # Special tokens are marked with a byte that no UTF-8 holds, so that no text spells them.
+        self.tokens = [
+            b"\xff" + token if token_id in special else token
+            for token_id, token in enumerate(vocabulary.tokens)
+        ]
+        self.special_token_ids = vocabulary.special_ids
+        self.eos_token_id = vocabulary.end_ids[0]
+        self.tokenize = tokenize
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            raise TypeError("only texts are tokenized")  # the library asks whether bytes are
+        return self.tokenize(text) if self.tokenize is not None else []
+
+
+def _make_tokenizer(vocabulary: Vocabulary, tokenize: Tokenize | None) -> LLTokenizer:
+    if not vocabulary.end_ids:
+        raise InputError(f"{FIELD} needs a model that has an end-of-text token", FIELD)
+    spelling = _Spelling(vocabulary, tokenize)
+    tokenizer = LLTokenizer(
+        TokenizerWrapper(spelling), n_vocab=len(vocabulary), eos_token=vocabulary.end_ids
+    )
+    if tokenize is None:
+        spelling.tokenize = tokenizer.greedy_tokenize
+    return tokenizer
+
+
+def _json_options(params: StructuredOutputsParams) -> Any:
+    pattern = params.whitespace_pattern or WHITESPACE
+    return {
+        "whitespace_flexible": not params.disable_any_whitespace,
+        "whitespace_pattern": None if params.disable_any_whitespace else pattern,
+        "lenient": params.lenient,
+        "coerce_one_of": params.lenient,
+    }
+
+
+def _explain(error: str) -> str:
+    if error.startswith("NoExtension"):
+        return f"{FIELD} cannot be used: no text matches it"
+    lines = [line for line in error.splitlines() if "<non-verbose/>" not in line]
+    return f"{FIELD} cannot be used: {' '.join(' '.join(lines).split())[:MAX_ERROR_LENGTH]}"

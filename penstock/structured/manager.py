@@ -1,0 +1,242 @@
+"""GrammarManager: compiles what requests ask for, follows their outputs, fills their masks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import msgspec
+import numpy as np
+
+from penstock.protocol.errors import InputError, RequestFault
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.step import ScheduledRequest, StepMasks, StepPlan
+from penstock.protocol.structured import FIELD, StructuredOutputsParams
+from penstock.scheduler.gates import PENDING, READY, Failed, GateStatus
+from penstock.structured.backend import Backend, Bits, Grammar, Tokenize, make_backend
+from penstock.structured.checker import Checker
+from penstock.structured.output import ALL_TOKENS, OutputGrammar
+from penstock.structured.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+NUM_COMPILERS = 2  # a grammar that takes long does not keep all others waiting
+MAX_GRAMMARS = 256  # that are kept for the next request which asks for the same
+MAX_MASK_THREADS = 8
+# What one request's mask may take. A request that takes longer holds up everybody else's tokens.
+STEP_LIMIT_S = 0.25
+
+Row = tuple[ScheduledRequest, OutputGrammar]
+ReadVocabulary = Callable[[], tuple[Vocabulary, Tokenize]]
+
+
+class GrammarManager:
+    """All grammars of an engine. One thread drives it; compiling and masks happen in others.
+
+    It is the gate at which requests wait for their grammars. `read_vocabulary` is called once, in
+    another thread, when a request first asks for structured output; None: there is no tokenizer.
+    """
+
+    def __init__(
+        self, backend: str, timeout_s: float, read_vocabulary: ReadVocabulary | None
+    ) -> None:
+        self._name = backend
+        self._timeout_s = timeout_s
+        self._read_vocabulary = read_vocabulary
+        self._lock = threading.Lock()  # of what is built when it is first needed
+        self._built: tuple[Backend, Vocabulary] | None = None
+        self._idle_checkers: queue.SimpleQueue[Checker] = queue.SimpleQueue()
+        self._checkers: list[Checker] = []
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammar")
+        self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._grammars: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
+        self._pending: dict[str, Future[Grammar]] = {}  # by the request that waits for it
+        self._outputs: dict[str, OutputGrammar] = {}
+        self._faults: dict[str, str] = {}
+        self._bits: Bits = np.zeros((0, 0), dtype=np.int32)
+        self._is_slow = False  # the last masks took so long that someone must be found guilty
+
+    # -- grammars are compiled
+
+    def poll(self, request: EngineRequest) -> GateStatus | Failed:
+        """Whether a request's grammar is there. Begins to compile it when it first asks."""
+        params = request.params.structured_outputs
+        if params is None:
+            return READY
+        future = self._pending.get(request.request_id)
+        if future is None:
+            future = self._pending[request.request_id] = self._grammar(params)
+        if not future.done():
+            return PENDING
+        del self._pending[request.request_id]
+        try:
+            grammar = future.result()
+        except InputError as error:
+            return Failed(str(error), error.field)
+        return self._admit(request, params, grammar)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a grammar that someone waits for is compiled, if there is one."""
+        if self._pending:
+            wait(self._pending.values(), timeout_s, return_when="FIRST_COMPLETED")
+
+    def _admit(
+        self, request: EngineRequest, params: StructuredOutputsParams, grammar: Grammar
+    ) -> GateStatus | Failed:
+        assert self._built is not None
+        marker = (params.reasoning_end or "").encode()
+        output = OutputGrammar(grammar.matcher(), self._built[1].tokens, marker)
+        try:
+            output.accept(request.output_token_ids)  # of a replay
+        except RequestFault as error:
+            return Failed(str(error))
+        self._outputs[request.request_id] = output
+        return READY
+
+    def _grammar(self, params: StructuredOutputsParams) -> Future[Grammar]:
+        """Compiled, being compiled or queued for it; the same for all who ask the same."""
+        shared = msgspec.structs.replace(params, reasoning_end=None)
+        key = hashlib.sha256(msgspec.msgpack.encode(shared)).digest()
+        future = self._grammars.get(key)
+        if future is None:
+            future = self._grammars[key] = self._compilers.submit(self._compile, shared)
+            if len(self._grammars) > MAX_GRAMMARS:
+                self._grammars.popitem(last=False)
+        self._grammars.move_to_end(key)
+        return future
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        started = time.perf_counter()
+        backend, vocabulary = self._backend()
+        checker = self._take_checker(vocabulary)
+        try:
+            lowered = checker.check(params)
+        finally:
+            self._idle_checkers.put(checker)
+        grammar = backend.compile(lowered)
+        logger.debug("Compiled %s in %.3f s", params.kind, time.perf_counter() - started)
+        return grammar
+
+    def _backend(self) -> tuple[Backend, Vocabulary]:
+        with self._lock:
+            if self._built is None:
+                if self._read_vocabulary is None:
+                    raise InputError(f"{FIELD} needs a tokenizer: drop skip_tokenizer_init", FIELD)
+                vocabulary, tokenize = self._read_vocabulary()
+                threads = min(MAX_MASK_THREADS, max(1, (os.cpu_count() or 1) // 2))
+                self._built = (
+                    make_backend(self._name, vocabulary, tokenize, threads), vocabulary
+                )  # fmt: skip
+            return self._built
+
+    def _take_checker(self, vocabulary: Vocabulary) -> Checker:
+        try:
+            return self._idle_checkers.get_nowait()
+        except queue.Empty:
+            checker = Checker(self._name, vocabulary, self._timeout_s)
+            self._checkers.append(checker)
+            return checker
+
+    # -- outputs are followed
+
+    def accept(self, request_id: str, token_ids: Sequence[int], drafts: list[int]) -> int | None:
+        """Tokens came for a request: with how many of them its output is complete; None: not yet.
+
+        `drafts` are proposed to come next. Raises `RequestFault`.
+        """
+        if request_id in self._faults:
+            raise RequestFault(self._faults[request_id])
+        output = self._outputs[request_id]
+        output.drafts = drafts
+        return output.accept(token_ids)
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request; one that is not here is ignored."""
+        self._pending.pop(request_id, None)
+        self._outputs.pop(request_id, None)
+        self._faults.pop(request_id, None)
+
+    # -- masks are filled
+
+    def start_masks(self, plan: StepPlan) -> Future[StepMasks]:
+        """`masks` in another thread, while this one computes."""
+        return self._filler.submit(self.masks, plan)
+
+    def masks(self, plan: StepPlan) -> StepMasks:
+        """What the plan's requests may sample. All tokens before them have been accepted.
+
+        Good until the next call.
+        """
+        constrained = [
+            (row, output)
+            for row in plan.scheduled
+            if row.samples and (output := self._outputs.get(row.request_id)) is not None
+        ]
+        plain = [pair for pair in constrained if pair[0].num_drafts == 0]
+        plain = [pair for pair in plain if not pair[1].is_reasoning]
+        drafting = [pair for pair in constrained if pair[0].num_drafts]
+        num_rows = [1] * len(plain) + [1 + row.num_drafts for row, _ in drafting]
+        if not num_rows:
+            return StepMasks(request_ids=[], num_rows=[], bits=memoryview(b""))
+        assert self._built is not None
+        backend, vocabulary = self._built
+        bits = self._reserve(sum(num_rows), -(-len(vocabulary) // 32))
+        self._fill(backend, plain, bits[: len(plain)])
+        start = len(plain)
+        for row, output in drafting:
+            output.fill_with_drafts(backend, bits[start : start + 1 + row.num_drafts])
+            start += 1 + row.num_drafts
+        self._find_faults([*plain, *drafting], num_rows, bits)
+        return StepMasks(
+            request_ids=[row.request_id for row, _ in (*plain, *drafting)],
+            num_rows=num_rows,
+            bits=bits.data.cast("B"),
+        )
+
+    def _fill(self, backend: Backend, rows: Sequence[Row], bits: Bits) -> None:
+        """All at once. After it took too long, the next time one by one, to see who it is."""
+        if not rows:
+            return
+        started = time.perf_counter()
+        if not self._is_slow:
+            backend.fill([output.matcher for _, output in rows], bits)
+            self._is_slow = time.perf_counter() - started > STEP_LIMIT_S
+            return
+        self._is_slow = False
+        for index, (row, output) in enumerate(rows):
+            before = time.perf_counter()
+            backend.fill([output.matcher], bits[index : index + 1])
+            seconds = time.perf_counter() - before
+            if seconds > STEP_LIMIT_S:
+                self._faults[row.request_id] = (
+                    f"{FIELD} is too complex: one token took {seconds:.2f} s, where "
+                    f"{STEP_LIMIT_S} s are allowed"
+                )
+
+    def _find_faults(self, rows: Sequence[Row], num_rows: Sequence[int], bits: Bits) -> None:
+        """Remember whose matcher failed, and leave its rows free: the request ends anyhow."""
+        start = 0
+        for (row, output), count in zip(rows, num_rows, strict=True):
+            if output.matcher.error is not None:
+                self._faults[row.request_id] = f"{FIELD} failed: {output.matcher.error}"
+                bits[start : start + count] = ALL_TOKENS
+            start += count
+
+    def _reserve(self, num_rows: int, num_words: int) -> Bits:
+        if self._bits.shape[0] < num_rows or self._bits.shape[1] != num_words:
+            self._bits = np.full((num_rows, num_words), ALL_TOKENS, dtype=np.int32)
+        return self._bits[:num_rows]
+
+    def close(self) -> None:
+        """End what runs elsewhere. Safe to call twice."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._filler.shutdown(wait=False, cancel_futures=True)
+        for checker in self._checkers:
+            checker.close()
