@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.server.http import MAX_HEAD_BYTES, refuse
 
+UPGRADE_NAMES = (b"upgrade", b"http2-settings")
+
 
 class JsonHttpToolsProtocol(HttpToolsProtocol):
-    """Also limits what a head may hold: httptools by itself keeps whatever comes."""
+    """Also limits what a head may hold: httptools by itself keeps whatever comes.
+
+    A client may offer an upgrade (to HTTP/2, say) along with its request, and is answered without
+    one. httptools would stop at the head of such a request and drop its body: it is parsed again
+    as if nothing had been offered.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = True
         self._num_head_bytes = 0
+        self._data = b""  # that is being parsed
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._num_head_bytes += len(data)
+        self._data = data
         super().data_received(data)
+        self._data = b""
         if self._in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response("")
 
@@ -43,5 +55,24 @@ class JsonHttpToolsProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         refuse(self.transport, self.cycle, self._num_head_bytes > MAX_HEAD_BYTES)
 
-    def _unsupported_upgrade_warning(self) -> None:
-        pass  # whoever offers an upgrade is answered without one
+    def _should_upgrade(self) -> bool:
+        return True  # asked where one is offered: keeps uvicorn from starting on the request
+
+    def handle_websocket_upgrade(self) -> None:
+        """Called where the parser stopped, whatever the upgrade that was offered."""
+        stop = sys.exc_info()[1]
+        assert isinstance(stop, httptools.HttpParserUpgrade)
+        if self.scope["method"] == "CONNECT":  # which is an upgrade by itself, and there is none
+            self.send_400_response("")
+            return
+        rest = self._data[stop.args[0] :]
+        head = [self.scope["method"].encode(), b" ", self.url, b" HTTP/1.1\r\n"]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(item for item in tokens if item.lower() not in UPGRADE_NAMES)
+            if name not in UPGRADE_NAMES and value:
+                head += [name, b": ", value, b"\r\n"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._in_head, self._num_head_bytes = True, 0
+        self.data_received(b"".join(head) + b"\r\n" + rest)

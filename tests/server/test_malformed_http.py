@@ -140,6 +140,30 @@ def test_a_large_body_and_many_requests_are_no_large_head(port: int) -> None:
             assert said.count(b"x") >= len(body)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("offered", [b"h2c", b"websocket"])
+def test_a_request_that_offers_an_upgrade_is_answered_without_one(
+    port: int, at_once: bool, offered: bytes
+) -> None:
+    head = (
+        b"POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+        b"Upgrade: " + offered + b"\r\nHTTP2-Settings: AAMAAABk\r\nContent-Length: 5\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        for part in [head + b"hello"] if at_once else [head, b"hello"]:
+            connection.sendall(part)
+        said = b""
+        while not said.endswith(b"0\r\n\r\n"):
+            said += connection.recv(65536)
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert b"hello" in said
+
+
+def test_a_proxys_connect_is_answered(port: int) -> None:
+    said = talk(port, b"CONNECT x:443 HTTP/1.1\r\nHost: x:443\r\nConnection: close\r\n\r\n")
+    assert said.startswith(b"HTTP/1.1 ")
+
+
 def test_nothing_is_written_into_an_answer_that_has_begun(port: int) -> None:
     slow, go = (b"GET /%b HTTP/1.1\r\nHost: x\r\n\r\n" % path for path in (b"slow", b"go"))
     bad = b"nonsense\r\n\r\n"
