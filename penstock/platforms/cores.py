@@ -1,8 +1,15 @@
-"""How many threads should compute on this machine's cores."""
+"""How many threads should compute on this machine's cores.
+
+They are not pinned. A loop's pieces are handed out one by one, so a thread that is moved or held up
+holds nobody up; and engines on one machine that each pinned their threads would choose the same
+cores and share them while others are idle. Who wants threads kept to some cores, or to one NUMA
+node, says so from outside (``taskset``, ``numactl``): the defaults follow the affinity.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 MOST_THREADS = 48
@@ -12,38 +19,73 @@ SPARE_ABOVE = 8
 """With more cores than this, one is left to the processes that serve requests."""
 
 
-def default_threads(ranks: int = 1) -> int:
-    """Threads for each of `ranks` processes: one a physical core that this process may use."""
-    cores = usable_cores()
+def default_threads(ranks: int = 1, cores: int | None = None) -> int:
+    """Threads for each of `ranks` processes: one a physical core, those usable here by default."""
+    if cores is None:
+        cores = usable_cores()
     if cores > SPARE_ABOVE:
         cores -= 1
     return max(min(cores // ranks, MOST_THREADS), 1)
 
 
-def usable_cores() -> int:
-    """Physical cores within the process's affinity and its container's quota; at least 1."""
-    if hasattr(os, "sched_getaffinity"):
-        cpus = os.sched_getaffinity(0)
-    else:
-        cpus = set(range(os.cpu_count() or 1))
-    cores = {_siblings(cpu) for cpu in cpus}
-    quota = _cgroup_quota()
-    return max(min(len(cores), quota) if quota is not None else len(cores), 1)
+def usable_cores(root: Path = Path("/"), cpus: set[int] | None = None) -> int:
+    """Physical cores within the process's affinity and its container's quota; at least 1.
+
+    root: where the system's files are; cpus: the affinity, this process's own by default.
+    """
+    if cpus is None:
+        has_affinity = hasattr(os, "sched_getaffinity")
+        cpus = os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
+    cores = len({_siblings(root, cpu) for cpu in cpus})
+    return max(min([cores, *_quotas(root)]), 1)
 
 
-def _siblings(cpu: int) -> str:
+def _siblings(root: Path, cpu: int) -> str:
     """Names the core of a hardware thread; its own number where the system does not say."""
-    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     try:
         return path.read_text().strip()
     except OSError:
         return str(cpu)
 
 
-def _cgroup_quota() -> int | None:
-    """Whole cores that the control group may use, rounded up; None without a limit."""
+def _quotas(root: Path) -> Iterator[int]:
+    """Whole cores, rounded up, that each control group above this process may use."""
+    mount = root / "sys/fs/cgroup"
+    for folder in [mount, *(mount / own for own in _own_groups(root))]:
+        quota = _version_2(folder) or _version_1(folder)
+        if quota is not None:
+            yield quota
+
+
+def _own_groups(root: Path) -> Iterator[str]:
+    """This process's control groups and those around them, below where they are mounted."""
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        folder = Path(path.lstrip("/"))
+        below = "cpu" if controllers else ""  # version 1 has a tree for each controller
+        for group in (folder, *folder.parents):
+            yield str(below / group)
+
+
+def _version_2(folder: Path) -> int | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
         return -(-int(quota) // int(period))
     except (OSError, ValueError):  # no such file, or "max"
         return None
+
+
+def _version_1(folder: Path) -> int | None:
+    try:
+        quota = int((folder / "cpu.cfs_quota_us").read_text())
+        period = int((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+    return -(-quota // period) if quota > 0 else None  # -1: no limit
