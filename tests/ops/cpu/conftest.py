@@ -22,7 +22,7 @@ def _instruction_sets() -> list[str]:
     if library is None:
         return ["none"]
     default = library.penstock_isa()
-    names = ("portable", "avx2", "avxvnni", "avx512vnni")
+    names = ("portable", "neon", "avx2", "avxvnni", "avx512vnni")
     found = [name for name in names if library.penstock_select_isa(name.encode())]
     library.penstock_select_isa(default)
     return found

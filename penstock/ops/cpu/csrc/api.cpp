@@ -8,6 +8,10 @@
 #if defined(PENSTOCK_X86)
 #include <cpuid.h>
 #endif
+#if defined(PENSTOCK_ARM64) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
 
 using namespace penstock;
 
@@ -36,6 +40,17 @@ bool supports(const Kernels& kernels) {
 }
 
 const Kernels* const kAll[] = {&kAvx512, &kAvxVnni, &kAvx2, &kPortable};  // best first
+#elif defined(PENSTOCK_ARM64)
+bool supports(const Kernels& kernels) {
+    if (&kernels == &kPortable) return true;
+#if defined(__linux__)
+    return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+    return true;  // Apple's have dot products
+#endif
+}
+
+const Kernels* const kAll[] = {&kNeon, &kPortable};
 #else
 bool supports(const Kernels&) { return true; }
 

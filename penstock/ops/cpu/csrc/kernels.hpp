@@ -116,6 +116,9 @@ struct Kernels {
 };
 
 extern const Kernels kPortable;
+#if defined(PENSTOCK_ARM64)
+extern const Kernels kNeon;
+#endif
 #if defined(PENSTOCK_X86)
 extern const Kernels kAvx2;
 extern const Kernels kAvxVnni;

@@ -98,6 +98,7 @@ inline void f8_store_half(uint16_t* p, F8 v) {
 }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
+#if !defined(PENSTOCK_NEON)
 // How matmuls see the machine: vectors of kLanes floats or ints, and 4 * kLanes bytes.
 struct Isa {
     static constexpr int kLanes = 8;
@@ -179,5 +180,6 @@ struct Isa {
         return sum;
     }
 };
+#endif
 
 }  // namespace

@@ -1,0 +1,16 @@
+#include "simd_neon.hpp"
+// The vectors come first: what follows is written in terms of them.
+#include "attention.hpp"
+#include "matmul.hpp"
+#include "sampling.hpp"
+
+namespace penstock {
+
+extern const Kernels kNeon = {
+    "neon",    L,           group_bytes, pack_group,   unpack_row,        matmul,
+    quantize_row, rms_norm_row, add_row,     silu_mul_row, rotate_row,        store_kv_row,
+    attention_scratch, attend,
+    best_of_row, gather_block, mass_of_block, mass_of_tokens, noise_of_tokens,
+};
+
+}  // namespace penstock
