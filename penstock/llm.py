@@ -169,13 +169,13 @@ class LLM:
         """What the model's generation_config.json recommends; yours to change."""
         return msgspec.structs.replace(self.frontend.default_params)
 
-    def close(self) -> None:
     def reset_prefix_cache(self) -> bool:
         """Forget the prompts that are cached, such as after a change of the weights. Always works:
         streams that are open go on with what they have, and what they add is not shared."""
         self.engine.reset_prefix_cache()
         return True
 
+    def close(self) -> None:
         """Give the model's memory and any worker processes back."""
         self.engine.close()
 

@@ -94,9 +94,9 @@ class EngineServer:
             finish = messages.decode_finish(frames[0])
             self._deltas += self._core.abort(finish.request_ids)
             self._stats_are_stale = True
-        elif kind == messages.CLOSE:
         elif kind == messages.RESET_PREFIX_CACHE:
             self._core.reset_prefix_cache()
+        elif kind == messages.CLOSE:
             self._closing = True
         else:
             raise AssertionError(f"unknown message {kind!r}")
