@@ -13,6 +13,7 @@ from tqdm import tqdm
 from penstock.config import EngineConfig
 from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
+from penstock.engine.heap import settled_heap
 from penstock.loading.source import resolve_source
 from penstock.observability.logs import setup_logging
 from penstock.protocol.errors import ConfigError, InputError
@@ -232,7 +233,8 @@ class LLM:
         unfinished = {request.request_id: request for request in requests}
         outputs: dict[str, RequestOutput] = {}
         num_tokens = 0
-        with tqdm(total=len(requests), desc="Generating", disable=not use_tqdm) as progress:
+        bar = tqdm(total=len(requests), desc="Generating", disable=not use_tqdm)
+        with bar as progress, settled_heap():
             try:
                 self._submit(requests)
                 while unfinished:

@@ -23,6 +23,7 @@ import zmq
 
 from penstock.engine import messages
 from penstock.engine.black_box import BlackBox
+from penstock.engine.heap import settled_heap
 from penstock.engine.messages import Answer, EngineInfo, EngineStats, Failed, Outputs, Ready
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import InputError, PenstockError
@@ -160,7 +161,8 @@ def run(socket: zmq.Socket[bytes], box: BlackBox) -> None:
             num_kv_blocks=core.scheduler.num_kv_blocks,
         )
         send(socket, Ready(info))
-        EngineServer(socket, core, box).serve()
+        with settled_heap():
+            EngineServer(socket, core, box).serve()
     finally:
         core.close()
 

@@ -146,6 +146,7 @@ class Worker:
             self.drafter,
             max_num_batched_tokens=self.runtime.max_num_batched_tokens,
             capture_graphs=not self.config.device.enforce_eager and self.group.size == 1,
+            dtype=self.runtime.dtype,
             choose_tokens=self.choose_tokens,
         )
 

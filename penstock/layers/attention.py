@@ -58,10 +58,12 @@ class Attention(nn.Module):
         """As `forward`, from the projection's output, where one op norms, rotates and caches."""
         context = current_context()
         cache, metadata = context.caches[self.name], context.attention[self.name]
-        query, _, _ = norm_rotate_write(
+        query, key, value = norm_rotate_write(
             qkv, q_weight, k_weight, eps, *angles, cache, metadata.slot_mapping, self.num_heads
         )
-        output = self.ops.paged_attention(query, cache, metadata, self.scale, self.window)
+        output = self.ops.paged_attention(
+            query, cache, metadata, self.scale, self.window, key=key, value=value
+        )
         return output.flatten(1)  # type: ignore[no-any-return]
 
     def kv_spec(self, dtype: str) -> KVCacheSpec | None:

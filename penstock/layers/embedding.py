@@ -34,10 +34,11 @@ class VocabEmbedding(MatrixLayer):
         embedded = method.embed(self, local.masked_fill(elsewhere, 0))
         return self.build.tp.all_reduce(embedded.masked_fill(elsewhere[:, None], 0.0))
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of hidden states: [n, hidden_size] -> [n, vocab_size]."""
+    def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of hidden states: [n, hidden_size] -> [n, vocab_size]; in `out` if given."""
         logits = self.build.linear_method.apply(self, hidden, self.bias)
-        return self.build.tp.all_gather(logits)[:, : self.vocab_size]
+        logits = self.build.tp.all_gather(logits)[:, : self.vocab_size]
+        return logits if out is None else out.copy_(logits)
 
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
         shapes: dict[tuple[str, str], tuple[int, ...]] = {

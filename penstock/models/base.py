@@ -48,7 +48,7 @@ class Model(Protocol):
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [len(rows), vocab_size] of the given rows, in float32; in `out` if given."""
+        """Logits [len(rows), vocab_size] of the given rows, in any type; in `out` if given."""
 
     def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
         """What each layer keeps in the KV cache, by the layer's name, in order."""

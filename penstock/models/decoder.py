@@ -148,8 +148,7 @@ class DecoderLM(nn.Module):
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        projected = head.project(hidden.states[rows])
-        return projected.float() if out is None else out.copy_(projected)
+        return head.project(hidden.states[rows], out)
 
     def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
         attentions = [module for module in self.modules() if isinstance(module, Attention)]

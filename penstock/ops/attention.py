@@ -28,6 +28,8 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int  # an upper bound while steps are in flight
     any_order: bool = False  # a captured step: how many requests have one token is not known
+    num_prompts: int = 0  # behind the decodes, so many requests have nothing in the cache before
+    num_prompt_rows: int = 0  # tokens of those
     arrived: torch.Tensor | None = None  # [requests * kv_heads] int32 zeros, for kernels to count
 
 

@@ -13,10 +13,13 @@ import torch
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.triton import inputs
 from penstock.protocol.kv import FullAttentionSpec
-from penstock.protocol.step import StepPlan
+from penstock.protocol.step import ScheduledRequest, StepPlan
 from penstock.runner.batch import StepBatch, logits_rows_of
 from penstock.runner.sampler import SamplingRows
 from penstock.runner.tables import RequestTables
+
+# The order of a step's requests: one token, the beginning of a prompt, tokens behind others.
+SINGLE, PROMPT, CHUNK = range(3)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class StepBuffers:
         """As if a step of padding alone were asked for."""
         self.packed.zero_()
         self.slots.fill_(-1)
+        self.logits_rows.fill_(-1)
 
     def fill(self, bucket: Bucket) -> None:
         """Lay out the step that `packed` describes; counts its tokens as computed."""
@@ -88,10 +92,10 @@ class StepBuffers:
                 advance=index == last,
             )
 
-    def fill_sample_rows(self, num_logits: int) -> None:
-        """After `fill`: whose token each row of logits gives."""
+    def fill_sample_rows(self) -> None:
+        """After `fill`: whose token each row of logits gives. Behind the last: slot -1."""
         inputs.sample_rows(
-            self.logits_rows[:num_logits],
+            self.logits_rows,
             self.token_slots,
             self.positions,
             self.sample_slots,
@@ -99,7 +103,14 @@ class StepBuffers:
         )
 
     def metadata(
-        self, bucket: Bucket, num_decodes: int, max_query_len: int, any_order: bool
+        self,
+        bucket: Bucket,
+        num_decodes: int,
+        max_query_len: int,
+        *,
+        any_order: bool = False,
+        num_prompts: int = 0,
+        num_prompt_rows: int = 0,
     ) -> list[AttentionMetadata]:
         """One for each KV group, on the buffers' first rows."""
         return [
@@ -112,6 +123,8 @@ class StepBuffers:
                 max_query_len=max_query_len,
                 max_seq_len=table.shape[1] * group.block_size,
                 any_order=any_order,
+                num_prompts=num_prompts,
+                num_prompt_rows=num_prompt_rows,
                 arrived=self.arrived,
             )
             for group, table, mapping in zip(
@@ -127,9 +140,11 @@ class StepBuffers:
         tables = self.tables
         requests = plan.scheduled
         counts = [item.num_tokens for item in requests]
+        num_prompts = 0
         if max(counts) > 1:
-            requests = sorted(requests, key=lambda item: item.num_tokens > 1)
+            requests = sorted(requests, key=self._place)
             counts = [item.num_tokens for item in requests]
+            num_prompts = [self._place(item) for item in requests].count(PROMPT)
         n = len(requests)
         host_counts = np.array(counts, dtype=np.int64)
         host_slots = np.array(tables.slots_of(requests), dtype=np.int64)
@@ -144,6 +159,7 @@ class StepBuffers:
         logits_request = host_rows if token_request is None else token_request[host_rows]
         exact = Bucket(num_rows, n, decode=num_rows == n)
         num_decodes = n if num_rows == n else int((host_counts == 1).sum())
+        num_prompt_rows = int(host_counts[num_decodes : num_decodes + num_prompts].sum())
         max_seq_len = int(tables.computed_bound[host_slots].max())
         return StepBatch(
             requests=requests,
@@ -154,7 +170,13 @@ class StepBuffers:
             token_slots=self.token_slots[:num_rows],
             token_ids=self.token_ids[:num_rows],
             positions=self.positions[:num_rows],
-            attention=self.metadata(exact, num_decodes, max(counts), any_order=False),
+            attention=self.metadata(
+                exact,
+                num_decodes,
+                max(counts),
+                num_prompts=num_prompts,
+                num_prompt_rows=num_prompt_rows,
+            ),
             sampling=sampling,
             rows_per_sample=rows_per_sample,
             logits_rows=self.logits_rows[:num_logits],
@@ -166,6 +188,13 @@ class StepBuffers:
                 max_position=max_seq_len + 1,
             ),
         )
+
+    def _place(self, item: ScheduledRequest) -> int:
+        """Where it stands among the step's requests; `computed_bound` is before the step."""
+        if item.num_tokens == 1:
+            return SINGLE
+        slot = self.tables.slot_of(item.request_id)
+        return PROMPT if self.tables.computed_bound[slot] == 0 else CHUNK
 
     def send(self, batch: StepBatch) -> None:
         """Copy what the host decided to the device, without waiting for it."""
@@ -180,5 +209,5 @@ class StepBuffers:
         slots[:n] = batch.host_slots
         slots[n:] = -1
         rows[:num_logits] = batch.host_logits_rows
-        rows[num_logits:] = 0
+        rows[num_logits:] = -1
         self.packed.copy_(staged, non_blocking=True)

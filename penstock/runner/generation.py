@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from penstock.runner.prompt_logprobs import PromptLogprobsHead, PromptPiece
 from penstock.runner.sampler import SampledTokens, Sampler, row_logprobs
 from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import RequestTables
+
+if TYPE_CHECKING:
+    from penstock.runner.sampling_graphs import SamplingGraphs
 
 FAULT = (
     "no next token can be chosen: the model gave NaN or infinite logits, or a mask or a custom "
@@ -56,6 +60,7 @@ class GenerationHead:
         self.sampler = sampler
         self.drafter = drafter
         self.model_states = model_states
+        self.graphs: SamplingGraphs | None = None  # on a GPU
         self.prompt_logprobs = PromptLogprobsHead(model, tables)
 
     def add(self, slot: int, request: NewRequest) -> None:
@@ -77,7 +82,7 @@ class GenerationHead:
         if not len(batch.sampling):
             return PendingLogits(None, None, pieces)
         if logits is None:
-            logits = self.model.logits(hidden, batch.logits_rows)
+            logits = self.model.logits(hidden, batch.logits_rows).float()
         states = hidden.states[batch.logits_rows] if self.drafter else None
         return PendingLogits(logits, states, pieces)
 
@@ -87,13 +92,18 @@ class GenerationHead:
         """Sample, verify drafts, write the tokens into the tables, draft the next ones."""
         if pending.logits is None:
             return HeadOutput(None, None, pending.prompt_pieces)
-        sampled = self.sampler.sample(pending.logits, batch.sampling_rows, masks)
         slots = batch.sampling_rows.slots
-        num_new = None
-        if len(batch.logits_rows) == len(batch.sampling):
-            last = sampled.token_ids
+        has_drafts = len(batch.logits_rows) > len(batch.sampling)
+        sampled = None
+        if self.graphs is not None and masks is None and not has_drafts:
+            sampled = self.graphs.sample(pending.logits, batch.sampling_rows)
+        is_entered = sampled is not None
+        if sampled is None:
+            sampled = self.sampler.sample(pending.logits, batch.sampling_rows, masks)
+        num_new, last = None, sampled.token_ids
+        if not has_drafts and not is_entered:
             self.tables.append_tokens(slots, last)
-        else:
+        elif has_drafts:
             first = np.cumsum(batch.rows_per_sample) - batch.rows_per_sample
             slots = slots[to_device(first, slots.device)]
             num_new, last = self._verify(sampled.token_ids, slots, batch)

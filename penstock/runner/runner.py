@@ -55,6 +55,7 @@ class ModelRunner:
         max_num_batched_tokens: int = 0,
         capture_graphs: bool = False,
         choose_tokens: ChooseTokens | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model
         self.memory = KVMemory(layout, device)
@@ -65,13 +66,14 @@ class ModelRunner:
         if device.type == "cuda":
             from penstock.runner.device_steps import DeviceSteps  # only where Triton is
             from penstock.runner.device_tables import DeviceTables
+            from penstock.runner.sampling_graphs import SamplingGraphs
 
             self.tables = DeviceTables(
                 max_num_seqs, max_model_len, layout.groups, device, num_drafts
             )
-            self.steps = DeviceSteps(
+            self.steps = steps = DeviceSteps(
                 model, vocab_size, self.tables, self.memory,
-                max_num_batched_tokens, num_drafts, capture_graphs,
+                max_num_batched_tokens, num_drafts, capture_graphs, dtype,
             )  # fmt: skip
         else:
             self.tables = RequestTables(
@@ -80,6 +82,10 @@ class ModelRunner:
             self.steps = PlainSteps(model, self.tables, self.memory)
         sampler = Sampler(self.tables, vocab_size, device, processors, choose_tokens)
         self.head = GenerationHead(model, self.tables, sampler, drafter, model_states)
+        if device.type == "cuda":
+            self.head.graphs = SamplingGraphs(
+                steps.buffers, steps.logits, self.tables, sampler, steps.pool
+            )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:

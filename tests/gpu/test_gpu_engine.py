@@ -1,4 +1,4 @@
-"""The engine on a GPU against the reference path on a CPU."""
+"""The engine on a GPU against the reference path on a CPU, in float32: the same tokens."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_runs import PROMPTS, SETTINGS, as_inputs, run, sampling, tokens
 from tiny_models import make_checkpoint
 
 from penstock.llm import LLM
-from penstock.protocol.outputs import RequestOutput
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.sampling import SamplingParams
+from penstock.runner.sampling_graphs import SamplingGraphs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-PROMPTS = [[1 + (index * step) % 250 for index in range(length)] for step, length in
-           ((1, 3), (3, 40), (7, 150), (11, 17), (5, 64), (13, 1))]  # fmt: skip
-SETTINGS = {"max_model_len": 256, "kv_cache_memory_bytes": 2**28, "skip_tokenizer_init": True}
+GREEDY = sampling()
+# One of each kind of sampling, and what no graph does, side by side.
+MIXED = [
+    sampling(),
+    sampling(temperature=0.9, seed=5),
+    sampling(temperature=0.7, seed=6, top_k=7),
+    sampling(temperature=1.1, seed=7, top_p=0.8, repetition_penalty=1.3),
+    sampling(logit_bias={5: 4.0}),
+    sampling(temperature=0.9, seed=8, min_p=0.1, logprobs=3),
+]
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama", "mistral_windowed"])
@@ -25,17 +34,9 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 
 
-def run(checkpoint: Path, params: SamplingParams, **options: Any) -> list[RequestOutput]:
-    with LLM(str(checkpoint), **{**SETTINGS, "dtype": "float32", **options}) as llm:
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        return llm.generate(prompts, params, use_tqdm=False)
-
-
-def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", max_position_embeddings=2048)
 
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"async_scheduling": False},
@@ -46,66 +47,104 @@ def test_greedy_tokens_are_the_cpus(checkpoint: Path, options: dict[str, Any]) -
     assert tokens(run(checkpoint, GREEDY, device="cuda", **options)) == expected
 
 
-def test_seeded_draws_are_the_cpus(checkpoint: Path) -> None:
-    for settings in ({}, {"top_k": 7}, {"top_p": 0.8}, {"min_p": 0.1, "repetition_penalty": 1.3}):
-        params = SamplingParams(
-            temperature=0.9, seed=5, max_tokens=30, ignore_eos=True, detokenize=False, **settings
-        )
-        expected = tokens(run(checkpoint, params, device="cpu"))
-        assert tokens(run(checkpoint, params, device="cuda")) == expected
-
-
-def test_bfloat16_logits_are_those_of_the_reference_within_its_precision(checkpoint: Path) -> None:
-    """Log-probabilities of the prompts and of the first token: no choice of tokens in between."""
-    params = SamplingParams(
-        temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False, prompt_logprobs=0
-    )
-    exact = run(checkpoint, params, device="cpu")
+@pytest.mark.parametrize("settings", [{}, {"top_k": 7}, {"top_p": 0.8},
+                                      {"min_p": 0.1, "repetition_penalty": 1.3}])  # fmt: skip
+def test_seeded_draws_are_the_cpus(qwen3: Path, settings: dict[str, Any]) -> None:
+    params = sampling(temperature=0.9, seed=5, **settings)
+    expected = tokens(run(qwen3, params, device="cpu"))
     for eager in (False, True):
-        rounded = run(
-            checkpoint, params, device="cuda", dtype="bfloat16", enforce_eager=eager,
-            enable_prefix_caching=False,
-        )  # fmt: skip
-        differences = [
-            abs(next(iter(ours.values())).logprob - next(iter(theirs.values())).logprob)
-            for mine, reference in zip(rounded, exact, strict=True)
-            for ours, theirs in zip(
-                mine.prompt_logprobs[1:], reference.prompt_logprobs[1:], strict=True
-            )
-        ]
-        assert sum(differences) / len(differences) < 0.25
-        assert max(differences) < 3.0
+        assert tokens(run(qwen3, params, device="cuda", enforce_eager=eager)) == expected
 
 
-def test_graphs_do_not_change_the_first_token_in_bfloat16(checkpoint: Path) -> None:
-    one, other = (
-        tokens(run(checkpoint, GREEDY, device="cuda", dtype="bfloat16", enforce_eager=eager))
-        for eager in (False, True)
-    )
-    # Padding may choose another matmul kernel: paths may part, but not from the start.
-    assert [first[0] for first in one] == [first[0] for first in other]
+def test_requests_of_every_kind_of_sampling_run_side_by_side(qwen3: Path) -> None:
+    expected = tokens(run(qwen3, MIXED, device="cpu"))
+    for eager in (False, True):
+        assert tokens(run(qwen3, MIXED, device="cuda", enforce_eager=eager)) == expected
+
+
+def test_long_prompts_are_the_cpus_whole_and_in_chunks(qwen3: Path) -> None:
+    """Steps beyond the largest bucket: prompts from their start, and chunks behind others."""
+    prompts = [[1 + (index * step) % 250 for index in range(length)]
+               for step, length in ((1, 700), (3, 5), (7, 1200), (11, 333), (5, 512))]  # fmt: skip
+    options = {"max_model_len": 2048, "prompts": prompts}
+    expected = tokens(run(qwen3, GREEDY, device="cpu", **options))
+    for batched in (8192, 1000):
+        found = run(qwen3, GREEDY, device="cuda", max_num_batched_tokens=batched, **options)
+        assert tokens(found) == expected
+
+
+def graphs_of(llm: LLM) -> SamplingGraphs:
+    graphs = llm.engine.executor.worker.runner.head.graphs  # type: ignore[attr-defined]
+    assert isinstance(graphs, SamplingGraphs)
+    return graphs
+
+
+def test_sampling_is_replayed_from_a_graph_of_its_own_for_each_kind(qwen3: Path) -> None:
+    kinds = [
+        sampling(),
+        sampling(temperature=0.9, seed=5),
+        sampling(temperature=0.9, seed=5, top_k=7),
+        sampling(repetition_penalty=1.3),  # no graph does that
+    ]
+    with LLM(str(qwen3), **SETTINGS, dtype="float32", device="cuda") as llm:
+        captured = graphs_of(llm)._captured
+        found = []
+        for params in kinds:
+            llm.generate(as_inputs(PROMPTS), params, use_tqdm=False)
+            found.append({(kind.draws, kind.truncates) for _, kind in captured})
+    assert found[0] == {(False, False)}
+    assert found[1] == {(False, False), (True, False)}
+    assert found[2] == found[3] == {(False, False), (True, False), (True, True)}
+
+
+def run_without_waiting(llm: LLM, params: list[SamplingParams]) -> list[list[int]] | None:
+    """Tokens of a run in which whatever waits for the device, but for an event, raises; None where
+    a step did, which fails its requests."""
+    prompts = as_inputs(PROMPTS)
+    requests = [llm._prepare(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        llm._submit(requests)
+        while llm.engine.has_work():
+            llm._step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    outputs = [request.assembler.take() for request in requests]
+    if any(output is None or output.error for output in outputs):
+        return None
+    return tokens([output for output in outputs if output is not None])
 
 
 def test_no_step_of_a_steady_state_waits_for_the_device(checkpoint: Path) -> None:
+    drawn = [sampling(temperature=0.8, seed=9, top_p=0.9), *[sampling()] * (len(PROMPTS) - 1)]
     with LLM(str(checkpoint), **SETTINGS, dtype="float32", device="cuda") as llm:
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-        for _ in range(2):  # the second time a step's size comes up, its graph is captured
-            llm.generate(prompts, GREEDY, use_tqdm=False)
-        requests = [llm._prepare(prompt, GREEDY) for prompt in prompts]
-        torch.cuda.set_sync_debug_mode("error")  # anything but an event's wait raises
-        try:
-            llm._submit(requests)
-            while llm.engine.has_work():
-                llm._step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        expected = tokens(llm.generate(prompts, GREEDY, use_tqdm=False))
-        assert [list(r.assembler.take().outputs[0].token_ids) for r in requests] == expected
+        for params in ([GREEDY] * len(PROMPTS), drawn):
+            for _ in range(2):  # the second time a step's size comes up, its graph is captured
+                expected = tokens(llm.generate(as_inputs(PROMPTS), params, use_tqdm=False))
+            assert run_without_waiting(llm, params) == expected
+        assert graphs_of(llm)._captured
 
 
-def test_a_peak_step_that_does_not_fit_names_the_remedy(checkpoint: Path) -> None:
-    from penstock.protocol.errors import ConfigError
+def test_a_wait_behind_the_sampling_graph_would_be_noticed(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(qwen3), **SETTINGS, dtype="float32", device="cuda") as llm:
+        params = [GREEDY] * len(PROMPTS)
+        for _ in range(2):
+            llm.generate(as_inputs(PROMPTS), params, use_tqdm=False)
+        graphs = graphs_of(llm)
+        run_graph = graphs._run
 
+        def run_and_look(*args: Any) -> Any:
+            chosen = run_graph(*args)
+            chosen[0].tolist()
+            return chosen
+
+        monkeypatch.setattr(graphs, "_run", run_and_look)
+        assert run_without_waiting(llm, params) is None
+
+
+def test_a_peak_step_that_does_not_fit_names_the_remedy(qwen3: Path) -> None:
     options = {**SETTINGS, "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.005}
     with pytest.raises(ConfigError, match="raise gpu_memory_utilization"):
-        LLM(str(checkpoint), **options, device="cuda")
+        LLM(str(qwen3), **options, device="cuda")

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 from penstock.ops.attention import AttentionMetadata
+from penstock.ops.triton.lookup import find_request
+from penstock.ops.triton.prompt_attention import can_attend, prompt_attention
 from penstock.ops.triton.tuning import decode_plan, prefill_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -19,11 +21,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Scaled scores in base 2."""
+    """Scaled scores in base 2; without a cap, `scale` has the change of base in it."""
     s = tl.dot(q, k, input_precision=PRECISION) * scale
     if SOFTCAP:
-        s = softcap * (2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0)  # softcap * tanh
-    return s * LOG2_E
+        s = softcap * (2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0) * LOG2_E  # softcap * tanh
+    return s
 
 
 @triton.jit
@@ -144,26 +146,6 @@ def _decode_kernel(
 
 
 @triton.jit
-def _find_request(query_starts_ptr, tile, first_request, num_requests, QUERIES: tl.constexpr):
-    """The request whose tiles hold number `tile`, counting from `first_request`.
-
-    Request i's tiles begin at or after (query_starts[i] - query_starts[first]) // QUERIES + i -
-    first: that leaves each at least as many tiles as it needs.
-    """
-    base = tl.load(query_starts_ptr + first_request)
-    low, high = first_request, first_request + num_requests
-    while low < high - 1:
-        middle = (low + high) // 2
-        begin = (tl.load(query_starts_ptr + middle) - base) // QUERIES + middle - first_request
-        if begin <= tile:
-            low = middle
-        else:
-            high = middle
-    begin = (tl.load(query_starts_ptr + low) - base) // QUERIES + low - first_request
-    return low, tile - begin
-
-
-@triton.jit
 def _prefill_tiles(
     acc, best, total, q, cache_ptr, table_ptr, positions, kv_head, low, high, seq_len,
     page_stride, scale, softcap, window,
@@ -225,7 +207,7 @@ def _prefill_kernel(
     # The last tiles of a long prompt see the most: start them first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
     kv_head = tl.program_id(0)
-    request, tile = _find_request(query_starts_ptr, number, first_request, num_requests, QUERIES)
+    request, tile = find_request(query_starts_ptr, number, first_request, num_requests, QUERIES)
     start = tl.load(query_starts_ptr + request)
     query_len = tl.load(query_starts_ptr + request + 1) - start
     first_query = tile * QUERIES
@@ -286,14 +268,27 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads]
+    key: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim]."""
+    """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim].
+
+    With the step's own `key` and `value`, which are in the cache already, prompts without anything
+    before them are spared the way through its pages.
+    """
     num_tokens, num_heads, head_dim = query.shape
     output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
     if metadata.num_decodes:
         _decode(query, cache, metadata, scale, window, softcap, sinks, output)
-    if metadata.max_query_len > 1:
-        _prefill(query, cache, metadata, scale, window, softcap, sinks, output)
+    num_done = metadata.num_decodes
+    plain = window is None and softcap is None and sinks is None and cache.dtype == query.dtype
+    if metadata.num_prompts and plain and can_attend(query, key, value):
+        assert key is not None
+        assert value is not None
+        prompt_attention(query, key, value, metadata, scale, output)
+        num_done += metadata.num_prompts
+    if metadata.max_query_len > 1 and (metadata.any_order or num_done < len(metadata.seq_lens)):
+        _prefill(query, cache, metadata, scale, window, softcap, sinks, output, num_done)
     return output
 
 
@@ -322,7 +317,7 @@ def _decode(
         query, cache, metadata.block_table, metadata.seq_lens, metadata.query_starts,
         output if sinks is None else sinks, output, partial, lse, arrived,
         query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
-        scale, softcap or 0.0, window or 0,
+        _in_base_2(scale, softcap), softcap or 0.0, window or 0,
         GROUP=group, ROWS=max(triton.next_power_of_2(group), 16),
         HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
         KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=plan.tile, SPLITS=plan.splits,
@@ -342,6 +337,7 @@ def _prefill(
     softcap: float | None,
     sinks: torch.Tensor | None,
     output: torch.Tensor,
+    num_done: int,  # requests, from the first, that need nothing more
 ) -> None:
     num_heads, head_dim = query.shape[1:]
     _, _, block_size, num_kv_heads, _ = cache.shape
@@ -350,14 +346,18 @@ def _prefill(
     tile = prefill_tile(head_dim, query.element_size(), metadata.max_query_len)
     queries = max(tile.rows // group_rows, 1)
     # Where single tokens may stand anywhere, all requests are looked at and those skipped.
-    first = 0 if metadata.any_order else metadata.num_decodes
+    first = rows_done = 0
+    if not metadata.any_order:
+        first, rows_done = num_done, metadata.num_decodes
+        if num_done > metadata.num_decodes:
+            rows_done += metadata.num_prompt_rows
     requests = len(metadata.seq_lens) - first
-    num_tiles = (query.shape[0] - first) // queries + requests
+    num_tiles = (query.shape[0] - rows_done) // queries + requests
     _prefill_kernel[(num_kv_heads, num_tiles)](
         query, cache, metadata.block_table, metadata.seq_lens, metadata.query_starts,
         output if sinks is None else sinks, output,
         query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
-        first, requests, scale, softcap or 0.0, window or 0,
+        first, requests, _in_base_2(scale, softcap), softcap or 0.0, window or 0,
         SKIP_SINGLE=metadata.any_order, GROUP=group, GROUP_ROWS=group_rows, QUERIES=queries,
         HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
         KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=tile.tokens,
@@ -365,6 +365,11 @@ def _prefill(
         PRECISION=_precision(query),
         num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
     )  # fmt: skip
+
+
+def _in_base_2(scale: float, softcap: float | None) -> float:
+    """The scale as `_scores` wants it: a cap applies before the change of base."""
+    return scale * float(LOG2_E.value) if softcap is None else scale
 
 
 def _precision(query: torch.Tensor) -> str:

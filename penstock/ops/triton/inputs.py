@@ -76,9 +76,12 @@ def _sample_rows_kernel(
 ):  # fmt: skip
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < num_rows
-    rows = tl.load(logits_rows_ptr + index, mask=mask, other=0)
-    tl.store(slots_out_ptr + index, tl.load(token_slots_ptr + rows, mask=mask), mask=mask)
-    tl.store(positions_out_ptr + index, tl.load(positions_ptr + rows, mask=mask) + 1, mask=mask)
+    rows = tl.load(logits_rows_ptr + index, mask=mask, other=-1)
+    there = rows >= 0
+    slots = tl.load(token_slots_ptr + rows, mask=there, other=-1)
+    positions = tl.load(positions_ptr + rows, mask=there, other=-1) + 1
+    tl.store(slots_out_ptr + index, slots, mask=mask)
+    tl.store(positions_out_ptr + index, positions, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num"])
@@ -86,8 +89,8 @@ def _append_tokens_kernel(
     slots_ptr, tokens_ptr, token_table_ptr, num_tokens_ptr, token_stride, num, BLOCK: tl.constexpr
 ):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < num
-    slots = tl.load(slots_ptr + index, mask=mask, other=0).to(tl.int64)
+    slots = tl.load(slots_ptr + index, mask=index < num, other=-1).to(tl.int64)
+    mask = slots >= 0
     tokens = tl.load(tokens_ptr + index, mask=mask, other=0).to(tl.int32)
     lengths = tl.load(num_tokens_ptr + slots, mask=mask, other=0)
     tl.store(token_table_ptr + slots * token_stride + lengths, tokens, mask=mask)
@@ -156,13 +159,13 @@ def prepare_rows(
 
 
 def sample_rows(
-    logits_rows: torch.Tensor,  # [n] int32
+    logits_rows: torch.Tensor,  # [n] int32; -1 is padding
     token_slots: torch.Tensor,  # [num_rows] int64
     positions: torch.Tensor,  # [num_rows] int64
     slots_out: torch.Tensor,  # [n] or longer, int64
     positions_out: torch.Tensor,
 ) -> None:
-    """Slot of each logits row, and where its token will stand."""
+    """Slot of each logits row, and where its token will stand; -1 and 0 for padding."""
     num = len(logits_rows)
     if num:
         _sample_rows_kernel[(triton.cdiv(num, 128),)](
@@ -173,7 +176,7 @@ def sample_rows(
 def append_tokens(
     slots: torch.Tensor, tokens: torch.Tensor, token_table: torch.Tensor, num_tokens: torch.Tensor
 ) -> None:
-    """One token [n] for each of the slots [n], which are distinct."""
+    """One token [n] for each of the slots [n], which are distinct; slot -1 is padding."""
     num = len(slots)
     if num:
         _append_tokens_kernel[(triton.cdiv(num, 128),)](

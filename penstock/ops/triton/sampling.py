@@ -19,6 +19,12 @@ GREEDY = tl.constexpr(1.1754943508222875e-38)  # what the tables hold for temper
 
 
 @triton.jit
+def _temperature(floats_ptr, slot, floats_stride):
+    """What the row draws with; a padding row, whose slot is -1, does not draw."""
+    return tl.load(floats_ptr + slot * floats_stride, mask=slot >= 0, other=0.0)
+
+
+@triton.jit
 def _best_kernel(
     logits_ptr, best_ptr, best_id_ptr, stride, vocab_size, num_chunks, CHUNK: tl.constexpr
 ):
@@ -56,7 +62,7 @@ def _draw_kernel(
     """The largest of (logit - best) / temperature + noise in a chunk, for rows that draw."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
-    temperature = tl.load(floats_ptr + slot * floats_stride)
+    temperature = _temperature(floats_ptr, slot, floats_stride)
     if temperature <= GREEDY:
         return
     best, _ = _row_best(best_ptr, row, num_chunks, CHUNKS)
@@ -94,7 +100,7 @@ def _pick_kernel(
     best, chunk = _row_best(best_ptr, row, num_chunks, CHUNKS)
     token = tl.load(best_id_ptr + row * num_chunks + chunk)
     if DRAWS:
-        temperature = tl.load(floats_ptr + tl.load(slots_ptr + row) * floats_stride)
+        temperature = _temperature(floats_ptr, tl.load(slots_ptr + row), floats_stride)
         if temperature > GREEDY:
             _, chunk = _row_best(score_ptr, row, num_chunks, CHUNKS)
             token = tl.load(score_id_ptr + row * num_chunks + chunk)
@@ -146,7 +152,7 @@ def _survey_kernel(
     """How many tokens of a chunk reach each threshold, their mass, and all that min_p leaves."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
-    temperature = tl.load(floats_ptr + slot * floats_stride)
+    temperature = _temperature(floats_ptr, slot, floats_stride)
     if temperature <= GREEDY:
         return
     floor = tl.load(floats_ptr + slot * floats_stride + 1)  # log of min_p
@@ -170,7 +176,7 @@ def _gather_kernel(
     """Put the tokens among which the cutoff lies side by side, in any order."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
-    temperature = tl.load(floats_ptr + slot * floats_stride)
+    temperature = _temperature(floats_ptr, slot, floats_stride)
     if temperature <= GREEDY:
         return
     top_p = tl.load(floats_ptr + slot * floats_stride + 2)
@@ -208,7 +214,7 @@ def _cutoff_kernel(
     """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
-    if tl.load(floats_ptr + slot * floats_stride) <= GREEDY:
+    if _temperature(floats_ptr, slot, floats_stride) <= GREEDY:
         return
     floor = tl.load(floats_ptr + slot * floats_stride + 1)  # log of min_p
     top_p = tl.load(floats_ptr + slot * floats_stride + 2)
@@ -259,8 +265,8 @@ def _cutoff_kernel(
 
 
 def choose_tokens(
-    logits: torch.Tensor,  # [rows, vocab] float32
-    slots: torch.Tensor,  # [rows] int64
+    logits: torch.Tensor,  # [rows, vocab], any floating-point type
+    slots: torch.Tensor,  # [rows] int64; -1 is padding, which gets any token
     positions: torch.Tensor,  # [rows] int64
     floats: torch.Tensor,  # [num_slots, *]: temperature, log of min_p, top_p, ...
     ints: torch.Tensor,  # [num_slots, *] int64: top_k, seed, ...

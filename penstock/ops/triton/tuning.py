@@ -65,5 +65,14 @@ def prefill_tile(head_dim: int, element_size: int, max_query_len: int) -> Prefil
     return PrefillTile(128, 64, Launch(4, 2))
 
 
+def prompt_tile(element_size: int, max_query_len: int) -> PrefillTile:
+    """The same, of prompts whose keys and values lie side by side."""
+    if element_size == 4:
+        return PrefillTile(64, 32, Launch(4, 2))
+    if max_query_len < LONG_QUERY:
+        return PrefillTile(64, 64, Launch(4, 3))
+    return PrefillTile(128, 64, Launch(4, 2))
+
+
 def row_tile(in_features: int) -> RowTile:
     return RowTile(2, 2048, Launch(2, 3)) if in_features >= 2048 else RowTile(4, 1024, Launch(2, 3))

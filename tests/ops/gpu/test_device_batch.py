@@ -48,8 +48,8 @@ PLANS = [
         new_requests=REQUESTS,
         scheduled=[
             ScheduledRequest("p", 0, 9, True, blocks(12, 1)),
-            ScheduledRequest("q", 0, 10, False, blocks(30, 10)),
             ScheduledRequest("r", 0, 5, True, blocks(8, 30)),
+            ScheduledRequest("q", 0, 10, False, blocks(30, 10)),
         ],
     ),
     StepPlan(
@@ -71,7 +71,7 @@ def enter(tables: RequestTables, plan: StepPlan) -> None:
 
 @pytest.mark.parametrize("padding", [0, 5])
 def test_batches_and_tables_are_the_plain_ones(device: torch.device, padding: int) -> None:
-    plain = RequestTables(MAX_SEQS, MAX_LEN, GROUPS, device, NUM_DRAFTS)
+    plain = RequestTables(MAX_SEQS, MAX_LEN, GROUPS, torch.device("cpu"), NUM_DRAFTS)
     tables = DeviceTables(MAX_SEQS, MAX_LEN, GROUPS, device, NUM_DRAFTS)
     buffers = StepBuffers(tables, 64, NUM_DRAFTS)
     for plan in PLANS:
@@ -82,7 +82,7 @@ def test_batches_and_tables_are_the_plain_ones(device: torch.device, padding: in
         buffers.send(batch)
         rows, requests = len(batch.token_ids), len(batch.requests)
         buffers.fill(Bucket(rows + padding, min(requests + padding, MAX_SEQS), decode=False))
-        buffers.fill_sample_rows(len(batch.logits_rows))
+        buffers.fill_sample_rows()
 
         assert batch.requests == expected.requests
         for name in ("host_slots", "host_starts", "sampling", "rows_per_sample"):
@@ -103,11 +103,46 @@ def test_batches_and_tables_are_the_plain_ones(device: torch.device, padding: in
         assert np.array_equal(batch.sampling_rows.host_slots, expected.sampling_rows.host_slots)
         slots = expected.slots[:1]
         for each in (plain, tables):
-            each.append_tokens(slots, torch.tensor([77], device=device))
+            each.append_tokens(slots.to(each.device), torch.tensor([77], device=each.device))
         for name in ("token_ids", "num_tokens", "num_prompt_tokens", "num_computed"):
-            assert torch.equal(getattr(tables, name), getattr(plain, name)), name
+            assert torch.equal(getattr(tables, name).cpu(), getattr(plain, name)), name
         for ours, theirs in zip(tables.block_tables, plain.block_tables, strict=True):
-            assert torch.equal(ours, theirs)
+            assert torch.equal(ours.cpu(), theirs)
+
+
+def test_prompts_from_their_first_token_stand_before_chunks_with_tokens_before_them(
+    device: torch.device,
+) -> None:
+    tables = DeviceTables(MAX_SEQS, MAX_LEN, GROUPS, device)
+    first, second = PLANS
+    enter(tables, first)
+    plan = StepPlan(step_id=1, scheduled=first.scheduled[::-1])
+    buffers = StepBuffers(tables, 64, NUM_DRAFTS)
+    batch = buffers.lay_out(plan)
+    assert [item.request_id for item in batch.requests] == ["r", "p", "q"]
+    assert {(m.num_prompts, m.num_prompt_rows) for m in batch.attention} == {(2, 14)}
+    batch = buffers.lay_out(second)
+    assert [item.request_id for item in batch.requests] == ["p", "q", "r"]
+    assert {(m.num_prompts, m.num_prompt_rows) for m in batch.attention} == {(0, 0)}
+
+
+def test_rows_behind_the_last_that_samples_belong_to_nobody(device: torch.device) -> None:
+    tables = DeviceTables(MAX_SEQS, MAX_LEN, GROUPS, device)
+    enter(tables, PLANS[0])
+    buffers = StepBuffers(tables, 64)
+    batch = buffers.lay_out(PLANS[0])
+    buffers.send(batch)
+    buffers.fill(Bucket(32, MAX_SEQS, decode=False))
+    buffers.fill_sample_rows()
+    num_rows = len(batch.logits_rows)
+    assert (buffers.sample_slots[:num_rows] >= 0).all()
+    assert (buffers.sample_slots[num_rows:] == -1).all()
+    before = tables.token_ids.clone(), tables.num_tokens.clone()
+    tables.append_tokens(
+        buffers.sample_slots[num_rows:], torch.full((MAX_SEQS - num_rows,), 9, device=device)
+    )
+    assert torch.equal(tables.token_ids, before[0])
+    assert torch.equal(tables.num_tokens, before[1])
 
 
 def test_a_step_of_padding_alone_changes_no_table(device: torch.device) -> None:

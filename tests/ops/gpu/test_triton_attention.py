@@ -56,6 +56,7 @@ def check(
     with_sinks: bool = False,
     any_order: bool = False,
     padding: int = 0,
+    num_prompts: int = 0,
 ) -> None:
     num_heads, kv_heads = heads
     scale = dim**-0.5
@@ -66,7 +67,7 @@ def check(
     )
     order = torch.randperm(sum(num_blocks)) + 1
     table = torch.zeros(len(seq_lens) + padding, max(num_blocks), dtype=torch.int32)
-    queries, expected = [], []
+    queries, keys, values, expected = [], [], [], []
     sinks = torch.randn(num_heads) if with_sinks else None
     for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
         blocks = order[sum(num_blocks[:index]) :][: num_blocks[index]]
@@ -78,6 +79,8 @@ def check(
             page[1, position % block_size] = value[position]
         query = torch.randn(query_len, num_heads, dim).to(dtype)
         queries.append(query)
+        keys.append(key[-query_len:])
+        values.append(value[-query_len:])
         expected.append(expected_rows(query, key, value, scale, window, softcap, sinks))
     starts = list(itertools.accumulate(query_lens, initial=0))
     starts += starts[-1:] * padding
@@ -91,15 +94,24 @@ def check(
         max_query_len=max(query_lens),
         max_seq_len=max(seq_lens),
         any_order=any_order,
+        num_prompts=num_prompts,
+        num_prompt_rows=sum(query_lens[decodes : decodes + num_prompts]),
     )
     rows = torch.cat([*queries, torch.zeros(padding, num_heads, dim, dtype=dtype)])
+    own = {}
+    if num_prompts:
+        # As the projection leaves them: side by side. Their pages must not be needed.
+        qkv = torch.cat([rows, torch.cat(keys), torch.cat(values)], dim=1).to(device)
+        own["key"], own["value"] = qkv.split([num_heads, kv_heads, kv_heads], dim=1)[1:]
+        for blocks in table[decodes : decodes + num_prompts]:
+            cache[blocks[blocks > 0]] = float("nan")
     got = paged_attention(
         rows.to(device), cache.to(device), metadata, scale, window, softcap,
-        None if sinks is None else sinks.to(device),
+        None if sinks is None else sinks.to(device), **own,
     )  # fmt: skip
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
     wanted = torch.cat(expected).to(dtype)
-    if not any_order:  # the reference is right as well
+    if not any_order and not num_prompts:  # the reference is right as well
         plain = reference.paged_attention(
             rows.to(device), cache.to(device), metadata, scale, window, softcap,
             None if sinks is None else sinks.to(device),
@@ -146,3 +158,23 @@ def test_many_requests_of_which_only_the_longest_are_split(device: torch.device)
     lens = [1 + (7 * index) % 40 for index in range(64)]
     lens[10], lens[50] = 1300, 600
     check(device, [1] * 64, lens, (8, 8), 16, 16)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((3, 1), 16), ((2, 2), 64)])
+def test_prompts_from_their_first_token_need_no_page(
+    device: torch.device, heads: tuple[int, int], dim: int
+) -> None:
+    torch.manual_seed(6)
+    check(
+        device, [1, 1, 70, 3, 33, 20, 2], [1, 18, 70, 3, 33, 61, 40], heads, dim, 16, num_prompts=3
+    )
+    check(device, [100, 40], [100, 40], heads, dim, 16, num_prompts=2)
+
+
+@pytest.mark.parametrize("settings", [{"window": 9}, {"softcap": 2.0}, {"with_sinks": True}])
+def test_prompts_take_the_way_through_the_pages_where_the_fast_one_lacks_something(
+    device: torch.device, settings: dict[str, object]
+) -> None:
+    torch.manual_seed(7)
+    with pytest.raises(AssertionError):  # its pages are poisoned
+        check(device, [1, 40], [18, 40], (4, 2), 32, 16, num_prompts=1, **settings)  # type: ignore[arg-type]

@@ -87,3 +87,21 @@ def test_draws_are_the_references(device: torch.device, truncation: dict[str, fl
     wanted = reference.draw(scaled, cut if truncation else None, ints[slots, 1], positions)
     assert tokens.tolist() == wanted.tolist()
     assert not faulted.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_padding_rows_change_nothing_for_the_others(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(1)
+    floats, ints = (table.to(device) for table in tables(2, 0.8, top_k=20, top_p=0.9))
+    logits = torch.randn(4, VOCAB, device=device).to(dtype)
+    logits[2, 6000] = math.nan
+    slots = torch.tensor([1, 0, -1, -1], device=device)
+    positions = torch.tensor([3, 9, 0, 0], device=device)
+    settings = {"draws": True, "truncates": True}
+    padded, faulted = choose_tokens(logits, slots, positions, floats, ints, **settings)
+    exact = logits[:2].float()
+    alone, _ = choose_tokens(exact, slots[:2], positions[:2], floats, ints, **settings)
+    assert padded[:2].tolist() == alone.tolist()
+    assert not faulted[:2].any()

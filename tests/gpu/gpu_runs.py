@@ -1,0 +1,40 @@
+"""Engines on tiny models, run to the end: what the tests in this folder share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.llm import LLM
+from penstock.protocol.outputs import RequestOutput
+from penstock.protocol.sampling import SamplingParams
+
+PROMPTS = [[1 + (index * step) % 250 for index in range(length)] for step, length in
+           ((1, 3), (3, 40), (7, 150), (11, 17), (5, 64), (13, 1))]  # fmt: skip
+SETTINGS = {"max_model_len": 256, "kv_cache_memory_bytes": 2**28, "skip_tokenizer_init": True}
+
+
+def sampling(**settings: Any) -> SamplingParams:
+    """Greedy, 40 tokens, unless told otherwise."""
+    defaults = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**{**defaults, **settings})
+
+
+def run(
+    checkpoint: Path,
+    params: SamplingParams | Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    **options: Any,
+) -> list[RequestOutput]:
+    with LLM(str(checkpoint), **{**SETTINGS, "dtype": "float32", **options}) as llm:
+        return llm.generate(as_inputs(prompts), params, use_tqdm=False)
+
+
+def as_inputs(prompts: Sequence[Sequence[int]]) -> list[Any]:
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    assert all(output.error is None for output in outputs)
+    return [list(output.outputs[0].token_ids) for output in outputs]
