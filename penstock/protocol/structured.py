@@ -45,6 +45,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     reasoning_end: str | None = None
     """Leave the output free until this text has appeared in it; what follows must match."""
 
+    field: str = FIELD
+    """What errors call it: the field that the client filled in."""
+
     def __post_init__(self) -> None:
         for name in ("json", "structural_tag"):
             value = getattr(self, name)

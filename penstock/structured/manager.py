@@ -79,7 +79,8 @@ class GrammarManager:
         try:
             grammar = future.result()
         except InputError as error:
-            return Failed(str(error), error.field)
+            why = str(error).replace(f"{FIELD}.{params.kind}", params.field)
+            return Failed(why.replace(FIELD, params.field), params.field)
         return self._admit(request, params, grammar)
 
     def wait(self, timeout_s: float) -> None:
@@ -102,7 +103,7 @@ class GrammarManager:
 
     def _grammar(self, params: StructuredOutputsParams) -> Future[Grammar]:
         """Compiled, being compiled or queued for it; the same for all who ask the same."""
-        shared = msgspec.structs.replace(params, reasoning_end=None)
+        shared = msgspec.structs.replace(params, reasoning_end=None, field=FIELD)
         key = hashlib.sha256(msgspec.msgpack.encode(shared)).digest()
         future = self._grammars.get(key)
         if future is None:

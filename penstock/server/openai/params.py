@@ -15,6 +15,7 @@ from penstock.server.openai.protocol import (
     CompletionRequest,
     GenerationBody,
 )
+from penstock.server.openai.structured import structured_outputs
 
 SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
@@ -32,7 +33,7 @@ REMEDIES = {
     "guided_grammar": STRUCTURED.format('{"grammar": GRAMMAR}'),
     "guided_json_object": STRUCTURED.format('{"json_object": true}'),
     "guided_whitespace_pattern": STRUCTURED.format('{"whitespace_pattern": PATTERN, ...}'),
-    "guided_decoding_backend": "leave it out, there is one",
+    "guided_decoding_backend": "start the server with --structured-outputs-backend",
     "prompt_embeds": "send the prompt as text or token ids",
     "logprob_token_ids": "ask for the most likely tokens with logprobs",
     "logits_processors": "start the server with --logits-processors",
@@ -79,6 +80,7 @@ def _common(body: GenerationBody, limits: ServerConfig) -> dict[str, Any]:
     options = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     if body.logit_bias is not None:
         options["logit_bias"] = _logit_bias(body.logit_bias)
+    options["structured_outputs"] = structured_outputs(body)
     options["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY
     return options
 
@@ -101,10 +103,7 @@ def _refuse_unsupported(body: GenerationBody) -> None:
     for name, value in (body.model_extra or {}).items():
         if name in REMEDIES and value is not None:
             raise InputError(f"{name} is not supported here: {REMEDIES[name]}", name)
-    unsupported: dict[str, Any] = {
-        "use_beam_search": body.use_beam_search,
-        "structured_outputs": body.structured_outputs,
-    }
+    unsupported: dict[str, Any] = {"use_beam_search": body.use_beam_search}
     if isinstance(body, CompletionRequest):
         unsupported["suffix"] = body.suffix
     if isinstance(body, ChatCompletionRequest):
@@ -124,12 +123,6 @@ def _refuse_unsupported(body: GenerationBody) -> None:
             f"best_of is not supported: leave it out or make it n ({body.n or 1}), "
             f"got {body.best_of}",
             "best_of",
-        )
-    if body.response_format is not None and body.response_format.type != "text":
-        raise InputError(
-            "response_format of type 'text' is all that is supported, "
-            f"got {body.response_format.type!r:.100}",
-            "response_format",
         )
 
 

@@ -51,9 +51,42 @@ class StreamOptions(Body):
     )
 
 
+class JsonSchemaFormat(Body):
+    name: Text | None = None
+    description: Text | None = None
+    schema_: dict[str, Any] | bool | None = Field(
+        None, alias="schema", description="A JSON schema; any JSON without one."
+    )
+    strict: bool | None = Field(
+        None, description="Refuse a schema that uses what cannot be enforced; else that is ignored."
+    )
+
+
 class ResponseFormat(Body):
     model_config = ConfigDict(strict=True, extra="allow")
-    type: Text = Field(description="Only text is supported.")
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="For type json_schema.")
+
+
+class StructuredOutputs(Body):
+    """What the output must match: exactly one of the first six."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    json_: dict[str, Any] | Text | bool | None = Field(
+        None, alias="json", description="A JSON schema."
+    )
+    regex: Text | None = Field(None, description="A regular expression of all of the output.")
+    choice: list[Text] | None = Field(None, description="The output is one of these.")
+    grammar: Text | None = Field(None, description="A grammar in Lark's or an EBNF notation.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+    structural_tag: dict[str, Any] | Text | None = Field(None, description="Tags within text.")
+    disable_any_whitespace: bool | None = Field(None, description="JSON without white space.")
+    disable_additional_properties: bool | None = Field(
+        None, description="JSON objects have only properties that their schema names."
+    )
+    whitespace_pattern: Text | None = Field(
+        None, description="A regular expression of white space between parts of JSON."
+    )
 
 
 class GenerationBody(Body):
@@ -97,7 +130,7 @@ class GenerationBody(Body):
     )
     timeout: float | None = Field(None, description="Most seconds that the request may take.")
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = Field(None, description="Not supported.")
+    structured_outputs: StructuredOutputs | None = None
     use_beam_search: bool | None = Field(None, description="Not supported.")
     best_of: int | None = Field(None, description="Not supported above n.")
 

@@ -1,0 +1,43 @@
+"""From a request's body to what its output must match."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.protocol.errors import InputError
+from penstock.protocol.structured import StructuredOutputsParams
+from penstock.server.openai.protocol import GenerationBody, ResponseFormat
+
+FIELD = "response_format"
+
+
+def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
+    """What `response_format` or `structured_outputs` asks for; None: nothing."""
+    asked = _from_response_format(body.response_format)
+    if body.structured_outputs is None:
+        return asked
+    if asked is not None:
+        raise InputError(
+            "structured_outputs and response_format exclude each other: leave one out",
+            "structured_outputs",
+        )
+    given = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    return StructuredOutputsParams(**given)
+
+
+def _from_response_format(given: ResponseFormat | None) -> StructuredOutputsParams | None:
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return StructuredOutputsParams(json_object=True, field=FIELD)
+    if given.type == "structural_tag":
+        tag: dict[str, Any] = {"type": given.type, **(given.model_extra or {})}
+        return StructuredOutputsParams(structural_tag=tag, lenient=True, field=FIELD)
+    if given.json_schema is None:
+        raise InputError(f"{FIELD} of type json_schema needs json_schema", FIELD)
+    schema = given.json_schema.schema_
+    return StructuredOutputsParams(
+        json={} if schema is None else schema,
+        lenient=not given.json_schema.strict,
+        field=f"{FIELD}.json_schema.schema",
+    )
