@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,7 +24,7 @@ from penstock.models.registry import build_model
 from penstock.platforms.platform import GIB, Platform
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
-from penstock.protocol.step import StepPlan, StepResult
+from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor, load_processors
 from penstock.runner.runner import ModelRunner
@@ -146,15 +146,15 @@ class Worker:
             self.drafter,
             max_num_batched_tokens=self.runtime.max_num_batched_tokens,
             capture_graphs=not self.config.device.enforce_eager and self.group.size == 1,
-            dtype=self.runtime.dtype,
             choose_tokens=self.choose_tokens,
+            dtype=self.runtime.dtype,
         )
 
-    def step(self, plan: StepPlan) -> StepResult:
-        """Run one step from its plan to its result."""
+    def step(self, plan: StepPlan, receive_masks: Callable[[], StepMasks]) -> StepResult:
+        """Run one step from its plan to its result; masks are asked for if it needs any."""
         assert self.runner is not None
         handle = self.runner.launch(plan)
-        self.runner.sample(handle)
+        self.runner.sample(handle, receive_masks() if plan.masked else None)
         return self.runner.collect(handle)
 
     def step_idle(self) -> None:

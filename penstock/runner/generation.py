@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from penstock.models.base import Hidden, Model
-from penstock.protocol.step import NewRequest, RequestResult
+from penstock.protocol.step import NewRequest, RequestResult, StepMasks
 from penstock.runner.batch import StepBatch
 from penstock.runner.drafter import Drafter
+from penstock.runner.masks import mask_logits
 from penstock.runner.model_state import ModelState
 from penstock.runner.prompt_logprobs import PromptLogprobsHead, PromptPiece
 from penstock.runner.sampler import SampledTokens, Sampler, row_logprobs
@@ -44,6 +45,7 @@ class HeadOutput:
     sampled: SampledTokens | None
     num_new: torch.Tensor | None  # [num_sampling] tokens each of those gained; None: one each
     prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
+    drafts: torch.Tensor | None = None  # [num_sampling, k], where a grammar must know them
 
 
 class GenerationHead:
@@ -62,12 +64,16 @@ class GenerationHead:
         self.model_states = model_states
         self.graphs: SamplingGraphs | None = None  # on a GPU
         self.prompt_logprobs = PromptLogprobsHead(model, tables)
+        self._with_grammar: set[int] = set()  # slots
 
     def add(self, slot: int, request: NewRequest) -> None:
+        if request.params.structured_outputs is not None:
+            self._with_grammar.add(slot)
         self.sampler.add(slot, request)
         self.prompt_logprobs.add(slot, request)
 
     def remove(self, slot: int) -> None:
+        self._with_grammar.discard(slot)
         self.sampler.remove(slot)
         self.prompt_logprobs.remove(slot)
 
@@ -87,20 +93,24 @@ class GenerationHead:
         return PendingLogits(logits, states, pieces)
 
     def finish(
-        self, pending: PendingLogits, batch: StepBatch, masks: torch.Tensor | None
+        self, pending: PendingLogits, batch: StepBatch, masks: StepMasks | None
     ) -> HeadOutput:
         """Sample, verify drafts, write the tokens into the tables, draft the next ones."""
         if pending.logits is None:
             return HeadOutput(None, None, pending.prompt_pieces)
+        allowed = None
+        if masks is not None:
+            keep_logits = self.sampler.wants_logprobs(batch.sampling_rows)
+            allowed = mask_logits(pending.logits, batch, masks, keep_logits)
         slots = batch.sampling_rows.slots
         has_drafts = len(batch.logits_rows) > len(batch.sampling)
         sampled = None
-        if self.graphs is not None and masks is None and not has_drafts:
+        if self.graphs is not None and allowed is None and not has_drafts:
             sampled = self.graphs.sample(pending.logits, batch.sampling_rows)
         is_entered = sampled is not None
         if sampled is None:
-            sampled = self.sampler.sample(pending.logits, batch.sampling_rows, masks)
-        num_new, last = None, sampled.token_ids
+            sampled = self.sampler.sample(pending.logits, batch.sampling_rows, allowed)
+        num_new, known_drafts, last = None, None, sampled.token_ids
         if not has_drafts and not is_entered:
             self.tables.append_tokens(slots, last)
         elif has_drafts:
@@ -112,9 +122,11 @@ class GenerationHead:
             accepted = torch.zeros_like(slots) if num_new is None else num_new - 1
             drafts = self.drafter.propose(self.tables, pending.hidden, last, slots, accepted)
             self.tables.write_drafts(slots, drafts)
+            if masks is not None:
+                known_drafts = drafts.to("cpu", non_blocking=True)
         if num_new is not None:
             num_new = num_new.to("cpu", non_blocking=True)
-        return HeadOutput(sampled.to_host(), num_new, pending.prompt_pieces)
+        return HeadOutput(sampled.to_host(), num_new, pending.prompt_pieces, known_drafts)
 
     def _verify(
         self, token_ids: torch.Tensor, slots: torch.Tensor, batch: StepBatch
@@ -151,6 +163,7 @@ class GenerationHead:
         token_ids = output.sampled.token_ids.tolist() if output.sampled else []
         faulted = output.sampled.faulted.tolist() if output.sampled else []
         errors = output.sampled.errors if output.sampled else {}
+        drafts = self._drafts_by_request(output, batch)
         for index, item in enumerate(batch.requests):
             own = rows.get(index, range(0))
             fault = next((errors.get(row, FAULT) for row in own if faulted[row]), None)
@@ -163,14 +176,27 @@ class GenerationHead:
                     logprobs=[logprobs[row] for row in own if row in logprobs],
                     prompt_logprobs=piece.to_protocol() if piece else None,
                     fault=fault,
+                    drafts=drafts.get(index, []),
                 )
             )
         return results
+
+    def _drafts_by_request(self, output: HeadOutput, batch: StepBatch) -> dict[int, list[int]]:
+        """What each request with a grammar was given to verify in its next step."""
+        if output.drafts is None:
+            return {}
+        return {
+            index: drafts
+            for index, drafts in zip(batch.sampling.tolist(), output.drafts.tolist(), strict=True)
+            if int(batch.host_slots[index]) in self._with_grammar
+        }
 
     def _is_plain(self, output: HeadOutput) -> bool:
         """Whether requests got one token each, or none, and nothing else: nearly every step."""
         sampled = output.sampled
         if sampled is None or output.num_new is not None or output.prompt_pieces:
+            return False
+        if output.drafts is not None:
             return False
         return not sampled.errors and sampled.logprobs is None and not sampled.faulted.any()
 

@@ -11,7 +11,7 @@ from penstock.layers.context import forward_context
 from penstock.models.base import Model
 from penstock.ops.attention import AttentionMetadata
 from penstock.protocol.kv import KVCacheLayout
-from penstock.protocol.step import StepPlan, StepResult
+from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.batch import StepBatch
 from penstock.runner.drafter import Drafter
 from penstock.runner.generation import GenerationHead, HeadOutput, PendingLogits
@@ -97,8 +97,8 @@ class ModelRunner:
         return StepHandle(plan.step_id, batch, self.head.begin(hidden, batch, logits))
 
     @torch.inference_mode()
-    def sample(self, handle: StepHandle, masks: torch.Tensor | None = None) -> None:
-        """Choose tokens; `masks` [num_logits_rows, vocab] are True where one is allowed."""
+    def sample(self, handle: StepHandle, masks: StepMasks | None = None) -> None:
+        """Choose tokens, of those that `masks` allow."""
         if handle.batch is not None:
             assert handle.pending is not None
             handle.output = self.head.finish(handle.pending, handle.batch, masks)
