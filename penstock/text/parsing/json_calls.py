@@ -50,12 +50,14 @@ def read_named_call(
     if ends and (yield from stream.next_is(*ends)) is not None:
         out.start_call(name, call_id)
         out.arguments("{}")
-    else:
-        char = yield from stream.next_char()
-        if char not in '{"n':
-            raise Malformed(f"arguments must be an object, got {char!r}")
+    elif (yield from stream.next_char()) == "{":
         out.start_call(name, call_id)
         yield from read_arguments(stream, out.arguments)
+    else:
+        pieces: list[str] = []
+        yield from read_arguments(stream, pieces.append)
+        out.start_call(name, call_id)
+        out.arguments("".join(pieces))
     out.end_call()
 
 

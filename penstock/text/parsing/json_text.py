@@ -109,22 +109,26 @@ def _read_escape(stream: Stream, sink: Sink) -> Steps[None]:
 
 def _read_scalar(stream: Stream, sink: Sink) -> Steps[None]:
     """A number, true, false or null."""
-    count = 0
+    text = ""
     while True:
-        available = yield from stream.peek(count + 1)
-        if len(available) <= count or _SCALAR_END.match(available[count]):
+        available = yield from stream.peek(len(text) + 1)
+        at_end = len(available) == len(text)
+        if at_end or _SCALAR_END.match(available[-1]):
             break
-        count += 1
-        if count > _MAX_SCALAR:
-            raise Malformed("a JSON value is missing")
-        if count == 1 and available not in "-0123456789tfn":
-            raise Malformed(f"{available!r} begins no JSON value")
-    text = available[:count]
+        text = available
+        if len(text) > _MAX_SCALAR or not _begins_scalar(text):
+            raise Malformed(f"{text!r:.40} is no JSON value")
     if not _SCALAR.fullmatch(text):
-        if stream.ended and len(available) <= count:
+        if at_end:
             raise Truncated
-        raise Malformed(f"{text!r} is no JSON value")
-    sink(stream.take(count))
+        raise Malformed(f"{text!r:.40} is no JSON value")
+    sink(stream.take(len(text)))
+
+
+def _begins_scalar(text: str) -> bool:
+    if text[0] in "-0123456789":
+        return text[-1] in "-+.eE0123456789"
+    return any(word.startswith(text) for word in ("true", "false", "null"))
 
 
 def read_whole_value(stream: Stream) -> Steps[Any]:
