@@ -30,13 +30,40 @@ def why_no_token(
         causes.append("bad_words")
     if not by_length.isdisjoint(allowed):
         causes.append("min_tokens, which puts off the tokens that end a text,")
-    when = f"after {num_output} token{'s' * (num_output > 1)} of output"
-    when = when if num_output else "to begin with"
     rule = f"must leave a token that is not forbidden by {' or '.join(causes)}"
     field = "allowed_token_ids"
     if params.allowed_token_ids is None:
         field = "stop_token_ids" if by_length else "bad_words"
-    return InputError(f"{field} {rule.rstrip(',')}: {when} there is none", field)
+    return InputError(f"{field} {rule.rstrip(',')}: {_when(num_output)} there is none", field)
+
+
+def why_no_token_of_grammar(request: EngineRequest, num_output: int) -> InputError | None:
+    """The same for a request that failed, where a grammar may have forbidden the rest.
+
+    None: nothing but the grammar restricts it, and a grammar by itself always leaves a token.
+    """
+    params = request.params
+    if params.structured_outputs is None:
+        return None
+    restricts = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(request.bad_words_token_ids),
+        "min_tokens": num_output < params.min_tokens,
+    }
+    fields = " and ".join(name for name, is_used in restricts.items() if is_used)
+    if not fields:
+        return None
+    return InputError(
+        f"structured_outputs needs a token that {fields} forbid: {_when(num_output)} there is no "
+        "other; loosen one of them",
+        "structured_outputs",
+    )
+
+
+def _when(num_output: int) -> str:
+    if num_output == 0:
+        return "to begin with"
+    return f"after {num_output} token{'s' * (num_output > 1)} of output"
 
 
 def _ends_of_words(words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> set[int]:

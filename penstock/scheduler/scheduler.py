@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from penstock.kvcache.connector import BlockFate, Connector
 from penstock.kvcache.manager import CachedPrefix, KVCacheManager
-from penstock.protocol.choice import why_no_token
+from penstock.protocol.choice import why_no_token, why_no_token_of_grammar
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import ConfigError, InputError, RequestFault
 from penstock.protocol.request import EngineRequest
@@ -334,7 +334,12 @@ class Scheduler:
             known = state.token_ids + token_ids[:count]
             wrong = why_no_token(state.request, known, self.limits.vocab_size)
             if wrong is not None:
-                return self._end(state, FinishReason.ERROR, None, str(wrong), wrong.field)
+                break
+        else:
+            num_output = len(state.token_ids) - state.num_prompt_tokens
+            wrong = why_no_token_of_grammar(state.request, num_output)
+        if wrong is not None:
+            return self._end(state, FinishReason.ERROR, None, str(wrong), wrong.field)
         return self._end(state, FinishReason.ERROR, error=fault)
 
     # -- a request ends

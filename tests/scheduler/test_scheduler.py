@@ -14,6 +14,7 @@ from penstock.protocol.delta import FinishReason
 from penstock.protocol.errors import ConfigError, InputError
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.step import PromptLogprobs, RequestResult, StepResult, TokenLogprobs
+from penstock.protocol.structured import StructuredOutputsParams
 from penstock.scheduler.scheduler import Scheduler
 
 
@@ -300,6 +301,19 @@ def test_a_request_that_forbids_every_token_is_at_fault_itself():
     assert delta.finish_reason is FinishReason.ERROR
     assert delta.error_field == "allowed_token_ids"
     assert "after 1 token of output" in delta.error
+
+
+@pytest.mark.parametrize("restricts", [{"allowed_token_ids": [7]}, {"min_tokens": 2}, {}])
+def test_a_fault_under_a_grammar_is_blamed_on_what_restricts_it_besides(restricts):
+    scheduler = scheduler_of(vocab_size=50)
+    grammar = StructuredOutputsParams(regex="a+")
+    params = SamplingParams(max_tokens=9, structured_outputs=grammar, **restricts)
+    scheduler.add(msgspec.structs.replace(long_request("own", [1, 7]), params=params))
+    fault = RequestResult(request_id="own", incarnation=0, token_ids=[7], fault="no token")
+    (delta,) = scheduler.update(answer(scheduler.schedule(), fault))
+    assert delta.finish_reason is FinishReason.ERROR
+    assert delta.error_field == ("structured_outputs" if restricts else None)
+    assert all(name in delta.error for name in restricts or ["no token"])
 
 
 def test_a_fault_ends_its_request_alone_and_its_blocks_are_not_shared():
