@@ -97,24 +97,32 @@ class GenerationBody(Body):
     stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, description="0 is greedy.")
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: Text | list[Text] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    skip_special_tokens: bool | None = None
+    top_p: float | None = Field(
+        None, description="Keep the smallest set of tokens with this probability."
+    )
+    top_k: int | None = Field(None, description="Keep this many most likely tokens; 0: all.")
+    min_p: float | None = Field(None, description="Keep tokens this likely, relative to the best.")
+    presence_penalty: float | None = Field(
+        None, description="Once for each token of the output; -2 to 2."
+    )
+    frequency_penalty: float | None = Field(
+        None, description="For each time a token occurs; -2 to 2."
+    )
+    repetition_penalty: float | None = Field(
+        None, description="For tokens of prompt and output; 1 is none."
+    )
+    seed: int | None = Field(None, description="Makes the answer repeatable.")
+    stop: Text | list[Text] | None = Field(None, description="Texts that end the answer.")
+    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the answer.")
+    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text.")
+    ignore_eos: bool | None = Field(None, description="Go on after the end of text.")
+    min_tokens: int | None = Field(None, description="Fewest tokens before a stop counts.")
+    skip_special_tokens: bool | None = Field(None, description="On by default.")
     spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, description="By token id.")
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[Text] | None = None
-    prompt_logprobs: int | None = None
+    allowed_token_ids: list[int] | None = Field(None, description="Only these may be chosen.")
+    bad_words: list[Text] | None = Field(None, description="Words that must not be said.")
+    prompt_logprobs: int | None = Field(None, description="As logprobs, for the prompt's tokens.")
     truncate_prompt_tokens: int | None = Field(
         None, description="Keep so many tokens of the prompt; -1: as many as the model takes."
     )
@@ -124,7 +132,7 @@ class GenerationBody(Body):
     priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
     cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
     request_id: RequestId | None = Field(None, description="Part of the answer's id.")
-    return_token_ids: bool | None = None
+    return_token_ids: bool | None = Field(None, description="Token ids of prompt and answer, too.")
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write tokens in logprobs as token_id:ID."
     )
@@ -167,7 +175,9 @@ class ChatTemplateBody(Body):
         None, description="Go on with the last message; needs add_generation_prompt off."
     )
     add_special_tokens: bool | None = Field(None, description="Off by default.")
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="For the model's chat template."
+    )
     documents: list[dict[str, Any]] | None = None
     chat_template: Text | None = Field(None, description="Not supported: an engine option.")
     tools: list[dict[str, Any]] | None = Field(None, description="Not supported.")
@@ -179,7 +189,7 @@ class ChatCompletionRequest(GenerationBody, ChatTemplateBody):
     max_tokens: int | None = Field(None, description="By default, as many as fit.")
     max_completion_tokens: int | None = Field(None, description="The same; this one counts.")
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, description="How many most likely tokens to report.")
     echo: bool | None = Field(None, description="Begin with the last message if it is continued.")
     tool_choice: Text | dict[str, Any] | None = Field(None, description="Only none and auto.")
     functions: list[dict[str, Any]] | None = Field(None, description="Not supported.")
