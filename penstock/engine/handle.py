@@ -97,6 +97,7 @@ class EngineHandle:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._ready_at: float | None = None
         self._failure: messages.Failed | None = None
+        self._has_exited = False
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         address = f"ipc://{self._folder}/engine"
         self._context = zmq.asyncio.Context()
@@ -120,7 +121,7 @@ class EngineHandle:
 
     @property
     def is_ready(self) -> bool:
-        return self.info is not None and not self.death.done()
+        return self.info is not None and not self._has_exited
 
     async def load(self, config: EngineConfig) -> EngineInfo | None:
         """Have the engine load its model; None if it dies over it."""
@@ -140,7 +141,7 @@ class EngineHandle:
 
     def send(self, *frames: bytes) -> None:
         """Send a message; an engine that is dead does not get it."""
-        if self.death.done():
+        if self._has_exited:
             return
         # To a peer that is there, without a high-water mark, a send never has to wait: its future
         # is done already. Where it is not, the engine is gone, and its death is about to be seen.
@@ -205,6 +206,7 @@ class EngineHandle:
             )
 
     async def _on_exit(self, code: int) -> None:
+        self._has_exited = True
         self._looking.cancel()
         self._receiver.cancel()
         await asyncio.gather(self._looking, self._receiver, return_exceptions=True)

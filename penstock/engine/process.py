@@ -8,6 +8,7 @@ ends at once, in the middle of a step if need be.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import shutil
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.1
 LINGER_MS = 1000  # for the last words to get out
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 STALLED_WAIT_MS = 1  # between looks at requests that something outside keeps waiting
 
 
@@ -179,6 +181,8 @@ def exit_with_parent(address: str) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    if sys.platform == "linux":  # a process that is stopped watches nothing
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 """A logits processor that breaks the engine it runs in, at the token that a request names.
 
 It is given to a server as ``--logits-processors faults.saboteur:Saboteur`` with this folder's
-parent on PYTHONPATH (`SABOTEUR`). A request asks for a fault through its seed: see `seed_of`.
+parent on PYTHONPATH (`saboteur_options`). A request asks for a fault through its seed (`seed_of`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def seed_of(fault: Fault, position: int) -> int:
 
 def saboteur_options(flag_path: Path) -> tuple[list[str], dict[str, Any]]:
     """Flags and keywords for a `ServerProcess` with a saboteur in its engine."""
-    env = {"PYTHONPATH": str(TESTS), "SABOTEUR_FLAG": str(flag_path)}
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {"PYTHONPATH": path, "SABOTEUR_FLAG": str(flag_path)}
     return ["--logits-processors", "faults.saboteur:Saboteur"], {"env": env}
 
 

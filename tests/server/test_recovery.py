@@ -1,0 +1,265 @@
+"""Engines die in every way there is: requests go on, and their answers are those of a calm run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from faults.saboteur import Fault, saboteur_options, seed_of
+from faults.streams import Answer, Body, Streams, kill_and_wait
+from faults.tiny_checkpoint import make_tiny_checkpoint
+from server_process import ServerProcess, eventually, is_running
+
+Serve = Callable[..., ServerProcess]
+SMALL = ("--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
+
+GREEDY: Body = {"prompt": "Once", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+SEEDED: Body = {**GREEDY, "temperature": 1.0, "seed": 11}
+KINDS: list[Body] = [
+    GREEDY,
+    SEEDED,
+    {**SEEDED, "n": 3},
+    {**SEEDED, "logprobs": 3, "prompt": "and then there were"},
+    {**SEEDED, "prompt_logprobs": 2, "prompt": "x" * 90},
+    {**GREEDY, "repetition_penalty": 1.3, "frequency_penalty": 0.7, "presence_penalty": 0.4},
+    {**SEEDED, "min_tokens": 120, "ignore_eos": False, "stop_token_ids": list(range(0, 256, 2))},
+    {**SEEDED, "bad_words": ["e", "ab"], "logit_bias": {"40": 3, "41": -9}},
+    {**SEEDED, "seed": 12, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 120, "seed": 3, "n": 2,
+     "logprobs": True, "top_logprobs": 2, "temperature": 0.9, "ignore_eos": True},
+    {**SEEDED, "stream": False, "seed": 13},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tiny_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """With a saboteur in its engine, and little patience."""
+    flags, options = saboteur_options(tmp_path_factory.mktemp("flag") / "flag")
+    impatient = ("--engine-heartbeat-timeout-s", "2.5", "--step-timeout-s", "5")
+    process = ServerProcess(
+        str(model), *SMALL, *impatient, "--max-request-crashes", "1", *flags, **options
+    )
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def serve(model: Path) -> Iterator[Serve]:
+    """Starts servers of the tiny model, or of another; ends them all."""
+    processes: list[ServerProcess] = []
+
+    def start(*flags: str, model: Path = model) -> ServerProcess:
+        processes.append(ServerProcess(str(model), *SMALL, *flags))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.close()
+
+
+def counters(server: ServerProcess) -> dict[str, float]:
+    """Restarts, replays and quarantines so far."""
+    names = ("engine_restarts", "requests_replayed", "requests_quarantined")
+    lines = server.get("/metrics").text.splitlines()
+    return {
+        name: float(line.split()[-1])
+        for name in names
+        for line in lines
+        if line.startswith(f"penstock:{name}_total")
+    }
+
+
+def assert_whole(answers: list[Answer]) -> None:
+    for answer in answers:
+        assert answer.error is None
+        assert answer.num_ends == 1
+        assert all(choice["finish"] for choice in answer.choices.values())
+
+
+def test_kills_at_random_moments_change_nothing(tiny_server: ServerProcess) -> None:
+    bodies = [{**body, "stream": True} for body in KINDS]
+    calm = Streams(tiny_server).run(bodies)
+    assert_whole(calm)
+    before = counters(tiny_server)
+    streams = Streams(tiny_server)
+    assert streams.run(bodies, streams.kills(3, (20, 250), seed=5)) == calm
+    now = counters(tiny_server)
+    assert now["engine_restarts"] == before["engine_restarts"] + 3
+    assert now["requests_replayed"] > before["requests_replayed"] + 3
+    eventually(tiny_server.is_idle)
+
+
+def test_stop_strings_are_found_across_a_cut(tiny_server: ServerProcess) -> None:
+    (calm,) = Streams(tiny_server).run([SEEDED])
+    text = calm.choices[0]["text"]
+    bodies = [{**SEEDED, "stop": [text[at : at + 4]]} for at in range(20, 140, 8)]
+    bodies += [{**body, "include_stop_str_in_output": True} for body in bodies]
+    calm_ones = Streams(tiny_server).run(bodies)
+    assert {answer.choices[0]["finish"] for answer in calm_ones} == {"stop"}
+    streams = Streams(tiny_server)
+    assert streams.run(bodies, streams.kills(1, (600, 600), seed=5)) == calm_ones
+
+
+def test_an_answer_that_is_not_streamed_is_the_same(tiny_server: ServerProcess) -> None:
+    body = {**SEEDED, "n": 48, "logprobs": 1}
+    calm = tiny_server.post("/v1/completions", body).json()
+
+    async def run() -> Any:
+        async with httpx.AsyncClient(base_url=tiny_server.base_url, timeout=60) as client:
+            answer = asyncio.ensure_future(client.post("/v1/completions", json=body))
+            while not (await client.get("/load")).json()["num_requests_running"]:
+                await asyncio.sleep(0.005)
+            await kill_and_wait(tiny_server)
+            assert not answer.done()
+            return (await answer).json()
+
+    now = asyncio.run(run())
+    assert now["choices"] == calm["choices"]
+    assert now["usage"]["completion_tokens"] == calm["usage"]["completion_tokens"]
+
+
+def test_a_stopped_process_is_a_dead_one(tiny_server: ServerProcess) -> None:
+    bodies = [GREEDY, SEEDED]
+    calm = Streams(tiny_server).run(bodies)
+
+    async def stop(streams: Streams) -> None:
+        await streams.chunks_more(20)
+        await kill_and_wait(tiny_server, signal.SIGSTOP)
+
+    assert Streams(tiny_server).run(bodies, stop) == calm
+    assert any("no sign of life" in line for line in tiny_server.log)
+
+
+def test_a_step_without_end_is_a_death(tiny_server: ServerProcess) -> None:
+    bodies = [GREEDY, SEEDED, {**GREEDY, "seed": seed_of(Fault.HANG_ONCE, 40)}]
+    answers = Streams(tiny_server).run(bodies)
+    assert_whole(answers)
+    assert answers == Streams(tiny_server).run(bodies)  # it hangs once
+    assert any("a step took longer" in line for line in tiny_server.log)
+
+
+def test_a_request_that_kills_the_engine_fails_alone(tiny_server: ServerProcess) -> None:
+    good = [GREEDY, SEEDED, {**SEEDED, "n": 2, "seed": 5}]
+    calm = Streams(tiny_server).run(good)
+    before = counters(tiny_server)
+    poison = [
+        {**GREEDY, "prompt": "at once", "seed": seed_of(Fault.KILL, 0)},
+        {**GREEDY, "prompt": "later", "seed": seed_of(Fault.ABORT, 30)},
+    ]
+    *answers, at_once, later = Streams(tiny_server).run([*good, *poison])
+    assert answers == calm
+    for answer in (at_once, later):
+        assert answer.error is not None
+        assert (answer.error["code"], answer.error["type"]) == (500, "InternalServerError")
+        assert "this request crashed the engine" in answer.error["message"]
+        assert "no other request beside it" in answer.error["message"]
+    assert not at_once.choices
+    (harmless,) = Streams(tiny_server).run([{**poison[1], "seed": 0}])
+    assert later.choices[0]["token_ids"] == harmless.choices[0]["token_ids"][:30]
+    assert counters(tiny_server)["requests_quarantined"] > before["requests_quarantined"]
+    eventually(tiny_server.is_idle)
+
+
+def test_a_client_may_leave_while_the_engine_is_away(tiny_server: ServerProcess) -> None:
+    body = {**SEEDED, "n": 16, "stream": True}
+    with (
+        tiny_server.client() as client,
+        client.stream("POST", "/v1/completions", json=body) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        os.kill(tiny_server.engine_pid, signal.SIGKILL)
+        eventually(lambda: tiny_server.get("/health").status_code == 503)
+        assert tiny_server.get("/load").json()["server_load"] > 0
+    eventually(lambda: tiny_server.get("/load").json()["server_load"] == 0)
+    assert tiny_server.get("/health").status_code == 503
+    assert_whole(Streams(tiny_server).run([GREEDY]))  # it waited for the engine
+    eventually(tiny_server.is_idle)
+
+
+def test_while_the_engine_is_away_requests_wait_up_to_the_limit(serve: Serve) -> None:
+    server = serve("--max-num-seqs", "2", "--max-queued-requests", "2")
+    refused: list[httpx.Response] = []
+
+    async def kill(streams: Streams) -> None:
+        await streams.chunks_more(10)
+        os.kill(server.engine_pid, signal.SIGKILL)
+        eventually(lambda: server.get("/health").status_code == 503)
+        refused.append(server.get("/ready"))
+        refused.append(server.post("/v1/completions", {**GREEDY, "n": 3}))
+
+    assert_whole(Streams(server).run([GREEDY, SEEDED], kill))
+    ready, too_many = refused
+    assert ready.status_code == 503
+    assert (too_many.status_code, too_many.json()["error"]["code"]) == (503, 503)
+    assert int(too_many.headers["retry-after"]) >= 1
+    assert "started again" in too_many.json()["error"]["message"]
+    assert server.get("/ready").status_code == 200
+
+
+def test_sigterm_lets_requests_finish_though_their_engine_is_away(serve: Serve) -> None:
+    server = serve()
+    engines = [server.engine_pid]
+    calm = Streams(server).run([GREEDY, SEEDED])
+
+    async def kill(streams: Streams) -> None:
+        await streams.chunks_more(10)
+        os.kill(engines[0], signal.SIGKILL)
+        eventually(lambda: server.get("/health").status_code == 503)
+        engines.append(server.engine_pid)
+        server.process.send_signal(signal.SIGTERM)
+
+    assert Streams(server).run([GREEDY, SEEDED], kill) == calm
+    assert server.wait() == 0
+    assert not any(is_running(engine) for engine in engines)
+
+
+def test_an_engine_that_never_comes_back_ends_the_server(
+    model: Path, tmp_path: Path, serve: Serve
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "model")
+    server = serve("--max-engine-failures", "1", model=copy)
+
+    async def break_for_good(streams: Streams) -> None:
+        await streams.chunks_more(10)
+        (copy / "config.json").unlink()
+        os.kill(server.engine_pid, signal.SIGKILL)
+
+    (answer,) = Streams(server).run([GREEDY], break_for_good)
+    assert answer.error is not None
+    assert answer.error["code"] == 503
+    assert answer.num_ends == 1
+    assert server.wait() == 3
+    assert "Giving up: the engine died 2 times in a row" in "".join(server.log)
+    assert "config.json" in "".join(server.log)
+
+
+def test_without_restarts_the_server_ends_with_its_engine(serve: Serve) -> None:
+    server = serve("--no-restart-engine")
+    os.kill(server.engine_pid, signal.SIGKILL)
+    assert server.wait() == 3
+    assert not any("Traceback" in line for line in server.log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["restarting", "stopped"])
+def test_a_killed_server_leaves_no_engine_behind(serve: Serve, number: int) -> None:
+    server = serve()
+    first = server.engine_pid
+    os.kill(first, number)
+    eventually(lambda: number == signal.SIGSTOP or server.child_pids() not in ({first}, set()))
+    engine = server.engine_pid
+    server.process.kill()
+    server.process.wait()
+    eventually(lambda: not is_running(engine))
