@@ -17,5 +17,8 @@ class Grammars(Gate, Protocol):
         `drafts` are proposed to come next. Raises `RequestFault`.
         """
 
+    def is_complete(self, request_id: str) -> bool:
+        """Whether nothing may follow what a request has by now."""
+
     def drop(self, request_id: str) -> None:
         """Forget a request; one that is not here is ignored."""

@@ -153,7 +153,10 @@ class Scheduler:
     def _pass_gates(self) -> None:
         ready, failed = self._gatekeeper.poll()
         for state in ready:
-            self._waiting.push(state)
+            if self._is_complete(state):
+                self._deltas.append(self._end(state, FinishReason.STOP))
+            else:
+                self._waiting.push(state)
         for state, why in failed:
             self._deltas.append(self._end(state, FinishReason.ERROR, None, why.error, why.field))
 
@@ -323,10 +326,18 @@ class Scheduler:
         if stop is not None:
             token_ids = token_ids[: stop.num_tokens]
         complete = self._grammars.accept(state.request_id, token_ids, result.drafts)
-        if complete is None or (stop is not None and stop.reason is FinishReason.STOP):
+        if complete is None:
             return stop
+        if stop is not None and stop.reason is FinishReason.STOP and stop.num_tokens == complete:
+            return stop  # at a stop token, which is no text
         is_text = token_ids[complete - 1] not in state.request.eos_token_ids
         return Stop(complete, FinishReason.STOP, ends_in_text=is_text)
+
+    def _is_complete(self, state: RequestState) -> bool:
+        """Whether a replay has all of its document: only the news of its end was lost."""
+        if self._grammars is None or state.request.params.structured_outputs is None:
+            return False
+        return self._grammars.is_complete(state.request_id)
 
     def _fault(self, state: RequestState, fault: str, token_ids: list[int]) -> EngineDelta:
         """End a request that a step failed for: its own fault, if it forbids every token."""

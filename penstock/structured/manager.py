@@ -158,6 +158,10 @@ class GrammarManager:
         output.drafts = drafts
         return output.accept(token_ids)
 
+    def is_complete(self, request_id: str) -> bool:
+        """Whether nothing may follow what a request has by now."""
+        return self._outputs[request_id].is_complete
+
     def drop(self, request_id: str) -> None:
         """Forget a request; one that is not here is ignored."""
         self._pending.pop(request_id, None)

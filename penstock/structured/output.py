@@ -28,6 +28,10 @@ class OutputGrammar:
     def is_reasoning(self) -> bool:
         return self._tail is not None
 
+    @property
+    def is_complete(self) -> bool:
+        return self._tail is None and self.matcher.is_complete
+
     def accept(self, token_ids: Sequence[int]) -> int | None:
         """Take tokens that were sampled: with how many of them the output is complete.
 
@@ -37,7 +41,7 @@ class OutputGrammar:
             if not self._take(token_id):
                 error = self.matcher.error or f"token {token_id} has no place in the grammar"
                 raise RequestFault(f"structured_outputs failed: {error}")
-            if self._tail is None and self.matcher.is_complete:
+            if self.is_complete:
                 return count
         return None
 
@@ -54,7 +58,7 @@ class OutputGrammar:
             if row == len(bits) - 1 or row >= len(self.drafts):
                 break
             was_reasoning = self.is_reasoning
-            if self.matcher.is_complete or not self._take(self.drafts[row]):
+            if self.is_complete or not self._take(self.drafts[row]):
                 break
             num_taken += not was_reasoning
         if num_taken:
