@@ -20,6 +20,9 @@ TORCH_DTYPES = {
 }
 
 
+CACHE_LINE = 64
+
+
 class KVMemory:
     """Allocates a layout. The i-th layers of all groups are views of the i-th buffer."""
 
@@ -61,7 +64,10 @@ class KVMemory:
 def _zeros(num_blocks: int, page_bytes: int, device: torch.device) -> torch.Tensor:
     """[num_blocks, page_bytes] uint8. On a CPU, pages take no memory until they are written."""
     if device.type == "cpu":  # numpy leaves zeroing to the system, torch writes every page
-        return torch.from_numpy(np.zeros((num_blocks, page_bytes), dtype=np.uint8))
+        memory = np.zeros(num_blocks * page_bytes + CACHE_LINE, dtype=np.uint8)
+        start = -memory.ctypes.data % CACHE_LINE  # or every load of a wide vector touches two lines
+        whole = memory[start : start + num_blocks * page_bytes]
+        return torch.from_numpy(whole.reshape(num_blocks, page_bytes))
     return torch.zeros(num_blocks, page_bytes, dtype=torch.uint8, device=device)
 
 

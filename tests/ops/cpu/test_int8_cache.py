@@ -150,4 +150,5 @@ def test_a_page_holds_its_entries_and_nothing_else(head_dim: int) -> None:
     assert layout.total_bytes == sum(cache.nbytes for cache in caches.values())
     caches["a"].fill_(1)
     assert not caches["b"].any()
+    assert all(cache.data_ptr() % 64 == 0 for cache in caches.values())
     assert caches["a"][0].is_contiguous()
