@@ -210,16 +210,16 @@ class Implementation:
 def _refuse_triton(build: Build, config: ExpertsConfig) -> str | None:
     if build.device.type != "cuda":
         return f"it runs on GPUs, not on {build.device.type}"
-    from penstock.ops.triton import experts as triton_experts
+    from penstock.ops.triton.experts import refusal  # only where Triton is
 
     size = config.intermediate_size // build.tp.size
-    return triton_experts.refusal(config.hidden_size, size, config.activation, build.dtype)
+    return refusal(config.hidden_size, size, config.activation, build.dtype)
 
 
 def _make_triton(build: Build, config: ExpertsConfig) -> nn.Module:
-    from penstock.ops.triton import experts as triton_experts
+    from penstock.ops.triton.experts import experts
 
-    return StackedExperts(build, config, triton_experts.experts)
+    return StackedExperts(build, config, experts)
 
 
 def _refuse_packed(build: Build, config: ExpertsConfig) -> str | None:

@@ -6,6 +6,7 @@ from penstock.ops.triton.attention import paged_attention
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.pointwise import add_rms_norm, embed, rms_norm, silu_mul
 from penstock.ops.triton.rotary import norm_rotate_write
+from penstock.ops.triton.routing import route
 from penstock.ops.triton.sampling import choose_tokens
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "norm_rotate_write",
     "paged_attention",
     "rms_norm",
+    "route",
     "silu_mul",
 ]
 

@@ -40,7 +40,26 @@ class RowTile(NamedTuple):
     launch: Launch
 
 
+class ExpertsTile(NamedTuple):
+    """A matmul of one expert's rows: columns of its output, and inputs a step of the loop."""
+
+    columns: int
+    depth: int
+    swap: bool  # weights as the left operand, which the tensor cores want in 64s
+    group: int  # blocks of rows whose programs follow each other
+    launch: Launch
+
+
+class ExpertsPlan(NamedTuple):
+    """Experts over tokens that are sorted by expert in blocks of `rows`."""
+
+    rows: int
+    gate_up: ExpertsTile
+    down: ExpertsTile
+
+
 LONG_QUERY = 2048
+FEW_TOKENS = 2  # experts: up to here nearly every weight is read for one token alone
 
 
 def decode_plan(
@@ -76,3 +95,41 @@ def prompt_tile(element_size: int, max_query_len: int) -> PrefillTile:
 
 def row_tile(in_features: int) -> RowTile:
     return RowTile(2, 2048, Launch(2, 3)) if in_features >= 2048 else RowTile(4, 1024, Launch(2, 3))
+
+
+def is_few_tokens(num_tokens: int) -> bool:
+    """Whether experts are computed token by token."""
+    return num_tokens <= FEW_TOKENS
+
+
+def few_experts_tiles() -> tuple[RowTile, RowTile]:
+    """Of gate and up, of which as many rows each are read at once, and of down."""
+    tile = RowTile(4, 1024, Launch(2, 3))
+    return tile, tile
+
+
+def experts_plan(num_pairs: int, num_experts: int, element_size: int) -> ExpertsPlan:
+    """By how many (token, expert) pairs an expert has on average."""
+    if element_size == 4:
+        tile = ExpertsTile(32, 32, False, 8, Launch(4, 2))
+        return ExpertsPlan(16, tile, tile)
+    per_expert = num_pairs / num_experts
+    # Few: each expert's weights should be read once, and fast.
+    launch = Launch(4, 3)
+    if per_expert <= 8:
+        return ExpertsPlan(
+            16, ExpertsTile(64, 128, True, 1, launch), ExpertsTile(128, 128, False, 1, launch)
+        )
+    if per_expert <= 20:
+        return ExpertsPlan(
+            32, ExpertsTile(64, 128, False, 4, launch), ExpertsTile(128, 128, False, 4, launch)
+        )
+    if per_expert <= 128:
+        return ExpertsPlan(
+            64, ExpertsTile(64, 64, False, 4, launch), ExpertsTile(128, 64, False, 4, launch)
+        )
+    # Many: the tensor cores should be busy.
+    launch = Launch(8, 4 if per_expert < 512 else 3)
+    return ExpertsPlan(
+        128, ExpertsTile(128, 64, False, 4, launch), ExpertsTile(256, 64, False, 4, launch)
+    )

@@ -1,0 +1,347 @@
+"""What experts compute: two matmuls over tokens sorted by expert, the activation inside the first.
+
+One token, or very few, is not sorted: each of its experts' matrices is read by rows. Nothing here
+waits for the device, so graphs can be captured.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from penstock.ops.triton.routing import Blocks, align
+from penstock.ops.triton.tuning import (
+    ExpertsPlan,
+    ExpertsTile,
+    experts_plan,
+    few_experts_tiles,
+    is_few_tokens,
+)
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
+
+
+def refusal(hidden: int, size: int, activation: str, dtype: torch.dtype) -> str | None:
+    """Why experts of these sizes cannot be computed here; None if they can."""
+    if activation not in ACTIVATIONS:
+        return f"activation {activation} has no kernel"
+    if (hidden * dtype.itemsize) % 16 or (size * dtype.itemsize) % 16:
+        return f"rows of {hidden} and {size} elements are not multiples of 16 bytes"
+    return None
+
+
+@triton.jit
+def _activate(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    if ACTIVATION == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
+    if ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + tl.exp(-inner)) * up
+    gate = tl.minimum(gate, 7.0)
+    up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+    return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+
+
+@triton.jit
+def _place(num_blocks, num_columns, GROUP: tl.constexpr):
+    """Which tile this program computes: GROUP blocks share the columns they read in the cache."""
+    program = tl.program_id(0)
+    group_size = GROUP * num_columns
+    first = program // group_size * GROUP
+    size = tl.minimum(num_blocks - first, GROUP)
+    within = program % group_size
+    return first + within % size, within // size
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _gate_up_kernel(
+    x_ptr, weight, bias_ptr, out_ptr, pair_ptr, expert_ptr, rows_ptr,
+    hidden, size, num_blocks,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    SWAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [num_blocks * ROWS, size], sorted by expert, of x [n, hidden], in the tokens' order."""
+    block, column = _place(num_blocks, tl.cdiv(size, COLUMNS), GROUP)
+    num_rows = tl.load(rows_ptr + block)
+    if num_rows <= 0:
+        return
+    expert = tl.load(expert_ptr + block)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
+    depth = tl.arange(0, DEPTH)
+    source = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * hidden + depth[None, :]
+    first = column * COLUMNS
+    if SWAP:  # the weights are the left operand, which suits few rows
+        gate = tl.zeros([COLUMNS, ROWS], tl.float32)
+        up = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
+        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in range(0, hidden, DEPTH):
+        if EVEN:
+            rows = tl.load(source + at, mask=is_row[:, None], other=0.0)
+        else:
+            mask = is_row[:, None] & (at + depth < hidden)[None, :]
+            rows = tl.load(source + at, mask=mask, other=0.0)
+        gate_weight = weight.load([expert, first, at]).reshape(COLUMNS, DEPTH)
+        up_weight = weight.load([expert, size + first, at]).reshape(COLUMNS, DEPTH)
+        if SWAP:
+            gate = tl.dot(gate_weight, rows.T, gate, input_precision="ieee")
+            up = tl.dot(up_weight, rows.T, up, input_precision="ieee")
+        else:
+            gate = tl.dot(rows, gate_weight.T, gate, input_precision="ieee")
+            up = tl.dot(rows, up_weight.T, up, input_precision="ieee")
+    if SWAP:
+        gate = gate.T
+        up = up.T
+    at = first + tl.arange(0, COLUMNS)
+    if BIAS:
+        bias = bias_ptr + expert.to(tl.int64) * 2 * size + at
+        gate += tl.load(bias, mask=at < size, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(bias + size, mask=at < size, other=0.0).to(tl.float32)[None, :]
+    out = _activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
+    tl.store(target, out, mask=is_row[:, None] & (at < size)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _down_kernel(
+    x, weight, bias_ptr, out_ptr, scale_ptr, pair_ptr, expert_ptr, rows_ptr,
+    size, hidden, num_blocks,
+    BIAS: tl.constexpr, SWAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [num_pairs, hidden], scaled, of x [num_blocks * ROWS, size], which is sorted."""
+    block, column = _place(num_blocks, tl.cdiv(hidden, COLUMNS), GROUP)
+    num_rows = tl.load(rows_ptr + block)
+    if num_rows <= 0:
+        return
+    expert = tl.load(expert_ptr + block)
+    first = column * COLUMNS
+    if SWAP:
+        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for at in range(0, size, DEPTH):
+        rows = x.load([block * ROWS, at])  # padding holds anything: it is not stored
+        columns = weight.load([expert, first, at]).reshape(COLUMNS, DEPTH)
+        if SWAP:
+            acc = tl.dot(columns, rows.T, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(rows, columns.T, acc, input_precision="ieee")
+    if SWAP:
+        acc = acc.T
+    at = first + tl.arange(0, COLUMNS)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
+    if BIAS:
+        bias = bias_ptr + expert.to(tl.int64) * hidden + at
+        acc += tl.load(bias, mask=at < hidden, other=0.0).to(tl.float32)[None, :]
+    acc *= tl.load(scale_ptr + pair, mask=is_row, other=0.0)[:, None]
+    target = out_ptr + pair.to(tl.int64)[:, None] * hidden + at[None, :]
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(target, out, mask=is_row[:, None] & (at < hidden)[None, :])
+
+
+@triton.jit
+def _sum_kernel(x_ptr, out_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """out [n, hidden] of x [n, TOP_K, hidden]."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < hidden
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        source = x_ptr + (token * TOP_K + slot) * hidden + at
+        total += tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * hidden + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _few_gate_up_kernel(
+    x_ptr, id_ptr, weight_ptr, bias_ptr, out_ptr, hidden, size,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [num_pairs, size]: ROWS rows of a pair's gate and up."""
+    pair = tl.program_id(1)
+    expert = tl.load(id_ptr + pair).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < size
+    column = tl.arange(0, BLOCK)
+    source = weight_ptr + (expert * 2 * size + row)[:, None] * hidden + column[None, :]
+    x_source = x_ptr + (pair // TOP_K).to(tl.int64) * hidden + column
+    gate = tl.zeros([ROWS, BLOCK], tl.float32)
+    up = tl.zeros([ROWS, BLOCK], tl.float32)
+    for at in range(0, hidden, BLOCK):
+        is_column = at + column < hidden
+        mask = is_row[:, None] & is_column[None, :]
+        x = tl.load(x_source + at, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        gate_weight = tl.load(source + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        up_weight = tl.load(
+            source + size * hidden + at, mask=mask, other=0.0, eviction_policy="evict_first"
+        )
+        gate += gate_weight.to(tl.float32) * x
+        up += up_weight.to(tl.float32) * x
+    gate = tl.sum(gate, axis=1)
+    up = tl.sum(up, axis=1)
+    if BIAS:
+        bias = bias_ptr + expert * 2 * size + row
+        gate += tl.load(bias, mask=is_row, other=0.0).to(tl.float32)
+        up += tl.load(bias + size, mask=is_row, other=0.0).to(tl.float32)
+    out = _activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + pair.to(tl.int64) * size + row, out, mask=is_row)
+
+
+@triton.jit
+def _few_down_kernel(
+    x_ptr, id_ptr, scale_ptr, weight_ptr, bias_ptr, out_ptr, size, hidden,
+    TOP_K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [n, hidden]: ROWS rows of a token's output, over its experts as if side by side."""
+    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < hidden
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, TOP_K * size, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        is_column = column < TOP_K * size
+        pair = token * TOP_K + column // size
+        expert = tl.load(id_ptr + pair, mask=is_column, other=0).to(tl.int64)
+        scale = tl.load(scale_ptr + pair, mask=is_column, other=0.0)
+        x = tl.load(x_ptr + token * TOP_K * size + column, mask=is_column, other=0.0)
+        source = weight_ptr + expert * hidden * size + column % size
+        weight = tl.load(
+            source[None, :] + row.to(tl.int64)[:, None] * size,
+            mask=is_row[:, None] & is_column[None, :], other=0.0, eviction_policy="evict_first",
+        )  # fmt: skip
+        acc += weight.to(tl.float32) * (x.to(tl.float32) * scale)[None, :]
+    out = tl.sum(acc, axis=1)
+    if BIAS:
+        for slot in tl.static_range(TOP_K):
+            expert = tl.load(id_ptr + token * TOP_K + slot).to(tl.int64)
+            bias = tl.load(bias_ptr + expert * hidden + row, mask=is_row, other=0.0)
+            out += bias.to(tl.float32) * tl.load(scale_ptr + token * TOP_K + slot)
+    tl.store(out_ptr + token * hidden + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+def experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference; what `refusal` names is not taken."""
+    num_tokens, top_k = ids.shape
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    x = x.contiguous()
+    if is_few_tokens(num_tokens):
+        return _few(x, weights, ids, gate_up, down, activation, gate_up_bias, down_bias)
+    plan = experts_plan(num_tokens * top_k, len(gate_up), x.element_size())
+    blocks = align(ids, len(gate_up), plan.rows)
+    activated = run_gate_up(x, blocks, top_k, gate_up, gate_up_bias, activation, plan)
+    scaled = run_down(activated, blocks, weights, down, down_bias, plan)
+    return _sum(scaled, num_tokens)
+
+
+def run_gate_up(
+    x: torch.Tensor,  # [n, hidden]
+    blocks: Blocks,
+    top_k: int,
+    weight: torch.Tensor,  # [num_experts, 2 * size, hidden]
+    bias: torch.Tensor | None,
+    activation: str,
+    plan: ExpertsPlan,
+) -> torch.Tensor:
+    """[num_blocks * rows, size], sorted by expert."""
+    hidden, size = x.shape[1], weight.shape[1] // 2
+    num_blocks, tile = len(blocks.experts), plan.gate_up
+    out = torch.empty((len(blocks.pairs), size), dtype=x.dtype, device=x.device)
+    _gate_up_kernel[(num_blocks * triton.cdiv(size, tile.columns),)](
+        x, _columns_of(weight, tile), x if bias is None else bias, out,
+        blocks.pairs, blocks.experts, blocks.rows, hidden, size, num_blocks,
+        TOP_K=top_k, ACTIVATION=activation, BIAS=bias is not None,
+        EVEN=hidden % tile.depth == 0, SWAP=tile.swap, ROWS=plan.rows, COLUMNS=tile.columns,
+        DEPTH=tile.depth, GROUP=tile.group,
+        num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def run_down(
+    x: torch.Tensor,  # [num_blocks * rows, size], sorted by expert
+    blocks: Blocks,
+    scales: torch.Tensor,  # [n, top_k]
+    weight: torch.Tensor,  # [num_experts, hidden, size]
+    bias: torch.Tensor | None,
+    plan: ExpertsPlan,
+) -> torch.Tensor:
+    """[n * top_k, hidden], scaled, in the tokens' order."""
+    _, hidden, size = weight.shape
+    num_blocks, tile = len(blocks.experts), plan.down
+    out = torch.empty((scales.numel(), hidden), dtype=x.dtype, device=x.device)
+    rows = TensorDescriptor.from_tensor(x, [plan.rows, tile.depth])
+    _down_kernel[(num_blocks * triton.cdiv(hidden, tile.columns),)](
+        rows, _columns_of(weight, tile), x if bias is None else bias, out, scales,
+        blocks.pairs, blocks.experts, blocks.rows, size, hidden, num_blocks,
+        BIAS=bias is not None, SWAP=tile.swap, ROWS=plan.rows, COLUMNS=tile.columns,
+        DEPTH=tile.depth, GROUP=tile.group,
+        num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _columns_of(weight: torch.Tensor, tile: ExpertsTile) -> TensorDescriptor:
+    """For loads of one expert's [columns, depth]; outside of the matrix are zeros."""
+    return TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
+
+
+def _sum(scaled: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    hidden = scaled.shape[1]
+    out = torch.empty((num_tokens, hidden), dtype=scaled.dtype, device=scaled.device)
+    block = min(triton.next_power_of_2(hidden), 1024)
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        scaled, out, hidden, TOP_K=len(scaled) // num_tokens, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def _few(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    num_tokens, top_k = ids.shape
+    _, hidden, size = down.shape
+    first, second = few_experts_tiles()
+    activated = torch.empty((num_tokens * top_k, size), dtype=x.dtype, device=x.device)
+    _few_gate_up_kernel[(triton.cdiv(size, first.rows), num_tokens * top_k)](
+        x, ids, gate_up, gate_up if gate_up_bias is None else gate_up_bias, activated,
+        hidden, size, TOP_K=top_k, ACTIVATION=activation, BIAS=gate_up_bias is not None,
+        ROWS=first.rows, BLOCK=first.columns,
+        num_warps=first.launch.num_warps, num_stages=first.launch.num_stages,
+    )  # fmt: skip
+    out = torch.empty_like(x)
+    _few_down_kernel[(triton.cdiv(hidden, second.rows), num_tokens)](
+        activated, ids, weights, down, down if down_bias is None else down_bias, out,
+        size, hidden, TOP_K=top_k, BIAS=down_bias is not None,
+        ROWS=second.rows, BLOCK=second.columns,
+        num_warps=second.launch.num_warps, num_stages=second.launch.num_stages,
+    )  # fmt: skip
+    return out

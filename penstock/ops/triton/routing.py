@@ -1,0 +1,214 @@
+"""Which experts tokens go to, and tokens sorted by expert into blocks that a matmul can take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.ops.experts import Routing
+
+FEW_PAIRS = 4096  # one program sorts them; more take three launches
+PAIRS_AT_ONCE = 256
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    logits_ptr, correction_ptr, weight_ptr, id_ptr, num_tokens, num_experts, scale,
+    TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr,
+    CORRECTION: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    TOP_2: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+    GROUP_SLOTS: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens a program; the best expert is taken TOP_K times."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    expert = tl.arange(0, EXPERTS)
+    exists = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
+    logits = tl.load(
+        logits_ptr + token.to(tl.int64)[:, None] * num_experts + expert[None, :],
+        mask=exists, other=-float("inf"),
+    ).to(tl.float32)  # fmt: skip
+    if SOFTMAX:
+        largest = tl.max(tl.where((expert < num_experts)[None, :], logits, -1e30), axis=1)
+        scores = tl.exp(logits - largest[:, None])
+        total = tl.sum(scores, axis=1)
+        scores = scores / tl.where(token < num_tokens, total, 1.0)[:, None]
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    choice = scores
+    if CORRECTION:
+        correction = tl.load(correction_ptr + expert, mask=expert < num_experts, other=0.0)
+        choice += correction[None, :]
+    # NaN is no expert's score: a row of them still gets ids that exist.
+    is_score = (expert < num_experts)[None, :] & (choice == choice)
+    choice = tl.where(is_score, choice, -float("inf"))
+    if GROUPS > 1:
+        group = expert // (num_experts // GROUPS)
+        group_slot = tl.arange(0, GROUP_SLOTS)
+        group_scores = tl.full([TOKENS, GROUP_SLOTS], -float("inf"), tl.float32)
+        for index in tl.static_range(GROUPS):
+            own = tl.where((group == index)[None, :], choice, -float("inf"))
+            best = tl.max(own, axis=1)
+            if TOP_2:
+                first = tl.argmax(own, axis=1)
+                rest = tl.where(expert[None, :] == first[:, None], -float("inf"), own)
+                best += tl.max(rest, axis=1)
+            group_scores = tl.where(group_slot[None, :] == index, best[:, None], group_scores)
+        eligible = tl.zeros([TOKENS, EXPERTS], tl.int1)
+        for _ in tl.static_range(TOP_GROUPS):
+            chosen = tl.argmax(group_scores, axis=1)
+            eligible = eligible | (group[None, :] == chosen[:, None])
+            group_scores = tl.where(
+                group_slot[None, :] == chosen[:, None], -float("inf"), group_scores
+            )
+        choice = tl.where(eligible, choice, -float("inf"))
+    slot = tl.arange(0, SLOTS)
+    ids = tl.zeros([TOKENS, SLOTS], tl.int32)
+    weights = tl.zeros([TOKENS, SLOTS], tl.float32)
+    for index in tl.static_range(TOP_K):
+        best = tl.argmax(choice, axis=1)
+        taken = expert[None, :] == best[:, None]
+        weight = tl.sum(tl.where(taken, scores, 0.0), axis=1)
+        choice = tl.where(taken, -float("inf"), choice)
+        ids = tl.where(slot[None, :] == index, best.to(tl.int32)[:, None], ids)
+        weights = tl.where(slot[None, :] == index, weight[:, None], weights)
+    if RENORMALIZE:
+        total = tl.maximum(tl.sum(weights, axis=1), 1e-20)
+        weights = weights / total[:, None]
+    at = token.to(tl.int64)[:, None] * TOP_K + slot[None, :]
+    mask = (token < num_tokens)[:, None] & (slot < TOP_K)[None, :]
+    tl.store(weight_ptr + at, weights * scale, mask=mask)
+    tl.store(id_ptr + at, ids, mask=mask)
+
+
+@triton.jit
+def _map_blocks(
+    count_ptr, start_ptr, block_expert_ptr, block_rows_ptr, num_blocks,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """From how many pairs each expert has: its first block, and what each block is."""
+    expert = tl.arange(0, EXPERTS)
+    counts = tl.load(count_ptr + expert, cache_modifier=".cg")  # as other threads left them
+    blocks = (counts + ROWS - 1) // ROWS
+    starts = tl.cumsum(blocks, axis=0) - blocks
+    tl.store(start_ptr + expert, starts)
+    for index in range(tl.max(blocks)):
+        mask = index < blocks
+        tl.store(block_expert_ptr + starts + index, expert, mask=mask)
+        rows = tl.minimum(counts - index * ROWS, ROWS)
+        tl.store(block_rows_ptr + starts + index, rows, mask=mask)
+    for first in range(tl.sum(blocks), num_blocks, EXPERTS):
+        block = first + expert
+        tl.store(block_rows_ptr + block, 0, mask=block < num_blocks)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def _align_kernel(
+    id_ptr, count_ptr, start_ptr, pair_ptr, block_expert_ptr, block_rows_ptr,
+    num_pairs, num_blocks, ROWS: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Few pairs, in one program: its threads meet at barriers and speak through memory."""
+    expert = tl.arange(0, EXPERTS)
+    tl.store(count_ptr + expert, tl.zeros([EXPERTS], tl.int32))
+    pair = tl.arange(0, PAIRS)
+    mask = pair < num_pairs
+    own = tl.load(id_ptr + pair, mask=mask, other=0)
+    tl.debug_barrier()
+    rank = tl.atomic_add(count_ptr + own, 1, mask=mask)
+    tl.debug_barrier()
+    _map_blocks(count_ptr, start_ptr, block_expert_ptr, block_rows_ptr, num_blocks, ROWS, EXPERTS)
+    tl.debug_barrier()
+    start = tl.load(start_ptr + own, mask=mask, other=0, cache_modifier=".cg")
+    tl.store(pair_ptr + start * ROWS + rank, pair, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_kernel(id_ptr, count_ptr, rank_ptr, num_pairs, BLOCK: tl.constexpr):
+    """How many pairs each expert has, and each pair's place among its expert's, in any order."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = pair < num_pairs
+    expert = tl.load(id_ptr + pair, mask=mask, other=0)
+    rank = tl.atomic_add(count_ptr + expert, 1, mask=mask)
+    tl.store(rank_ptr + pair, rank, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _map_kernel(
+    count_ptr, start_ptr, block_expert_ptr, block_rows_ptr, num_blocks,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    _map_blocks(count_ptr, start_ptr, block_expert_ptr, block_rows_ptr, num_blocks, ROWS, EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _place_kernel(
+    id_ptr, start_ptr, rank_ptr, pair_ptr, num_pairs, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = pair < num_pairs
+    expert = tl.load(id_ptr + pair, mask=mask, other=0)
+    start = tl.load(start_ptr + expert, mask=mask, other=0)
+    rank = tl.load(rank_ptr + pair, mask=mask, other=0)
+    tl.store(pair_ptr + start * ROWS + rank, pair, mask=mask)
+
+
+def route(
+    logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference; of experts with equal scores the first are taken."""
+    num_tokens, num_experts = logits.shape
+    shape, device = (num_tokens, routing.top_k), logits.device
+    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    ids = torch.empty(shape, dtype=torch.int32, device=device)
+    if num_tokens:
+        experts = triton.next_power_of_2(num_experts)
+        tokens = 1 if num_tokens <= 128 else 4
+        _route_kernel[(triton.cdiv(num_tokens, tokens),)](
+            logits.contiguous(), logits if correction is None else correction, weights, ids,
+            num_tokens, num_experts, routing.scale,
+            TOP_K=routing.top_k, SOFTMAX=routing.scoring == "softmax",
+            RENORMALIZE=routing.renormalize, CORRECTION=correction is not None,
+            GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
+            TOP_2=routing.group_score == "top2", TOKENS=tokens, EXPERTS=experts,
+            SLOTS=triton.next_power_of_2(routing.top_k),
+            GROUP_SLOTS=triton.next_power_of_2(routing.num_groups), num_warps=1,
+        )  # fmt: skip
+    return weights, ids
+
+
+class Blocks(NamedTuple):
+    """Pairs of a token and one of its experts, sorted by expert, in blocks of one expert each."""
+
+    pairs: torch.Tensor  # [num_blocks * rows] int32: token * top_k + slot; undefined in padding
+    experts: torch.Tensor  # [num_blocks] int32
+    rows: torch.Tensor  # [num_blocks] int32: how many are real; 0 for blocks that are not used
+
+
+def align(ids: torch.Tensor, num_experts: int, rows: int) -> Blocks:
+    """ids [n, top_k] in as many blocks of `rows` as they could need. The host need not know.
+
+    Pairs of one expert come in any order: what is computed of one does not depend on its place.
+    """
+    num_pairs, device = ids.numel(), ids.device
+    num_used = min(num_pairs, num_experts)
+    num_blocks = num_used + (num_pairs - num_used) // rows
+    padded = triton.next_power_of_2(num_experts)
+    pairs = torch.empty(num_blocks * rows, dtype=torch.int32, device=device)
+    experts, filled = torch.empty((2, num_blocks), dtype=torch.int32, device=device)
+    if num_pairs <= FEW_PAIRS:
+        counts, starts = torch.empty((2, padded), dtype=torch.int32, device=device)
+        _align_kernel[(1,)](
+            ids, counts, starts, pairs, experts, filled, num_pairs, num_blocks,
+            ROWS=rows, PAIRS=max(triton.next_power_of_2(num_pairs), 512), EXPERTS=padded,
+            num_warps=16,
+        )  # fmt: skip
+        return Blocks(pairs, experts, filled)
+    counts, starts = torch.zeros((2, padded), dtype=torch.int32, device=device)
+    ranks = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    grid = (triton.cdiv(num_pairs, PAIRS_AT_ONCE),)
+    _count_kernel[grid](ids, counts, ranks, num_pairs, BLOCK=PAIRS_AT_ONCE)
+    _map_kernel[(1,)](counts, starts, experts, filled, num_blocks, ROWS=rows, EXPERTS=padded)
+    _place_kernel[grid](ids, starts, ranks, pairs, num_pairs, ROWS=rows, BLOCK=PAIRS_AT_ONCE)
+    return Blocks(pairs, experts, filled)

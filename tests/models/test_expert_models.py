@@ -1,0 +1,114 @@
+"""Models with experts: what chunks, cached prefixes, preemption, backends and ranks must not
+change. Their parity with transformers is in test_parity."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Reference, count_near_ties, make_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock.distributed.group import Group
+from penstock.layers import experts as experts_layer
+from penstock.layers.build import Build
+from penstock.layers.experts import Experts, ExpertsConfig
+from penstock.ops.experts import Routing
+from penstock.ops.registry import Ops
+from penstock.protocol.errors import ConfigError, ModelError
+
+VARIANTS = ("qwen3_moe", "mixtral", "qwen2_moe")
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+RNG = random.Random(4)
+PROMPTS = [
+    {"prompt_token_ids": [RNG.randrange(256) for _ in range(length)]} for length in (3, 17, 40, 90)
+]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def open_llm(checkpoint: Path, **options: Any) -> LLM:
+    settings = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"} | options
+    return LLM(str(checkpoint), **settings)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_the_engine_around_them_changes_nothing(checkpoint: Path) -> None:
+    with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        alone = tokens(llm)
+    with open_llm(checkpoint, max_num_batched_tokens=7) as llm:  # prompts in chunks
+        assert tokens(llm) == alone
+    with open_llm(checkpoint) as llm:  # batched; then from the prefix cache
+        assert tokens(llm) == alone
+        assert tokens(llm) == alone
+        assert llm.engine.stats().num_prefix_hits > 0
+    tight = {"max_model_len": 128, "num_gpu_blocks_override": 14, "async_scheduling": True}
+    with open_llm(checkpoint, **tight) as llm:
+        assert tokens(llm) == alone
+        assert llm.engine.stats().num_preemptions > 0
+
+
+def test_plain_torch_gives_transformers_tokens_too(checkpoint: Path) -> None:
+    reference = Reference(checkpoint)
+    with open_llm(checkpoint, cpu_backend="torch") as llm:
+        ours = tokens(llm)
+    for prompt, own in zip(PROMPTS, ours, strict=True):
+        theirs, margins = reference.greedy(prompt["prompt_token_ids"], 20)
+        assert count_near_ties(own, theirs, margins, 1e-3) == 0
+
+
+@pytest.mark.parametrize(("variant", "backend"), [("qwen3_moe", "torch"), ("qwen2_moe", "auto")])
+def test_two_ranks_give_one_ranks_tokens(tmp_path: Path, variant: str, backend: str) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint, cpu_backend=backend) as llm:
+        expected = tokens(llm)
+    with open_llm(checkpoint, cpu_backend=backend, tensor_parallel_size=2) as llm:
+        assert tokens(llm) == expected
+
+
+def test_ranks_that_do_not_divide_an_expert_are_refused() -> None:
+    config = ExpertsConfig(num_experts=4, hidden_size=8, intermediate_size=33, routing=Routing(2))
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=Group(rank=0, size=2))
+    with pytest.raises(ConfigError, match="intermediate size of 33"):
+        Experts(build, config)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "mixtral")
+    config = (checkpoint / "config.json").read_text()
+    (checkpoint / "config.json").write_text(
+        config.replace('"num_local_experts": 4', '"num_local_experts": 5')
+    )
+    with pytest.raises(ModelError, match=r"lacks|has shape"):
+        open_llm(checkpoint)
+
+
+def test_dummy_weights_need_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with open_llm(tmp_path, load_format="dummy") as llm:
+        assert all(len(own) == 20 for own in tokens(llm))
+
+
+def test_the_debug_log_says_which_implementation_and_why_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen3_moe")
+    experts_layer._log_choice.cache_clear()
+    with caplog.at_level(logging.DEBUG, "penstock.layers.experts"):
+        open_llm(checkpoint, cpu_backend="torch", log_level="debug").close()
+    messages = [r.getMessage() for r in caplog.records if r.name == "penstock.layers.experts"]
+    assert len(messages) == 1, "once, not for every layer"
+    assert "torch: one matmul an expert" in messages[0]
+    assert "not triton: it runs on GPUs, not on cpu" in messages[0]
+    assert "not packed" in messages[0]
