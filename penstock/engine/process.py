@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 STATS_INTERVAL_S = 0.1
 LINGER_MS = 1000  # for the last words to get out
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+IDLE_CHECK_MS = 500  # between looks at the workers, which steps find dead otherwise
 STALLED_WAIT_MS = 1  # between looks at requests that something outside keeps waiting
 
 
@@ -84,6 +85,8 @@ class EngineServer:
 
     def _receive(self, wait_ms: int | None) -> None:
         """Take in every message there is, waiting `wait_ms` for the first (None: forever)."""
+        while wait_ms is None and not self._socket.poll(IDLE_CHECK_MS):
+            self._core.executor.check_alive()
         while self._socket.poll(wait_ms):
             self._box.work()
             kind, *frames = self._socket.recv_multipart()

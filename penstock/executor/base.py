@@ -47,5 +47,8 @@ class Executor(Protocol):
     def launch_idle(self) -> None:
         """Step with nothing to do, because other ranks have something."""
 
+    def check_alive(self) -> None:
+        """Raise `EngineDeadError` if a worker has died; for when no step would find out."""
+
     def close(self) -> None:
         """Give everything back. Safe to call twice."""

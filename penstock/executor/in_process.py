@@ -53,5 +53,8 @@ class InProcessExecutor:
     def launch_idle(self) -> None:
         self.runner.launch_idle()
 
+    def check_alive(self) -> None:
+        pass  # who calls is alive
+
     def close(self) -> None:
         self._worker = None  # with it go the weights and the cache

@@ -136,6 +136,11 @@ class MultiProcessExecutor:
     def launch_idle(self) -> None:
         self._broadcast(Idle())
 
+    def check_alive(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                raise self._death(rank)
+
     def close(self) -> None:
         for connection in self._connections:
             connection.close()

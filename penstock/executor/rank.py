@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import select
 import sys
+import threading
+import time
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -30,6 +34,8 @@ from penstock.protocol.errors import PenstockError
 from penstock.protocol.step import StepMasks
 
 logger = logging.getLogger(__name__)
+
+GRACE_S = 3.0  # for an orderly end, once the engine has gone
 
 
 def serve(connection: Connection) -> None:
@@ -68,7 +74,21 @@ def serve(connection: Connection) -> None:
         leave_group(group)
 
 
+def exit_with_engine(fd: int) -> None:
+    """End this process some time after the engine has, though it be stuck in a step by then."""
+
+    def watch() -> None:
+        hang_up = select.poll()
+        hang_up.register(fd, getattr(select, "POLLRDHUP", select.POLLHUP))
+        hang_up.poll()
+        time.sleep(GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="engine-watch", daemon=True).start()
+
+
 def main() -> None:
+    exit_with_engine(int(sys.argv[1]))
     connection = Connection(int(sys.argv[1]))
     try:
         serve(connection)

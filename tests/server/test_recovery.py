@@ -263,3 +263,27 @@ def test_a_killed_server_leaves_no_engine_behind(serve: Serve, number: int) -> N
     server.process.kill()
     server.process.wait()
     eventually(lambda: not is_running(engine))
+
+
+def test_the_death_of_a_rank_is_the_death_of_the_engine(serve: Serve) -> None:
+    server = serve("--tensor-parallel-size", "2")
+    calm = Streams(server).run([GREEDY, SEEDED])
+
+    async def kill_rank(streams: Streams) -> None:
+        await streams.chunks_more(20)
+        os.kill(children(server.engine_pid)[1], signal.SIGKILL)
+
+    assert Streams(server).run([GREEDY, SEEDED], kill_rank) == calm
+    os.kill(children(server.engine_pid)[0], signal.SIGKILL)  # with nothing to do
+    eventually(lambda: server.get("/health").status_code == 503)
+    ranks = children(server.engine_pid)
+    assert Streams(server).run([GREEDY, SEEDED]) == calm
+    assert counters(server)["engine_restarts"] == 2
+    assert server.stop() == 0
+    eventually(lambda: not any(map(is_running, ranks)))
+
+
+def children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    eventually(lambda: len(path.read_text().split()) == 2)
+    return [int(child) for child in path.read_text().split()]
