@@ -68,7 +68,7 @@ class ServerConfig:
         "another start; after one more the server ends.",
     )
     max_request_crashes: int = option(
-        2, "Times in a row that a request may kill the engine when it runs alone before it fails."
+        3, "Times in a row that a request may kill the engine when it runs alone before it fails."
     )
     access_log: bool = option(False, "Log a line for every HTTP request.")
 

@@ -81,15 +81,40 @@ class Streams:
     async def _run(
         self, bodies: Sequence[Body], fault: Callable[[Streams], Awaitable[None]] | None
     ) -> list[Answer]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=self._server.base_url, limits=limits, timeout=self._timeout_s
-        ) as client:
+        async with self._client() as client:
             happening = asyncio.ensure_future(fault(self)) if fault is not None else None
             answers = await asyncio.gather(*(self._stream(client, body) for body in bodies))
             if happening is not None:
                 await asyncio.wait_for(happening, 10)
             return answers
+
+    def run_during(
+        self, bodies: Sequence[Body], fault: Callable[[Streams], Awaitable[None]]
+    ) -> list[list[Answer]]:
+        """Every request's answers, each sent again and again until `fault` is over."""
+        return asyncio.run(self._run_during(bodies, fault))
+
+    async def _run_during(
+        self, bodies: Sequence[Body], fault: Callable[[Streams], Awaitable[None]]
+    ) -> list[list[Answer]]:
+        async with self._client() as client:
+            happening = asyncio.ensure_future(fault(self))
+
+            async def repeat(body: Body) -> list[Answer]:
+                answers = []
+                while not happening.done():
+                    answers.append(await self._stream(client, body))
+                return answers
+
+            answers = await asyncio.gather(*map(repeat, bodies))
+            await happening
+            return answers
+
+    def _client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(
+            base_url=self._server.base_url, limits=limits, timeout=self._timeout_s
+        )
 
     async def _stream(self, client: httpx.AsyncClient, body: Body) -> Answer:
         answer = Answer()
@@ -131,6 +156,20 @@ class Streams:
             for _kill in range(num_kills):
                 await self.chunks_more(draw.randint(*chunks_between))
                 await asyncio.sleep(draw.random() * 0.02)  # anywhere within a step
+                self.times_back_s.append(await kill_and_wait(self._server))
+
+        return kill_often
+
+    def kills_at_any_time(
+        self, num_kills: int, longest_pause_s: float, seed: int
+    ) -> Callable[[Streams], Awaitable[None]]:
+        """Kill the engine at random moments of its life, long or short."""
+        draw = random.Random(seed)
+        self.times_back_s = []
+
+        async def kill_often(_: Streams) -> None:
+            for _kill in range(num_kills):
+                await asyncio.sleep(draw.random() * longest_pause_s)
                 self.times_back_s.append(await kill_and_wait(self._server))
 
         return kill_often

@@ -287,3 +287,48 @@ def children(pid: int) -> list[int]:
     path = Path(f"/proc/{pid}/task/{pid}/children")
     eventually(lambda: len(path.read_text().split()) == 2)
     return [int(child) for child in path.read_text().split()]
+
+
+def default_model_bodies(count: int) -> list[Body]:
+    """Requests of every kind, all different."""
+    kinds: list[Body] = [
+        {"temperature": 0},
+        {"temperature": 0.8, "seed": 1},
+        {"temperature": 1.0, "seed": 2, "logprobs": 2},
+        {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.2, "top_p": 0.9},
+        {"temperature": 0, "frequency_penalty": 0.5, "n": 2, "max_tokens": 24},
+        {"temperature": 0.9, "seed": 4, "stop": ["the", "\n\n"], "min_tokens": 20},
+    ]
+    subjects = ("a river", "an old clock", "the sea", "a lighthouse", "bread", "a map", "snow")
+    return [
+        {
+            "prompt": f"{index}. A short story about {subjects[index % len(subjects)]}: ",
+            "max_tokens": 48 + index,
+            **kinds[index % len(kinds)],
+        }
+        for index in range(count)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_twenty_kills_under_32_streams_lose_nothing(server: ServerProcess) -> None:
+    """The long form. Run alone on a machine, it also says how long the service was away."""
+    bodies = default_model_bodies(32)
+    streams = Streams(server, timeout_s=1200)
+    calm = streams.run(bodies)
+    assert_whole(calm)
+    before = counters(server)
+    answers = streams.run_during(bodies, streams.kills_at_any_time(20, 6.0, seed=20))
+    num_wrong = sum(one != calm[index] for index, many in enumerate(answers) for one in many)
+    now = counters(server)
+    changes = {name: now[name] - before[name] for name in now}
+    times_s = sorted(streams.times_back_s)
+    print(
+        f"\n{sum(map(len, answers))} streams, {num_wrong} lost or wrong; {changes}\n"
+        f"back after {times_s[0]:.2f} to {times_s[-1]:.2f} s, median {times_s[10]:.2f} s: "
+        + " ".join(f"{seconds:.2f}" for seconds in streams.times_back_s)
+    )
+    assert num_wrong == 0
+    assert changes["engine_restarts"] == 20
+    assert times_s[-1] <= 5.0
