@@ -6,9 +6,7 @@ import json
 import logging
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from replay import calls_in, cut, feed_text, make_parser, parse
+from replay import calls_in, feed_text, make_parser, parse
 
 from penstock.text.parsing.deltas import (
     ContentDelta,
@@ -19,7 +17,6 @@ from penstock.text.parsing.deltas import (
     collect,
 )
 from penstock.text.parsing.formats import Tool
-from penstock.text.parsing.parser import REASONING_PARSERS, TOOL_PARSERS
 
 BROKEN = {
     "hermes": [
@@ -253,44 +250,3 @@ def test_values_in_tags_have_their_schemas_type(
     }.items():
         found = calls_in(parse(text, tools=parser, tools_offered=tools))
         assert json.dumps(found) == json.dumps([("f", {"a": value})])
-
-
-MARKERS = sorted(
-    {marker for name in TOOL_PARSERS for marker in make_parser(tools=name).markers}
-    | {marker for name in REASONING_PARSERS for marker in make_parser(name).markers}
-)
-FRAGMENTS = [
-    *MARKERS, "<function=now>", "</function>", "<parameter=a>", "</parameter>", "<invoke name=",
-    '"now">', "</invoke>", '{"name": "now", "arguments": {', '"a": ', '"x"', '"', "}", "]", "[",
-    "{", "now", "functions.now:0", "(a=1)", "(", ")", ", ", ";", "\n", " ", "```json", "```",
-    "\\", "text", "assistant", "analysis", "commentary to=functions.now ", "final", "é", "😀",
-    "'", "None", "=", "null", "-1",
-]  # fmt: skip
-soup = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=25).map("".join)
-parser_names = st.tuples(
-    st.sampled_from([None, *REASONING_PARSERS]), st.sampled_from([None, *TOOL_PARSERS])
-).filter(lambda names: "openai" not in names and "openai_gptoss" not in names) | st.just(
-    ("openai_gptoss", "openai")
-)
-
-
-@given(
-    names=parser_names,
-    text=soup,
-    cuts=st.lists(st.integers(0, 200), max_size=20),
-    prompt=st.sampled_from(["", "<think>\n", "<think></think>"]),
-)
-@settings(max_examples=1500, deadline=None)
-def test_no_text_is_read_differently_for_how_it_was_split(
-    names: tuple[str | None, str | None], text: str, cuts: list[int], prompt: str
-) -> None:
-    reasoning, tools = names
-    options = {"reasoning": reasoning, "tools": tools, "prompt": prompt}
-    whole = collect(feed_text(make_parser(**options), [text]))
-    assert collect(feed_text(make_parser(**options), list(text))) == whole
-    assert collect(feed_text(make_parser(**options), cut(text, cuts))) == whole
-    for found in whole.tool_calls:
-        if found.complete:
-            assert isinstance(json.loads(found.arguments), dict)
-    if reasoning is None and not whole.tool_calls and tools not in ("openai",):
-        assert whole.content == text

@@ -1,0 +1,124 @@
+"""Where reasoning begins and ends, by family, prompt and template arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from real_tokenizers import real_tokenizer
+from replay import feed_tokens, make_parser, parse
+from transcripts import BY_NAME
+
+from penstock.text.parsing.deltas import Message, ReasoningDelta
+from penstock.text.parsing.parser import (
+    REASONING_PARSERS,
+    ParserContext,
+    reasoning_format,
+    thinking_is_open,
+)
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "context", "is_open"),
+    [
+        ("deepseek_r1", {}, True),
+        ("deepseek_r1", {"prompt": "<｜Assistant｜><think>\n"}, True),
+        ("deepseek_r1", {"prompt": "<｜Assistant｜><think>\n\n</think>\n\n"}, False),
+        ("deepseek_r1", {"prompt": "Hi", "continued": "The answer"}, False),
+        ("deepseek_r1", {"prompt": "Hi", "continued": "<think>So"}, True),
+        ("deepseek_v3", {}, False),
+        ("deepseek_v3", {"template_kwargs": {"thinking": True}}, True),
+        ("deepseek_v3", {"template_kwargs": {"thinking": False}}, False),
+        ("deepseek_v3", {"prompt": "<｜Assistant｜><think>"}, True),
+        ("deepseek_v3", {"prompt": "<｜Assistant｜></think>"}, False),
+        # After a tool's result V3.1's template opens nothing, whatever the argument says.
+        (
+            "deepseek_v3",
+            {"prompt": "<｜tool▁output▁end｜>", "template_kwargs": {"thinking": True}},
+            False,
+        ),
+        ("qwen3", {"prompt": "assistant\n"}, False),
+        ("qwen3", {"prompt": "assistant\n<think>\n"}, True),
+        ("qwen3", {"prompt": "assistant\n<think>\n\n</think>\n\n"}, False),
+        ("qwen3", {"prompt": "A user writes <think> here<|im_start|>assistant\n"}, False),
+        ("glm45", {"prompt": "<|assistant|>\n<think></think>"}, False),
+        ("minimax_m2", {}, True),
+        ("mistral", {}, False),
+        ("granite", {}, False),
+        ("openai_gptoss", {}, False),
+    ],
+)
+def test_the_prompt_says_whether_thinking_is_open(
+    reasoning: str, context: dict[str, Any], is_open: bool
+) -> None:
+    assert thinking_is_open(reasoning, ParserContext(**context)) is is_open
+
+
+@pytest.mark.parametrize("reasoning", REASONING_PARSERS)
+def test_the_closing_text_ends_the_reasoning(reasoning: str) -> None:
+    """What a spent budget appends is read as the end."""
+    form = reasoning_format(reasoning)
+    message = parse(f"{form.start}Let me{form.closing}Four.", reasoning=reasoning)
+    assert message == Message(content="Four.", reasoning="Let me")
+
+
+@pytest.mark.parametrize("reasoning", REASONING_PARSERS)
+def test_the_end_and_the_prefix_lead_to_the_answer(reasoning: str) -> None:
+    form = reasoning_format(reasoning)
+    parser = make_parser(reasoning)
+    parser.feed(f"{form.start}Let me")
+    assert parser.in_reasoning
+    parser.feed(f"{form.end}{form.answer_prefix}" + '{"a": 1}')
+    assert not parser.in_reasoning
+
+
+def test_reasoning_is_shown_as_it_comes_but_not_what_may_be_its_end() -> None:
+    parser = make_parser("qwen3")
+    assert parser.feed("<think>") == []
+    assert parser.feed("\nOne.") == [ReasoningDelta("One.")]
+    assert parser.feed(" Two.\n</th") == [ReasoningDelta(" Two.")]
+    assert parser.feed("ird>") == [ReasoningDelta("\n</third>")]
+    assert parser.feed("</think") == []
+    assert parser.feed(">\n\n") == []
+    assert parser.finish() == []
+
+
+def test_without_tokens_bytes_the_share_of_text_counts() -> None:
+    parser = make_parser("deepseek_r1")
+    parser.feed("abcd", [1, 2])
+    parser.feed("ab</think>cd", [3, 4, 5, 6])
+    assert parser.num_reasoning_tokens == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "harmony with a call",
+        "deepseek_v3 as V3.1 writes it, after thinking",
+        "granite thinks in words",
+        "deepseek_r1 is cut off while it thinks",
+        "mistral's names and arguments, after thinking",
+    ],
+)
+def test_reasoning_tokens_are_those_of_the_reasoning(name: str) -> None:
+    transcript = BY_NAME[name]
+    tokenizer = real_tokenizer(transcript.model)
+    token_ids = tokenizer.encode(transcript.text, add_special_tokens=False)
+    parser = make_parser(**transcript.options, token_bytes=tokenizer.token_bytes)
+    feed_tokens(parser, tokenizer, [token_ids])
+    alone = tokenizer.encode(transcript.reasoning, add_special_tokens=False)
+    # White space between marker and reasoning may be a token of its own.
+    assert abs(parser.num_reasoning_tokens - len(alone)) <= 1
+
+
+def test_nothing_is_reasoning_without_a_parser() -> None:
+    parser = make_parser(tools="hermes")
+    parser.feed("<think>x</think>", [1, 2, 3])
+    assert parser.num_reasoning_tokens == 0
+    assert not parser.in_reasoning
+
+
+def test_only_parsers_with_markers_need_special_tokens() -> None:
+    assert not make_parser().needs_special_tokens
+    assert make_parser("mistral").markers == {"[THINK]", "[/THINK]"}
+    assert make_parser("mistral").needs_special_tokens
