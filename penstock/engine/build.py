@@ -96,7 +96,8 @@ def _assemble(
 def _make_grammars(config: EngineConfig, source: ModelSource) -> GrammarManager:
     """Nothing of it costs anything before a request asks for structured output."""
     options = config.structured
-    check_backend(options.structured_outputs_backend)
+    if not config.model.skip_tokenizer_init:  # else no grammar can be asked for
+        check_backend(options.structured_outputs_backend)
 
     def read() -> tuple[Vocabulary, Tokenize]:
         tokenizer = load_tokenizer(source, config.model.tokenizer)

@@ -6,6 +6,7 @@ import torch
 
 from penstock.layers.build import Build
 from penstock.layers.matrix import MatrixLayer
+from penstock.layers.quantization import DenseMethod
 from penstock.ops.blocks import BlockTensor, Weight, pad_rows, take_rows
 
 
@@ -36,6 +37,10 @@ class VocabEmbedding(MatrixLayer):
 
     def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of hidden states: [n, hidden_size] -> [n, vocab_size]; in `out` if given."""
+        is_whole = isinstance(self.build.linear_method, DenseMethod) and self.build.tp.size == 1
+        if out is not None and is_whole and out.dtype == hidden.dtype:
+            self.build.ops.linear(hidden, self.weight, self.bias, out)
+            return out
         logits = self.build.linear_method.apply(self, hidden, self.bias)
         logits = self.build.tp.all_gather(logits)[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)

@@ -6,10 +6,10 @@ More rows go to cuBLAS, which has the tensor cores.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from penstock.ops import reference
 from penstock.ops.triton.tuning import row_tile
 
 
@@ -38,12 +38,18 @@ def _one_row_kernel(
     tl.store(out_ptr + rows, out.to(out_ptr.dtype.element_ty), mask=row_mask)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [n, in] @ weight [out, in]^T + bias."""
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [n, in] @ weight [out, in]^T + bias; in `out` [n, out] if given."""
     if x.shape[0] != 1 or not weight.is_contiguous() or not x.is_contiguous():
-        return F.linear(x, weight, bias)
+        return reference.linear(x, weight, bias, out)
     out_features, in_features = weight.shape
-    out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
     tile = row_tile(in_features)
     _one_row_kernel[(triton.cdiv(out_features, tile.rows),)](
         x, weight, weight if bias is None else bias, out, in_features, out_features,
