@@ -52,6 +52,12 @@ class ModelConfig:
         [], "Custom logits processors to load, each as module:Class."
     )
 
+    enable_return_routed_experts: bool = option(
+        False,
+        "Return the experts that each token went to, of models that have experts; requests then "
+        "do not read the prefix cache.",
+    )
+
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model must name a folder, a .gguf file, a hub id or pypi:…, got ''")

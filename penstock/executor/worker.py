@@ -27,6 +27,7 @@ from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor, load_processors
+from penstock.runner.routed_experts import RoutedExpertsRecorder
 from penstock.runner.runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,10 @@ class Worker:
         self.drafter = drafter
         self.model = self._load(source)
         self.runner: ModelRunner | None = None
+        self.routed_experts: RoutedExpertsRecorder | None = None
+        if config.model.enable_return_routed_experts:
+            max_rows = max(self.runtime.max_num_batched_tokens, self.runtime.max_num_seqs)
+            self.routed_experts = RoutedExpertsRecorder(self.model, max_rows, platform.device)
 
     @torch.inference_mode()
     def _load(self, source: ModelSource) -> DecoderLM:
@@ -148,6 +153,7 @@ class Worker:
             capture_graphs=not self.config.device.enforce_eager and self.group.size == 1,
             choose_tokens=self.choose_tokens,
             dtype=self.runtime.dtype,
+            routed_experts=self.routed_experts,
         )
 
     def step(self, plan: StepPlan, receive_masks: Callable[[], StepMasks]) -> StepResult:

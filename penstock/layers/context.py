@@ -17,7 +17,6 @@ class ForwardContext:
     attention: Mapping[str, AttentionMetadata]  # by the layer's name
     query_starts: torch.Tensor  # [num_requests + 1] int32
     token_slots: torch.Tensor  # [num_tokens] int64: the request table's row of each token
-    routed_experts: torch.Tensor | None = None  # [>= num_tokens, layers, top_k] to be filled
 
 
 _current: ForwardContext | None = None

@@ -17,7 +17,6 @@ from torch import nn
 
 from penstock.layers.blocks import GatedMLP
 from penstock.layers.build import Build
-from penstock.layers.context import current_context
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
@@ -55,7 +54,7 @@ class Experts(nn.Module):
             )
         self.build = build
         self.routing = config.routing
-        self.index = 0  # among the model's layers with experts
+        self.record: torch.Tensor | None = None  # [rows, top_k]: where choices are to be left
         self.gate = Router(build, config)
         self.experts = make_experts(build, config)
         self.shared_expert = self.shared_expert_gate = None
@@ -68,9 +67,8 @@ class Experts(nn.Module):
         """[n, hidden_size], the same shape back."""
         logits = self.gate(x)
         weights, ids = self.build.ops.route(logits, self.routing, self.gate.correction)
-        routed = current_context().routed_experts
-        if routed is not None:
-            routed[: len(ids), self.index] = ids
+        if self.record is not None:
+            self.record[: len(ids)] = ids
         output = self.build.tp.all_reduce(self.experts(x, weights, ids))
         if self.shared_expert is not None:
             shared = self.shared_expert(x)

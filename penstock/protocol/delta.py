@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from penstock.protocol.step import PromptLogprobs, TokenLogprobs
+from penstock.protocol.step import PromptLogprobs, RoutedExperts, TokenLogprobs
 
 
 class FinishReason(enum.Enum):
@@ -21,6 +21,7 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: RoutedExperts | None = None
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
     prefill_s: float = 0.0  # from the plan of its first step; comes with its first token
     finish_reason: FinishReason | None = None

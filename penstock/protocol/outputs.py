@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 @dataclass
@@ -28,6 +33,9 @@ class CompletionOutput:
     logprobs: list[LogprobsAtPosition] | None = None
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the stop token or stop text; None for end of text
+    # With enable_return_routed_experts, once the completion is finished: [tokens, layers, top_k],
+    # the experts of every token but the last, which is never computed with, prompt included.
+    routed_experts: npt.NDArray[np.int16] | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

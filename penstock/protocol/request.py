@@ -24,7 +24,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priority: int = 0  # lower runs first
     arrival_time: float = 0.0
     cache_salt: str | None = None
-    read_prefix_cache: bool = True  # off for prompt logprobs, which need every prompt row
+    read_prefix_cache: bool = True  # off where every prompt row's results are wanted
     output_token_ids: list[int] = []
 
     @property

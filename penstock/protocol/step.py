@@ -74,6 +74,15 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     positions: list[TokenLogprobs]
 
 
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
+    """The experts of tokens `start`, `start + 1`, ... of a request."""
+
+    start: int
+    num_layers: int  # that have experts
+    top_k: int
+    ids: bytes  # int16 [tokens, num_layers, top_k]
+
+
 class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one scheduled request got out of a step."""
 
@@ -82,6 +91,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token_ids: list[int] = []  # none for a chunk of a prompt, several with speculation
     logprobs: list[TokenLogprobs] = []  # one for each token, where asked for
     prompt_logprobs: PromptLogprobs | None = None
+    routed_experts: RoutedExperts | None = None  # of all the step's tokens; the start is not known
     fault: str | None = None  # this request failed; its blocks are never published
     drafts: list[int] = []  # proposed to come next, where the request has a grammar
 

@@ -18,6 +18,7 @@ from penstock.runner.generation import GenerationHead, HeadOutput, PendingLogits
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.runner.model_state import ModelState
+from penstock.runner.routed_experts import RoutedExpertsRecorder
 from penstock.runner.sampler import ChooseTokens, Sampler
 from penstock.runner.steps import PlainSteps, StepMaker
 from penstock.runner.tables import RequestTables
@@ -32,6 +33,7 @@ class StepHandle:
     pending: PendingLogits | None = None
     output: HeadOutput | None = None
     done: torch.cuda.Event | None = None  # on a GPU: the results have arrived on the host
+    routed_experts: torch.Tensor | None = None  # [num_tokens, layers, top_k], on the host
 
 
 class ModelRunner:
@@ -56,8 +58,10 @@ class ModelRunner:
         capture_graphs: bool = False,
         choose_tokens: ChooseTokens | None = None,
         dtype: torch.dtype = torch.float32,
+        routed_experts: RoutedExpertsRecorder | None = None,
     ) -> None:
         self.model = model
+        self.routed_experts = routed_experts
         self.memory = KVMemory(layout, device)
         num_drafts = drafter.num_drafts if drafter else 0
         self.model_states = model_states
@@ -94,7 +98,10 @@ class ModelRunner:
         if not plan.scheduled:
             return StepHandle(plan.step_id, None)
         batch, hidden, logits = self.steps.run(plan, self.model_states)
-        return StepHandle(plan.step_id, batch, self.head.begin(hidden, batch, logits))
+        handle = StepHandle(plan.step_id, batch, self.head.begin(hidden, batch, logits))
+        if self.routed_experts is not None:
+            handle.routed_experts = self.routed_experts.take(len(batch.token_ids))
+        return handle
 
     @torch.inference_mode()
     def sample(self, handle: StepHandle, masks: StepMasks | None = None) -> None:
@@ -115,6 +122,8 @@ class ModelRunner:
         if handle.done is not None:
             handle.done.synchronize()
         results = self.head.results(handle.output, handle.batch)
+        if self.routed_experts is not None and handle.routed_experts is not None:
+            results = self.routed_experts.attach(results, handle.batch, handle.routed_experts)
         return StepResult(step_id=handle.step_id, results=results)
 
     @torch.inference_mode()

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.kvcache.connector import BlockFate, Connector
 from penstock.kvcache.manager import CachedPrefix, KVCacheManager
 from penstock.protocol.choice import why_no_token, why_no_token_of_grammar
@@ -289,6 +291,7 @@ class Scheduler:
         if fault is not None:
             return self._fault(state, fault, result.token_ids)
         token_ids = result.token_ids
+        first = state.num_confirmed_tokens
         state.confirm(planned, len(token_ids))
         try:
             stop = self._find_stop(state, result)
@@ -303,13 +306,17 @@ class Scheduler:
             state.num_prompt_logprobs = prompt_logprobs.start + len(prompt_logprobs.positions) - 1
         if stop is not None:
             self._retire(state, stop.reason, stop.stop_reason)
-        elif not token_ids and result.prompt_logprobs is None:
+        elif not token_ids and result.prompt_logprobs is None and result.routed_experts is None:
             return None
+        routed_experts = result.routed_experts
+        if routed_experts is not None:  # those of drafts that fell come again, and count then
+            routed_experts = msgspec.structs.replace(routed_experts, start=first)
         return EngineDelta(
             request_id=state.request_id,
             token_ids=token_ids,
             logprobs=result.logprobs[: len(token_ids)],
             prompt_logprobs=result.prompt_logprobs,
+            routed_experts=routed_experts,
             num_cached_tokens=state.num_cached_tokens,
             prefill_s=state.take_prefill_s() if token_ids else 0.0,
             finish_reason=state.finish_reason,

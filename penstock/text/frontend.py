@@ -40,6 +40,7 @@ class Frontend:
         self.max_model_len = max_model_len
         self.vocab_size = int(source.config["vocab_size"])
         self.max_logprobs = config.max_logprobs
+        self.needs_every_row = config.enable_return_routed_experts  # prompt tokens' included
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
         if not config.skip_tokenizer_init:
@@ -89,7 +90,7 @@ class Frontend:
                 priority=priority,
                 arrival_time=time.time(),
                 cache_salt=cache_salt,
-                read_prefix_cache=own.prompt_logprobs is None,
+                read_prefix_cache=own.prompt_logprobs is None and not self.needs_every_row,
                 output_token_ids=list(output_token_ids),
             )
             for index, own in enumerate(by_child)

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import InputError
 from penstock.protocol.outputs import CompletionOutput, Logprob, LogprobsAtPosition, RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams
-from penstock.protocol.step import PromptLogprobs, TokenLogprobs
+from penstock.protocol.step import PromptLogprobs, RoutedExperts, TokenLogprobs
 from penstock.text.detokenizer import Detokenizer
 from penstock.text.stops import StopScanner, StopStrings
 from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class OutputAssembler:
@@ -53,6 +58,7 @@ class OutputAssembler:
         self._children = {
             child_id: _Child(
                 index=index,
+                num_prompt_tokens=len(prompt_token_ids),
                 params=params,
                 tokenizer=tokenizer,
                 detokenizer=(
@@ -124,6 +130,7 @@ class _Child:
     """One completion as it grows. The `shown_*` fields say how much of it deltas have shown."""
 
     index: int
+    num_prompt_tokens: int
     params: SamplingParams
     tokenizer: Tokenizer | None
     detokenizer: Detokenizer | None
@@ -132,6 +139,7 @@ class _Child:
     texts: list[str] = field(default_factory=list)
     logprobs: list[LogprobsAtPosition] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    routed_experts: _RoutedExperts | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     shown_tokens: int = 0
@@ -146,6 +154,10 @@ class _Child:
     def add(self, delta: EngineDelta) -> None:
         ends = delta.finish_reason is not None or delta.error is not None
         self.changed = self.changed or bool(delta.token_ids) or ends
+        if delta.routed_experts is not None:
+            if self.routed_experts is None:
+                self.routed_experts = _RoutedExperts()
+            self.routed_experts.place(delta.routed_experts)
         ends_with_stop_token = (
             delta.finish_reason is FinishReason.STOP
             and not delta.ends_in_text
@@ -231,6 +243,11 @@ class _Child:
         self, text: str, token_ids: list[int], logprobs: list[LogprobsAtPosition]
     ) -> CompletionOutput:
         wants_logprobs = self.params.logprobs is not None
+        routed_experts = None
+        if self.routed_experts is not None and self.finished:
+            # The last token was sampled, but no step computed with it.
+            count = self.num_prompt_tokens + len(self.token_ids) - 1
+            routed_experts = self.routed_experts.of_first(count)
         return CompletionOutput(
             index=self.index,
             text=text,
@@ -239,7 +256,27 @@ class _Child:
             logprobs=logprobs if wants_logprobs else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            routed_experts=routed_experts,
         )
+
+
+class _RoutedExperts:
+    """The experts of a request's tokens, by position. What comes again replaces what was there."""
+
+    def __init__(self) -> None:
+        self._ids = bytearray()  # int16 [tokens, layers, top_k]
+        self._shape = (0, 0)
+
+    def place(self, piece: RoutedExperts) -> None:
+        self._shape = (piece.num_layers, piece.top_k)
+        start = piece.start * 2 * piece.num_layers * piece.top_k
+        self._ids[start : start + len(piece.ids)] = piece.ids
+
+    def of_first(self, num_tokens: int) -> npt.NDArray[np.int16]:
+        """[tokens, layers, top_k]"""
+        import numpy as np  # for those who ask only
+
+        return np.frombuffer(bytes(self._ids), np.int16).reshape(-1, *self._shape)[:num_tokens]
 
 
 class _PromptLogprobs:

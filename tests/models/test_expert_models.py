@@ -20,6 +20,7 @@ from penstock.layers.experts import Experts, ExpertsConfig
 from penstock.ops.experts import Routing
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, ModelError
+from penstock.protocol.sampling import OutputKind
 
 VARIANTS = ("qwen3_moe", "mixtral", "qwen2_moe")
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -112,3 +113,44 @@ def test_the_debug_log_says_which_implementation_and_why_no_other(
     assert "torch: one matmul an expert" in messages[0]
     assert "not triton: it runs on GPUs, not on cpu" in messages[0]
     assert "not packed" in messages[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 9}, "preempted"])
+def test_routed_experts_are_those_of_transformers(tmp_path: Path, options: Any) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen3_moe")  # its second layer of three has an MLP
+    if options == "preempted":
+        options = {"max_model_len": 128, "num_gpu_blocks_override": 14, "async_scheduling": True}
+    with open_llm(checkpoint, enable_return_routed_experts=True, **options) as llm:
+        for _ in range(2):  # the prefix cache must not hide any
+            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    model = Reference(checkpoint).model
+    chosen: list[torch.Tensor] = []
+    for layer in (0, 2):
+        gate = model.model.layers[layer].mlp.gate
+        gate.register_forward_hook(lambda module, inputs, output: chosen.append(output[2]))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        sequence = prompt["prompt_token_ids"] + output.outputs[0].token_ids
+        chosen.clear()
+        with torch.inference_mode():
+            model(torch.tensor([sequence[:-1]]))
+        expected = torch.stack(chosen, dim=1)  # [tokens, layers, top_k]
+        routed = output.outputs[0].routed_experts
+        assert routed is not None
+        assert routed.shape == (len(sequence) - 1, 2, 3)
+        assert torch.equal(torch.tensor(routed).long(), expected)
+
+
+def test_routed_experts_come_with_the_last_output_of_a_stream(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "mixtral")
+    params = SamplingParams(temperature=0, max_tokens=4, output_kind=OutputKind.DELTA)
+    with open_llm(checkpoint, enable_return_routed_experts=True) as llm:
+        outputs = list(llm.stream(PROMPTS[0], params))
+    *others, last = [output.outputs[0].routed_experts for output in outputs]
+    assert all(routed is None for routed in others)
+    assert last is not None
+    assert len(last) == 3 + 4 - 1
+
+
+def test_routed_experts_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a model with experts"):
+        open_llm(make_checkpoint(tmp_path, "llama"), enable_return_routed_experts=True)

@@ -1,0 +1,53 @@
+"""Which experts each token went to, kept for users who ask: `enable_return_routed_experts`."""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from torch import nn
+
+from penstock.layers.experts import Experts
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.step import RequestResult, RoutedExperts
+from penstock.runner.batch import StepBatch
+
+
+class RoutedExpertsRecorder:
+    """Has every layer with experts write its choices into one buffer, which never moves."""
+
+    def __init__(self, model: nn.Module, max_rows: int, device: torch.device) -> None:
+        layers = [module for module in model.modules() if isinstance(module, Experts)]
+        if not layers:
+            raise ConfigError(
+                "enable_return_routed_experts needs a model with experts, and this one has none"
+            )
+        top_k = max(layer.routing.top_k for layer in layers)
+        # [max_rows, layers, top_k]; where layers differ in top_k, -1 stands for no expert
+        shape = (max_rows, len(layers), top_k)
+        self._buffer = torch.full(shape, -1, dtype=torch.int16, device=device)
+        for index, layer in enumerate(layers):
+            layer.record = self._buffer[:, index, : layer.routing.top_k]
+
+    def take(self, num_rows: int) -> torch.Tensor:
+        """A launched step's choices, on their way to the host."""
+        rows = self._buffer[:num_rows]
+        if rows.device.type == "cpu":
+            return rows.clone()
+        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        return host.copy_(rows, non_blocking=True)
+
+    @staticmethod
+    def attach(
+        results: list[RequestResult], batch: StepBatch, taken: torch.Tensor
+    ) -> list[RequestResult]:
+        """Each request's rows to its result. They must have arrived."""
+        starts = batch.host_starts.tolist()
+        _, num_layers, top_k = taken.shape
+        rows = taken.numpy()
+        return [
+            msgspec.structs.replace(
+                result,
+                routed_experts=RoutedExperts(0, num_layers, top_k, rows[first:end].tobytes()),
+            )
+            for result, first, end in zip(results, starts[:-1], starts[1:], strict=True)
+        ]
