@@ -87,7 +87,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
         if self.choice is None:
             return
         is_list = isinstance(self.choice, (list, tuple))
-        if not is_list or not all(isinstance(text, str) and text for text in self.choice):
+        if not is_list or not self.choice or not all(isinstance(text, str) and text for text in self.choice):
             raise InputError(
                 f"{FIELD}.choice must be a list of texts that are not empty, "
                 f"got {self.choice!r:.80}",

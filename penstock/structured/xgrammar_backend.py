@@ -36,7 +36,7 @@ class XGrammarBackend:
         )
         self._special = {vocabulary.tokens[i].decode(): i for i in vocabulary.special_ids}
         self._end_ids = vocabulary.end_ids
-        self._num_words = -(-len(vocabulary) // 32)
+        self._vocab_size = len(vocabulary)
         # What is compiled is kept by others.
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=num_threads)
@@ -82,7 +82,7 @@ class XGrammarBackend:
         kind, text, no_whitespace = json.loads(lowered)
         try:
             return XGrammar(
-                self._compile(kind, text, no_whitespace), self._end_ids, self._num_words
+                self._compile(kind, text, no_whitespace), self._end_ids, self._vocab_size
             )
         except (RuntimeError, ValueError, TypeError) as error:
             why = " ".join(str(error).split())
@@ -115,26 +115,26 @@ class XGrammarBackend:
 
 class XGrammar:
     def __init__(
-        self, compiled: xgrammar.CompiledGrammar, end_ids: list[int], num_words: int
+        self, compiled: xgrammar.CompiledGrammar, end_ids: list[int], vocab_size: int
     ) -> None:
         self._compiled = compiled
         self._end_ids = frozenset(end_ids)
-        self._num_words = num_words
+        self._vocab_size = vocab_size
 
     def matcher(self) -> XGrammarMatcher:
         native = xgrammar.GrammarMatcher(self._compiled)
-        return XGrammarMatcher(native, self._end_ids, self._num_words)
+        return XGrammarMatcher(native, self._end_ids, self._vocab_size)
 
 
 class XGrammarMatcher:
     error: str | None = None  # the library has no limits of its own that a matcher could reach
 
     def __init__(
-        self, native: xgrammar.GrammarMatcher, end_ids: frozenset[int], num_words: int
+        self, native: xgrammar.GrammarMatcher, end_ids: frozenset[int], vocab_size: int
     ) -> None:
         self.native = native
         self._end_ids = end_ids
-        self._num_words = num_words
+        self._vocab_size = vocab_size
 
     @property
     def is_complete(self) -> bool:
@@ -143,10 +143,10 @@ class XGrammarMatcher:
         return self.native.is_completed() and self._only_end_may_follow()
 
     def _only_end_may_follow(self) -> bool:
-        bits = np.zeros((1, self._num_words), dtype=np.int32)
+        bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
         self.native.fill_next_token_bitmask(bits)
-        allowed = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
-        return self._end_ids.issuperset(allowed.tolist())
+        flags = np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little")
+        return self._end_ids.issuperset(np.flatnonzero(flags).tolist())
 
     def accept(self, token_id: int) -> bool:
         return bool(self.native.accept_token(token_id))
