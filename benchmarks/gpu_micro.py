@@ -1,6 +1,6 @@
 """Kernels one by one on a GPU, under other configurations than those of `ops/triton/tuning.py`.
 
-python benchmarks/gpu_micro.py [decode] [prefill] [matmul] [sampling]
+python benchmarks/gpu_micro.py [decode] [prefill] [prompt] [matmul] [sampling]
 
 Times are medians of calls captured in a graph, without launch gaps.
 """
@@ -14,9 +14,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 import triton
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.triton import attention
+from penstock.ops.triton import prompt_attention as prompts
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.sampling import choose_tokens
 from penstock.ops.triton.tuning import DecodePlan, Launch, PrefillTile
@@ -81,7 +83,7 @@ def decode() -> None:
 
 
 def prefill() -> None:
-    """us and TFLOP/s, causal; cuDNN's dense attention beside it."""
+    """us and TFLOP/s, causal, through the pages."""
     for n, length, heads in (4, 4096, 32), (32, 512, 32):
         lens = torch.full((n,), length, device="cuda", dtype=torch.int32)
         step, flops = Paged(lens, length, heads), 2 * n * length**2 * heads * HEAD_DIM
@@ -95,14 +97,42 @@ def prefill() -> None:
         print(f"prefill {n} x {length} heads={heads}; ours, then the best:")
         for us, tile in [(time_us(step, 2), own(HEAD_DIM, 2, length)), *sorted(found)[:3]]:
             print(f"  {us:8.1f} us {flops / us / 1e6:5.0f} TFLOP/s  {tile}")
-        query, key, value = (randn(n, heads, length, HEAD_DIM) for _ in range(3))
 
-        def dense(q: torch.Tensor = query, k: torch.Tensor = key, v: torch.Tensor = value) -> None:
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-            us = time_us(dense, 2)
-        print(f"  {us:8.1f} us {flops / us / 1e6:5.0f} TFLOP/s  cuDNN, dense")
+def prompt() -> None:
+    """us and TFLOP/s of prompts without a cached prefix; torch's own attention beside it."""
+    for n, length, heads in (2, 4096, 32), (4, 4096, 32), (16, 512, 32), (8, 1024, 16):
+        flops = 2 * n * length**2 * heads * HEAD_DIM
+        qkv = randn(n * length, heads + 2 * KV_HEADS, HEAD_DIM)
+        parts = qkv.split([heads, KV_HEADS, KV_HEADS], dim=1)
+        starts = torch.arange(n + 1, device="cuda", dtype=torch.int32) * length
+        metadata = AttentionMetadata(
+            starts, starts.diff(), starts[:n, None], starts.long(), 0, length, length,
+            num_prompts=n, num_prompt_rows=n * length,
+        )  # fmt: skip
+        output, scale, own = torch.empty_like(parts[0]), HEAD_DIM**-0.5, prompts.prompt_tile
+
+        def ours(parts=parts, metadata=metadata, scale=scale, output=output) -> None:  # type: ignore[no-untyped-def]
+            prompts.prompt_attention(*parts, metadata, scale, output)
+
+        found = []
+        for rows, tokens, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3)):
+            tile = PrefillTile(rows, tokens, Launch(warps, stages))
+            prompts.prompt_tile = lambda *_, tile=tile: tile
+            found.append((time_us(ours, 2), tile))
+        prompts.prompt_tile = own
+        print(f"prompt {n} x {length} heads={heads}; ours, then the best, then torch's:")
+        for us, tile in [(time_us(ours, 2), own(2, length)), *sorted(found)[:3]]:
+            print(f"  {us:8.1f} us {flops / us / 1e6:5.0f} TFLOP/s  {tile}")
+        dense = [part.unflatten(0, (n, length)).transpose(1, 2) for part in parts]
+
+        def theirs(dense=dense) -> None:  # type: ignore[no-untyped-def]
+            F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)
+
+        for backend in SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION:
+            with sdpa_kernel(backend):
+                us = time_us(theirs, 2)
+            print(f"  {us:8.1f} us {flops / us / 1e6:5.0f} TFLOP/s  {backend.name}, dense")
 
 
 def matmul() -> None:
@@ -138,6 +168,6 @@ def sampling() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    parts = {part.__name__: part for part in (decode, prefill, matmul, sampling)}
+    parts = {part.__name__: part for part in (decode, prefill, prompt, matmul, sampling)}
     for name in sys.argv[1:] or parts:
         parts[name]()

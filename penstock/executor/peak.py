@@ -54,6 +54,8 @@ def measure_peak_step(
         num_decodes=0,
         max_query_len=longest,
         max_seq_len=longest,
+        num_prompts=len(lengths),
+        num_prompt_rows=num_rows,
     )
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -63,7 +65,7 @@ def measure_peak_step(
     with forward_context(ForwardContext(caches, attention, starts, torch.zeros_like(rows))):
         hidden = model.forward(model.embed(torch.zeros_like(rows)), rows % longest)
     logits = model.logits(hidden, rows[:max_num_seqs])
-    logits.argmax(-1)
+    logits.float().argmax(-1)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del caches, hidden, logits

@@ -46,7 +46,7 @@ def detect_platform(config: DeviceConfig, rank: int = 0, ranks: int = 1) -> Plat
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     big = torch.cuda.get_device_properties(device).total_memory >= 70 * GIB
-    # More tokens a step gain nothing: matmuls of 16,384 rows are slower by the row (docs/gpu.md).
+    # Steps of 16,384 tokens are no faster by the token (docs/gpu.md), and take twice the memory.
     return Platform(device, True, None, 1024 if big else 256, 8192, "nccl")
 
 

@@ -51,7 +51,8 @@ class DeviceSteps:
         if bucket is None:
             hidden = self._run_as_it_is(batch, model_states)
         else:
-            hidden = self.graphs.run(bucket)
+            has_single_tokens = batch.attention[0].num_decodes > 0
+            hidden = self.graphs.run(bucket, has_single_tokens)
         return batch, hidden, self._logits_of(batch, hidden, bucket)
 
     def _logits_of(

@@ -85,24 +85,25 @@ class GraphRunner:
         self._captured[bucket] = Captured(graph, hidden)
         logger.debug("Captured %s in %.3f s", bucket, time.perf_counter() - started)
 
-    def run(self, bucket: Bucket) -> Hidden:
+    def run(self, bucket: Bucket, has_single_tokens: bool) -> Hidden:
         """Lay the step out and compute it; results are good until the next step.
 
         A decode bucket leaves the logits of its rows, in order, where it was told to.
         """
         captured = self._captured.get(bucket)
         if captured is None:
-            return self._compute(bucket)
+            return self._compute(bucket, has_single_tokens)
         captured.graph.replay()
         return captured.hidden
 
-    def _compute(self, bucket: Bucket) -> Hidden:
+    def _compute(self, bucket: Bucket, has_single_tokens: bool = True) -> Hidden:
         buffers, rows = self.buffers, bucket.num_rows
         buffers.fill(bucket)
         buffers.fill_sample_rows()
         metadata = buffers.metadata(
             bucket,
-            num_decodes=bucket.num_requests,
+            # Without any, their kernel would do nothing: a first prompt need not wait for it.
+            num_decodes=bucket.num_requests if has_single_tokens else 0,
             max_query_len=1 if bucket.decode else rows,
             any_order=not bucket.decode,
         )

@@ -58,7 +58,7 @@ class ExpertsPlan(NamedTuple):
     down: ExpertsTile
 
 
-LONG_QUERY = 2048
+SHORT_QUERY, LONG_QUERY = 1024, 2048
 FEW_TOKENS = 2  # experts: up to here nearly every weight is read for one token alone
 
 
@@ -89,7 +89,7 @@ def prompt_tile(element_size: int, max_query_len: int) -> PrefillTile:
     if element_size == 4:
         return PrefillTile(64, 32, Launch(4, 2))
     if max_query_len < LONG_QUERY:
-        return PrefillTile(64, 64, Launch(4, 3))
+        return PrefillTile(64, 32 if max_query_len < SHORT_QUERY else 64, Launch(4, 3))
     return PrefillTile(128, 64, Launch(4, 2))
 
 
