@@ -22,6 +22,7 @@ from penstock.server.openai.protocol import (
     ChatDelta,
     ChatLogprobs,
 )
+from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import EVENT_STREAM, UsageCounter
 from penstock.server.replies import event_stream, gone, json_response, unless_gone
 from penstock.server.service import Service
@@ -125,6 +126,8 @@ class ChatAnswer:
         )
         if self._body.return_token_ids:
             choice.token_ids = item.token_ids
+        if item.routed_experts is not None:
+            choice.routed_experts = encode_routed_experts(item.routed_experts)
         return choice
 
     def _opening(self, index: int) -> ChatCompletionChunk:
@@ -143,6 +146,8 @@ class ChatAnswer:
             choice.stop_reason = item.stop_reason
         if self._body.return_token_ids:
             choice.token_ids = item.token_ids
+        if item.routed_experts is not None:
+            choice.routed_experts = encode_routed_experts(item.routed_experts)
         return self._make_chunk([choice])
 
     def _make_chunk(

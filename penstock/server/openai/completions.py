@@ -18,6 +18,7 @@ from penstock.server.openai.protocol import (
     CompletionLogprobs,
     CompletionRequest,
 )
+from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import EVENT_STREAM, UsageCounter
 from penstock.server.replies import event_stream, gone, json_response, unless_gone
 from penstock.server.service import Service
@@ -139,6 +140,8 @@ class CompletionAnswer:
             choice.token_ids = item.token_ids
             if first:
                 choice.prompt_token_ids = output.prompt_token_ids
+        if item.routed_experts is not None:
+            choice.routed_experts = encode_routed_experts(item.routed_experts)
         if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
         return choice

@@ -248,6 +248,7 @@ class CompletionChoice(Reply):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    routed_experts: str | None = None  # base64 of a .npy file [tokens, layers, top_k]
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
@@ -288,6 +289,7 @@ class ChatChoice(Reply):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    routed_experts: str | None = None  # base64 of a .npy file [tokens, layers, top_k]
 
 
 class ChatCompletion(Reply):
@@ -313,6 +315,7 @@ class ChatChunkChoice(Reply):
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    routed_experts: str | None = None  # base64 of a .npy file [tokens, layers, top_k]
 
 
 class ChatCompletionChunk(Reply):
