@@ -79,15 +79,7 @@ def _read_string(stream: Stream, sink: Sink) -> Steps[None]:
         elif char < " ":
             sink(json.dumps(stream.take(1))[1:-1])
         else:
-            yield from _read_plain(stream, sink)
-
-
-def _read_plain(stream: Stream, sink: Sink) -> Steps[None]:
-    """What of a string is there already, up to a character that means something."""
-    available = yield from stream.available()
-    match = _PLAIN.match(available)
-    assert match is not None
-    sink(stream.take(match.end()))
+            sink(stream.take_match(_PLAIN))  # what of it is there already
 
 
 def _read_escape(stream: Stream, sink: Sink) -> Steps[None]:

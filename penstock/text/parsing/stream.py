@@ -37,11 +37,13 @@ class Stream:
         self.ended = False
         self.num_bytes_read = 0
         self.noise: tuple[str, ...] = ()  # markers that frame the content and are no part of it
-        self._unread = ""
+        self._text = ""
+        self._at = 0  # what comes before has been read
         self._recorded: list[str] | None = None
 
     def push(self, text: str) -> None:
-        self._unread += text
+        self._text = self._text[self._at :] + text
+        self._at = 0
 
     def record(self, *already_read: str) -> None:
         self._recorded = list(already_read)
@@ -51,32 +53,38 @@ class Stream:
         recorded, self._recorded = "".join(self._recorded or ()), None
         return recorded
 
+    @property
+    def _num_unread(self) -> int:
+        return len(self._text) - self._at
+
     def take(self, count: int) -> str:
         """The next `count` characters, which must be there."""
-        text, self._unread = self._unread[:count], self._unread[count:]
+        text = self._text[self._at : self._at + count]
+        self._at += count
         self.num_bytes_read += len(text) if text.isascii() else len(text.encode())
         if self._recorded is not None:
             self._recorded.append(text)
         return text
 
     def put_back(self, text: str) -> None:
-        """Unread `text`, which must be what was taken last."""
-        self._unread = text + self._unread
+        """Unread `text`, which must be what was taken just now."""
+        self._at -= len(text)
+        assert self._text.startswith(text, self._at)
         self.num_bytes_read -= len(text.encode())
         if self._recorded is not None:
-            taken = self._recorded.pop()
-            assert taken == text
+            self._recorded.pop()
+
+    def take_match(self, pattern: re.Pattern[str]) -> str:
+        """As much of what is there as `pattern` matches; it must match the empty text."""
+        match = pattern.match(self._text, self._at)
+        assert match is not None
+        return self.take(match.end() - match.start())
 
     def peek(self, count: int = 1) -> Steps[str]:
         """The next `count` characters, unread; fewer if the output ends before."""
-        while len(self._unread) < count and not self.ended:
+        while self._num_unread < count and not self.ended:
             yield
-        return self._unread[:count]
-
-    def available(self) -> Steps[str]:
-        """All that has come and is unread: at least one character, unless the output has ended."""
-        yield from self.peek()
-        return self._unread
+        return self._text[self._at : self._at + count]
 
     def next_char(self) -> Steps[str]:
         """The next character, unread. Truncated if there is none."""
@@ -87,26 +95,22 @@ class Stream:
 
     def skip_space(self) -> Steps[str]:
         """Read white space; it is given back."""
-        pieces = []
-        while True:
-            match = _SPACE.match(self._unread)
-            assert match is not None
-            pieces.append(self.take(match.end()))
-            if self._unread or self.ended:
-                return "".join(pieces)
+        space = self.take_match(_SPACE)
+        while not self._num_unread and not self.ended:
             yield
+            space += self.take_match(_SPACE)
+        return space
 
     def next_is(self, *literals: str) -> Steps[str | None]:
         """The longest of `literals` that comes next, unread, or None."""
-        while True:
-            undecided = any(
-                len(self._unread) < len(literal) and literal.startswith(self._unread)
-                for literal in literals
-            )
-            if not undecided or self.ended:
-                fitting = [literal for literal in literals if self._unread.startswith(literal)]
-                return max(fitting, key=len, default=None)
+        while not self.ended and any(map(self._ends_within, literals)):
             yield
+        fitting = [literal for literal in literals if self._text.startswith(literal, self._at)]
+        return max(fitting, key=len, default=None)
+
+    def _ends_within(self, literal: str) -> bool:
+        """Whether the text so far ends before `literal` does, and fits it."""
+        return self._num_unread < len(literal) and literal.startswith(self._text[self._at :])
 
     def accept(self, *literals: str) -> Steps[str | None]:
         """Read the longest of `literals` that comes next, if any does."""
@@ -122,15 +126,14 @@ class Stream:
         if literal is None:
             if (yield from self.goes_on_with(*literals)):
                 raise Truncated
-            raise Malformed(f"{literals[0]!r} is missing before {self._unread[:20]!r}")
+            found = self._text[self._at : self._at + 20]
+            raise Malformed(f"{literals[0]!r} is missing before {found!r}")
         return literal
 
     def goes_on_with(self, *literals: str) -> Steps[bool]:
         """Whether one of `literals` comes next, or the output ends before that can be told."""
         literal = yield from self.next_is(*literals)
-        if literal is not None:
-            return True
-        return self.ended and any(text.startswith(self._unread) for text in literals)
+        return literal is not None or any(map(self._ends_within, literals))
 
     def until(
         self, markers: Sequence[str], sink: Sink, drop_partial: bool = False
@@ -142,38 +145,45 @@ class Stream:
         """
         pattern, prefixes, longest = _compile(tuple(markers))
         while True:
-            match = pattern.search(self._unread)
-            # The text's end may be the beginning of a marker.
-            held = prefixes.search(self._unread, max(0, len(self._unread) - longest))
+            match = pattern.search(self._text, self._at)
+            held = self._partial(prefixes, longest)
             if match is not None and (held is None or match.start() < held.start() or self.ended):
-                if match.start():
-                    sink(self.take(match.start()))
+                if match.start() > self._at:
+                    sink(self.take(match.start() - self._at))
                 return self.take(len(match[0]))
-            whole = self.ended and not drop_partial
-            count = len(self._unread) if whole or held is None else held.start()
-            if count:
-                sink(self.take(count))
+            if self.ended and not drop_partial:
+                held = None
+            certain = len(self._text) if held is None else held.start()
+            if certain > self._at:
+                sink(self.take(certain - self._at))
             if self.ended:
                 return None
             yield
 
     def read_until(self, markers: Sequence[str], at_most: int = 256) -> Steps[tuple[str, str]]:
-        """A short text and the marker that ends it. Malformed if it has more than `at_most`
-        characters, Truncated if the output ends first."""
-        pieces: list[str] = []
-        length = 0
+        """A short text and the marker that ends it.
 
-        def add(piece: str) -> None:
-            nonlocal length
-            pieces.append(piece)
-            length += len(piece)
-            if length > at_most:
+        Malformed if there is none within `at_most` characters or a few more, Truncated if the
+        output ends first; neither reads anything.
+        """
+        pattern, prefixes, longest = _compile(tuple(markers))
+        while True:
+            end = self._at + at_most + longest
+            too_long = len(self._text) >= end
+            match = pattern.search(self._text, self._at, end)
+            undecided = None if too_long or self.ended else self._partial(prefixes, longest)
+            if match is not None and (undecided is None or match.start() < undecided.start()):
+                text = self.take(match.start() - self._at)
+                return text, self.take(len(match[0]))
+            if too_long:
                 raise Malformed(f"{markers[0]!r} is missing within {at_most} characters")
+            if self.ended:
+                raise Truncated
+            yield
 
-        marker = yield from self.until(markers, add)
-        if marker is None:
-            raise Truncated
-        return "".join(pieces), marker
+    def _partial(self, prefixes: re.Pattern[str], longest: int) -> re.Match[str] | None:
+        """The end of what is there, if it may be the beginning of a marker."""
+        return prefixes.search(self._text, max(self._at, len(self._text) - longest))
 
 
 @lru_cache(maxsize=256)

@@ -23,9 +23,10 @@ FRAGMENTS = [
     "{", "now", "functions.now:0", "(a=1)", "(", ")", ", ", ";", "\n", " ", "```json", "```",
     "\\", "text", "assistant", "analysis", "commentary to=functions.now ", "final", "é", "😀",
     "'", "None", "=", "null", "-1",
+    "x" * 100, "x" * 300,
 ]  # fmt: skip
 
-cuts = st.lists(st.integers(0, 400), max_size=20)
+cuts = st.lists(st.integers(0, 1000), max_size=20)
 fragment = st.sampled_from(FRAGMENTS) | st.text(max_size=3)
 edit = st.tuples(st.integers(0, 400), st.integers(0, 12), fragment)
 parser_names = st.tuples(

@@ -113,6 +113,16 @@ def test_a_good_call_after_a_malformed_one_counts() -> None:
     assert calls_in(message) == [("now", {})]
 
 
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_a_good_call_within_a_name_that_is_too_long_counts(size: int) -> None:
+    good = "<tool_call>now\n</tool_call>"
+    text = "<tool_call>" + "x" * 300 + good
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    message = collect(feed_text(make_parser(tools="glm45"), pieces))
+    assert message.content == text.removesuffix(good)
+    assert calls_in(message) == [("now", {})]
+
+
 def test_a_call_that_breaks_late_is_taken_back() -> None:
     parser = make_parser(tools="hermes")
     text = 'Hi\n<tool_call>{"name": "now", "arguments": {"a": 1,, "b": 2}}</tool_call>'
