@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import groupby
 
 from penstock.text.parsing.deltas import (
     ContentDelta,
@@ -36,6 +37,7 @@ class Emitter:
         self._space = ""  # held back until it is known what follows
         self._space_before_call = ""
         self._drop_space = False  # what comes next is not preceded by any of the message's own
+        self._in_reasoning = False
         self._in_call = False
         self._warned = False
 
@@ -44,39 +46,37 @@ class Emitter:
         return self._in_call
 
     def drain(self) -> list[Delta]:
+        """The deltas since the last time. Neighbouring pieces of the same thing are joined."""
         deltas, self._deltas = self._deltas, []
-        return deltas
+        return _joined(deltas)
 
     def finish(self) -> None:
         """The output has ended: what was held back is no format's."""
         space, self._space = self._space, ""
-        if space and not self._drop_space:
-            self._add_content(space)
+        if space and not self._drop_space and not self._in_reasoning:
+            self._deltas.append(ContentDelta(space))
 
     def content(self, text: str) -> None:
         text = self._trim(text)
         if text:
-            self._add_content(text)
+            self._deltas.append(ContentDelta(text))
 
     def begin_reasoning(self) -> None:
         self.finish()
+        self._in_reasoning = True
         self._drop_space = True
         self.reasoning_spans.append((self._stream.num_bytes_read, None))
 
     def reasoning(self, text: str) -> None:
         text = self._trim(text)
-        if not text:
-            return
-        last = self._deltas[-1] if self._deltas else None
-        if isinstance(last, ReasoningDelta):
-            self._deltas[-1] = ReasoningDelta(last.text + text)
-        else:
+        if text:
             self._deltas.append(ReasoningDelta(text))
 
     def end_reasoning(self, num_bytes_since: int = 0) -> None:
         """The reasoning ended `num_bytes_since` before what was read last."""
         begin, _ = self.reasoning_spans[-1]
         self.reasoning_spans[-1] = (begin, self._stream.num_bytes_read - num_bytes_since)
+        self._in_reasoning = False
         self._space, self._drop_space = "", True
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
@@ -88,12 +88,8 @@ class Emitter:
 
     def arguments(self, text: str) -> None:
         assert self._in_call
-        index = self.next_index - 1
-        last = self._deltas[-1] if self._deltas else None
-        if isinstance(last, ToolCallArguments):
-            self._deltas[-1] = ToolCallArguments(index, last.text + text)
-        elif text:
-            self._deltas.append(ToolCallArguments(index, text))
+        if text:
+            self._deltas.append(ToolCallArguments(self.next_index - 1, text))
 
     def end_call(self) -> None:
         self._in_call = False
@@ -123,9 +119,19 @@ class Emitter:
             self._drop_space = False
         return kept
 
-    def _add_content(self, text: str) -> None:
-        last = self._deltas[-1] if self._deltas else None
-        if isinstance(last, ContentDelta):
-            self._deltas[-1] = ContentDelta(last.text + text)
+
+def _joined(deltas: list[Delta]) -> list[Delta]:
+    """Neighbouring pieces of the same thing as one."""
+    joined: list[Delta] = []
+    for kind, group in groupby(deltas, type):
+        pieces = list(group)
+        text = "".join(getattr(piece, "text", "") for piece in pieces)
+        if kind is ContentDelta:
+            joined.append(ContentDelta(text))
+        elif kind is ReasoningDelta:
+            joined.append(ReasoningDelta(text))
+        elif isinstance(pieces[0], ToolCallArguments):
+            joined.append(ToolCallArguments(pieces[0].index, text))
         else:
-            self._deltas.append(ContentDelta(text))
+            joined += pieces
+    return joined

@@ -83,6 +83,12 @@ def test_reasoning_is_shown_as_it_comes_but_not_what_may_be_its_end() -> None:
     assert parser.finish() == []
 
 
+def test_white_space_of_reasoning_that_is_cut_off_is_no_content() -> None:
+    assert parse("<think>So \n\n", reasoning="qwen3") == Message(reasoning="So")
+    text = "<|channel|>analysis<|message|>So \n"
+    assert parse(text, reasoning="openai_gptoss") == Message(reasoning="So")
+
+
 def test_without_tokens_bytes_the_share_of_text_counts() -> None:
     parser = make_parser("deepseek_r1")
     parser.feed("abcd", [1, 2])
