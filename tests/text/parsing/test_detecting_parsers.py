@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from penstock.text.parsing.parser import detect
+from penstock.text.parsing.parser import REASONING_PARSERS, TOOL_PARSERS, detect
 
 # What is telling in templates that no package carries.
 TELLING = {
@@ -69,3 +72,9 @@ TELLING = {
 def test_a_telling_template_names_its_parsers(model: str) -> None:
     template, names = TELLING[model]
     assert detect(template) == names
+
+
+def test_the_docs_name_every_parser() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "parsers.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert named == {*TOOL_PARSERS, *REASONING_PARSERS}
