@@ -1,0 +1,106 @@
+"""The way that steps take on a GPU, without one: padded steps and sampling in Triton's interpreter,
+under an engine whose tokens must be those of the plain path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock.executor.in_process import InProcessExecutor
+from penstock.ops import registry
+from penstock.runner.generation import GenerationHead
+from penstock.runner.sampler import SampledTokens, Sampler, SamplingRows
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from penstock.ops.triton.sampling import choose_tokens
+from penstock.runner.device_steps import DeviceSteps
+from penstock.runner.device_tables import DeviceTables
+from penstock.runner.sampling_graphs import SamplingGraphs
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled for the GPU there: see tests/gpu"
+)
+
+CPU = torch.device("cpu")
+VOCAB_SIZE = 64
+SHAPE = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True, "cpu_threads": 1, "cpu_backend": "torch", "max_model_len": 32,
+    "max_num_seqs": 4, "max_num_batched_tokens": 16, "log_level": "error",
+}  # fmt: skip
+PROMPTS = [{"prompt_token_ids": [1 + (index * 7) % 60 for index in range(n)]} for n in (1, 9)]
+
+
+def sampling(**settings: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=3, ignore_eos=True, **settings)
+
+
+KINDS = {
+    "greedy": [sampling(temperature=0.0)] * 2,
+    "drawn": [sampling(temperature=0.0), sampling(temperature=0.9, seed=4, top_k=9)],
+    "changed": [sampling(temperature=0.0), sampling(temperature=0.0, logit_bias={3: 9.0})],
+}
+
+
+class WatchedGraphs(SamplingGraphs):
+    """Remembers for how many steps it served."""
+
+    num_served = num_declined = 0
+
+    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens | None:
+        sampled = super().sample(logits, rows)
+        if sampled is None:
+            self.num_declined += 1
+        else:
+            self.num_served += 1
+        return sampled
+
+
+def take_device_path(llm: LLM) -> WatchedGraphs:
+    """Put the parts that a GPU has into a CPU's runner."""
+    assert isinstance(llm.engine.executor, InProcessExecutor)
+    runner = llm.engine.executor.worker.runner
+    assert runner is not None
+    tables = DeviceTables(4, 32, runner.tables.groups, CPU)
+    steps = DeviceSteps(
+        runner.model, VOCAB_SIZE, tables, runner.memory, max_num_batched_tokens=16,
+        num_drafts=0, capture_graphs=False, dtype=torch.float32,
+    )  # fmt: skip
+    sampler = Sampler(tables, VOCAB_SIZE, CPU, choose_tokens=choose_tokens)
+    head = GenerationHead(runner.model, tables, sampler)
+    head.graphs = WatchedGraphs(steps.buffers, steps.logits, tables, sampler, steps.pool)
+    runner.tables, runner.steps, runner.head = tables, steps, head
+    return head.graphs
+
+
+def generate(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert all(output.error is None for output in outputs)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_padded_steps_and_their_sampling_give_the_plain_paths_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = str(make_checkpoint(tmp_path, "qwen3", **SHAPE))
+    with LLM(checkpoint, **OPTIONS) as llm:
+        expected = {name: generate(llm, params) for name, params in KINDS.items()}
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    with LLM(checkpoint, **OPTIONS) as llm:
+        graphs = take_device_path(llm)
+        for name, params in KINDS.items():
+            graphs.num_served = graphs.num_declined = 0
+            assert generate(llm, params) == expected[name], name
+            if name == "changed":
+                assert graphs.num_declined > 0
+            else:
+                assert (graphs.num_served > 0, graphs.num_declined) == (True, 0), name
