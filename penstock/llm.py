@@ -61,7 +61,9 @@ class LLM:
         source = resolve_source(self.config.model, self.config.load)
         classes = [item for item in logits_processors if not isinstance(item, str)]
         self.engine: EngineCore = build_engine(self.config, source, classes, drafter)
-        self.frontend = Frontend(self.config.model, source, self.engine.max_model_len)
+        self.frontend = Frontend(
+            self.config.model, source, self.engine.max_model_len, self.config.chat
+        )
         self._ids = itertools.count()
         self._routes: dict[str, PreparedRequest] = {}  # by the child's id
 

@@ -1,5 +1,6 @@
 """Typed, documented dataclasses: the only source of all options."""
 
+from penstock.config.chat import ChatConfig
 from penstock.config.engine import (
     CacheConfig,
     DeviceConfig,
@@ -14,6 +15,7 @@ from penstock.config.server import ServerConfig
 
 __all__ = [
     "CacheConfig",
+    "ChatConfig",
     "DeviceConfig",
     "EngineConfig",
     "LoadConfig",

@@ -194,7 +194,8 @@ def _parser_and_metavar(declared: Option) -> tuple[Callable[[str], Any], str]:
     if declared.name.endswith("_bytes"):
         return _reporting(lambda text: parse_bytes(declared.name, text)), "SIZE"
     if declared.type is dict:
-        return _reporting(lambda text: _parse_biases(declared.name, text)), "JSON"
+        parse = _parse_biases if declared.name == "logit_bias" else _parse_object
+        return _reporting(lambda text: parse(declared.name, text)), "JSON"
     return declared.type, {int: "N", float: "X", str: "TEXT"}[declared.type]
 
 
@@ -208,6 +209,13 @@ def _reporting(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return convert
+
+
+def _parse_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{name} must be a JSON object, got {text!r}") from error
 
 
 def _parse_biases(name: str, text: str) -> dict[int, float]:

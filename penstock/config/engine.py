@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
+from penstock.config.chat import ChatConfig
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.options import Option, option, options_of
 from penstock.protocol.errors import ConfigError
@@ -160,6 +161,7 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     def __post_init__(self) -> None:

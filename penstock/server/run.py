@@ -69,7 +69,9 @@ async def start(
     def load_frontend(source: ModelSource) -> Frontend:
         from penstock.text.frontend import Frontend
 
-        return Frontend(config.model, source, max_model_len=0)  # the engine will say
+        return Frontend(
+            config.model, source, max_model_len=0, chat=config.chat
+        )  # the engine will say
 
     # The model is fetched here, once, before the engine is told to load it.
     source = await asyncio.to_thread(find_source)

@@ -39,6 +39,11 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         self._compiled: dict[str, _Compiled] = {}
 
+    @property
+    def source(self) -> str:
+        """The template, or the one for conversations with tools; empty if there is none."""
+        return self._templates.get("tool_use") or self._templates.get("default", "")
+
     def render(
         self,
         messages: Sequence[Message],

@@ -6,19 +6,20 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from penstock.config import ModelConfig
+from penstock.config import ChatConfig, ModelConfig
 from penstock.loading.source import ModelSource
 from penstock.protocol.errors import InputError, ModelError
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams, check_int
 from penstock.text.chat import ChatTemplate, load_chat_template
 from penstock.text.output import OutputAssembler
+from penstock.text.parsing.parser import Detected, check_names, detect
 from penstock.text.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
 DEFAULTS_FROM_GENERATION_CONFIG = (
@@ -36,7 +37,16 @@ class PreparedRequest:
 
 
 class Frontend:
-    def __init__(self, config: ModelConfig, source: ModelSource, max_model_len: int) -> None:
+    """One model's text side. `parsers` names those that its outputs need, if any."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: ModelSource,
+        max_model_len: int,
+        chat: ChatConfig | None = None,
+    ) -> None:
+        chat = chat or ChatConfig()
         self.max_model_len = max_model_len
         self.vocab_size = int(source.config["vocab_size"])
         self.max_logprobs = config.max_logprobs
@@ -46,6 +56,8 @@ class Frontend:
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(source, config.tokenizer)
             self.chat_template = load_chat_template(source, self.tokenizer, config.chat_template)
+        self.parsers = choose_parsers(chat, self.chat_template)
+        self.default_template_kwargs = chat.default_chat_template_kwargs or {}
         self.eos_token_ids = eos_token_ids(source, self.tokenizer)
         self.default_params = _default_params(config, source)
         self._seeds = random.Random(config.seed)
@@ -60,8 +72,12 @@ class Frontend:
         priority: int = 0,
         cache_salt: str | None = None,
         output_token_ids: Sequence[int] = (),
+        shown_tokens: Collection[str] = (),
     ) -> PreparedRequest:
-        """Check and tokenize one request. `InputError` says what is wrong with it."""
+        """Check and tokenize one request. `InputError` says what is wrong with it.
+
+        `shown_tokens` are in the output's text even if they are special tokens.
+        """
         params = msgspec.structs.replace(params)  # the user may change theirs meanwhile
         params.validate()
         text, token_ids = self._tokenize(prompt, add_special_tokens)
@@ -103,14 +119,27 @@ class Frontend:
             tokenizer=self.tokenizer,
             child_ids=[child.request_id for child in children],
             output_token_ids=output_token_ids,
+            shown_tokens=shown_tokens,
         )
         return PreparedRequest(request_id, children, assembler)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
-        """The prompt of a conversation. It holds its special tokens: add none when tokenizing."""
-        if self.chat_template is None:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        chat_template: str | None = None,
+        **options: Any,
+    ) -> str:
+        """The prompt of a conversation. It holds its special tokens: add none when tokenizing.
+
+        `chat_template` is used in place of the model's own.
+        """
+        if self.chat_template is None or self.tokenizer is None:
             raise InputError("chat needs a tokenizer: drop skip_tokenizer_init", "messages")
-        return self.chat_template.render(messages, **options)
+        if chat_template is not None:
+            own = ChatTemplate({"default": chat_template}, self.tokenizer.special_tokens)
+            return own.render(messages, **{**self.default_template_kwargs, **options})
+        return self.chat_template.render(messages, **{**self.default_template_kwargs, **options})
 
     def _tokenize(
         self, prompt: str | Sequence[int], add_special_tokens: bool
@@ -174,6 +203,22 @@ class Frontend:
                 if token_ids and token_ids not in sequences:
                     sequences.append(token_ids)
         return sequences
+
+
+def choose_parsers(config: ChatConfig, template: ChatTemplate | None) -> Detected:
+    """The parsers that the operator named, else those that the template shows to be needed."""
+    found = detect(template.source) if template is not None else Detected(None, None)
+    reasoning, tools = config.reasoning_parser, config.tool_call_parser
+    chosen = Detected(
+        reasoning=found.reasoning
+        if reasoning is None
+        else None
+        if reasoning == "none"
+        else reasoning,
+        tools=found.tools if tools is None else None if tools == "none" else tools,
+    )
+    check_names(*chosen)
+    return chosen
 
 
 def child_seed(seed: int, index: int) -> int:

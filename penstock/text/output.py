@@ -6,7 +6,7 @@ finds stop strings, and shows the result as the request's `output_kind` says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ class OutputAssembler:
 
     `output_token_ids` are tokens of each child that the client has seen already (a replay). Their
     text counts as delivered: deltas go on exactly where it ended. Their logprobs stayed with the
-    client, so `logprobs` begin after them.
+    client, so `logprobs` begin after them. `shown_tokens` are in the text even if they are special.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class OutputAssembler:
         tokenizer: Tokenizer | None,
         child_ids: Sequence[str],
         output_token_ids: Sequence[int] = (),
+        shown_tokens: Collection[str] = (),
     ) -> None:
         if params.stop_strings and tokenizer is None:
             raise InputError("stop needs a tokenizer: stop texts are found in text", "stop")
@@ -62,7 +63,9 @@ class OutputAssembler:
                 params=params,
                 tokenizer=tokenizer,
                 detokenizer=(
-                    tokenizer.detokenizer(prompt_token_ids, params.skip_special_tokens)
+                    tokenizer.detokenizer(
+                        prompt_token_ids, params.skip_special_tokens, shown_tokens
+                    )
                     if tokenizer is not None and params.detokenize
                     else None
                 ),

@@ -74,7 +74,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of all tokens together; what is not UTF-8 becomes U+FFFD."""
-        hidden = self._hidden(skip_special_tokens)
+        hidden = self.hidden_ids(skip_special_tokens)
         visible = [token_id for token_id in token_ids if token_id not in hidden]
         if self._bytes is not None:
             return self._bytes.decode(visible)
@@ -93,16 +93,36 @@ class Tokenizer:
         return self.token_text(token_id).encode()
 
     def detokenizer(
-        self, context: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown_tokens: Iterable[str] = (),
     ) -> Detokenizer:
-        """Text from tokens as they come, going on from `context` (the prompt)."""
-        hidden = self._hidden(skip_special_tokens)
+        """Text from tokens as they come, going on from `context` (the prompt).
+
+        `shown_tokens` are shown whether they are special or not.
+        """
+        hidden = self.hidden_ids(skip_special_tokens, shown_tokens)
         if self._bytes is not None:
             return ByteDetokenizer(self._bytes, hidden, context)
         return WindowDetokenizer(self._backend, hidden, context)
 
-    def _hidden(self, skip_special_tokens: bool) -> frozenset[int]:
-        return self.special_ids if skip_special_tokens else frozenset()
+    def hidden_ids(
+        self, skip_special_tokens: bool, shown_tokens: Iterable[str] = ()
+    ) -> frozenset[int]:
+        """The tokens that a text leaves out."""
+        if not skip_special_tokens:
+            return frozenset()
+        return self.special_ids.difference(map(self._backend.token_to_id, shown_tokens))
+
+    def is_special(self, text: str) -> bool:
+        """Whether there is a special token that is written like this."""
+        return self._backend.token_to_id(text) in self.special_ids
+
+    @property
+    def spells_bytes(self) -> bool:
+        """Whether a text's bytes are those of its tokens, one after the other."""
+        return self._bytes is not None
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Tokenizer:
