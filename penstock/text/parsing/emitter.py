@@ -100,7 +100,7 @@ class Emitter:
         """`text` is no call after all; `why`, unless that is to be expected, is logged once."""
         if why is not None and not self._warned:
             self._warned = True
-            logger.warning("a malformed tool call is passed on as text (%s): %.200r", why, text)
+            logger.warning("a malformed tool call is passed on as text (%s): %.80r", why, text)
         if not self._in_call:
             self.content(text)
             return
