@@ -34,58 +34,65 @@ class StepBatch:
 
 
 def make_batch(plan: StepPlan, tables: RequestTables) -> StepBatch:
-    """Lay out a plan whose requests all have slots and blocks; counts its tokens as computed."""
+    """Lay out a plan whose requests all have slots and blocks; counts its tokens as computed.
+
+    The tables are in host memory here. They are read as arrays: for a handful of numbers, numpy
+    takes a fraction of torch's time.
+    """
     requests = sorted(plan.scheduled, key=lambda item: item.num_tokens > 1)
-    device = tables.device
-    host_slots = np.array([tables.slot_of(item.request_id) for item in requests], dtype=np.int64)
+    host_slots = np.array(tables.slots_of(requests), dtype=np.int64)
     host_counts = np.array([item.num_tokens for item in requests], dtype=np.int64)
-    host_starts = np.concatenate([[0], np.cumsum(host_counts)])
+    host_starts = np.zeros(len(requests) + 1, dtype=np.int64)
+    np.cumsum(host_counts, out=host_starts[1:])
     token_request = np.repeat(np.arange(len(requests)), host_counts)
-    within = np.arange(host_starts[-1]) - host_starts[token_request]
+    token_slots = host_slots[token_request]
     tables.computed_bound[host_slots] += host_counts
     max_seq_len = int(tables.computed_bound[host_slots].max(initial=0))
 
-    slots = _to(device, host_slots)
-    counts = _to(device, host_counts).to(torch.int32)
-    token_slots = _to(device, host_slots[token_request])
-    positions = tables.num_computed[token_slots] + _to(device, within)
-    starts = _to(device, host_starts).to(torch.int32)
-    seq_lens = tables.num_computed[slots] + counts
+    computed = tables.num_computed.numpy()[host_slots]
+    positions = np.arange(host_starts[-1]) + (computed - host_starts[:-1])[token_request]
+    slots = torch.from_numpy(host_slots)
+    starts = torch.from_numpy(host_starts.astype(np.int32))
+    counts = torch.from_numpy(host_counts.astype(np.int32))
+    seq_lens = torch.from_numpy(computed + host_counts.astype(np.int32))
     tables.advance(slots, counts)
+    num_decodes = int((host_counts == 1).sum())
+    max_query_len = int(host_counts.max(initial=0))
     attention = []
     for group, table in zip(tables.groups, tables.block_tables, strict=True):
-        blocks = table[token_slots, positions // group.block_size]
+        size, blocks = group.block_size, table.numpy()
+        of_tokens = blocks[token_slots, positions // size].astype(np.int64)
         attention.append(
             AttentionMetadata(
                 query_starts=starts,
                 seq_lens=seq_lens,
-                block_table=table[slots, : -(-max_seq_len // group.block_size)],
-                slot_mapping=blocks.long() * group.block_size + positions % group.block_size,
-                num_decodes=int((host_counts == 1).sum()),
-                max_query_len=int(host_counts.max(initial=0)),
+                block_table=torch.from_numpy(blocks[host_slots, : -(-max_seq_len // size)]),
+                slot_mapping=torch.from_numpy(of_tokens * size + positions % size),
+                num_decodes=num_decodes,
+                max_query_len=max_query_len,
                 max_seq_len=max_seq_len,
             )
         )
     sampling, rows_per_sample, host_rows = logits_rows_of(requests, host_starts)
-    logits_rows = _to(device, host_rows)
+    sampling_slots = token_slots[host_rows]
     return StepBatch(
         requests=requests,
         host_slots=host_slots,
         slots=slots,
         host_starts=host_starts,
         query_starts=starts,
-        token_slots=token_slots,
-        token_ids=tables.token_ids[token_slots, positions],
-        positions=positions,
+        token_slots=torch.from_numpy(token_slots),
+        token_ids=torch.from_numpy(tables.token_ids.numpy()[token_slots, positions]),
+        positions=torch.from_numpy(positions),
         attention=attention,
         sampling=sampling,
         rows_per_sample=rows_per_sample,
-        logits_rows=logits_rows,
+        logits_rows=torch.from_numpy(host_rows),
         host_logits_rows=host_rows,
         sampling_rows=SamplingRows(
-            slots=token_slots[logits_rows],
-            positions=positions[logits_rows] + 1,
-            host_slots=host_slots[token_request[host_rows]],
+            slots=torch.from_numpy(sampling_slots),
+            positions=torch.from_numpy(positions[host_rows] + 1),
+            host_slots=sampling_slots,
             max_position=max_seq_len + 1,
         ),
     )
@@ -103,7 +110,3 @@ def logits_rows_of(
     first = host_starts[1:][samples] - rows_per_sample  # row of each request's first sample
     rows = within + np.repeat(first - (ends - rows_per_sample), rows_per_sample)
     return sampling, rows_per_sample, rows
-
-
-def _to(device: torch.device, array: IntArray) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
