@@ -293,6 +293,19 @@ def test_the_same_tokens_with_drafts(byte_model: str, alone: list[Any], overlap:
     assert oracle.num_accepted > 100
 
 
+def test_the_other_backend_holds_outputs_too(byte_model: str) -> None:
+    with open_llm(byte_model, structured_outputs_backend="xgrammar") as llm:
+        matched = 0
+        for spec, pattern in ((SPECS["json"], WHOLE), (SPECS["choice"], "first|second|third")):
+            for seed in range(3):
+                out = complete(llm, spec, seed=seed, max_tokens=60).outputs[0]
+                if out.finish_reason == "stop":
+                    matched += 1
+                    assert re.fullmatch(pattern, out.text, re.DOTALL), out.text
+        assert matched > 3
+        assert "cannot be used" in complete(llm, Structured(regex="(")).error
+
+
 def test_a_request_that_waits_for_its_grammar_holds_up_nobody(byte_model: str) -> None:
     with open_llm(byte_model) as llm:
         slow = SamplingParams(max_tokens=4, structured_outputs=SPECS["json"])
