@@ -29,6 +29,7 @@ PACKAGES = (
     "prometheus-client",
     "pyyaml",
     "tqdm",
+    "llguidance",
     "transformers",
     "triton",
 )

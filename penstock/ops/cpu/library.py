@@ -1,16 +1,23 @@
-"""The shared library: where it is, what its functions take, and what is said when there is none."""
+"""The shared library: where it is, what its functions take, and what is said when there is none.
+
+A library that was built from other sources than those beside it is not used: what its functions
+take may differ, and then a call ends the process.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import logging
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+STALE = "stale: built from other sources than those beside it; `pip install -e .` builds it again"
 FILE_NAME = "libpenstock_cpu.dylib" if sys.platform == "darwin" else "libpenstock_cpu.so"
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
@@ -20,6 +27,7 @@ _CODES: dict[str, Any] = {
 
 # What each function takes, and what it gives, by the codes above.
 _SIGNATURES = {
+    "penstock_sources": ("", "s"),
     "penstock_isa": ("", "s"),
     "penstock_select_isa": ("s", "n"),
     "penstock_set_threads": ("n", ""),
@@ -110,33 +118,66 @@ class Cache(ctypes.Structure):
     ]
 
 
-@functools.cache
+@dataclass(frozen=True)
+class Found:
+    """The library, or why there is none."""
+
+    library: ctypes.CDLL | None
+    problem: str = ""
+
+
 def load() -> ctypes.CDLL | None:
-    """The library, or None (said once in the log) where it was not built or does not load."""
-    path = Path(__file__).parent / FILE_NAME
-    if not path.exists():
-        logger.info(
-            "The C++ library for CPUs is not built (%s): models run on plain torch, slower. "
-            "Installing penstock with a C++ compiler at hand builds it.",
-            path,
+    """The library, or None (said once in the log) where it is missing, stale or does not load."""
+    return _find().library
+
+
+def describe() -> str:
+    """One line for `collect-env`: which instructions it uses, or why it is not used."""
+    found = _find()
+    if found.library is None:
+        return f"{found.problem}; models run on plain torch"
+    isa: bytes = found.library.penstock_isa()
+    return f"built, uses {isa.decode()}"
+
+
+@functools.cache
+def _find() -> Found:
+    folder = Path(__file__).parent
+    found = open_library(folder / FILE_NAME, sources_hash(folder / "csrc"))
+    if found.library is None:
+        logger.warning(
+            "The C++ library for CPUs is not used: %s. Models run on plain torch, slower",
+            found.problem,
         )
-        return None
+    return found
+
+
+def open_library(path: Path, expected_sources: str | None) -> Found:
+    """Load a library, unless it says that it was built from other sources than expected."""
+    if not path.exists():
+        return Found(None, "not built (installing penstock with a C++ compiler at hand builds it)")
     try:
         library = ctypes.CDLL(str(path))
+        library.penstock_sources.restype = ctypes.c_char_p
+        built_from: bytes = library.penstock_sources()
+        if expected_sources is not None and built_from.decode() != expected_sources:
+            return Found(None, STALE)
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = [_CODES[code] for code in arguments]
             function.restype = _CODES[result] if result else None
-    except (OSError, AttributeError) as error:
-        logger.warning("The C++ library for CPUs does not load: %s; using plain torch", error)
+    except AttributeError:  # a function is not there
+        return Found(None, STALE)
+    except OSError as error:
+        return Found(None, f"it does not load ({error})")
+    return Found(library)
+
+
+def sources_hash(folder: Path) -> str | None:
+    """What CMakeLists.txt gives the library as its sources' hash; None where they are not kept, as
+    in a wheel, whose library and Python code come together."""
+    if not folder.is_dir():
         return None
-    return library
-
-
-def describe() -> str:
-    """One line for `collect-env`: which instructions it uses, or that it is missing."""
-    library = load()
-    if library is None:
-        return "not built; models run on plain torch"
-    isa: bytes = library.penstock_isa()
-    return f"built, uses {isa.decode()}"
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".hpp"))
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
