@@ -43,14 +43,13 @@ class Tokenizer:
         self._backend = backend
         self._bytes = byte_vocabulary(backend)
         self.special_tokens = dict(special_tokens or {})
-        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.vocab_size: int = max(  # all ids are below it; where they have holes, the count is not
+            [backend.get_vocab_size(with_added_tokens=True), *(token_id + 1 for token_id in added)]
+        )
         self.bos_token_id = self._named_id("bos_token")
         self.eos_token_id = self._named_id("eos_token")
-        self.special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        )
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         ends = (
             [*extra_end_ids] if self.eos_token_id is None else [self.eos_token_id, *extra_end_ids]
         )
