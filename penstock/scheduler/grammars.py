@@ -14,7 +14,8 @@ class Grammars(Gate, Protocol):
     def accept(self, request_id: str, token_ids: Sequence[int], drafts: list[int]) -> int | None:
         """Tokens came for a request: with how many of them its output is complete; None: not yet.
 
-        `drafts` are proposed to come next. Raises `RequestFault`.
+        `drafts` are proposed to come next. Raises `RequestFault`, or `InputError` if the client is
+        to blame.
         """
 
     def is_complete(self, request_id: str) -> bool:

@@ -295,8 +295,9 @@ class Scheduler:
         state.confirm(planned, len(token_ids))
         try:
             stop = self._find_stop(state, result)
-        except RequestFault as error:
-            return self._end(state, FinishReason.ERROR, error=str(error))
+        except (InputError, RequestFault) as error:
+            field = error.field if isinstance(error, InputError) else None
+            return self._end(state, FinishReason.ERROR, None, str(error), field)
         if stop is not None:
             token_ids = token_ids[: stop.num_tokens]
         state.token_ids += token_ids

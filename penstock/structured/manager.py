@@ -22,7 +22,7 @@ from penstock.protocol.structured import FIELD, StructuredOutputsParams
 from penstock.scheduler.gates import PENDING, READY, Failed, GateStatus
 from penstock.structured.backend import Backend, Bits, Grammar, Tokenize, make_backend
 from penstock.structured.checker import Checker
-from penstock.structured.output import ALL_TOKENS, OutputGrammar
+from penstock.structured.output import ALL_TOKENS, Misfit, OutputGrammar
 from penstock.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -150,13 +150,32 @@ class GrammarManager:
     def accept(self, request_id: str, token_ids: Sequence[int], drafts: list[int]) -> int | None:
         """Tokens came for a request: with how many of them its output is complete; None: not yet.
 
-        `drafts` are proposed to come next. Raises `RequestFault`.
+        `drafts` are proposed to come next. Raises `RequestFault`, or `InputError` if the client is
+        to blame.
         """
         if request_id in self._faults:
             raise RequestFault(self._faults[request_id])
         output = self._outputs[request_id]
         output.drafts = drafts
-        return output.accept(token_ids)
+        try:
+            return output.accept(token_ids)
+        except Misfit as misfit:
+            if not self._was_allowed(output, misfit.token_id):
+                raise
+            raise InputError(
+                f"{FIELD} asks for a text that this model cannot write: its vocabulary lacks a "
+                "byte of it",
+                FIELD,
+            ) from misfit
+
+    def _was_allowed(self, output: OutputGrammar, token_id: int) -> bool:
+        """Whether a mask has this token that the grammar refuses: it leaves out what cannot be
+        written of the text that has to come."""
+        assert self._built is not None
+        backend, vocabulary = self._built
+        bits = np.zeros((1, -(-len(vocabulary) // 32)), dtype=np.int32)
+        backend.fill([output.matcher], bits)
+        return bool(bits[0, token_id // 32] >> (token_id % 32) & 1)
 
     def is_complete(self, request_id: str) -> bool:
         """Whether nothing may follow what a request has by now."""

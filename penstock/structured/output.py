@@ -10,6 +10,14 @@ from penstock.structured.backend import Backend, Bits, Matcher
 ALL_TOKENS = -1  # every bit of an int32
 
 
+class Misfit(RequestFault):
+    """A token that has no place in the grammar."""
+
+    def __init__(self, token_id: int) -> None:
+        super().__init__(f"structured_outputs failed: token {token_id} has no place in the grammar")
+        self.token_id = token_id
+
+
 class OutputGrammar:
     """Follows the tokens of one output.
 
@@ -39,8 +47,9 @@ class OutputGrammar:
         """
         for count, token_id in enumerate(token_ids, start=1):
             if not self._take(token_id):
-                error = self.matcher.error or f"token {token_id} has no place in the grammar"
-                raise RequestFault(f"structured_outputs failed: {error}")
+                if self.matcher.error is not None:
+                    raise RequestFault(f"structured_outputs failed: {self.matcher.error}")
+                raise Misfit(token_id)
             if self.is_complete:
                 return count
         return None

@@ -110,7 +110,9 @@ HARD: list[Schema] = [
 def leaves() -> st.SearchStrategy[Schema]:
     small = st.integers(-50, 50)
     spans = st.tuples(small, small).map(sorted)
-    texts = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size=4)
+    # Some control characters, and planes without any character, are not in the vocabulary.
+    characters = st.characters(codec="utf-8", max_codepoint=0x1FFFF, exclude_categories=["Cc"])
+    texts = st.text(characters, max_size=4)
     values = st.one_of(texts, small, st.booleans(), st.none())
     return st.one_of(
         st.just({"type": "boolean"}),
@@ -205,6 +207,14 @@ def check(llm: LLM, schemas: Sequence[Schema], seed: int) -> int:
 def test_hard_schemas(llm: LLM) -> None:
     finished = check(llm, HARD, seed=1)
     assert finished >= len(HARD) * 3 // 4
+
+
+def test_a_text_that_the_vocabulary_cannot_spell_is_the_clients_error(llm: LLM) -> None:
+    spec = StructuredOutputsParams(json={"const": "a\U000923e3"})
+    params = SamplingParams(max_tokens=MAX_TOKENS, structured_outputs=spec)
+    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
+    assert "this model cannot write" in str(output.error)
+    assert output.error_field == "structured_outputs"
 
 
 def test_random_schemas(llm: LLM) -> None:
