@@ -17,9 +17,8 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.loading.source import ModelSource
 from penstock.protocol.errors import ModelError
-from penstock.text.frontend import _eos_token_ids
 from penstock.text.gguf_tokenizer import PRE_TOKENIZERS, TokenType, gguf_tokenizer
-from penstock.text.tokenizer import tokenizer_from_gguf
+from penstock.text.tokenizer import eos_token_ids, tokenizer_from_gguf
 
 spm = pytest.importorskip("sentencepiece")
 
@@ -163,7 +162,7 @@ def test_end_of_turn_tokens_end_an_output_too() -> None:
         gguf=None,
         fingerprint="",
     )
-    assert _eos_token_ids(source, tokenizer) == [1, 2, 3, 5]
+    assert eos_token_ids(source, tokenizer) == [1, 2, 3, 5]
 
 
 # SentencePiece ------------------------------------------------------------------------------
