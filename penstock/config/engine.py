@@ -112,7 +112,9 @@ class DeviceConfig:
         "auto", "Where the model runs; auto: a GPU if there is one."
     )
     cpu_threads: int | None = option(
-        None, "Threads that compute on a CPU, in each process; default: by the cores there are."
+        None,
+        "Threads that compute on a CPU, in each process; default: one a physical core that "
+        "affinity and container allow, one less where there are more than 8, at most 48.",
     )
     cpu_backend: Literal["auto", "torch"] = option(
         "auto", "What computes on a CPU; auto: the C++ library where it is built; torch: torch."
