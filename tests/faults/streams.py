@@ -43,7 +43,8 @@ class Answer:
     def _add_choice(self, choice: dict[str, Any]) -> None:
         empty = {"text": "", "token_ids": [], "logprobs": [], "finish": None, "stop": None}
         into = self.choices.setdefault(choice["index"], empty)
-        into["text"] += choice.get("text") or choice.get("delta", {}).get("content") or ""
+        message = choice.get("delta") or choice.get("message") or {}
+        into["text"] += choice.get("text") or message.get("content") or ""
         into["token_ids"] += choice.get("token_ids") or []
         into["logprobs"] += _logprobs(choice.get("logprobs"))
         if choice.get("prompt_logprobs"):
@@ -83,7 +84,7 @@ class Streams:
     ) -> list[Answer]:
         async with self._client() as client:
             happening = asyncio.ensure_future(fault(self)) if fault is not None else None
-            answers = await asyncio.gather(*(self._stream(client, body) for body in bodies))
+            answers = await asyncio.gather(*(self.stream(client, body) for body in bodies))
             if happening is not None:
                 await asyncio.wait_for(happening, 10)
             return answers
@@ -103,7 +104,7 @@ class Streams:
             async def repeat(body: Body) -> list[Answer]:
                 answers = []
                 while not happening.done():
-                    answers.append(await self._stream(client, body))
+                    answers.append(await self.stream(client, body))
                 return answers
 
             answers = await asyncio.gather(*map(repeat, bodies))
@@ -116,11 +117,12 @@ class Streams:
             base_url=self._server.base_url, limits=limits, timeout=self._timeout_s
         )
 
-    async def _stream(self, client: httpx.AsyncClient, body: Body) -> Answer:
+    async def stream(self, client: httpx.AsyncClient, body: Body) -> Answer:
         answer = Answer()
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-        usage = {"include_usage": True}
-        body = {"stream": True, "stream_options": usage, "return_token_ids": True, **body}
+        body = {"stream": True, "return_token_ids": True, **body}
+        if body["stream"]:
+            body["stream_options"] = {"include_usage": True}
         async with client.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 answer.error = json.loads(await response.aread())["error"]
@@ -129,6 +131,7 @@ class Streams:
                 if line:
                     answer.add(line.removeprefix("data: "))
                     self._count_chunk()
+        answer.num_ends += not body["stream"]
         return answer
 
     def _count_chunk(self) -> None:

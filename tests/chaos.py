@@ -1,0 +1,312 @@
+"""Mixed traffic on a server whose engine is killed, stopped, hung and poisoned, then an audit.
+
+    python tests/chaos.py --seconds 1200                  # a soak of twenty minutes
+    python tests/chaos.py --seconds 300 --model default   # on the real default model
+
+Every answer is compared with that of a calm run. The exit code is 0 if every request ended exactly
+once, with the right answer or the error that it deserves, nothing was left in the engine, and the
+server's memory and file descriptors did not grow. A picture shows both over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent / "server"))
+from faults.saboteur import Fault, saboteur_options, seed_of
+from faults.streams import Body, Streams
+from faults.tiny_checkpoint import make_tiny_checkpoint
+from server_process import ServerProcess, eventually
+
+from penstock.config.model import DEFAULT_MODEL
+
+SETTLE_TIMEOUT_S = 120.0
+WARM_UP_SHARE = 0.2  # of the run, in which memory may grow
+MAX_GROWTH_SHARE = 0.05  # of memory, after the warm-up
+MAX_GROWTH_BYTES = 16 * 2**20  # less than this is noise
+MAX_MORE_FDS = 8
+
+INVALID: list[tuple[str, Any]] = [
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}),
+    ("/v1/completions", {"prompt": "x" * 100_000}),
+    ("/v1/completions", {"prompt": [2**40]}),
+    ("/v1/completions", {"prompt": "x", "temperature": "hot"}),
+    ("/v1/chat/completions", {"messages": []}),
+    ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
+    ("/v1/chat/completions", "no object"),
+    ("/v1/completions", {"model": "no such model", "prompt": "x"}),
+    ("/nowhere", {}),
+]
+
+
+def good_requests() -> list[Body]:
+    """One of each kind; their calm answers are what all later ones are held to."""
+    seeded: Body = {"prompt": "Once upon", "max_tokens": 40, "seed": 1, "temperature": 0.9}
+    chat: Body = {"messages": [{"role": "user", "content": "Hello there"}], "max_tokens": 32}
+    return [
+        {"prompt": "One, two,", "max_tokens": 60, "temperature": 0, "ignore_eos": True},
+        seeded,
+        {**seeded, "n": 3, "seed": 2},
+        {**seeded, "logprobs": 2, "seed": 3},
+        {**seeded, "repetition_penalty": 1.2, "presence_penalty": 0.5, "seed": 4},
+        {**seeded, "min_tokens": 10, "stop": ["a", "e"], "seed": 5},
+        {**seeded, "prompt": "long " * 40, "seed": 6, "max_tokens": 48, "ignore_eos": True},
+        {**seeded, "prompt": "long " * 35, "prompt_logprobs": 1, "seed": 7},
+        {**chat, "seed": 8, "temperature": 1.0},
+        {**chat, "temperature": 0, "logprobs": True, "top_logprobs": 2},
+    ]
+
+
+@dataclass
+class Audit:
+    """How every request ended, and what the server's process looked like meanwhile."""
+
+    ends: collections.Counter[str] = field(default_factory=collections.Counter)
+    complaints: list[str] = field(default_factory=list)
+    faults: collections.Counter[str] = field(default_factory=collections.Counter)
+    times_s: list[float] = field(default_factory=list)
+    server_rss: list[int] = field(default_factory=list)
+    engine_rss: list[int] = field(default_factory=list)
+    num_fds: list[int] = field(default_factory=list)
+
+    def complain(self, what: str) -> None:
+        self.complaints.append(what)
+
+    def growth(self) -> tuple[float, float]:
+        """Bytes that the server's memory grew by after the warm-up, and as a share."""
+        start = int(len(self.times_s) * WARM_UP_SHARE)
+        times_s, rss = np.array(self.times_s[start:]), np.array(self.server_rss[start:])
+        if len(times_s) < 3:
+            return 0.0, 0.0
+        slope = float(np.polyfit(times_s, rss, 1)[0])
+        grown = slope * float(times_s[-1] - times_s[0])
+        return grown, grown / float(rss[0])
+
+    def check_process(self, num_fds_before: int, num_fds_after: int) -> None:
+        grown, share = self.growth()
+        if grown > MAX_GROWTH_BYTES and share > MAX_GROWTH_SHARE:
+            self.complain(f"memory grew by {grown / 2**20:.1f} MiB ({100 * share:.1f} %)")
+        if num_fds_after > num_fds_before + MAX_MORE_FDS:
+            self.complain(f"file descriptors: {num_fds_before} before, {num_fds_after} after")
+
+    def report(self) -> str:
+        grown, share = self.growth()
+        lines = [
+            f"requests  {dict(self.ends)}",
+            f"faults    {dict(self.faults)}",
+            f"memory    {self.server_rss[-1] / 2**20:.1f} MiB in the server; {grown / 2**20:+.1f} "
+            f"MiB ({100 * share:+.1f} %) after the warm-up",
+            f"files     {min(self.num_fds)} to {max(self.num_fds)} descriptors",
+            f"verdict   {'FAILED' if self.complaints else 'all right'}",
+        ]
+        return "\n".join(lines + [f"  {what}" for what in self.complaints[:20]])
+
+    def plot(self, path: Path) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 6), layout="constrained")
+        memory, files = figure.subplots(2, 1, sharex=True)
+        memory.plot(self.times_s, np.array(self.server_rss) / 2**20, label="server")
+        memory.plot(self.times_s, np.array(self.engine_rss) / 2**20, label="engine", alpha=0.4)
+        memory.set_ylabel("resident memory, MiB")
+        memory.legend()
+        files.plot(self.times_s, self.num_fds)
+        files.set_ylabel("server's file descriptors")
+        files.set_xlabel("seconds")
+        figure.savefig(path, dpi=120)
+
+
+class Chaos:
+    def __init__(self, server: ServerProcess, seconds: float, num_clients: int, seed: int) -> None:
+        self.audit = Audit()
+        self._server = server
+        self._draw = random.Random(seed)
+        self._started = time.monotonic()
+        self._deadline = self._started + seconds
+        self._num_clients = num_clients
+        self._bodies = good_requests()
+        self._streams = Streams(server, timeout_s=300)
+        self._calm = [dataclasses.asdict(answer) for answer in self._streams.run(self._bodies)]
+        for body, answer in zip(self._bodies, self._calm, strict=True):
+            assert answer["error"] is None, (body, answer["error"])
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def run(self) -> None:
+        eventually(self._server.is_idle)
+        num_fds_before = count_fds(self._server.process.pid)
+        self._started = time.monotonic()
+        asyncio.run(self._run())
+        try:
+            eventually(self._server.is_idle, SETTLE_TIMEOUT_S)
+        except AssertionError:
+            self.audit.complain(f"left over in the engine: {self._server.get('/load').json()}")
+        self.audit.check_process(num_fds_before, count_fds(self._server.process.pid))
+
+    async def _run(self) -> None:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=self._server.base_url, limits=limits, timeout=300
+        ) as client:
+            clients = [self._be_a_client(client) for _ in range(self._num_clients)]
+            await asyncio.gather(*clients, self._be_fate(client), self._look())
+
+    # -- traffic
+
+    async def _be_a_client(self, client: httpx.AsyncClient) -> None:
+        kinds: list[tuple[float, Callable[[httpx.AsyncClient], Awaitable[str]]]] = [
+            (0.6, self._good),
+            (0.15, self._aborted),
+            (0.23, self._invalid),
+            (0.02, self._poisonous),
+        ]
+        weights = [weight for weight, _ in kinds]
+        while not self.is_over:
+            ((_, kind),) = self._draw.choices(kinds, weights)
+            try:
+                self.audit.ends[await kind(client)] += 1
+            except (httpx.HTTPError, ValueError, AssertionError, KeyError) as error:
+                self.audit.ends["lost"] += 1
+                self.audit.complain(f"{kind.__name__}: {error!r}")
+
+    async def _good(self, client: httpx.AsyncClient) -> str:
+        index = self._draw.randrange(len(self._bodies))
+        answer = await self._streams.stream(client, self._bodies[index])
+        if dataclasses.asdict(answer) == self._calm[index]:
+            return "right"
+        self.audit.complain(f"request {index} got another answer: {answer}"[:2000])
+        return "wrong"
+
+    async def _aborted(self, client: httpx.AsyncClient) -> str:
+        body = {**self._draw.choice(self._bodies), "stream": True}
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        num_lines = self._draw.randrange(20)
+        async with client.stream("POST", path, json=body) as response:
+            assert response.status_code == 200, response.status_code
+            async for _ in response.aiter_lines():
+                num_lines -= 1
+                if num_lines < 0:
+                    break
+        return "left"
+
+    async def _invalid(self, client: httpx.AsyncClient) -> str:
+        path, body = self._draw.choice(INVALID)
+        response = await client.post(path, content=json.dumps(body))
+        assert 400 <= response.status_code < 500, (path, response.status_code, response.text[:500])
+        assert response.json()["error"]["message"]
+        await asyncio.sleep(0.05)
+        return "refused"
+
+    async def _poisonous(self, client: httpx.AsyncClient) -> str:
+        fault = self._draw.choice([Fault.KILL, Fault.ABORT])
+        seed = seed_of(fault, self._draw.choice([0, 1, 7]))
+        body = {"prompt": "poison", "max_tokens": 10, "seed": seed, "ignore_eos": True}
+        answer = await self._streams.stream(client, body)
+        assert answer.error is not None, "poison did no harm"
+        assert answer.error["code"] == 500, answer.error
+        assert "crashed the engine" in answer.error["message"]
+        self.audit.faults["poison"] += 1
+        return "poison found"
+
+    # -- fate
+
+    async def _be_fate(self, client: httpx.AsyncClient) -> None:
+        while not self.is_over:
+            await asyncio.sleep(self._draw.uniform(0.5, 6.0))
+            what = self._draw.choice(["kill", "kill", "stop", "pause"])
+            pids = self._server.child_pids()
+            if len(pids) != 1:
+                continue  # between two engines
+            self.audit.faults[what] += 1
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(*pids, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+                if what == "pause":
+                    await asyncio.sleep(0.7)
+                    os.kill(*pids, signal.SIGCONT)
+
+    async def _look(self) -> None:
+        while not self.is_over:
+            await asyncio.sleep(0.5)
+            self.audit.times_s.append(time.monotonic() - self._started)
+            self.audit.server_rss.append(resident_bytes(self._server.process.pid))
+            engines = [resident_bytes(pid) for pid in self._server.child_pids()]
+            self.audit.engine_rss.append(sum(engines))
+            self.audit.num_fds.append(count_fds(self._server.process.pid))
+
+
+def resident_bytes(pid: int) -> int:
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def count_fds(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def run_chaos(model: str, seconds: float, num_clients: int, seed: int, picture: Path) -> Audit:
+    """Start a server, torment it, audit it."""
+    with tempfile.TemporaryDirectory() as folder:
+        if model == "tiny":
+            model = str(make_tiny_checkpoint(Path(folder)))
+        flags, options = saboteur_options(Path(folder) / "flag")
+        server = ServerProcess(
+            DEFAULT_MODEL if model == "default" else model,
+            *("--kv-cache-memory-bytes", "256MiB", "--cpu-threads", "1"),
+            *("--engine-heartbeat-timeout-s", "4", "--step-timeout-s", "60"),
+            *("--max-request-crashes", "2", "--max-engine-failures", "20", *flags),
+            **options,
+        )
+        try:
+            chaos = Chaos(server, seconds, num_clients, seed)
+            chaos.run()
+            if (code := server.stop()) != 0:
+                chaos.audit.complain(f"the server ended with code {code}")
+            for line in server.log:
+                if "Traceback" in line:
+                    chaos.audit.complain("a traceback in the log")
+        finally:
+            server.close()
+    chaos.audit.plot(picture)
+    return chaos.audit
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--model", default="tiny", help="tiny, default, or any model")
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--picture", type=Path, default=Path("chaos.png"))
+    args = parser.parse_args()
+    audit = run_chaos(args.model, args.seconds, args.clients, args.seed, args.picture)
+    print(audit.report())
+    return 1 if audit.complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
