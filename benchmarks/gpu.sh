@@ -3,9 +3,9 @@
 #
 #   benchmarks/gpu.sh MODELS RESULTS
 #
-# MODELS holds qwen3-0.6b/config.json and qwen3-8b/config.json; RESULTS gets a JSON file for each
-# line of the table. Needs a GPU, PyTorch with Triton, and msgspec, tqdm, jinja2 and pyyaml, all of
-# which may simply lie on PYTHONPATH. PYTHON names the interpreter (default: python3).
+# MODELS holds config.json of qwen3-0.6b, qwen3-8b and qwen3-30b-a3b, each in a folder of that name;
+# RESULTS gets a JSON file for each line of the table. Needs a GPU, PyTorch with Triton, and msgspec,
+# tqdm, jinja2, pyyaml and llguidance, all of which may simply lie on PYTHONPATH. PYTHON names the interpreter (default: python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 models=${1:?"usage: benchmarks/gpu.sh MODELS RESULTS"}
@@ -32,4 +32,8 @@ measure dec1 latency qwen3-8b --workload dec1 --num-iters 3
 measure dec64 latency qwen3-8b --workload dec64 --num-iters 3
 measure thr throughput qwen3-8b --workload thr --num-iters 3 --num-iters-warmup 1
 measure pre throughput qwen3-8b --workload pre --num-iters 3 --num-iters-warmup 1
+measure moe_dec1 latency qwen3-30b-a3b --workload dec1 --num-iters 3
+measure moe_dec64 latency qwen3-30b-a3b --workload dec64 --num-iters 3
+measure moe_thr throughput qwen3-30b-a3b --workload thr --num-iters 3 --num-iters-warmup 1
+measure moe_pre throughput qwen3-30b-a3b --workload pre --num-iters 3 --num-iters-warmup 1
 "$python" benchmarks/gpu_table.py "$results"

@@ -17,6 +17,10 @@ LINES = (
     ("dec64", "Qwen3-8B dec64, ms a step", "ms_per_token", ".2f", "6.97"),
     ("thr", "Qwen3-8B thr, output tokens/s", "output_tokens_per_s", ",.0f", "10,050"),
     ("pre", "Qwen3-8B pre, prompt tokens/s", "input_tokens_per_s", ",.0f", "40,491"),
+    ("moe_dec1", "Qwen3-30B-A3B dec1, ms a token", "ms_per_token", ".2f", "4.15"),
+    ("moe_dec64", "Qwen3-30B-A3B dec64, ms a step", "ms_per_token", ".2f", "18.1"),
+    ("moe_thr", "Qwen3-30B-A3B thr, output tokens/s", "output_tokens_per_s", ",.0f", "11,681"),
+    ("moe_pre", "Qwen3-30B-A3B pre, prompt tokens/s", "input_tokens_per_s", ",.0f", "64,037"),
     ("start_warm", "Qwen3-8B start to first token, s", "first_token_s", ".1f", "107-130"),
     ("start_cold", "the same, nothing compiled before, s", "first_token_s", ".1f", ""),
 )

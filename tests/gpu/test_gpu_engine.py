@@ -29,7 +29,10 @@ MIXED = [
 ]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "mistral_windowed"])
+VARIANTS = ["qwen3", "llama", "mistral_windowed", "qwen3_moe", "qwen2_moe"]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
 

@@ -14,7 +14,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from penstock.ops.triton.routing import Blocks, align
 from penstock.ops.triton.tuning import (
     ExpertsPlan,
-    ExpertsTile,
     experts_plan,
     few_experts_tiles,
     is_few_tokens,
@@ -78,28 +77,24 @@ def _gate_up_kernel(
     source = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * hidden + depth[None, :]
     first = column * COLUMNS
     if SWAP:  # the weights are the left operand, which suits few rows
-        gate = tl.zeros([COLUMNS, ROWS], tl.float32)
-        up = tl.zeros([COLUMNS, ROWS], tl.float32)
+        acc = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
     else:
-        gate = tl.zeros([ROWS, COLUMNS], tl.float32)
-        up = tl.zeros([ROWS, COLUMNS], tl.float32)
+        acc = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
     for at in range(0, hidden, DEPTH):
         if EVEN:
             rows = tl.load(source + at, mask=is_row[:, None], other=0.0)
         else:
             mask = is_row[:, None] & (at + depth < hidden)[None, :]
             rows = tl.load(source + at, mask=mask, other=0.0)
-        gate_weight = weight.load([expert, first, at]).reshape(COLUMNS, DEPTH)
-        up_weight = weight.load([expert, size + first, at]).reshape(COLUMNS, DEPTH)
+        columns = weight.load([expert, 0, first, at]).reshape(2 * COLUMNS, DEPTH)  # gate, then up
         if SWAP:
-            gate = tl.dot(gate_weight, rows.T, gate, input_precision="ieee")
-            up = tl.dot(up_weight, rows.T, up, input_precision="ieee")
+            acc = tl.dot(columns, rows.T, acc, input_precision="ieee")
         else:
-            gate = tl.dot(rows, gate_weight.T, gate, input_precision="ieee")
-            up = tl.dot(rows, up_weight.T, up, input_precision="ieee")
+            acc = tl.dot(rows, columns.T, acc, input_precision="ieee")
     if SWAP:
-        gate = gate.T
-        up = up.T
+        gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
+    else:
+        gate, up = acc.reshape(ROWS, 2, COLUMNS).permute(0, 2, 1).split()
     at = first + tl.arange(0, COLUMNS)
     if BIAS:
         bias = bias_ptr + expert.to(tl.int64) * 2 * size + at
@@ -265,11 +260,15 @@ def run_gate_up(
     plan: ExpertsPlan,
 ) -> torch.Tensor:
     """[num_blocks * rows, size], sorted by expert."""
-    hidden, size = x.shape[1], weight.shape[1] // 2
+    num_experts, double, hidden = weight.shape
+    size = double // 2
     num_blocks, tile = len(blocks.experts), plan.gate_up
     out = torch.empty((len(blocks.pairs), size), dtype=x.dtype, device=x.device)
+    pairs_of_columns = TensorDescriptor.from_tensor(
+        weight.view(num_experts, 2, size, hidden), [1, 2, tile.columns, tile.depth]
+    )
     _gate_up_kernel[(num_blocks * triton.cdiv(size, tile.columns),)](
-        x, _columns_of(weight, tile), x if bias is None else bias, out,
+        x, pairs_of_columns, x if bias is None else bias, out,
         blocks.pairs, blocks.experts, blocks.rows, hidden, size, num_blocks,
         TOP_K=top_k, ACTIVATION=activation, BIAS=bias is not None,
         EVEN=hidden % tile.depth == 0, SWAP=tile.swap, ROWS=plan.rows, COLUMNS=tile.columns,
@@ -292,19 +291,15 @@ def run_down(
     num_blocks, tile = len(blocks.experts), plan.down
     out = torch.empty((scales.numel(), hidden), dtype=x.dtype, device=x.device)
     rows = TensorDescriptor.from_tensor(x, [plan.rows, tile.depth])
+    columns = TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
     _down_kernel[(num_blocks * triton.cdiv(hidden, tile.columns),)](
-        rows, _columns_of(weight, tile), x if bias is None else bias, out, scales,
+        rows, columns, x if bias is None else bias, out, scales,
         blocks.pairs, blocks.experts, blocks.rows, size, hidden, num_blocks,
         BIAS=bias is not None, SWAP=tile.swap, ROWS=plan.rows, COLUMNS=tile.columns,
         DEPTH=tile.depth, GROUP=tile.group,
         num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
     )  # fmt: skip
     return out
-
-
-def _columns_of(weight: torch.Tensor, tile: ExpertsTile) -> TensorDescriptor:
-    """For loads of one expert's [columns, depth]; outside of the matrix are zeros."""
-    return TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
 
 
 def _sum(scaled: torch.Tensor, num_tokens: int) -> torch.Tensor:

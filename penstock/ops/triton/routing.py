@@ -14,73 +14,61 @@ FEW_PAIRS = 4096  # one program sorts them; more take three launches
 PAIRS_AT_ONCE = 256
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def _route_kernel(
-    logits_ptr, correction_ptr, weight_ptr, id_ptr, num_tokens, num_experts, scale,
+    logits_ptr, correction_ptr, weight_ptr, id_ptr, num_experts, scale,
     TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, RENORMALIZE: tl.constexpr,
     CORRECTION: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    TOP_2: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
-    GROUP_SLOTS: tl.constexpr,
+    TOP_2: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, GROUP_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS tokens a program; the best expert is taken TOP_K times."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    """One token a program; the best expert is taken TOP_K times."""
+    token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
-    exists = (token < num_tokens)[:, None] & (expert < num_experts)[None, :]
-    logits = tl.load(
-        logits_ptr + token.to(tl.int64)[:, None] * num_experts + expert[None, :],
-        mask=exists, other=-float("inf"),
-    ).to(tl.float32)  # fmt: skip
+    exists = expert < num_experts
+    logits = tl.load(logits_ptr + token * num_experts + expert, mask=exists, other=-float("inf"))
+    logits = logits.to(tl.float32)
     if SOFTMAX:
-        largest = tl.max(tl.where((expert < num_experts)[None, :], logits, -1e30), axis=1)
-        scores = tl.exp(logits - largest[:, None])
-        total = tl.sum(scores, axis=1)
-        scores = scores / tl.where(token < num_tokens, total, 1.0)[:, None]
+        scores = tl.exp(logits - tl.max(logits, axis=0))
+        scores = scores / tl.sum(scores, axis=0)
     else:
         scores = 1.0 / (1.0 + tl.exp(-logits))
     choice = scores
     if CORRECTION:
-        correction = tl.load(correction_ptr + expert, mask=expert < num_experts, other=0.0)
-        choice += correction[None, :]
+        choice += tl.load(correction_ptr + expert, mask=exists, other=0.0)
     # NaN is no expert's score: a row of them still gets ids that exist.
-    is_score = (expert < num_experts)[None, :] & (choice == choice)
-    choice = tl.where(is_score, choice, -float("inf"))
+    choice = tl.where(exists & (choice == choice), choice, -float("inf"))
     if GROUPS > 1:
         group = expert // (num_experts // GROUPS)
         group_slot = tl.arange(0, GROUP_SLOTS)
-        group_scores = tl.full([TOKENS, GROUP_SLOTS], -float("inf"), tl.float32)
+        group_scores = tl.full([GROUP_SLOTS], -float("inf"), tl.float32)
         for index in tl.static_range(GROUPS):
-            own = tl.where((group == index)[None, :], choice, -float("inf"))
-            best = tl.max(own, axis=1)
+            own = tl.where(group == index, choice, -float("inf"))
+            best = tl.max(own, axis=0)
             if TOP_2:
-                first = tl.argmax(own, axis=1)
-                rest = tl.where(expert[None, :] == first[:, None], -float("inf"), own)
-                best += tl.max(rest, axis=1)
-            group_scores = tl.where(group_slot[None, :] == index, best[:, None], group_scores)
-        eligible = tl.zeros([TOKENS, EXPERTS], tl.int1)
+                rest = tl.where(expert == tl.argmax(own, axis=0), -float("inf"), own)
+                best += tl.max(rest, axis=0)
+            group_scores = tl.where(group_slot == index, best, group_scores)
+        eligible = tl.zeros([EXPERTS], tl.int1)
         for _ in tl.static_range(TOP_GROUPS):
-            chosen = tl.argmax(group_scores, axis=1)
-            eligible = eligible | (group[None, :] == chosen[:, None])
-            group_scores = tl.where(
-                group_slot[None, :] == chosen[:, None], -float("inf"), group_scores
-            )
+            chosen = tl.argmax(group_scores, axis=0)
+            eligible = eligible | (group == chosen)
+            group_scores = tl.where(group_slot == chosen, -float("inf"), group_scores)
         choice = tl.where(eligible, choice, -float("inf"))
     slot = tl.arange(0, SLOTS)
-    ids = tl.zeros([TOKENS, SLOTS], tl.int32)
-    weights = tl.zeros([TOKENS, SLOTS], tl.float32)
+    ids = tl.zeros([SLOTS], tl.int32)
+    weights = tl.zeros([SLOTS], tl.float32)
     for index in tl.static_range(TOP_K):
-        best = tl.argmax(choice, axis=1)
-        taken = expert[None, :] == best[:, None]
-        weight = tl.sum(tl.where(taken, scores, 0.0), axis=1)
+        best = tl.argmax(choice, axis=0)
+        taken = expert == best
+        weight = tl.sum(tl.where(taken, scores, 0.0), axis=0)
         choice = tl.where(taken, -float("inf"), choice)
-        ids = tl.where(slot[None, :] == index, best.to(tl.int32)[:, None], ids)
-        weights = tl.where(slot[None, :] == index, weight[:, None], weights)
+        ids = tl.where(slot == index, best.to(tl.int32), ids)
+        weights = tl.where(slot == index, weight, weights)
     if RENORMALIZE:
-        total = tl.maximum(tl.sum(weights, axis=1), 1e-20)
-        weights = weights / total[:, None]
-    at = token.to(tl.int64)[:, None] * TOP_K + slot[None, :]
-    mask = (token < num_tokens)[:, None] & (slot < TOP_K)[None, :]
-    tl.store(weight_ptr + at, weights * scale, mask=mask)
-    tl.store(id_ptr + at, ids, mask=mask)
+        weights = weights / tl.maximum(tl.sum(weights, axis=0), 1e-20)
+    at = token * TOP_K + slot
+    tl.store(weight_ptr + at, weights * scale, mask=slot < TOP_K)
+    tl.store(id_ptr + at, ids, mask=slot < TOP_K)
 
 
 @triton.jit
@@ -164,14 +152,13 @@ def route(
     ids = torch.empty(shape, dtype=torch.int32, device=device)
     if num_tokens:
         experts = triton.next_power_of_2(num_experts)
-        tokens = 1 if num_tokens <= 128 else 4
-        _route_kernel[(triton.cdiv(num_tokens, tokens),)](
+        _route_kernel[(num_tokens,)](
             logits.contiguous(), logits if correction is None else correction, weights, ids,
-            num_tokens, num_experts, routing.scale,
+            num_experts, routing.scale,
             TOP_K=routing.top_k, SOFTMAX=routing.scoring == "softmax",
             RENORMALIZE=routing.renormalize, CORRECTION=correction is not None,
             GROUPS=routing.num_groups, TOP_GROUPS=routing.top_groups,
-            TOP_2=routing.group_score == "top2", TOKENS=tokens, EXPERTS=experts,
+            TOP_2=routing.group_score == "top2", EXPERTS=experts,
             SLOTS=triton.next_power_of_2(routing.top_k),
             GROUP_SLOTS=triton.next_power_of_2(routing.num_groups), num_warps=1,
         )  # fmt: skip

@@ -129,7 +129,7 @@ def experts_plan(num_pairs: int, num_experts: int, element_size: int) -> Experts
             64, ExpertsTile(64, 64, False, 4, launch), ExpertsTile(128, 64, False, 4, launch)
         )
     # Many: the tensor cores should be busy.
-    launch = Launch(8, 4 if per_expert < 512 else 3)
+    launch = Launch(8, 4)
     return ExpertsPlan(
         128, ExpertsTile(128, 64, False, 4, launch), ExpertsTile(256, 64, False, 4, launch)
     )
