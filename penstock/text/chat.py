@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.protocol.errors import ConfigError, InputError, ModelError
+from penstock.text.chat_history import PROBE_TOOLS, HistoryForm, find_form, fit_reasoning
 from penstock.text.tokenizer import Tokenizer, read_json_if_there
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ class ChatTemplate:
             )
         template = self._template(has_tools=tools is not None)
         chat = check_messages(messages, keep_parts=template.takes_parts)
+        for message in chat:
+            if message["role"] == "assistant":
+                fit_reasoning(message)
+                if message.get("tool_calls"):
+                    template.history_form(self._special_tokens).fit(message)
         last = _mark_end(chat[-1]) if continue_final_message else ""
         arguments = _plain({**self._special_tokens, **template_kwargs}, "template arguments")
         arguments |= {
@@ -282,6 +288,17 @@ class _Compiled:
                 f"the chat template is broken at line {error.lineno}: {error.message}", "messages"
             ) from error
         self.takes_parts = _loops_over_content(tree)
+        self._history_form: HistoryForm | None = None
+
+    def history_form(self, special_tokens: Mapping[str, str]) -> HistoryForm:
+        """How it takes the calls of earlier turns; found out the first time there are any."""
+        if self._history_form is None:
+            self._history_form = find_form(
+                lambda messages: self.render(
+                    {**special_tokens, "messages": messages, "tools": PROBE_TOOLS}
+                )
+            )
+        return self._history_form
 
     def render(self, arguments: Mapping[str, Any]) -> str:
         try:

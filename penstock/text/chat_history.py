@@ -1,0 +1,101 @@
+"""Calls and reasoning of earlier turns, in the form that a model's template takes them.
+
+Clients send a call's arguments as JSON text, with no content beside it. Most templates want the
+arguments as an object and write them as JSON themselves; some want text; some stumble over a
+content that is null, and others take it for the sign of a call. Which one this is, a template
+shows when it is tried.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.protocol.errors import InputError
+
+_KEY = "penstock_probe"
+PROBE_TOOLS = [{"type": "function", "function": {"name": "probe", "parameters": {}}}]
+
+
+@dataclass(frozen=True)
+class HistoryForm:
+    """`empty_contents` are what may stand beside calls where there is no content."""
+
+    empty_contents: tuple[str | None, ...]
+    arguments_as_text: bool
+
+    def fit(self, message: dict[str, Any]) -> None:
+        """Bring an assistant's message into this form."""
+        calls = message.get("tool_calls")
+        if not isinstance(calls, list) or not calls:
+            return
+        content = message.setdefault("content", None)
+        if content in (None, "") and content not in self.empty_contents:
+            message["content"] = self.empty_contents[0]
+        for call in calls:
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict):
+                arguments = function.get("arguments")
+                function["arguments"] = (
+                    _as_text(arguments) if self.arguments_as_text else _as_object(arguments)
+                )
+
+
+def find_form(render: Callable[[list[dict[str, Any]]], str]) -> HistoryForm:
+    """The form in which a template shows a call as it should; `render` gives it PROBE_TOOLS."""
+    for arguments_as_text in (False, True):
+        contents = tuple(
+            content
+            for content in (None, "")
+            if _shows_call(render, HistoryForm((content,), arguments_as_text))
+        )
+        if contents:
+            return HistoryForm(contents, arguments_as_text)
+    return HistoryForm((None, ""), arguments_as_text=False)
+
+
+def _shows_call(render: Callable[[list[dict[str, Any]]], str], form: HistoryForm) -> bool:
+    call = {"name": "probe", "arguments": json.dumps({_KEY: 1})}
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "probe0000", "type": "function", "function": call}],
+    }
+    form.fit(message)
+    try:
+        text = render([{"role": "user", "content": "probe"}, message])
+    except InputError:
+        return False
+    is_python = f"'{_KEY}'" in text
+    is_quoted_twice = f'\\"{_KEY}' in text
+    return _KEY in text and not is_python and not is_quoted_twice
+
+
+def fit_reasoning(message: dict[str, Any]) -> None:
+    """Give an assistant's reasoning every name that templates know it by."""
+    for name in ("reasoning", "reasoning_content"):
+        if isinstance(message.get(name), str):
+            for other in ("reasoning", "reasoning_content", "thinking"):
+                message.setdefault(other, message[name])
+            return
+
+
+def _as_object(arguments: Any) -> Any:
+    """What was not written as an object is left as it is, for the template to show or refuse."""
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(arguments: Any) -> str:
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    return json.dumps({} if arguments is None else arguments, ensure_ascii=False)
