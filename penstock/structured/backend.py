@@ -36,9 +36,10 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """A compiled grammar. Its matchers are independent of each other."""
+    """A compiled grammar, for several threads."""
 
-    def matcher(self) -> Matcher: ...
+    def matcher(self) -> Matcher:
+        """One for a new output, independent of others. This may take as long as compiling."""
 
 
 class Backend(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -90,10 +90,13 @@ class GuidanceBackend:
         return {key: value for key, value in schema.items() if key != "x-guidance"}
 
     def compile(self, lowered: str) -> Grammar:
+        return GuidanceGrammar(lambda: self._make(lowered))
+
+    def _make(self, lowered: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, lowered, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InputError(_explain(matcher.get_error()), FIELD)
-        return GuidanceGrammar(matcher)
+        return matcher
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
         assert bits.flags.c_contiguous
@@ -107,11 +110,18 @@ class GuidanceBackend:
 
 
 class GuidanceGrammar:
-    def __init__(self, start: LLMatcher) -> None:
-        self._start = start  # never moved on; matchers share what it has compiled
+    """Makes every matcher anew: copies of one would share an automaton that grows with each output,
+    until it reaches its limit for all of them."""
+
+    def __init__(self, make: Callable[[], LLMatcher]) -> None:
+        self._make = make
+        self._first = [make()]  # for whoever comes first
 
     def matcher(self) -> GuidanceMatcher:
-        return GuidanceMatcher(self._start.deep_copy())
+        try:
+            return GuidanceMatcher(self._first.pop())
+        except IndexError:
+            return GuidanceMatcher(self._make())
 
 
 class GuidanceMatcher:
