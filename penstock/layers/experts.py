@@ -20,7 +20,7 @@ from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
-from penstock.ops.experts import ACTIVATIONS, Routing, run_by_expert
+from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, run_by_expert
 from penstock.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -226,8 +226,18 @@ def _refuse_packed(build: Build, config: ExpertsConfig) -> str | None:
     return None
 
 
+def _refuse_torch(build: Build, config: ExpertsConfig) -> str | None:
+    if build.device.type == "cuda":
+        return "the host would wait for the routers' choices, which a captured graph cannot"
+    return None
+
+
 def _make_torch(build: Build, config: ExpertsConfig) -> nn.Module:
     return StackedExperts(build, config, reference.experts)
+
+
+def _make_dense(build: Build, config: ExpertsConfig) -> nn.Module:
+    return StackedExperts(build, config, dense_experts)
 
 
 IMPLEMENTATIONS = (
@@ -235,7 +245,8 @@ IMPLEMENTATIONS = (
     Implementation(
         "packed: one matmul of the C++ library an expert", _refuse_packed, PackedExperts
     ),
-    Implementation("torch: one matmul an expert", lambda build, config: None, _make_torch),
+    Implementation("torch: one matmul an expert", _refuse_torch, _make_torch),
+    Implementation("dense: every expert over every token", lambda *_: None, _make_dense),
 )
 
 
@@ -248,7 +259,7 @@ def make_experts(build: Build, config: ExpertsConfig) -> nn.Module:
             _log_choice(config, implementation.name, "; ".join(refused))
             return implementation.make(build, config)
         refused.append(f"not {implementation.name.partition(':')[0]}: {reason}")
-    raise AssertionError("torch takes everything")
+    raise AssertionError("the last one takes everything")
 
 
 @lru_cache(maxsize=64)

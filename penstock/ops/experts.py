@@ -94,6 +94,31 @@ def experts(
     return run_by_expert(x, weights, ids, len(gate_up), run)
 
 
+def dense_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `experts`, every expert over every token: slow, but the host need not know the choice."""
+    activate = ACTIVATIONS[activation]
+    output = torch.zeros_like(x)
+    for expert in range(len(gate_up)):
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        gate, up = F.linear(x, gate_up[expert], bias).chunk(2, dim=-1)
+        bias = None if down_bias is None else down_bias[expert]
+        result = F.linear(activate(gate, up), down[expert], bias)
+        is_chosen = ids == expert  # [n, top_k]
+        scaled = result * (weights * is_chosen).sum(-1, keepdim=True)
+        # What an expert gives for a token that did not choose it need not even be finite.
+        output += torch.where(is_chosen.any(-1, keepdim=True), scaled, 0.0).to(output.dtype)
+    return output
+
+
 def run_by_expert(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k]

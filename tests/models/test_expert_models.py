@@ -3,6 +3,7 @@ change. Their parity with transformers is in test_parity."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 from pathlib import Path
@@ -14,9 +15,11 @@ from tiny_models import Reference, count_near_ties, make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.distributed.group import Group
+from penstock.executor.in_process import InProcessExecutor
 from penstock.layers import experts as experts_layer
 from penstock.layers.build import Build
-from penstock.layers.experts import Experts, ExpertsConfig
+from penstock.layers.experts import IMPLEMENTATIONS, Experts, ExpertsConfig
+from penstock.ops.cpu.dtypes import BLOCK_TYPES, FLOAT_TYPES
 from penstock.ops.experts import Routing
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, ModelError
@@ -154,3 +157,29 @@ def test_routed_experts_come_with_the_last_output_of_a_stream(tmp_path: Path) ->
 def test_routed_experts_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs a model with experts"):
         open_llm(make_checkpoint(tmp_path, "llama"), enable_return_routed_experts=True)
+
+
+def test_on_a_gpu_what_has_no_kernel_is_computed_without_waiting_for_the_device() -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    build = Build(torch.bfloat16, torch.device("cuda"), 64, Ops("cpu"))  # nothing is allocated
+    odd = ExpertsConfig(num_experts=4, hidden_size=8, intermediate_size=33, routing=Routing(2))
+    reasons = [implementation.refusal(build, odd) for implementation in IMPLEMENTATIONS]
+    assert [reason is None for reason in reasons] == [False, False, False, True]
+    assert "16 bytes" in str(reasons[0])
+    even = dataclasses.replace(odd, intermediate_size=32)
+    assert IMPLEMENTATIONS[0].refusal(build, even) is None
+
+
+def test_int8_quantizes_the_experts_and_not_their_router(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=64)
+    with open_llm(checkpoint, quantization="int8") as llm:
+        assert all(len(own) == 20 for own in tokens(llm))
+        executor = llm.engine.executor
+        assert isinstance(executor, InProcessExecutor)
+        (layer, *_) = [m for m in executor.worker.model.modules() if isinstance(m, Experts)]
+        packed = {"gate": layer.gate, "expert": layer.experts[0].gate_up_proj}
+        types = {
+            name: {part.type for part in linear.native.parts.values()}
+            for name, linear in packed.items()
+        }
+    assert types == {"gate": {FLOAT_TYPES[torch.float32]}, "expert": {BLOCK_TYPES["Q8_0"]}}

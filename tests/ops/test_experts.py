@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from penstock.ops.experts import ACTIVATIONS, Routing, experts, route
+from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, experts, route
 
 
 def test_weights_are_scores_and_ids_are_the_best_first() -> None:
@@ -38,13 +40,16 @@ def test_only_the_best_groups_experts_are_eligible(score: str, expected: list[in
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
-def test_experts_are_the_weighted_sum_of_their_mlps(activation: str, bias: bool) -> None:
+@pytest.mark.parametrize("op", [experts, dense_experts])
+def test_experts_are_the_weighted_sum_of_their_mlps(
+    op: Callable[..., torch.Tensor], activation: str, bias: bool
+) -> None:
     n, top_k, count, hidden, size = 7, 2, 5, 12, 6
     x = torch.randn(n, hidden)
     weights, ids = route(torch.randn(n, count), Routing(top_k))
     gate_up, down = torch.randn(count, 2 * size, hidden), torch.randn(count, hidden, size)
     biases = (torch.randn(count, 2 * size), torch.randn(count, hidden)) if bias else (None, None)
-    output = experts(x, weights, ids, gate_up, down, activation, *biases)
+    output = op(x, weights, ids, gate_up, down, activation, *biases)
     for token in range(n):
         expected = torch.zeros(hidden)
         for weight, index in zip(weights[token], ids[token].tolist(), strict=True):
@@ -53,3 +58,15 @@ def test_experts_are_the_weighted_sum_of_their_mlps(activation: str, bias: bool)
             activated = ACTIVATIONS[activation](gate, up)
             expected += weight * F.linear(activated, down[index], second)
         torch.testing.assert_close(output[token], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", [experts, dense_experts])
+def test_an_expert_that_overflows_harms_only_the_tokens_that_chose_it(
+    op: Callable[..., torch.Tensor],
+) -> None:
+    gate_up, down = torch.randn(2, 8, 4), torch.randn(2, 4, 4)
+    gate_up[1] = torch.inf
+    weights, ids = torch.ones(2, 1), torch.tensor([[0], [1]], dtype=torch.int32)
+    output = op(torch.ones(2, 4), weights, ids, gate_up, down, "silu")
+    assert output[0].isfinite().all()
+    assert not output[1].isfinite().all()
