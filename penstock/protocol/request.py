@@ -7,6 +7,19 @@ import msgspec
 from penstock.protocol.sampling import SamplingParams
 
 
+class ThinkingFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a model writes its reasoning, for a request that limits it.
+
+    The output begins within the reasoning if `is_open`, else it may begin with `start`. The
+    reasoning ends at `end`, or is made to end with `closing_token_ids`.
+    """
+
+    start: str
+    end: str
+    closing_token_ids: list[int]
+    is_open: bool = False
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Immutable and serializable; checked by the frontend before it reaches the engine.
 
@@ -26,6 +39,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     cache_salt: str | None = None
     read_prefix_cache: bool = True  # off where every prompt row's results are wanted
     output_token_ids: list[int] = []
+    thinking: ThinkingFormat | None = None  # with params.thinking_token_budget
 
     @property
     def max_tokens(self) -> int:

@@ -92,6 +92,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Words that must not be generated."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the output must match: a JSON schema, a regular expression, a choice, a grammar."""
+    thinking_token_budget: int | None = None
+    """Most tokens of reasoning, after which it is brought to its end; None or -1: no limit."""
     extra_args: dict[str, Any] | None = None
     """Passed on to custom logits processors."""
 
@@ -101,6 +103,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether what may come next depends on what came before: see `penstock.structured`."""
+        return self.structured_outputs is not None or self.thinking_token_budget is not None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -142,6 +149,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 f"output_kind must be a RequestOutputKind, got {self.output_kind!r:.80}",
                 "output_kind",
             )
+        if self.thinking_token_budget is not None:
+            check_int("thinking_token_budget", self.thinking_token_budget, -1, 2**31 - 1)
         self._validate_stops()
         self._validate_token_sets()
         if self.structured_outputs is not None:

@@ -44,6 +44,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     """Ignore what the backend does not know of a schema, rather than refuse the request."""
     reasoning_end: str | None = None
     """Leave the output free until this text has appeared in it; what follows must match."""
+    reasoning_start: str | None = None
+    """The special token with which reasoning begins, where an output may do without: with
+    `reasoning_end`, the output is free if it begins with this, and else must match at once."""
 
     field: str = FIELD
     """What errors call it: the field that the client filled in."""
@@ -67,7 +70,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
             found = ", ".join(given) or "none"
             raise InputError(f"{FIELD} must hold exactly one of {', '.join(KINDS)}, got {found}",
                              FIELD)  # fmt: skip
-        for name in ("regex", "grammar", "whitespace_pattern", "reasoning_end"):
+        for name in ("regex", "grammar", "whitespace_pattern", "reasoning_end", "reasoning_start"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InputError(f"{FIELD}.{name} must be a text, got {value!r:.80}", FIELD)
@@ -102,7 +105,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     def _validate_size(self) -> None:
         texts = [self.json, self.regex, self.grammar, self.structural_tag, self.whitespace_pattern]
         texts += self.choice or []
-        for text in (*texts, self.reasoning_end):
+        for text in (*texts, self.reasoning_end, self.reasoning_start):
             if text is not None:
                 _check_unicode(text)
         length = sum(len(text) for text in texts if text is not None)

@@ -50,8 +50,5 @@ class Step:
             scheduled=[row for _, row in self.rows],
             new_requests=self._new_requests,
             released_ids=released_ids,
-            masked=any(
-                row.samples and state.request.params.structured_outputs is not None
-                for state, row in self.rows
-            ),
+            masked=any(row.samples and state.request.params.is_masked for state, row in self.rows),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.plan import Step
 from penstock.scheduler.policy import POLICIES, WaitingQueue
 from penstock.scheduler.request import RequestState, RequestStatus
+from penstock.scheduler.setbacks import Setbacks
 from penstock.scheduler.stopping import Stop, find_stop
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}  # unfinished
         self._gatekeeper = Gatekeeper(gates if grammars is None else [grammars, *gates])
         self._waiting = WaitingQueue(self._policy)
+        self._setbacks = Setbacks(self._policy, limits.max_num_batched_tokens)
         self._running: list[RequestState] = []  # from the most to the least deserving
         self._in_flight: deque[Step] = deque()
         self._released_ids: list[str] = []  # rows of the runner that the next plan gives up
@@ -120,7 +125,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._gatekeeper),
+            num_waiting=len(self._waiting) + len(self._gatekeeper) + self._num_held,
             num_steps_in_flight=len(self._in_flight),
             num_preemptions=self._num_preemptions,
             kv_cache_usage=self._kv.usage,
@@ -136,13 +141,16 @@ class Scheduler:
         The runner drops the plan's `released_ids` before it takes in its `new_requests`.
         """
         self._pass_gates()
-        step = Step(self._last_step_id + 1, self.limits.max_num_batched_tokens)
-        if self._continue_running(step):
-            self._admit_waiting(step)
+        budget = self._setbacks.num_tokens
+        step = Step(self._last_step_id + 1, budget)
+        if self._setbacks:
+            self._try_alone(step)
+        elif self._continue_running(step):
+            self._admit_waiting(step, self._waiting)
         if not step.rows:
             return None
         self._last_step_id = step.step_id
-        self.num_scheduled_tokens += self.limits.max_num_batched_tokens - step.budget
+        self.num_scheduled_tokens += budget - step.budget
         self._in_flight.append(step)
         released_ids, self._released_ids = self._released_ids, []
         return step.plan(released_ids)
@@ -182,17 +190,17 @@ class Scheduler:
                 step.add(state, num_tokens, num_drafts, block_ids)
         return enough_blocks
 
-    def _admit_waiting(self, step: Step) -> None:
+    def _admit_waiting(self, step: Step, waiting: WaitingQueue) -> None:
         """Let waiting requests in, in order, while the budget and the blocks last."""
         undecided = []
-        while self._waiting and step.budget > 0 and len(self._running) < self.limits.max_num_seqs:
-            state = self._waiting.peek()
+        while waiting and step.budget > 0 and len(self._running) < self.limits.max_num_seqs:
+            state = waiting.peek()
             if self._refused is state and self._kv.pool.num_free <= self._num_free_when_refused:
                 break  # no room then, no more now: spare the search for its prefix
             prefix = self._kv.match(state)
             num_computed = self._num_at_hand(state, prefix)
             if num_computed is None:
-                undecided.append(self._waiting.pop())
+                undecided.append(waiting.pop())
                 continue
             num_known = len(state.token_ids)
             num_tokens = self._chunk(num_known - num_computed, step.budget)
@@ -202,7 +210,7 @@ class Scheduler:
                 self._refused, self._num_free_when_refused = state, self._kv.pool.num_free
                 break
             self._refused = None
-            self._waiting.pop()
+            waiting.pop()
             self._policy.insert_running(self._running, state)
             self._kv.adopt(state, prefix)
             state.enter(num_computed)
@@ -210,7 +218,7 @@ class Scheduler:
             assert new_block_ids is not None, "there was room for all of the request"
             step.add_new(state, num_tokens, self._kv.block_ids(state))
         for state in undecided:
-            self._waiting.put_back(state)
+            waiting.put_back(state)
 
     def _share(self, state: RequestState, budget: int) -> tuple[int, int]:
         """How many tokens a running request computes next, and how many of them are drafts."""
@@ -258,11 +266,68 @@ class Scheduler:
                 return None
 
     def _preempt(self, state: RequestState) -> None:
+        self._take_back(state)
+        self._waiting.push_preempted(state)
+
+    def _take_back(self, state: RequestState) -> None:
+        """All that a request has but its tokens; whoever calls says where it goes."""
         self._kv.free(state)
         state.preempt()
-        self._waiting.push_preempted(state)
         self._released_ids.append(state.request_id)
         self._num_preemptions += 1
+
+    # -- a step fails
+
+    def retry(self, plan: StepPlan, out_of_memory: bool) -> list[EngineDelta]:
+        """The last plan could not be run, and no other step is in flight: try again, otherwise.
+
+        Everyone who runs is preempted. After a want of memory, steps become smaller; after
+        anything else the plan's requests are run one by one. A request for which that is of no
+        use ends with an error. The plan is still in flight: its result, without any rows, is due.
+        """
+        failed = [state for state, _ in self._in_flight[-1].rows if not state.is_finished]
+        self._released_ids = plan.released_ids + self._released_ids  # the runner may have them yet
+        if out_of_memory:
+            may_help = plan.num_tokens > 1 and self.limits.enable_chunked_prefill
+            error = "there is not enough memory to run this request, with nothing else beside it"
+        else:
+            may_help = len(failed) > 1
+            error = "the engine failed to run this request"
+        if not may_help and len(failed) == 1:
+            return [self._end(failed[0], FinishReason.ERROR, error=error)]
+        if out_of_memory and self.limits.enable_chunked_prefill:
+            self._setbacks.shrink(plan.num_tokens)
+        else:
+            self._setbacks.accuse(failed)
+        for state in reversed(self._running):  # so that the most deserving comes first again
+            self._take_back(state)
+            state.rank = self._policy.rank_preempted(state)
+            if state not in self._setbacks:
+                self._waiting.put_back(state)
+        self._running.clear()
+        return []
+
+    @property
+    def _num_held(self) -> int:
+        """Suspects that do not run now."""
+        on_trial = self._setbacks.on_trial
+        return len(self._setbacks) - (on_trial is not None and on_trial in self._running)
+
+    def _try_alone(self, step: Step) -> None:
+        """Run the request that is on trial; nothing else is in flight meanwhile."""
+        if self._in_flight:
+            return
+        if self._running:  # a prompt in chunks
+            self._continue_running(step)
+        else:
+            self._admit_waiting(step, self._setbacks.queue())
+
+    def _end_trial(self, state: RequestState) -> None:
+        """A suspect has got its token: it waits for the others."""
+        self._setbacks.acquit(state)
+        self._running.remove(state)
+        self._take_back(state)
+        self._waiting.put_back(state)
 
     # -- a step is done
 
@@ -279,6 +344,10 @@ class Scheduler:
             delta = self._apply(state, planned, results.get(state.request_id))
             if delta is not None:
                 deltas.append(delta)
+            if planned.samples and state is self._setbacks.on_trial:
+                self._end_trial(state)
+        if results:
+            self._setbacks.count_good_step()
         return deltas
 
     def _apply(
@@ -298,6 +367,9 @@ class Scheduler:
         except (InputError, RequestFault) as error:
             field = error.field if isinstance(error, InputError) else None
             return self._end(state, FinishReason.ERROR, None, str(error), field)
+        except Exception:  # a grammar's library may raise anything: only its request fails
+            logger.exception("Following the output of request %s failed", state.request_id)
+            return self._end(state, FinishReason.ERROR, error="the request's grammar failed")
         if stop is not None:
             token_ids = token_ids[: stop.num_tokens]
         state.token_ids += token_ids
@@ -329,7 +401,7 @@ class Scheduler:
         """Where the request ends: by its own rules, or because its document is complete."""
         token_ids = result.token_ids
         stop = find_stop(state, token_ids)
-        if self._grammars is None or state.request.params.structured_outputs is None:
+        if self._grammars is None or not state.request.params.is_masked:
             return stop
         if stop is not None:
             token_ids = token_ids[: stop.num_tokens]
@@ -343,7 +415,7 @@ class Scheduler:
 
     def _is_complete(self, state: RequestState) -> bool:
         """Whether a replay has all of its document: only the news of its end was lost."""
-        if self._grammars is None or state.request.params.structured_outputs is None:
+        if self._grammars is None or not state.request.params.is_masked:
             return False
         return self._grammars.is_complete(state.request_id)
 
@@ -389,6 +461,7 @@ class Scheduler:
     ) -> None:
         """Take a request out of everything; steps in flight may go on for it unheard."""
         del self._requests[state.request_id]
+        self._setbacks.acquit(state)
         if self._grammars is not None:
             self._grammars.drop(state.request_id)
         if state.status is RequestStatus.RUNNING:

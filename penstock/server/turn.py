@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -38,6 +38,10 @@ from penstock.text.parsing.deltas import (
 from penstock.text.parsing.formats import Tool
 from penstock.text.parsing.parser import OutputParser, ParserContext, make_output_parser
 from penstock.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
@@ -96,6 +100,7 @@ class TurnStep:
     logprobs: list[LogprobsAtPosition] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    routed_experts: npt.NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,7 @@ class TurnAnswer:
     logprobs: list[LogprobsAtPosition] | None
     finish_reason: FinishReason
     stop_reason: int | str | None
+    routed_experts: npt.NDArray[np.int16] | None = None
 
 
 @dataclass
@@ -234,6 +240,7 @@ def _join(steps: Sequence[TurnStep]) -> TurnAnswer:
         logprobs=logprobs,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        routed_experts=last.routed_experts,
     )
 
 
@@ -277,7 +284,7 @@ class _Parsing:
         elif wanted is not None and self._tools and self._tool_parser is not None:
             wanted = hold_to_format(wanted, self._tool_parser, self._tools, source, tokenizer)
         if wanted is not None:
-            wanted = after_reasoning(wanted, reasoning, self._context)
+            wanted = after_reasoning(wanted, reasoning, self._context, tokenizer, self._enforced)
         return msgspec.structs.replace(params, structured_outputs=wanted)
 
 
@@ -305,7 +312,13 @@ class _Choice:
         if reason == "stop" and self._calls:
             reason = "tool_calls"
         return TurnStep(
-            self._index, deltas, item.token_ids, item.logprobs, reason, item.stop_reason
+            index=self._index,
+            deltas=deltas,
+            token_ids=item.token_ids,
+            logprobs=item.logprobs,
+            finish_reason=reason,
+            stop_reason=item.stop_reason,
+            routed_experts=item.routed_experts,
         )
 
 

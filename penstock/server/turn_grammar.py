@@ -51,13 +51,23 @@ def hold_to_format(
 
 
 def after_reasoning(
-    wanted: StructuredOutputsParams, reasoning: str | None, context: ParserContext
+    wanted: StructuredOutputsParams,
+    reasoning: str | None,
+    context: ParserContext,
+    tokenizer: Tokenizer,
+    is_calls: bool,
 ) -> StructuredOutputsParams:
     """The same, from where the reasoning ends, if the output begins with some."""
     if reasoning is None:
         return wanted
     marker = reasoning_format(reasoning)
     is_over = bool(context.continued) or context.prompt.rstrip().endswith(marker.end)
-    if is_over and not thinking_is_open(reasoning, context):
+    is_open = thinking_is_open(reasoning, context)
+    if is_over and not is_open:
         return wanted
-    return msgspec.structs.replace(wanted, reasoning_end=marker.end)
+    # Where the model decides by itself whether to think, it may also begin with the answer.
+    start = marker.start if not is_open and tokenizer.is_special(marker.start) else None
+    end = marker.end
+    if marker.answer_prefix and not is_calls:
+        start, end = None, marker.answer_prefix.removeprefix("<|start|>assistant")
+    return msgspec.structs.replace(wanted, reasoning_end=end, reasoning_start=start)

@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,12 +24,13 @@ from penstock.scheduler.gates import PENDING, READY, Failed, GateStatus
 from penstock.structured.backend import Backend, Bits, Grammar, Tokenize, make_backend
 from penstock.structured.checker import Checker
 from penstock.structured.output import ALL_TOKENS, Misfit, OutputGrammar
+from penstock.structured.reasoning import Reasoning
 from penstock.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
 NUM_COMPILERS = 2  # a grammar that takes long does not keep all others waiting
-MAX_GRAMMARS = 256  # that are kept for the next request which asks for the same
+MAX_GRAMMARS = 128  # that are kept for the next request which asks for the same
 MAX_MASK_THREADS = 8
 # What one request's mask may take. A request that takes longer holds up everybody else's tokens.
 STEP_LIMIT_S = 0.25
@@ -56,8 +58,9 @@ class GrammarManager:
         self._checkers: list[Checker] = []
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammar")
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._grammars: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
-        self._pending: dict[str, Future[Grammar]] = {}  # by the request that waits for it
+        self._grammars: OrderedDict[bytes, Future[Grammar | None]] = OrderedDict()
+        # By the request that waits: its grammar (None: it needs none), then its place in it.
+        self._pending: dict[str, Future[Grammar | None] | Future[OutputGrammar]] = {}
         self._outputs: dict[str, OutputGrammar] = {}
         self._faults: dict[str, str] = {}
         self._bits: Bits = np.zeros((0, 0), dtype=np.int32)
@@ -67,43 +70,58 @@ class GrammarManager:
 
     def poll(self, request: EngineRequest) -> GateStatus | Failed:
         """Whether a request's grammar is there. Begins to compile it when it first asks."""
-        params = request.params.structured_outputs
-        if params is None:
+        if not request.params.is_masked:
             return READY
+        params = request.params.structured_outputs
         future = self._pending.get(request.request_id)
         if future is None:
             future = self._pending[request.request_id] = self._grammar(params)
         if not future.done():
             return PENDING
-        del self._pending[request.request_id]
         try:
-            grammar = future.result()
+            result = future.result()
         except InputError as error:
-            why = str(error).replace(f"{FIELD}.{params.kind}", params.field)
-            return Failed(why.replace(FIELD, params.field), params.field)
-        return self._admit(request, params, grammar)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until a grammar that someone waits for is compiled, if there is one."""
-        if self._pending:
-            wait(self._pending.values(), timeout_s, return_when="FIRST_COMPLETED")
-
-    def _admit(
-        self, request: EngineRequest, params: StructuredOutputsParams, grammar: Grammar
-    ) -> GateStatus | Failed:
-        assert self._built is not None
-        marker = (params.reasoning_end or "").encode()
-        output = OutputGrammar(grammar.matcher(), self._built[1].tokens, marker)
-        try:
-            output.accept(request.output_token_ids)  # of a replay
+            kind, field = (params.kind, params.field) if params is not None else ("", error.field)
+            why = str(error).replace(f"{FIELD}.{kind}", str(field))
+            return Failed(why.replace(FIELD, str(field)), field)
         except RequestFault as error:
             return Failed(str(error))
-        self._outputs[request.request_id] = output
+        if not isinstance(result, OutputGrammar):
+            self._pending[request.request_id] = self._compilers.submit(self._begin, request, result)
+            return PENDING
+        self._outputs[request.request_id] = result
+        del self._pending[request.request_id]
         return READY
 
-    def _grammar(self, params: StructuredOutputsParams) -> Future[Grammar]:
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something that a request waits for is done, if there is anything."""
+        if self._pending:
+            futures: list[Future[Any]] = list(self._pending.values())
+            wait(futures, timeout_s, return_when="FIRST_COMPLETED")
+
+    def _begin(self, request: EngineRequest, grammar: Grammar | None) -> OutputGrammar:
+        """Where a request's output stands to begin with; without a grammar, its answer is free."""
+        _, vocabulary = self._backend()
+        params = request.params.structured_outputs
+        start_id = None
+        if params is not None and params.reasoning_start is not None:
+            start_id = vocabulary.special_id(params.reasoning_start)
+        output = OutputGrammar(
+            None if grammar is None else grammar.matcher(),
+            vocabulary.tokens,
+            reasoning=reasoning_of(request, vocabulary.tokens),
+            start_id=start_id,
+        )
+        output.accept(request.output_token_ids)  # of a replay
+        return output
+
+    def _grammar(self, params: StructuredOutputsParams | None) -> Future[Grammar | None]:
         """Compiled, being compiled or queued for it; the same for all who ask the same."""
-        shared = msgspec.structs.replace(params, reasoning_end=None, field=FIELD)
+        if params is None:
+            return self._compilers.submit(self._no_grammar)
+        shared = msgspec.structs.replace(
+            params, reasoning_end=None, reasoning_start=None, field=FIELD
+        )
         key = hashlib.sha256(msgspec.msgpack.encode(shared)).digest()
         future = self._grammars.get(key)
         if future is None:
@@ -113,7 +131,11 @@ class GrammarManager:
         self._grammars.move_to_end(key)
         return future
 
-    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+    def _no_grammar(self) -> None:
+        """What a request needs that only limits its reasoning: the vocabulary."""
+        self._backend()
+
+    def _compile(self, params: StructuredOutputsParams) -> Grammar | None:
         started = time.perf_counter()
         backend, vocabulary = self._backend()
         checker = self._take_checker(vocabulary)
@@ -172,6 +194,7 @@ class GrammarManager:
         """Whether a mask has this token that the grammar refuses: it leaves out what cannot be
         written of the text that has to come."""
         assert self._built is not None
+        assert output.matcher is not None
         backend, vocabulary = self._built
         bits = np.zeros((1, -(-len(vocabulary) // 32)), dtype=np.int32)
         backend.fill([output.matcher], bits)
@@ -203,9 +226,10 @@ class GrammarManager:
             for row in plan.scheduled
             if row.samples and (output := self._outputs.get(row.request_id)) is not None
         ]
-        plain = [pair for pair in constrained if pair[0].num_drafts == 0]
-        plain = [pair for pair in plain if not pair[1].is_reasoning]
+        undrafted = [pair for pair in constrained if pair[0].num_drafts == 0]
+        plain = [pair for pair in undrafted if pair[1].is_answer]
         drafting = [pair for pair in constrained if pair[0].num_drafts]
+        drafting += [pair for pair in undrafted if not pair[1].is_answer and not pair[1].is_free]
         num_rows = [1] * len(plain) + [1 + row.num_drafts for row, _ in drafting]
         if not num_rows:
             return StepMasks(request_ids=[], num_rows=[], bits=memoryview(b""))
@@ -230,12 +254,13 @@ class GrammarManager:
             return
         started = time.perf_counter()
         if not self._is_slow:
-            backend.fill([output.matcher for _, output in rows], bits)
+            backend.fill([output.matcher for _, output in rows if output.matcher], bits)
             self._is_slow = time.perf_counter() - started > STEP_LIMIT_S
             return
         self._is_slow = False
         for index, (row, output) in enumerate(rows):
             before = time.perf_counter()
+            assert output.matcher is not None
             backend.fill([output.matcher], bits[index : index + 1])
             seconds = time.perf_counter() - before
             if seconds > STEP_LIMIT_S:
@@ -248,8 +273,8 @@ class GrammarManager:
         """Remember whose matcher failed, and leave its rows free: the request ends anyhow."""
         start = 0
         for (row, output), count in zip(rows, num_rows, strict=True):
-            if output.matcher.error is not None:
-                self._faults[row.request_id] = f"{FIELD} failed: {output.matcher.error}"
+            if output.error is not None:
+                self._faults[row.request_id] = f"{FIELD} failed: {output.error}"
                 bits[start : start + count] = ALL_TOKENS
             start += count
 
@@ -264,3 +289,24 @@ class GrammarManager:
         self._filler.shutdown(wait=False, cancel_futures=True)
         for checker in self._checkers:
             checker.close()
+
+
+def reasoning_of(request: EngineRequest, tokens: Sequence[bytes]) -> Reasoning | None:
+    """What comes before the answer of a request, if it says anything about that."""
+    params, thinking = request.params.structured_outputs, request.thinking
+    end = None if params is None else params.reasoning_end
+    start = "" if params is None else params.reasoning_start or ""
+    if end is None and (thinking is None or params is not None):
+        return None  # the answer begins at once
+    budget = None if thinking is None else request.params.thinking_token_budget
+    if thinking is not None and end is None:
+        end, start = thinking.end, "" if thinking.is_open else thinking.start
+    assert end is not None
+    return Reasoning(
+        tokens,
+        end.encode(),
+        start.encode(),
+        budget,
+        closing=() if thinking is None else tuple(thinking.closing_token_ids),
+        closes_at_end=params is not None,
+    )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.protocol.errors import RequestFault
 from penstock.structured.backend import Backend, Bits, Matcher
+from penstock.structured.reasoning import Phase, Reasoning, State
 
 ALL_TOKENS = -1  # every bit of an int32
 
@@ -19,26 +20,49 @@ class Misfit(RequestFault):
 
 
 class OutputGrammar:
-    """Follows the tokens of one output.
+    """Follows the tokens of one output: its `reasoning`, and then its answer.
 
-    Until `marker` has appeared, tokens are free. What a token holds behind the marker's end
-    belongs to the reasoning too.
+    Without a `matcher` the answer is free. With one, and where the reasoning may be left out, the
+    output either begins with the token `start_id` or is the answer from its first token on.
     """
 
-    def __init__(self, matcher: Matcher, tokens: Sequence[bytes], marker: bytes = b"") -> None:
+    def __init__(
+        self,
+        matcher: Matcher | None,
+        tokens: Sequence[bytes],
+        marker: bytes = b"",
+        reasoning: Reasoning | None = None,
+        start_id: int | None = None,
+    ) -> None:
         self.matcher = matcher
         self.drafts: list[int] = []  # tokens that are proposed to come next
-        self._tokens = tokens
-        self._marker = marker
-        self._tail: bytes | None = b"" if marker else None  # of the reasoning; None: it is over
+        if reasoning is None and marker:
+            reasoning = Reasoning(tokens, marker)
+        self._reasoning = reasoning
+        self._start_id = start_id
+        self._state = State(Phase.OVER) if reasoning is None else reasoning.begin()
+        self._took_answer = False  # whether the last token was the matcher's
 
     @property
-    def is_reasoning(self) -> bool:
-        return self._tail is not None
+    def is_free(self) -> bool:
+        """Whether any token may come next."""
+        if self._state.phase is Phase.OVER or self._may_begin_answer:
+            return self.matcher is None
+        return self._state.phase is not Phase.CLOSING
+
+    @property
+    def is_answer(self) -> bool:
+        """Whether what comes next is the matcher's alone to say."""
+        return self._state.phase is Phase.OVER and self.matcher is not None
 
     @property
     def is_complete(self) -> bool:
-        return self._tail is None and self.matcher.is_complete
+        return self.matcher is not None and self.is_answer and self.matcher.is_complete
+
+    @property
+    def error(self) -> str | None:
+        """Why this output can go on no more, if so."""
+        return None if self.matcher is None else self.matcher.error
 
     def accept(self, token_ids: Sequence[int]) -> int | None:
         """Take tokens that were sampled: with how many of them the output is complete.
@@ -47,8 +71,8 @@ class OutputGrammar:
         """
         for count, token_id in enumerate(token_ids, start=1):
             if not self._take(token_id):
-                if self.matcher.error is not None:
-                    raise RequestFault(f"structured_outputs failed: {self.matcher.error}")
+                if self.error is not None:
+                    raise RequestFault(f"structured_outputs failed: {self.error}")
                 raise Misfit(token_id)
             if self.is_complete:
                 return count
@@ -60,26 +84,50 @@ class OutputGrammar:
         Rows behind a draft that the grammar refuses are free: that draft will not hold.
         """
         bits[:] = ALL_TOKENS
-        before, num_taken = self._tail, 0
+        before, num_taken = self._state, 0
         for row in range(len(bits)):
-            if self._tail is None:
-                backend.fill([self.matcher], bits[row : row + 1])
+            self._fill(backend, bits[row : row + 1])
             if row == len(bits) - 1 or row >= len(self.drafts):
                 break
-            was_reasoning = self.is_reasoning
             if self.is_complete or not self._take(self.drafts[row]):
                 break
-            num_taken += not was_reasoning
-        if num_taken:
+            num_taken += self._took_answer
+        if num_taken and self.matcher is not None:
             self.matcher.rollback(num_taken)
-        self._tail = before
+        self._state = before
+
+    @property
+    def _may_begin_answer(self) -> bool:
+        """Whether reasoning may come next, or the answer without any."""
+        return self._state.phase is Phase.BEFORE and self._start_id is not None
+
+    def _fill(self, backend: Backend, bits: Bits) -> None:
+        """Fill one row, all of whose bits are set."""
+        if self.is_free:
+            return
+        forced = None if self._reasoning is None else self._reasoning.forced(self._state)
+        if forced is not None:
+            bits[:] = 0
+            _allow(bits, forced)
+            return
+        assert self.matcher is not None
+        backend.fill([self.matcher], bits)
+        if self._may_begin_answer:
+            assert self._start_id is not None
+            _allow(bits, self._start_id)
 
     def _take(self, token_id: int) -> bool:
-        if self._tail is None:
-            return self.matcher.accept(token_id)
-        self._tail += self._tokens[token_id]
-        if self._marker in self._tail:
-            self._tail = None
-        else:
-            self._tail = self._tail[-len(self._marker) :]
+        if self._may_begin_answer and token_id != self._start_id:
+            self._state = State(Phase.OVER)
+        self._took_answer = self.is_answer
+        if self._state.phase is Phase.OVER:
+            return self.matcher is None or self.matcher.accept(token_id)
+        assert self._reasoning is not None
+        self._state = self._reasoning.after(self._state, token_id)
         return True
+
+
+def _allow(bits: Bits, token_id: int) -> None:
+    """Set one token's bit in the one row."""
+    words = bits.view("uint32")
+    words[0, token_id // 32] |= 1 << (token_id % 32)

@@ -19,6 +19,11 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def special_id(self, name: str) -> int | None:
+        """The special token of this name."""
+        spelled = name.encode()
+        return next((i for i in self.special_ids if self.tokens[i] == spelled), None)
+
 
 def read_vocabulary(tokenizer: Tokenizer, size: int, end_ids: Iterable[int]) -> Vocabulary:
     """`size` is the model's own: how many logits it gives. `end_ids` are added to the tokenizer's.

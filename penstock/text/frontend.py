@@ -15,16 +15,25 @@ import msgspec
 from penstock.config import ChatConfig, ModelConfig
 from penstock.loading.source import ModelSource
 from penstock.protocol.errors import InputError, ModelError
-from penstock.protocol.request import EngineRequest
+from penstock.protocol.request import EngineRequest, ThinkingFormat
 from penstock.protocol.sampling import SamplingParams, check_int
 from penstock.text.chat import ChatTemplate, load_chat_template
 from penstock.text.output import OutputAssembler
-from penstock.text.parsing.parser import Detected, check_names, detect
+from penstock.text.parsing.parser import (
+    Detected,
+    ParserContext,
+    check_names,
+    detect,
+    reasoning_format,
+    thinking_is_open,
+)
 from penstock.text.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
 DEFAULTS_FROM_GENERATION_CONFIG = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
 )  # fmt: skip
+
+PROMPT_TAIL = 32  # tokens in which it shows whether a prompt has begun the reasoning
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,9 @@ class Frontend:
         room = self.max_model_len - len(token_ids)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
+        if params.thinking_token_budget == -1:
+            params.thinking_token_budget = None
+        thinking = self._thinking_format(params, text, token_ids)
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
         only = params.n == 1
         unasked = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -108,6 +120,7 @@ class Frontend:
                 cache_salt=cache_salt,
                 read_prefix_cache=own.prompt_logprobs is None and not self.needs_every_row,
                 output_token_ids=list(output_token_ids),
+                thinking=thinking,
             )
             for index, own in enumerate(by_child)
         ]
@@ -191,6 +204,36 @@ class Frontend:
                     name,
                 )
 
+    def _thinking_format(
+        self, params: SamplingParams, prompt: str | None, token_ids: list[int]
+    ) -> ThinkingFormat | None:
+        """How the reasoning is brought to its end, for a request that limits it."""
+        if params.thinking_token_budget is None:
+            return None
+        name, parser = "thinking_token_budget", self.parsers.reasoning
+        if parser is None or self.tokenizer is None:
+            raise InputError(
+                f"{name} needs to know how this model writes its reasoning, if it does: give the "
+                "engine a reasoning_parser",
+                name,
+            )
+        form = reasoning_format(parser)
+        if prompt is None:
+            prompt = self.tokenizer.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
+        closing = self.tokenizer.encode(form.closing, add_special_tokens=False)
+        allowed = params.allowed_token_ids
+        if allowed is not None and not set(closing) <= set(allowed):
+            raise InputError(
+                f"allowed_token_ids must hold those that end the reasoning for {name}: {closing}",
+                "allowed_token_ids",
+            )
+        return ThinkingFormat(
+            start=form.start,
+            end=form.end,
+            closing_token_ids=closing,
+            is_open=thinking_is_open(parser, ParserContext(prompt=prompt)),
+        )
+
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it is tokenized at the start of a text and after a space."""
         if not words:
@@ -209,13 +252,11 @@ def choose_parsers(config: ChatConfig, template: ChatTemplate | None) -> Detecte
     """The parsers that the operator named, else those that the template shows to be needed."""
     found = detect(template.source) if template is not None else Detected(None, None)
     reasoning, tools = config.reasoning_parser, config.tool_call_parser
+    reasoning = found.reasoning if reasoning is None else reasoning
+    tools = found.tools if tools is None else tools
     chosen = Detected(
-        reasoning=found.reasoning
-        if reasoning is None
-        else None
-        if reasoning == "none"
-        else reasoning,
-        tools=found.tools if tools is None else None if tools == "none" else tools,
+        reasoning=None if reasoning == "none" else reasoning,
+        tools=None if tools == "none" else tools,
     )
     check_names(*chosen)
     return chosen

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from penstock.protocol.outputs import CompletionOutput, RequestOutput
 from penstock.server.errors import describe_errors
-from penstock.server.openai.logprobs import LogprobFormat, prompt_logprobs, usage
+from penstock.server.openai.logprobs import LogprobFormat, chat_usage, prompt_logprobs
 from penstock.server.openai.prompts import prepare_chat
 from penstock.server.openai.protocol import (
     AssistantMessage,
@@ -23,10 +22,20 @@ from penstock.server.openai.protocol import (
     ChatLogprobs,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import EVENT_STREAM, UsageCounter
+from penstock.server.openai.stream import EVENT_STREAM
+from penstock.server.openai.tools import FunctionCall, ToolCallDelta, ToolCallReply
 from penstock.server.replies import event_stream, gone, json_response, unless_gone
 from penstock.server.service import Service
-from penstock.text.frontend import PreparedRequest
+from penstock.server.turn import Turn, TurnAnswer, TurnStep
+from penstock.text.parsing.deltas import (
+    ContentDelta,
+    Delta,
+    Message,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallBroken,
+    ToolCallStart,
+)
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -42,8 +51,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     model = service.check_model(body.model)
     service.check_capacity()
     request_id = "chatcmpl-" + (body.request_id or request.state.request_id)
-    prepared = await service.in_thread(prepare_chat, service, body, request_id)
-    answer = ChatAnswer(service, body, prepared, model, request_id)
+    turn = await service.in_thread(prepare_chat, service, body, request_id)
+    answer = ChatAnswer(service, body, turn, model, request_id)
     if body.stream:
         return await event_stream(request, answer.chunks())
     completion = await unless_gone(request, answer.whole())
@@ -57,22 +66,23 @@ class ChatAnswer:
         self,
         service: Service,
         body: ChatCompletionRequest,
-        prepared: PreparedRequest,
+        turn: Turn,
         model: str,
         request_id: str,
     ) -> None:
-        self._service = service
         self._body = body
-        self._prepared = prepared
+        self._turn = turn
         self._model = model
         self._id = request_id
         self._created = int(time.time())
-        self._usage = UsageCounter(body.stream_options)
         self._logprobs = LogprobFormat(
             service.frontend.tokenizer,
             body.top_logprobs or 0,
             bool(body.return_tokens_as_token_ids),
         )
+        options = body.stream_options
+        self._usage_at_end = bool(options and options.include_usage)
+        self._usage_always = bool(options and options.continuous_usage_stats)
         last = body.messages[-1]
         continues = bool(body.echo and body.continue_final_message)
         self._role = last.role if body.continue_final_message else "assistant"
@@ -80,75 +90,113 @@ class ChatAnswer:
 
     async def whole(self) -> ChatCompletion:
         """Everything at once, when it is finished."""
-        final: RequestOutput | None = None
-        outputs = self._service.outputs([self._prepared], self._body.timeout)
-        async with contextlib.aclosing(outputs):
-            async for _, output in outputs:
-                final = output
-        assert final is not None, "a request ends with an output"
-        num_completion = sum(len(item.token_ids) for item in final.outputs)
+        answers = await self._turn.whole()
         completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
             created=self._created,
             model=self._model,
-            choices=[self._choice(item) for item in final.outputs],
-            usage=usage(len(final.prompt_token_ids), num_completion, final.num_cached_tokens),
+            choices=[self._choice(answer) for answer in answers],
+            usage=chat_usage(self._turn.usage),
         )
-        self._add_prompt(completion, final)
+        self._add_prompt(completion)
         return completion
 
     async def chunks(self) -> AsyncGenerator[str, None]:
         """Pieces as they come: who speaks, what is said, and at the end the usage."""
         opened: set[int] = set()
-        outputs = self._service.outputs([self._prepared], self._body.timeout)
-        async with contextlib.aclosing(outputs):
-            async for _, output in outputs:
-                self._usage.count(0, output)
-                for item in output.outputs:
-                    if item.index not in opened:
-                        opening = self._opening(item.index)
-                        if not opened:
-                            self._add_prompt(opening, output)
-                        opened.add(item.index)
-                        yield opening.model_dump_json(exclude_unset=True)
-                    yield self._chunk(item).model_dump_json(exclude_unset=True)
-        if self._usage.at_end:
+        async with contextlib.aclosing(self._turn.steps()) as steps:
+            async for step in steps:
+                if step.index not in opened:
+                    opening = self._opening(step.index)
+                    if not opened:
+                        self._add_prompt(opening)
+                    opened.add(step.index)
+                    yield opening.model_dump_json(exclude_unset=True)
+                if self._says_something(step):
+                    yield self._chunk(step).model_dump_json(exclude_unset=True)
+        if self._usage_at_end:
             yield self._make_chunk([], usage_now=True).model_dump_json(exclude_unset=True)
 
-    def _choice(self, item: CompletionOutput) -> ChatChoice:
+    def _choice(self, answer: TurnAnswer) -> ChatChoice:
         choice = ChatChoice(
-            index=item.index,
-            message=AssistantMessage(role=self._role, content=self._echo + item.text, refusal=None),
-            logprobs=self._logprobs_of(item),
-            finish_reason=item.finish_reason,
-            stop_reason=item.stop_reason,
+            index=answer.index,
+            message=self._message(answer.message),
+            logprobs=self._logprobs_of(answer),
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
         )
-        if self._body.return_token_ids:
-            choice.token_ids = item.token_ids
-        if item.routed_experts is not None:
-            choice.routed_experts = encode_routed_experts(item.routed_experts)
+        self._add_tokens(choice, answer)
         return choice
+
+    def _message(self, said: Message) -> AssistantMessage:
+        content: str | None = self._echo + said.content
+        message = AssistantMessage(
+            role=self._role, content=content or (None if said.tool_calls else ""), refusal=None
+        )
+        if said.reasoning and self._body.include_reasoning is not False:
+            message.reasoning = said.reasoning
+        if said.tool_calls:
+            message.tool_calls = [
+                ToolCallReply(
+                    id=call.id,
+                    type="function",
+                    function=FunctionCall(name=call.name, arguments=call.arguments),
+                )
+                for call in said.tool_calls
+            ]
+        return message
 
     def _opening(self, index: int) -> ChatCompletionChunk:
         delta = ChatDelta(role=self._role, content=self._echo)
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
         return self._make_chunk([choice])
 
-    def _chunk(self, item: CompletionOutput) -> ChatCompletionChunk:
+    def _says_something(self, step: TurnStep) -> bool:
+        """Whether a client would miss the chunk: text may be held back until more is known."""
+        shows_tokens = self._body.return_token_ids or step.logprobs is not None
+        return bool(step.deltas or step.finish_reason or shows_tokens or self._usage_always)
+
+    def _chunk(self, step: TurnStep) -> ChatCompletionChunk:
         choice = ChatChunkChoice(
-            index=item.index,
-            delta=ChatDelta(content=item.text),
-            logprobs=self._logprobs_of(item),
-            finish_reason=item.finish_reason,
+            index=step.index,
+            delta=self._delta(step.deltas),
+            logprobs=self._logprobs_of(step),
+            finish_reason=step.finish_reason,
         )
-        if item.finish_reason is not None:
-            choice.stop_reason = item.stop_reason
-        if self._body.return_token_ids:
-            choice.token_ids = item.token_ids
-        if item.routed_experts is not None:
-            choice.routed_experts = encode_routed_experts(item.routed_experts)
+        if step.finish_reason is not None:
+            choice.stop_reason = step.stop_reason
+        self._add_tokens(choice, step)
         return self._make_chunk([choice])
+
+    def _delta(self, deltas: Sequence[Delta]) -> ChatDelta:
+        content, reasoning = "", ""
+        calls: list[ToolCallDelta] = []
+        for delta in deltas:
+            match delta:
+                case ContentDelta(text) | ToolCallBroken(text=text):
+                    content += text
+                case ReasoningDelta(text):
+                    reasoning += text
+                case ToolCallStart(index, call_id, name):
+                    function = FunctionCall(name=name, arguments="")
+                    calls.append(
+                        ToolCallDelta(index=index, id=call_id, type="function", function=function)
+                    )
+                case ToolCallArguments(index, text):
+                    if calls and calls[-1].index == index:
+                        calls[-1].function.arguments += text
+                    else:
+                        function = FunctionCall(arguments=text)
+                        calls.append(ToolCallDelta(index=index, function=function))
+        made = ChatDelta()
+        if reasoning and self._body.include_reasoning is not False:
+            made.reasoning = reasoning
+        if calls:
+            made.tool_calls = calls
+        if content or not (reasoning or calls):
+            made.content = content
+        return made
 
     def _make_chunk(
         self, choices: list[ChatChunkChoice], usage_now: bool = False
@@ -160,18 +208,26 @@ class ChatAnswer:
             model=self._model,
             choices=choices,
         )
-        if usage_now or self._usage.in_every_chunk:
-            chunk.usage = self._usage.so_far()
-        elif self._usage.at_end:
+        if usage_now or self._usage_always:
+            chunk.usage = chat_usage(self._turn.usage)
+        elif self._usage_at_end:
             chunk.usage = None
         return chunk
 
-    def _logprobs_of(self, item: CompletionOutput) -> ChatLogprobs | None:
+    def _logprobs_of(self, item: TurnAnswer | TurnStep) -> ChatLogprobs | None:
         return None if item.logprobs is None else self._logprobs.chat(item.logprobs)
 
-    def _add_prompt(self, reply: ChatCompletion | ChatCompletionChunk, out: RequestOutput) -> None:
-        """What was asked to be said about the prompt."""
-        if out.prompt_logprobs is not None:
-            reply.prompt_logprobs = prompt_logprobs(out.prompt_logprobs)
+    def _add_tokens(
+        self, choice: ChatChoice | ChatChunkChoice, item: TurnAnswer | TurnStep
+    ) -> None:
         if self._body.return_token_ids:
-            reply.prompt_token_ids = out.prompt_token_ids
+            choice.token_ids = item.token_ids
+        if item.routed_experts is not None:
+            choice.routed_experts = encode_routed_experts(item.routed_experts)
+
+    def _add_prompt(self, reply: ChatCompletion | ChatCompletionChunk) -> None:
+        """What was asked to be said about the prompt."""
+        if self._turn.prompt_logprobs is not None:
+            reply.prompt_logprobs = prompt_logprobs(self._turn.prompt_logprobs)
+        if self._body.return_token_ids:
+            reply.prompt_token_ids = self._turn.prompt_token_ids

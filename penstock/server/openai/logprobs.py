@@ -9,12 +9,14 @@ from penstock.server.openai.protocol import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,
+    CompletionTokensDetails,
     PromptLogprobs,
     PromptTokensDetails,
     TokenLogprob,
     TopLogprob,
     Usage,
 )
+from penstock.server.turn import TurnUsage
 from penstock.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity
@@ -114,6 +116,12 @@ def usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:
         total_tokens=num_prompt + num_completion,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
     )
+
+
+def chat_usage(counted: TurnUsage) -> Usage:
+    made = usage(counted.num_prompt, counted.num_completion, counted.num_cached)
+    made.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=counted.num_reasoning)
+    return made
 
 
 def _finite(entry: Logprob) -> float:

@@ -11,7 +11,6 @@ from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.server.openai.protocol import (
     ChatCompletionRequest,
-    ChatTemplateBody,
     CompletionRequest,
     GenerationBody,
 )
@@ -66,6 +65,8 @@ def chat_params(
         options["logprobs"] = body.top_logprobs or 0
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     options["max_tokens"] = most
+    if body.thinking_token_budget is not None:
+        options["thinking_token_budget"] = body.thinking_token_budget
     return _override(defaults, options)
 
 
@@ -107,30 +108,19 @@ def _refuse_unsupported(body: GenerationBody) -> None:
     if isinstance(body, CompletionRequest):
         unsupported["suffix"] = body.suffix
     if isinstance(body, ChatCompletionRequest):
-        refuse_in_template(body)
         unsupported["functions"] = body.functions
         unsupported["audio"] = body.audio
-        for name in ("tool_choice", "function_call"):
-            if getattr(body, name) not in (None, "none", "auto"):
-                unsupported[name] = True
+        if body.function_call not in (None, "none", "auto"):
+            unsupported["function_call"] = True
         if set(body.modalities or []) - {"text"}:
             unsupported["modalities"] = True
     for name, value in unsupported.items():
         if value:
-            raise InputError(f"{name} is not supported by this model: leave it out", name)
+            remedy = "use tools" if name.startswith("function") else "leave it out"
+            raise InputError(f"{name} is not supported by this model: {remedy}", name)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InputError(
             f"best_of is not supported: leave it out or make it n ({body.n or 1}), "
             f"got {body.best_of}",
             "best_of",
-        )
-
-
-def refuse_in_template(body: ChatTemplateBody) -> None:
-    if body.tools:
-        raise InputError("tools is not supported by this model: leave it out", "tools")
-    if body.chat_template is not None:
-        raise InputError(
-            "chat_template is not taken from requests: start the server with --chat-template",
-            "chat_template",
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.protocol.choice import why_no_token
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import SamplingParams
 from penstock.server.openai.params import chat_params, completion_params
@@ -17,24 +16,56 @@ from penstock.server.openai.protocol import (
     GenerationBody,
     Prompt,
 )
+from penstock.server.openai.tools import read_tool_choice, read_tools
+from penstock.server.prepare import RunOptions, Truncation, prepare_request
 from penstock.server.service import Service
-from penstock.text.frontend import Frontend, PreparedRequest
+from penstock.server.turn import Turn, TurnRequest, prepare_turn
+from penstock.text.frontend import PreparedRequest
 
 FIELDS_OF_THEIR_OWN = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+    "chat_template",
 )  # fmt: skip
 
 
-def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str) -> PreparedRequest:
+def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str) -> Turn:
     try:
         params = chat_params(body, service.frontend.default_params, service.server_config)
-        prompt = render(service.frontend, body.messages, body)
-        special = bool(body.add_special_tokens)
-        return _prepare(service, body, prompt, params, special, request_id)
+        return prepare_turn(service, turn_request(body, body.messages, params), request_id)
     except InputError as error:
         if error.field == "logprobs":  # which is how many of them, in every other place
             raise InputError(f"top_{error}", "top_logprobs") from error
         raise
+
+
+def turn_request(
+    body: ChatTemplateBody, messages: Sequence[ChatMessage], params: SamplingParams
+) -> TurnRequest:
+    """The turn that a body asks for; of one that generates nothing, what its prompt depends on."""
+    kwargs: dict[str, Any] = body.chat_template_kwargs or {}
+    for name in FIELDS_OF_THEIR_OWN:
+        if name in kwargs:
+            raise InputError(
+                f"chat_template_kwargs must not hold {name}, which is a field by itself",
+                "chat_template_kwargs",
+            )
+    tools = read_tools(body.tools)
+    asks = body if isinstance(body, ChatCompletionRequest) else None
+    special = bool(body.add_special_tokens)
+    return TurnRequest(
+        messages=[message.model_dump(exclude_unset=True) for message in messages],
+        params=params,
+        tools=tools,
+        tool_choice=read_tool_choice(asks.tool_choice if asks else None, bool(tools)),
+        parallel_tool_calls=asks is None or asks.parallel_tool_calls is not False,
+        reasoning_effort=body.reasoning_effort,
+        template_kwargs=kwargs,
+        chat_template=body.chat_template,
+        documents=body.documents,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=bool(body.continue_final_message),
+        options=run_options(asks, special) if asks else RunOptions(special),
+    )
 
 
 def prepare_completions(
@@ -47,9 +78,9 @@ def prepare_completions(
         raise InputError(
             f"prompt may hold at most {most} prompts here, got {len(prompts)}", "prompt"
         )
-    special = body.add_special_tokens is not False
+    options = run_options(body, add_special_tokens=body.add_special_tokens is not False)
     try:
-        return [_prepare(service, body, prompt, params, special, request_id) for prompt in prompts]
+        return [prepare_request(service, prompt, params, request_id, options) for prompt in prompts]
     except InputError as error:
         if error.field == "prompt_token_ids":  # which are a prompt, too, in this API
             raise InputError(
@@ -69,72 +100,14 @@ def as_prompts(prompt: Prompt | list[str] | list[list[int]]) -> Sequence[str | l
     return prompt
 
 
-def render(frontend: Frontend, messages: Sequence[ChatMessage], body: ChatTemplateBody) -> str:
-    """The prompt of a conversation, through the model's chat template."""
-    kwargs: dict[str, Any] = body.chat_template_kwargs or {}
-    for name in FIELDS_OF_THEIR_OWN:
-        if name in kwargs:
-            raise InputError(
-                f"chat_template_kwargs must not hold {name}, which is a field by itself",
-                "chat_template_kwargs",
-            )
-    try:
-        return frontend.render_chat(
-            [message.model_dump(exclude_unset=True) for message in messages],
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=bool(body.continue_final_message),
-            **({"documents": body.documents} if body.documents else {}),
-            **kwargs,
-        )
-    except RecursionError as error:
-        raise InputError(
-            "messages, documents and chat_template_kwargs must be nested less deeply", "messages"
-        ) from error
-
-
-def _prepare(
-    service: Service,
-    body: GenerationBody,
-    prompt: str | list[int],
-    params: SamplingParams,
-    add_special_tokens: bool,
-    request_id: str,
-) -> PreparedRequest:
-    frontend = service.frontend
-    if body.truncate_prompt_tokens is not None:
-        prompt = _truncate(frontend, body, prompt, params, add_special_tokens)
-    prepared = frontend.prepare(
-        service.engine_id(request_id),
-        prompt,
-        params,
+def run_options(body: GenerationBody, add_special_tokens: bool) -> RunOptions:
+    keep, truncation = body.truncate_prompt_tokens, None
+    if keep is not None:
+        truncation = Truncation(keep, body.truncation_side or "left")
+    return RunOptions(
         add_special_tokens=add_special_tokens,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        truncation=truncation,
+        timeout_s=body.timeout,
     )
-    child = prepared.children[0]
-    if wrong := why_no_token(child, child.prompt_token_ids, frontend.vocab_size):
-        raise wrong  # now, rather than when the engine finds out
-    return prepared
-
-
-def _truncate(
-    frontend: Frontend,
-    body: GenerationBody,
-    prompt: str | list[int],
-    params: SamplingParams,
-    add_special_tokens: bool,
-) -> list[int]:
-    keep = body.truncate_prompt_tokens
-    assert keep is not None
-    if keep == -1:
-        keep = max(frontend.max_model_len - (params.max_tokens or 1), 1)
-    if keep < 1:
-        raise InputError(
-            f"truncate_prompt_tokens must be at least 1, or -1, got {keep}",
-            "truncate_prompt_tokens",
-        )
-    if isinstance(prompt, str):
-        if frontend.tokenizer is None:
-            raise InputError("prompt must be token ids: this server has no tokenizer", "prompt")
-        prompt = frontend.tokenizer.encode(prompt, add_special_tokens)
-    return prompt[:keep] if body.truncation_side == "right" else prompt[-keep:]

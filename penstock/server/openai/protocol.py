@@ -8,37 +8,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-class Body(BaseModel):
-    """A request: values must have the declared types, nothing is converted."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
-
-
-class Reply(BaseModel):
-    model_config = ConfigDict(protected_namespaces=())
-
+from penstock.server.openai.base import Body, Reply, Text, TokenId
+from penstock.server.openai.tools import (
+    MessageToolCall,
+    NamedToolChoice,
+    ToolCallDelta,
+    ToolCallReply,
+    ToolDefinition,
+)
 
 # -- requests
 
-
-def _check_unicode(text: str) -> str:
-    """JSON can spell halves of characters, which nothing behind this can encode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError(
-            "unicode", "must be valid Unicode, without lone surrogates"
-        ) from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_check_unicode)]
 Prompt = Text | list[TokenId]
 # What X-Request-Id may be, too: it is written to the log.
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
@@ -165,6 +147,10 @@ class ChatMessage(Body):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Annotated[Text, Field(min_length=1)]
     content: Text | list[ContentPart] | None = None
+    reasoning: Text | None = Field(None, description="What the assistant thought; for templates.")
+    reasoning_content: Text | None = Field(None, description="Another name of reasoning.")
+    tool_calls: list[MessageToolCall] | None = Field(None, description="Of an assistant's message.")
+    tool_call_id: Text | None = Field(None, description="Of a tool's: the call that it answers.")
 
 
 class ChatTemplateBody(Body):
@@ -179,8 +165,13 @@ class ChatTemplateBody(Body):
         None, description="For the model's chat template."
     )
     documents: list[dict[str, Any]] | None = None
-    chat_template: Text | None = Field(None, description="Not supported: an engine option.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Not supported.")
+    chat_template: Text | None = Field(
+        None, description="A Jinja template, where the server trusts requests with that."
+    )
+    tools: list[ToolDefinition] | None = Field(None, description="Functions the model may call.")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        Field(None, description="For the chat template; none: do not think, where it can be told.")
+    )
 
 
 class ChatCompletionRequest(GenerationBody, ChatTemplateBody):
@@ -191,7 +182,14 @@ class ChatCompletionRequest(GenerationBody, ChatTemplateBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="How many most likely tokens to report.")
     echo: bool | None = Field(None, description="Begin with the last message if it is continued.")
-    tool_choice: Text | dict[str, Any] | None = Field(None, description="Only none and auto.")
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+        None, description="auto by default: the model decides. required and a function: enforced."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Off: at most one call.")
+    include_reasoning: bool | None = Field(None, description="Off: leave the reasoning out.")
+    thinking_token_budget: int | None = Field(
+        None, description="Most tokens of reasoning: then it is brought to its end; -1: no limit."
+    )
     functions: list[dict[str, Any]] | None = Field(None, description="Not supported.")
     function_call: Text | dict[str, Any] | None = Field(None, description="Only none and auto.")
     modalities: list[Text] | None = Field(None, description="Only text.")
@@ -218,11 +216,16 @@ class PromptTokensDetails(Reply):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Reply):
+    reasoning_tokens: int
+
+
 class Usage(Reply):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class TokenLogprob(Reply):
@@ -278,8 +281,10 @@ class ChatLogprobs(Reply):
 
 class AssistantMessage(Reply):
     role: str
-    content: str
+    content: str | None
     refusal: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallReply] | None = None
 
 
 class ChatChoice(Reply):
@@ -306,6 +311,8 @@ class ChatCompletion(Reply):
 class ChatDelta(Reply):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Reply):

@@ -6,8 +6,7 @@ from fastapi import APIRouter, Request
 
 from penstock.protocol.errors import InputError
 from penstock.server.errors import describe_errors
-from penstock.server.openai.params import refuse_in_template
-from penstock.server.openai.prompts import render
+from penstock.server.openai.prompts import turn_request
 from penstock.server.openai.protocol import (
     DetokenizeReply,
     DetokenizeRequest,
@@ -15,6 +14,7 @@ from penstock.server.openai.protocol import (
     TokenizeRequest,
 )
 from penstock.server.service import Service
+from penstock.server.turn import render_turn
 from penstock.text.frontend import Frontend
 from penstock.text.tokenizer import Tokenizer
 
@@ -26,7 +26,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeReply:
     """The token ids of a prompt, or of a conversation as the model would see it."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    return await service.in_thread(_tokenize, service.frontend, body)
+    return await service.in_thread(_tokenize, service, body)
 
 
 @router.post("/detokenize", responses=describe_errors(400, 401, 404, 413))
@@ -37,13 +37,13 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeRep
     return await service.in_thread(_detokenize, service.frontend, body)
 
 
-def _tokenize(frontend: Frontend, body: TokenizeRequest) -> TokenizeReply:
+def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeReply:
+    frontend = service.frontend
     tokenizer = _tokenizer(frontend)
     if (body.prompt is None) == (body.messages is None):
         raise InputError("give either prompt or messages", "prompt")
     if body.messages is not None:
-        refuse_in_template(body)
-        text = render(frontend, body.messages, body)
+        text = render_turn(service, turn_request(body, body.messages, frontend.default_params))
         token_ids = tokenizer.encode(text, bool(body.add_special_tokens))
     else:
         assert body.prompt is not None

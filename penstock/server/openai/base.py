@@ -1,0 +1,34 @@
+"""What all bodies and replies are made of."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class Body(BaseModel):
+    """A request: values must have the declared types, nothing is converted."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+class Reply(BaseModel):
+    model_config = ConfigDict(protected_namespaces=())
+
+
+def _check_unicode(text: str) -> str:
+    """JSON can spell halves of characters, which nothing behind this can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError(
+            "unicode", "must be valid Unicode, without lone surrogates"
+        ) from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]

@@ -1,0 +1,98 @@
+"""Tools in the form of OpenAI's chat: what requests say about them, and what calls look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from penstock.protocol.errors import InputError
+from penstock.server.openai.base import Body, Reply, Text
+from penstock.server.turn import NamedTool, ToolChoice
+from penstock.text.parsing.formats import Tool
+
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
+
+
+class FunctionDefinition(Body):
+    name: ToolName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(
+        None, description="A JSON schema of the arguments; none without one."
+    )
+    strict: bool | None = Field(None, description="Accepted: calls that are enforced always are.")
+
+
+class ToolDefinition(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Body):
+    name: Text
+
+
+class NamedToolChoice(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(Body):
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: Text
+    arguments: Text | dict[str, Any] | None = Field(None, description="JSON text.")
+
+
+class MessageToolCall(Body):
+    """A call that the assistant made earlier in the conversation."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    id: Text | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class FunctionCall(Reply):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallReply(Reply):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class ToolCallDelta(Reply):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+def read_tools(given: Sequence[ToolDefinition] | None) -> list[Tool]:
+    """The tools of a request; InputError if two have one name."""
+    tools = []
+    for definition in given or ():
+        function = definition.function
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        tools.append(Tool(function.name, parameters, function.description or ""))
+    check_names_differ(tools)
+    return tools
+
+
+def check_names_differ(tools: Sequence[Tool]) -> None:
+    names = [tool.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"tools must have names of their own, got {name!r} twice", "tools")
+
+
+def read_tool_choice(given: str | NamedToolChoice | None, has_tools: bool) -> ToolChoice:
+    """By default the model decides, if there is anything to decide."""
+    if isinstance(given, NamedToolChoice):
+        return NamedTool(given.function.name)
+    if given in ("none", "auto", "required"):
+        return given  # type: ignore[return-value]
+    return "auto" if has_tools else "none"
