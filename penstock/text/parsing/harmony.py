@@ -42,13 +42,18 @@ class Harmony(ToolFormat):
             stream.record()
             try:
                 header = yield from self._read_header(stream)
-            except (Malformed, Truncated):
+            except Malformed:
                 # Without a header this is no message: pass it on, and look for the next one.
                 out.reasoning_is_over = True
                 out.content(stream.stop_recording())
                 if (yield from stream.until((START,), out.content)) is None:
                     return
                 continue
+            except Truncated:
+                text = stream.stop_recording() + stream.take_rest()
+                if not any(marker in text for marker in self.markers):
+                    out.content(text)  # else it is the beginning of a header
+                return
             stream.stop_recording()
             yield from self._read_message(stream, out, header)
             yield from stream.skip_space()

@@ -183,20 +183,21 @@ def call_grammar(
 
 def reasoning_format(reasoning: str) -> ReasoningFormat:
     """The markers of the reasoning parser called `reasoning`."""
-    check_names(reasoning, None)
-    found = _load(REASONING_PARSERS[reasoning])
-    return found if isinstance(found, ReasoningFormat) else _format_of(found)
+    found = _reasoning(reasoning)
+    return found if isinstance(found, ReasoningFormat) else found.format
 
 
 def thinking_is_open(reasoning: str, context: ParserContext) -> bool:
     """Whether the prompt has begun the reasoning, so that the output starts in its middle."""
-    check_names(reasoning, None)
-    found = _load(REASONING_PARSERS[reasoning])
+    found = _reasoning(reasoning)
     return not isinstance(found, ReasoningFormat) and _is_open(found, context)
 
 
-def _format_of(tags: ReasoningTags) -> ReasoningFormat:
-    return tags.format
+def _reasoning(name: str) -> ReasoningTags | ReasoningFormat:
+    """Markers; or only their description, for harmony, which has a parser of its own."""
+    check_names(name, None)
+    found: ReasoningTags | ReasoningFormat = _load(REASONING_PARSERS[name])
+    return found
 
 
 def _is_open(tags: ReasoningTags, context: ParserContext) -> bool:

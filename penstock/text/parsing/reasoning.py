@@ -7,7 +7,7 @@ templates write the opening marker themselves, or write both where thinking is o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.text.parsing.emitter import Emitter
@@ -32,12 +32,10 @@ class ReasoningTags:
     begins_open: bool = False
     open_by: tuple[str, ...] = ()
     frame: tuple[str, str] | None = None
-    markers: frozenset[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "markers", frozenset((*self.starts, *self.ends, *self.stops, *(self.frame or ())))
-        )
+    @property
+    def markers(self) -> frozenset[str]:
+        return frozenset((*self.starts, *self.ends, *self.stops, *(self.frame or ())))
 
     @property
     def format(self) -> ReasoningFormat:

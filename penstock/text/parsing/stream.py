@@ -66,6 +66,10 @@ class Stream:
             self._recorded.append(text)
         return text
 
+    def take_rest(self) -> str:
+        """All that is there."""
+        return self.take(self._num_unread)
+
     def put_back(self, text: str) -> None:
         """Unread `text`, which must be what was taken just now."""
         self._at -= len(text)

@@ -106,6 +106,18 @@ def test_a_malformed_harmony_call_is_text() -> None:
     assert message.tool_calls == []
 
 
+def test_harmony_that_is_cut_off_in_a_header_shows_none_of_it() -> None:
+    message = "<|channel|>final<|message|>Hello.<|end|>"
+    for header in ("<|start|>", "<|start|>assist", "<|start|>assistant<|channel|>comm"):
+        assert parse(message + header, tools="openai").content == "Hello."
+
+
+def test_harmony_without_any_header_is_content() -> None:
+    assert parse("Hello.", tools="openai").content == "Hello."
+    long = "Hello. " * 100
+    assert parse(long, tools="openai").content == long
+
+
 def test_a_good_call_after_a_malformed_one_counts() -> None:
     text = 'So:\n<tool_call>oops</tool_call>\n<tool_call>{"name": "now"}</tool_call>'
     message = parse(text, tools="hermes")
