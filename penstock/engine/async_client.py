@@ -283,15 +283,22 @@ class AsyncEngineClient:
     def _on_death(self, death: Death) -> Aftermath:
         """Find who may have killed the engine; everyone will be sent again."""
         had_progress, self._had_progress, self.stats = self._had_progress, False, None
+        on_engine = [i for i in self.records if i not in self._held]
+        on_engine += [i for i in self.records if i == self._quarantine.on_trial]
+        executing = death.executing
+        if not executing and not had_progress and self._supervisor.num_failures:
+            # Twice in a row it died before a step, with these to run: one may be too much for it
+            # before it gets that far.
+            executing = frozenset(on_engine)
         suspects = [
             request_id
             for request_id, record in self.records.items()
-            if request_id in death.executing and not record.has_tokens_since_death
+            if request_id in executing and not record.has_tokens_since_death
         ]
-        for request_id, record in self.records.items():
-            if request_id not in self._held or request_id == self._quarantine.on_trial:
-                record.num_deaths += 1
-                record.is_interrupted = True
+        for request_id in on_engine:
+            self.records[request_id].num_deaths += 1
+            self.records[request_id].is_interrupted = True
+        for record in self.records.values():
             record.num_tokens_at_death = len(record.token_ids)
         self._held = dict.fromkeys(self.records)
         accused, convict, was_alone = self._quarantine.on_death(suspects)

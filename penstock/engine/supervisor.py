@@ -143,6 +143,11 @@ class Supervisor:
         watch = HangWatch(self._config.engine_heartbeat_timeout_s, self._config.step_timeout_s)
         return EngineHandle(self._on_outputs, watch)
 
+    @property
+    def num_failures(self) -> int:
+        """Deaths in a row, up to the last one, that brought nothing and that nobody explains."""
+        return self._policy.num_failures
+
     async def load(self, config: EngineConfig) -> EngineInfo:
         """Have the first engine load its model, and supervise it from then on.
 

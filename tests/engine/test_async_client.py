@@ -1,0 +1,243 @@
+"""The client's bookkeeping, against an engine that says what the test wants it to say."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.config import ServerConfig
+from penstock.engine import messages
+from penstock.engine.async_client import AsyncEngineClient, DeltaStream
+from penstock.engine.handle import Death
+from penstock.engine.messages import EngineInfo, Outputs
+from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.errors import CrashFault, EngineDeadError
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.sampling import SamplingParams
+
+INFO = EngineInfo(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64, num_kv_blocks=64)
+decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
+
+
+class FakeEngine:
+    """Keeps what it is sent, as (kind, request id, output tokens)."""
+
+    def __init__(self) -> None:
+        self.is_ready = True
+        self.sent: list[tuple[Any, ...]] = []
+
+    def send(self, kind: bytes, *frames: bytes) -> None:
+        if kind == messages.ADD:
+            request = decode_request(frames[1])
+            assert request.request_id == frames[0].decode()
+            self.sent.append(("add", request.request_id, request.output_token_ids))
+        elif kind == messages.FINISH:
+            self.sent += [("finish", i) for i in messages.decode_finish(frames[0]).request_ids]
+
+    def take(self) -> list[tuple[Any, ...]]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+class FakeSupervisor:
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.lost: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
+        self.num_failures = 0
+
+
+class Bench:
+    """A client with a fake engine, and what its observers were told."""
+
+    def __init__(self, max_request_crashes: int = 2) -> None:
+        self.supervisor = FakeSupervisor()
+        self.told: list[str] = []
+        self.client = AsyncEngineClient(ServerConfig(max_request_crashes=max_request_crashes))
+        self.client._supervisor = self.supervisor  # type: ignore[assignment]
+        self.client.observers.append(self)  # type: ignore[arg-type]
+        self.client._on_ready(INFO)
+        self.told.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        assert name.startswith("on_"), name
+        return lambda *_: self.told.append(name)
+
+    @property
+    def engine(self) -> FakeEngine:
+        return self.supervisor.engine
+
+    def submit(self, *request_ids: str) -> DeltaStream:
+        params = SamplingParams(max_tokens=16)
+        return self.client.submit(
+            [
+                EngineRequest(request_id=i, prompt_token_ids=[1], params=params, seed=1)
+                for i in request_ids
+            ]
+        )
+
+    def say(self, request_id: str, *token_ids: int, **options: Any) -> None:
+        delta = EngineDelta(request_id=request_id, token_ids=list(token_ids), **options)
+        self.client._on_outputs(Outputs([delta]))
+
+    def die(self, *executing: str) -> bool:
+        """The engine dies; whether one request explains it."""
+        self.engine.is_ready = False
+        died = Death("signal 9", None, frozenset(executing), uptime_s=1.0)
+        return self.client._on_death(died).is_explained
+
+    def revive(self) -> list[tuple[Any, ...]]:
+        """Another engine is ready; what it is sent."""
+        self.supervisor.engine = FakeEngine()
+        self.client._on_ready(INFO)
+        return self.engine.take()
+
+
+def on_a_loop(test: Any) -> Any:
+    """Run an async test."""
+
+    def run() -> None:
+        asyncio.run(test())
+
+    run.__name__ = test.__name__
+    return run
+
+
+@on_a_loop
+async def test_requests_go_on_after_the_tokens_they_have() -> None:
+    bench = Bench()
+    bench.submit("a", "b")
+    bench.submit("c")
+    bench.engine.take()
+    bench.say("a", 5, 6)
+    bench.say("b", 7)
+    bench.say("b", 8, finish_reason=FinishReason.STOP)
+    bench.die()
+    assert not bench.client.is_healthy
+    bench.submit("d")  # waits
+    assert bench.engine.take() == []
+    assert bench.revive() == [("add", "a", [5, 6]), ("add", "c", []), ("add", "d", [])]
+    assert bench.told.count("on_restart") == 1
+    assert bench.told.count("on_replay") == 2  # d was never on the engine that died
+    bench.say("a", 9)
+    bench.die()
+    assert bench.revive()[0] == ("add", "a", [5, 6, 9])
+
+
+@on_a_loop
+async def test_a_stream_sees_every_token_once() -> None:
+    bench = Bench()
+    stream = bench.submit("a")
+    bench.say("a", 5)
+    bench.die("a")
+    bench.revive()
+    bench.say("a", 6, finish_reason=FinishReason.STOP)
+    batches = [deltas async for deltas in stream]
+    assert [token for deltas in batches for delta in deltas for token in delta.token_ids] == [5, 6]
+    assert not bench.client.records
+
+
+@on_a_loop
+async def test_those_with_tokens_since_the_last_death_are_not_suspected() -> None:
+    bench = Bench()
+    bench.submit("a", "b")
+    bench.say("a", 5)
+    bench.say("b", 6)
+    assert not bench.die("a", "b")
+    assert len(bench.revive()) == 2  # both at once
+    assert not bench.die("a")  # again, and this time without having got on
+    assert bench.revive() == [("add", "a", [5])]
+    assert bench.told.count("on_quarantine") == 1
+
+
+@on_a_loop
+async def test_suspects_run_alone_one_after_the_other() -> None:
+    bench = Bench()
+    bench.submit("a", "b", "c")
+    bench.engine.take()
+    bench.say("c", 1)
+    bench.die("a", "b", "c")
+    assert bench.revive() == [("add", "a", [])]
+    bench.submit("new")
+    assert bench.engine.take() == []
+    bench.say("a", 5)
+    assert bench.engine.take() == [("finish", "a")]
+    bench.say("a", 6)  # was on its way
+    assert bench.engine.take() == []
+    bench.say("a", finish_reason=FinishReason.ABORT)
+    assert bench.engine.take() == [("add", "b", [])]
+    bench.say("b", 7, finish_reason=FinishReason.LENGTH)  # has all it wanted
+    assert bench.engine.take() == [("add", "a", [5, 6]), ("add", "c", [1]), ("add", "new", [])]
+    assert "b" not in bench.client.records
+
+
+@on_a_loop
+async def test_one_that_kills_the_engine_alone_fails_and_says_so() -> None:
+    bench = Bench(max_request_crashes=2)
+    poison, good = bench.submit("poison"), bench.submit("good")
+    bench.die("poison", "good")
+    assert bench.revive() == [("add", "poison", [])]
+    assert bench.die("poison")
+    assert bench.revive() == [("add", "poison", [])]
+    assert bench.die("poison")
+    with pytest.raises(CrashFault, match="crashed the engine 3 times, 2 of them with no other"):
+        await poison.__anext__()
+    assert bench.revive() == [("add", "good", [])]
+    bench.say("good", 1, finish_reason=FinishReason.STOP)
+    assert len(await good.__anext__()) == 1
+
+
+@on_a_loop
+async def test_a_suspect_that_leaves_makes_room() -> None:
+    bench = Bench()
+    a, _b = bench.submit("a"), bench.submit("b")
+    bench.die("a", "b")
+    bench.revive()
+    a.close()
+    assert bench.engine.take() == [("finish", "a"), ("add", "b", [])]
+    bench.say("a", finish_reason=FinishReason.ABORT)  # of a request that nobody waits for
+    assert bench.engine.take() == []
+
+
+@on_a_loop
+async def test_one_that_is_too_much_before_any_step_is_found_as_well() -> None:
+    bench = Bench(max_request_crashes=1)
+    stream = bench.submit("a")
+    bench.submit("b")
+    assert not bench.die()
+    bench.supervisor.num_failures = 1
+    assert len(bench.revive()) == 2
+    assert not bench.die()
+    assert bench.revive() == [("add", "a", [])]
+    assert bench.die()
+    with pytest.raises(CrashFault):
+        await stream.__anext__()
+    assert bench.revive() == [("add", "b", [])]
+
+
+@on_a_loop
+async def test_how_much_of_a_prompt_was_cached_is_settled_by_the_first_engine() -> None:
+    bench = Bench()
+    stream = bench.submit("a")
+    bench.say("a", 5, num_cached_tokens=16)
+    bench.die()
+    bench.revive()
+    bench.say("a", 6, num_cached_tokens=48, finish_reason=FinishReason.STOP)
+    (first, second) = await stream.__anext__()
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (16, 16)
+
+
+@on_a_loop
+async def test_when_the_engine_is_lost_everyone_hears_of_it() -> None:
+    bench = Bench()
+    stream = bench.submit("a")
+    bench.die()
+    error = EngineDeadError("for good")
+    bench.supervisor.lost.set_result(error)
+    bench.client._fail_all(error)
+    with pytest.raises(EngineDeadError, match="for good"):
+        await stream.__anext__()
+    with pytest.raises(EngineDeadError):
+        bench.submit("b")
