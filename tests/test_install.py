@@ -68,10 +68,11 @@ def test_the_package_is_there_without_the_library(installed: Path) -> None:
 def test_models_run_on_torch_and_the_log_says_so(installed: Path, default_model: str) -> None:
     result = run(installed, "-c", GENERATE, default_model)
     assert result.stdout.split() == ["4"]
-    assert "The C++ library for CPUs is not built" in result.stderr
-    assert str(installed) in result.stderr
+    assert "The C++ library for CPUs is not used: not built" in result.stderr
+    assert "Models run on plain torch" in result.stderr
 
 
 def test_collect_env_says_so(installed: Path) -> None:
     environment = json.loads(run(installed, "-m", "penstock", "collect-env", "--json").stdout)
-    assert environment["cpu_library"] == "not built; models run on plain torch"
+    assert environment["cpu_library"].startswith("not built")
+    assert environment["cpu_library"].endswith("models run on plain torch")

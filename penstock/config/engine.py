@@ -30,7 +30,7 @@ class CacheConfig:
         "auto",
         "Type of keys and values in the cache; auto: the model's, float16 where weights are "
         "computed with in blocks; int8, on a CPU: half of float16's memory and a float32 scale for "
-        "each head of a token, for a loss that docs/benchmarks.md measures.",
+        "each head of a token, for a loss that docs/cpu.md measures.",
     )
     enable_prefix_caching: bool = option(
         True, "Keep blocks of finished requests and reuse them for prompts that begin alike."
