@@ -32,6 +32,7 @@ KINDS: list[Body] = [
     {**SEEDED, "seed": 12, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 120, "seed": 3, "n": 2,
      "logprobs": True, "top_logprobs": 2, "temperature": 0.9, "ignore_eos": True},
+    {**SEEDED, "seed": 14, "structured_outputs": {"regex": "([a-z]{3} )*"}, "max_tokens": 120},
     {**SEEDED, "stream": False, "seed": 13, "n": 2, "logprobs": 1},
 ]  # fmt: skip
 
