@@ -1,16 +1,14 @@
 """A mixture of experts in place of an MLP: the router, the experts it chooses from, shared ones.
 
 Which implementation computes the experts is decided when the layer is constructed: the first of
-`IMPLEMENTATIONS` that does not refuse. The debug log says which it is, and why the ones before it
-are not.
+`IMPLEMENTATIONS` that does not refuse. `Experts.choice` says which it is, and why the ones before
+it are not; models put it into the debug log.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import nn
@@ -22,8 +20,6 @@ from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, run_by_expert
 from penstock.protocol.errors import ConfigError
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,8 @@ class Experts(nn.Module):
         self.routing = config.routing
         self.record: torch.Tensor | None = None  # [rows, top_k]: where choices are to be left
         self.gate = Router(build, config)
-        self.experts = make_experts(build, config)
+        implementation, self.choice = choose_implementation(build, config)
+        self.experts = implementation.make(build, config)
         self.shared_expert = self.shared_expert_gate = None
         if config.shared_size:
             self.shared_expert = GatedMLP(build, config.hidden_size, config.shared_size)
@@ -250,19 +247,12 @@ IMPLEMENTATIONS = (
 )
 
 
-def make_experts(build: Build, config: ExpertsConfig) -> nn.Module:
-    """The experts' weights with the first implementation that takes them."""
+def choose_implementation(build: Build, config: ExpertsConfig) -> tuple[Implementation, str]:
+    """The first implementation that takes them, and why it is that one."""
     refused: list[str] = []
     for implementation in IMPLEMENTATIONS:
         reason = implementation.refusal(build, config)
         if reason is None:
-            _log_choice(config, implementation.name, "; ".join(refused))
-            return implementation.make(build, config)
+            return implementation, "; ".join([implementation.name, *refused])
         refused.append(f"not {implementation.name.partition(':')[0]}: {reason}")
     raise AssertionError("the last one takes everything")
-
-
-@lru_cache(maxsize=64)
-def _log_choice(config: ExpertsConfig, name: str, refused: str) -> None:
-    """Once, not for each of a model's layers."""
-    logger.debug("Experts (%s): %s%s", config, name, f"; {refused}" if refused else "")

@@ -3,6 +3,7 @@ attention and MLP differ."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Protocol
 
@@ -13,11 +14,14 @@ from penstock.layers.attention import Attention
 from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.experts import Experts
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.models.base import Hidden, WeightTable
 from penstock.models.config import DecoderConfig
 from penstock.protocol.kv import KVCacheSpec
+
+logger = logging.getLogger(__name__)
 
 
 class FusedLayer(Protocol):
@@ -93,6 +97,9 @@ class DecoderLM(nn.Module):
             self.lm_head = None
         else:
             self.lm_head = VocabEmbedding(build, config.vocab_size, config.hidden_size)
+        sparse = [module for module in self.modules() if isinstance(module, Experts)]
+        for choice in dict.fromkeys(module.choice for module in sparse):
+            logger.debug("Experts are computed by %s", choice)
 
     def attention(self, index: int) -> RotaryAttention:
         """The attention block of layer `index`."""

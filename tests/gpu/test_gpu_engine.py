@@ -151,3 +151,11 @@ def test_a_peak_step_that_does_not_fit_names_the_remedy(qwen3: Path) -> None:
     options = {**SETTINGS, "kv_cache_memory_bytes": None, "gpu_memory_utilization": 0.005}
     with pytest.raises(ConfigError, match="raise gpu_memory_utilization"):
         LLM(str(qwen3), **options, device="cuda")
+
+
+def test_routed_experts_are_the_cpus(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen3_moe")
+    options = {"enable_return_routed_experts": True}
+    cpu, gpu = (run(checkpoint, GREEDY, device=device, **options) for device in ("cpu", "cuda"))
+    for ours, theirs in zip(gpu, cpu, strict=True):
+        assert (ours.outputs[0].routed_experts == theirs.outputs[0].routed_experts).all()

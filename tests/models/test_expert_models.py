@@ -16,7 +16,6 @@ from tiny_models import Reference, count_near_ties, make_checkpoint
 from penstock import LLM, SamplingParams
 from penstock.distributed.group import Group
 from penstock.executor.in_process import InProcessExecutor
-from penstock.layers import experts as experts_layer
 from penstock.layers.build import Build
 from penstock.layers.experts import IMPLEMENTATIONS, Experts, ExpertsConfig
 from penstock.ops.cpu.dtypes import BLOCK_TYPES, FLOAT_TYPES
@@ -24,6 +23,7 @@ from penstock.ops.experts import Routing
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.sampling import OutputKind
+from penstock.runner.tables import RequestTables
 
 VARIANTS = ("qwen3_moe", "mixtral", "qwen2_moe")
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -108,24 +108,25 @@ def test_the_debug_log_says_which_implementation_and_why_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe")
-    experts_layer._log_choice.cache_clear()
-    with caplog.at_level(logging.DEBUG, "penstock.layers.experts"):
+    with caplog.at_level(logging.DEBUG, "penstock.models.decoder"):
         open_llm(checkpoint, cpu_backend="torch", log_level="debug").close()
-    messages = [r.getMessage() for r in caplog.records if r.name == "penstock.layers.experts"]
+    messages = [r.getMessage() for r in caplog.records if r.name == "penstock.models.decoder"]
     assert len(messages) == 1, "once, not for every layer"
     assert "torch: one matmul an expert" in messages[0]
     assert "not triton: it runs on GPUs, not on cpu" in messages[0]
     assert "not packed" in messages[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 9}, "preempted"])
-def test_routed_experts_are_those_of_transformers(tmp_path: Path, options: Any) -> None:
+def test_routed_experts_are_those_of_transformers(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe")  # its second layer of three has an MLP
-    if options == "preempted":
-        options = {"max_model_len": 128, "num_gpu_blocks_override": 14, "async_scheduling": True}
+    options = {  # prompts in chunks, and preemptions
+        "max_num_batched_tokens": 9, "max_model_len": 128, "num_gpu_blocks_override": 14,
+        "async_scheduling": True,
+    }  # fmt: skip
     with open_llm(checkpoint, enable_return_routed_experts=True, **options) as llm:
         for _ in range(2):  # the prefix cache must not hide any
             outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert llm.engine.stats().num_preemptions > 0
     model = Reference(checkpoint).model
     chosen: list[torch.Tensor] = []
     for layer in (0, 2):
@@ -152,6 +153,35 @@ def test_routed_experts_come_with_the_last_output_of_a_stream(tmp_path: Path) ->
     assert all(routed is None for routed in others)
     assert last is not None
     assert len(last) == 3 + 4 - 1
+
+
+class WrongDrafter:
+    """Drafts that hardly ever hold: their experts must not be taken for the tokens'."""
+
+    num_drafts = 2
+
+    def propose(
+        self,
+        tables: RequestTables,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor,
+        slots: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> torch.Tensor:
+        return torch.full((len(slots), 2), 7)
+
+
+def test_routed_experts_are_not_those_of_drafts_that_fell(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen3_moe")
+    options = {"enable_return_routed_experts": True, "async_scheduling": True}
+    routed = []
+    for drafter in (None, WrongDrafter()):
+        with open_llm(checkpoint, drafter=drafter, **options) as llm:
+            outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        routed.append([output.outputs[0].routed_experts for output in outputs])
+    plain, drafted = routed
+    for ours, theirs in zip(drafted, plain, strict=True):
+        assert (ours == theirs).all()
 
 
 def test_routed_experts_of_a_model_without_experts_are_refused(tmp_path: Path) -> None:
