@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.executor.base import Executor
+from penstock.executor.base import Executor, OutOfMemory
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
@@ -95,7 +95,7 @@ class EngineCore:
         return deltas
 
     def _launch(self, plan: StepPlan) -> list[EngineDelta]:
-        """Start a step. If that fails, its requests fail, and everyone else's go on.
+        """Start a step. If that fails, its requests are tried again: see `Scheduler.retry`.
 
         An interrupt (Ctrl-C) is raised once the queue is in order again.
         """
@@ -107,13 +107,16 @@ class EngineCore:
                 handle = self.executor.launch(plan)
                 self.executor.sample(handle)
         except BaseException as error:
+            is_over = isinstance(error, EngineDeadError) or not isinstance(error, Exception)
+            if not is_over:
+                logger.exception("Step %d failed; its requests are tried again", plan.step_id)
+                while self._in_flight:  # what earlier steps bring counts
+                    deltas += self._update()
             self._in_flight.append(FailedStep(plan.step_id))
-            deltas += self.scheduler.fail(
-                [item.request_id for item in plan.scheduled], "the engine failed to run this step"
-            )
-            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
+            if is_over:
+                self.scheduler.fail([item.request_id for item in plan.scheduled], str(error))
                 raise
-            logger.exception("Step %d failed", plan.step_id)
+            deltas += self.scheduler.retry(plan, isinstance(error, OutOfMemory))
             return deltas
         self._in_flight.append(handle)
         return deltas

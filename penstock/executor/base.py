@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from penstock.protocol.errors import PenstockError
 from penstock.protocol.kv import AnyKVCacheSpec, KVCacheLayout
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
@@ -23,11 +24,17 @@ class Capabilities:
     num_drafts: int = 0
 
 
+class OutOfMemory(PenstockError):
+    """A step did not fit into the device's memory; a smaller one may."""
+
+
 class Executor(Protocol):
     """Launch, sample, collect: each step goes through the three in this order.
 
     Up to `capabilities.max_in_flight` steps may be launched before the first is collected;
-    steps are collected in the order of their launch.
+    steps are collected in the order of their launch. `launch` and `sample` raise `OutOfMemory` for
+    want of memory, `EngineDeadError` if nothing can be run any more, and anything else if this
+    step failed: then its requests are released before they are sent again.
     """
 
     capabilities: Capabilities

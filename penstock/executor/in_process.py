@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from penstock.config import EngineConfig
 from penstock.distributed.group import Group
+from penstock.executor.base import OutOfMemory
 from penstock.executor.worker import Worker
 from penstock.loading.source import ModelSource
 from penstock.platforms.platform import detect_platform
+from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.drafter import Drafter
@@ -42,13 +47,16 @@ class InProcessExecutor:
         self.worker.start(layout, max_model_len)
 
     def launch(self, plan: StepPlan) -> StepHandle:
-        return self.runner.launch(plan)
+        with device_errors():
+            return self.runner.launch(plan)
 
     def sample(self, handle: StepHandle, masks: StepMasks | None = None) -> None:
-        self.runner.sample(handle, masks)
+        with device_errors():
+            self.runner.sample(handle, masks)
 
     def collect(self, handle: StepHandle) -> StepResult:
-        return self.runner.collect(handle)
+        with device_errors():
+            return self.runner.collect(handle)
 
     def launch_idle(self) -> None:
         self.runner.launch_idle()
@@ -58,3 +66,24 @@ class InProcessExecutor:
 
     def close(self) -> None:
         self._worker = None  # with it go the weights and the cache
+
+
+@contextlib.contextmanager
+def device_errors() -> Iterator[None]:
+    """Tell a want of memory, and a device that is lost, from whatever else may go wrong."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise _out_of_memory(error) from error
+    except torch.AcceleratorError as error:  # every later call fails, too
+        raise EngineDeadError(f"the device failed: {error}") from error
+    except RuntimeError as error:
+        if "can't allocate memory" in str(error):  # what torch raises for a CPU
+            raise _out_of_memory(error) from error
+        raise
+
+
+def _out_of_memory(error: Exception) -> OutOfMemory:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # what the allocator keeps may be in pieces that fit nothing
+    return OutOfMemory(f"not enough memory for the step: {str(error).splitlines()[0]:.300}")

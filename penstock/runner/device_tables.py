@@ -37,6 +37,12 @@ class DeviceTables(RequestTables):
         self._entering.append((slot, request))
         return slot
 
+    def release(self, request_id: str) -> int | None:
+        slot = super().release(request_id)
+        # One that a failed step left here must not be written over the slot's next request.
+        self._entering = [entry for entry in self._entering if entry[0] != slot]
+        return slot
+
     def append_blocks(self, scheduled: Sequence[ScheduledRequest]) -> None:
         if self._entering:
             self._write_requests()

@@ -291,10 +291,10 @@ class Scheduler:
             may_help = plan.num_tokens > 1 and self.limits.enable_chunked_prefill
             error = "there is not enough memory to run this request, with nothing else beside it"
         else:
-            may_help = len(failed) > 1
+            may_help = len(plan.scheduled) > 1
             error = "the engine failed to run this request"
-        if not may_help and len(failed) == 1:
-            return [self._end(failed[0], FinishReason.ERROR, error=error)]
+        if not may_help and len(plan.scheduled) == 1:
+            return [self._end(state, FinishReason.ERROR, error=error) for state in failed]
         if out_of_memory and self.limits.enable_chunked_prefill:
             self._setbacks.shrink(plan.num_tokens)
         else:

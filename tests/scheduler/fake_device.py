@@ -118,12 +118,13 @@ class FakeDevice:
         self.rows = {}  # as of the last plan executed
         self.in_flight = deque()
         self.loads_remote_kv = False
+        self.may_lack_rows = False  # plans get lost on the way here
 
     # -- launch: tables change at once, computation comes later
 
     def launch(self, plan):
         for request_id in plan.released_ids:
-            del self.launched_rows[request_id]
+            self._release(self.launched_rows, request_id)
         fresh = {new.request_id: new for new in plan.new_requests}
         for new in plan.new_requests:
             assert new.request_id not in self.launched_rows
@@ -156,6 +157,10 @@ class FakeDevice:
                 touched[block_id] = row
         new_rows = [self.launched_rows[request_id] for request_id in fresh]
         self.in_flight.append(Launched(plan, new_rows, touched))
+
+    def _release(self, rows, request_id):
+        assert self.may_lack_rows or request_id in rows
+        rows.pop(request_id, None)
 
     def _append_blocks(self, plan):
         for item in plan.scheduled:
@@ -192,7 +197,7 @@ class FakeDevice:
     def _execute(self, launched):
         plan = launched.plan
         for request_id in plan.released_ids:
-            del self.rows[request_id]
+            self._release(self.rows, request_id)
         for row in launched.new_rows:
             self.rows[row.request_id] = row
             if self.loads_remote_kv:
