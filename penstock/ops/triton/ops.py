@@ -24,4 +24,6 @@ __all__ = [
 
 # Attention splits a decode's cache by how many requests there are, and matmul chooses its kernel
 # by how many rows there are: neither is in this set.
-ROW_INVARIANT = frozenset({"add_rms_norm", "embed", "norm_rotate_write", "rms_norm", "silu_mul"})
+ROW_INVARIANT = frozenset(
+    {"add_rms_norm", "embed", "norm_rotate_write", "rms_norm", "route", "silu_mul"}
+)
