@@ -57,7 +57,7 @@ inline F8 exact_log(F8 x) {
     };
     const S8 bits = (S8)x;
     const S8 exponent = (bits - 0x3f3504f3) >> 23;
-    const F8 fraction = (F8)(bits - (exponent << 23)) - f8_set(1.0f);
+    const F8 fraction = (F8)((U8)bits - ((U8)exponent << 23)) - f8_set(1.0f);
     const F8 power = (F8)__builtin_convertvector(exponent, F8);
     const F8 square = fraction * fraction;
     const F8 rest = horner(kCoefficients, fraction) * fraction * square +
@@ -74,7 +74,7 @@ inline F8 exact_exp(F8 x) {
     const F8 power = f8_round(x * f8_set(1.44269504088896341f));
     const F8 rest = (x - power * f8_set(0.693359375f)) - power * f8_set(-2.12194440e-4f);
     const F8 value = horner(kCoefficients, rest) * (rest * rest) + (rest + f8_set(1.0f));
-    return (F8)((S8)value + ((S8)f8_to_int(power) << 23));
+    return (F8)((U8)value + ((U8)f8_to_int(power) << 23));
 }
 
 inline F8 load_logits(const float* p, int64_t count) {
@@ -139,12 +139,13 @@ double mass_of_block(const ScaledRow& row, int64_t first, float floor) {
     typedef double D8 __attribute__((vector_size(64)));
     D8 total = {};
     for (int64_t token = first; token < end; token += 8) {
-        const F8 scaled = (load_logits(row.logits + token, end - token) - best) / temperature;
-        F8 mass = scaled >= f8_set(floor) ? masses(scaled) : f8_set(0.0f);
-        if (row.allowed != nullptr) {
+        F8 scaled = (load_logits(row.logits + token, end - token) - best) / temperature;
+        if (row.allowed != nullptr) {  // what is banned may be far above the best
             const U8 lanes = {1, 2, 4, 8, 16, 32, 64, 128};
-            mass = (u8_set(allowed_bits(row.allowed, token)) & lanes) != 0 ? mass : f8_set(0.0f);
+            const U8 bits = u8_set(allowed_bits(row.allowed, token)) & lanes;
+            scaled = bits != 0 ? scaled : f8_set(-INFINITY);
         }
+        const F8 mass = scaled >= f8_set(floor) ? masses(scaled) : f8_set(0.0f);
         total += __builtin_convertvector(mass, D8);
     }
     double sum = 0.0;
