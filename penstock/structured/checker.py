@@ -82,8 +82,8 @@ class Checker:
         except (EOFError, OSError):
             self.close()
             raise InputError(
-                f"{FIELD}.{params.kind} is too complex: it takes more than "
-                f"{MEMORY_LIMIT // 2**20} MiB to compile",
+                f"{FIELD}.{params.kind} is too complex: compiling it takes more memory than the "
+                f"{MEMORY_LIMIT // 2**20} MiB that it may",
                 FIELD,
             ) from None
         if isinstance(answer, Refused):

@@ -109,7 +109,7 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
         size = int((proc / "statm").read_text().split()[0]) * resource.getpagesize()
         assert size < int(line.split()[3]) <= size + checker_module.MEMORY_LIMIT
         greedy._process.kill()  # as the kernel would, or as the library does without memory
-        with pytest.raises(InputError, match="takes more than 1024 MiB"):
+        with pytest.raises(InputError, match="more memory than the 1024 MiB"):
             greedy.check(Structured(regex="b"))
         warm(greedy)
     finally:
