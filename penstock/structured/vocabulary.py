@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.text.tokenizer import Tokenizer
+if TYPE_CHECKING:  # the process that checks grammars needs none of it
+    from penstock.text.tokenizer import Tokenizer
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
