@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -40,8 +40,36 @@ def gone() -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
+class StreamFrame(Protocol):
+    """How an API writes server-sent events."""
+
+    def event(self, chunk: str) -> str: ...
+
+    def error(self, error: Exception) -> str:
+        """What a client is told that had been promised an answer. Logs what it is not told."""
+
+    def end(self) -> str:
+        """What comes last, after an error too."""
+
+
+class OpenAIFrame(StreamFrame):
+    """Each chunk a `data:` line, then ``[DONE]``."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def event(self, chunk: str) -> str:
+        return f"data: {chunk}\n\n"
+
+    def error(self, error: Exception) -> str:
+        return self.event(encode_error(body_of(error, self._request_id)).decode())
+
+    def end(self) -> str:
+        return self.event("[DONE]")
+
+
 class EventStream(Response):
-    """Server-sent events: each chunk a `data:` line, then ``[DONE]``.
+    """Server-sent events, as `frame` writes them.
 
     A failure on the way is an event with the error, and the end of the stream. `chunks` goes on
     after `first`, and is closed whatever happens.
@@ -50,13 +78,13 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: list[str], chunks: AsyncGenerator[str, None], request_id: str
+        self, first: list[str], chunks: AsyncGenerator[str, None], frame: StreamFrame
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
-        self._request_id = request_id
+        self._frame = frame
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(send))
@@ -70,24 +98,25 @@ class EventStream(Response):
             await self._chunks.aclose()
 
     async def _pump(self, send: Send) -> None:
-        async def write(data: str) -> None:
-            body = f"data: {data}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        async def write(text: str) -> None:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             for chunk in self._first:
-                await write(chunk)
+                await write(self._frame.event(chunk))
             async for chunk in self._chunks:
-                await write(chunk)
+                await write(self._frame.event(chunk))
         except Exception as error:
-            await write(encode_error(body_of(error, self._request_id)).decode())
-        await write("[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await write(self._frame.error(error))
+        end = self._frame.end().encode()
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
-async def event_stream(request: Request, chunks: AsyncGenerator[str, None]) -> Response:
+async def event_stream(
+    request: Request, chunks: AsyncGenerator[str, None], frame: StreamFrame | None = None
+) -> Response:
     """Wait for the first chunk, so that a request that fails before it gets a proper status."""
     try:
         first = await unless_gone(request, _first(chunks))
@@ -97,7 +126,7 @@ async def event_stream(request: Request, chunks: AsyncGenerator[str, None]) -> R
     if first is None:
         await chunks.aclose()
         return gone()
-    return EventStream(first, chunks, request.state.request_id)
+    return EventStream(first, chunks, frame or OpenAIFrame(request.state.request_id))
 
 
 async def _first(chunks: AsyncGenerator[str, None]) -> list[str]:

@@ -1,7 +1,7 @@
 """Conversations rendered to prompts through the model's chat template.
 
-A template comes with the model and is code: it runs in Jinja's immutable sandbox and sees nothing
-but plain JSON values. Its own errors are about the conversation it was given, so they are the
+A template comes with the model and is code: it runs in a sandbox, with limits on time and memory
+(`sandbox.py`), and sees nothing but plain JSON values. Its own errors are about the conversation it was given, so they are the
 request's (`InputError`).
 """
 
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.protocol.errors import ConfigError, InputError, ModelError
 from penstock.text.chat_history import PROBE_TOOLS, HistoryForm, find_form, fit_reasoning
+from penstock.text.messages import normalize
 from penstock.text.tokenizer import Tokenizer, read_json_if_there
 
 if TYPE_CHECKING:
     import jinja2
-    import jinja2.sandbox
 
     from penstock.loading.source import ModelSource
+    from penstock.text.sandbox import LimitedEnvironment
 
 Message = Mapping[str, Any]
 
@@ -67,6 +68,7 @@ class ChatTemplate:
             )
         template = self._template(has_tools=tools is not None)
         chat = check_messages(messages, keep_parts=template.takes_parts)
+        normalize(chat, arguments_as_text=template.takes_arguments_as_text)
         for message in chat:
             if message["role"] == "assistant":
                 fit_reasoning(message)
@@ -282,12 +284,14 @@ class _Compiled:
         environment = _environment()
         try:
             tree = environment.parse(source)
-            self._template = environment.from_string(tree)
+            self._template = environment.compile_limited(source)
+            self._environment = environment
         except jinja2.TemplateSyntaxError as error:
             raise InputError(
                 f"the chat template is broken at line {error.lineno}: {error.message}", "messages"
             ) from error
         self.takes_parts = _loops_over_content(tree)
+        self.takes_arguments_as_text = _joins_arguments(tree)
         self._history_form: HistoryForm | None = None
 
     def history_form(self, special_tokens: Mapping[str, str]) -> HistoryForm:
@@ -302,7 +306,7 @@ class _Compiled:
 
     def render(self, arguments: Mapping[str, Any]) -> str:
         try:
-            return self._template.render(arguments)
+            return self._environment.render_limited(self._template, arguments)
         except Exception as error:  # whatever a template, which is foreign code, runs into
             raise InputError(
                 f"the chat template refuses these messages: {error or type(error).__name__}",
@@ -328,11 +332,35 @@ def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
     return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _joins_arguments(tree: jinja2.nodes.Template) -> bool:
+    """Whether the template adds a call's arguments to its text as they are, so that they must be
+    text; most templates write them as JSON or go through them."""
+    from jinja2 import nodes
+
+    def is_arguments(node: nodes.Node) -> bool:
+        if isinstance(node, nodes.Getattr):
+            return node.attr == "arguments"
+        return (
+            isinstance(node, nodes.Getitem)
+            and isinstance(node.arg, nodes.Const)
+            and node.arg.value == "arguments"
+        )
+
+    joined = [part for item in tree.find_all(nodes.Add) for part in (item.left, item.right)]
+    joined += [part for item in tree.find_all(nodes.Concat) for part in item.nodes]
+    tests = any(
+        test.name in ("string", "mapping") and is_arguments(test.node)
+        for test in tree.find_all(nodes.Test)
+    )
+    return not tests and any(is_arguments(part) for part in joined)
+
+
+def _environment() -> LimitedEnvironment:
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, LoopControlExtension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from penstock.text.sandbox import LimitedEnvironment
 
     class GenerationTag(Extension):
         """`{% generation %}` marks what the assistant said, for training; here it is only text."""
@@ -362,7 +390,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, LoopControlExtension]
     )
     environment.filters["tojson"] = _tojson

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import make_scripted_model
 from server_process import ServerProcess, make_tiny_model
 
 SMALL = ("--cpu-threads", "1", "--kv-cache-memory-bytes", "512MiB")
@@ -38,3 +39,17 @@ def serve_tiny(tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
     yield start
     for process in processes:
         process.close()
+
+
+@pytest.fixture(scope="session")
+def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A model that says what the conversation tells it to; its template shows its parsers."""
+    folder = make_scripted_model(tmp_path_factory.mktemp("scripted"))
+    process = ServerProcess(
+        str(folder),
+        *("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1"),
+        *("--logits-processors", "scripted:Script", "--served-model-name", "scripted"),
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+    )
+    yield process
+    process.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.protocol.errors import InputError
@@ -43,12 +43,7 @@ def turn_request(
 ) -> TurnRequest:
     """The turn that a body asks for; of one that generates nothing, what its prompt depends on."""
     kwargs: dict[str, Any] = body.chat_template_kwargs or {}
-    for name in FIELDS_OF_THEIR_OWN:
-        if name in kwargs:
-            raise InputError(
-                f"chat_template_kwargs must not hold {name}, which is a field by itself",
-                "chat_template_kwargs",
-            )
+    check_template_kwargs(kwargs)
     tools = read_tools(body.tools)
     asks = body if isinstance(body, ChatCompletionRequest) else None
     special = bool(body.add_special_tokens)
@@ -66,6 +61,15 @@ def turn_request(
         continue_final_message=bool(body.continue_final_message),
         options=run_options(asks, special) if asks else RunOptions(special),
     )
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    for name in FIELDS_OF_THEIR_OWN:
+        if name in kwargs:
+            raise InputError(
+                f"chat_template_kwargs must not hold {name}, which is a field by itself",
+                "chat_template_kwargs",
+            )
 
 
 def prepare_completions(

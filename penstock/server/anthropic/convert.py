@@ -1,0 +1,158 @@
+"""From Anthropic's messages to a turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.protocol.errors import InputError
+from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.protocol.structured import StructuredOutputsParams
+from penstock.server.anthropic.protocol import (
+    CountTokensRequest,
+    InputMessage,
+    MessagesRequest,
+    RedactedThinkingBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolChoiceParam,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from penstock.server.openai.prompts import check_template_kwargs
+from penstock.server.openai.tools import check_names_differ
+from penstock.server.prepare import RunOptions
+from penstock.server.service import Service
+from penstock.server.turn import NamedTool, ToolChoice, TurnRequest
+from penstock.text.parsing.formats import Tool
+
+
+def turn_request(service: Service, body: CountTokensRequest) -> TurnRequest:
+    """The turn that a body asks for; InputError says what is wrong with it."""
+    tools = [
+        Tool(tool.name, tool.input_schema, tool.description or "") for tool in body.tools or ()
+    ]
+    check_names_differ(tools)
+    check_template_kwargs(body.chat_template_kwargs or {})
+    messages = list(_messages(body))
+    goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    choice = body.tool_choice
+    return TurnRequest(
+        messages=messages,
+        params=_params(service, body),
+        tools=tools,
+        tool_choice=_tool_choice(choice) if tools or choice is not None else "none",
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        reasoning_effort=body.output_config.effort if body.output_config else None,
+        thinking=body.thinking.type != "disabled" if body.thinking else None,
+        template_kwargs=body.chat_template_kwargs or {},
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+        options=RunOptions(
+            cache_salt=body.cache_salt if isinstance(body, MessagesRequest) else None
+        ),
+    )
+
+
+def _params(service: Service, body: CountTokensRequest) -> SamplingParams:
+    defaults = service.frontend.default_params
+    if not isinstance(body, MessagesRequest):
+        return defaults
+    options: dict[str, Any] = {
+        name: value
+        for name in ("max_tokens", "temperature", "top_p", "top_k")
+        if (value := getattr(body, name)) is not None
+    }
+    options["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY
+    if body.stop_sequences:
+        options["stop"] = body.stop_sequences
+    if body.output_config is not None and body.output_config.format is not None:
+        options["structured_outputs"] = StructuredOutputsParams(
+            json=body.output_config.format.schema_,
+            lenient=True,
+            field="output_config.format.schema",
+        )
+    # For a model whose reasoning is not known there is nothing to limit.
+    thinks = body.thinking is not None and body.thinking.type != "disabled"
+    if thinks and service.frontend.parsers.reasoning is not None:
+        assert body.thinking is not None
+        options["thinking_token_budget"] = body.thinking.budget_tokens
+    try:
+        return SamplingParams(**{**msgspec.structs.asdict(defaults), **options})
+    except InputError as error:
+        if error.field == "stop":
+            message = str(error).replace("stop", "stop_sequences", 1)
+            raise InputError(message, "stop_sequences") from error
+        raise
+
+
+def _tool_choice(choice: ToolChoiceParam | None) -> ToolChoice:
+    if choice is None or choice.type == "auto":
+        return "auto"
+    if choice.type == "tool":
+        if choice.name is None:
+            raise InputError("tool_choice of type tool needs a name", "tool_choice")
+        return NamedTool(choice.name)
+    return "required" if choice.type == "any" else "none"
+
+
+def _messages(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
+    """The conversation in the form of OpenAI's chat."""
+    if body.system:
+        yield {"role": "system", "content": _text(body.system)}
+    for message in body.messages:
+        if isinstance(message.content, str):
+            yield {"role": message.role, "content": message.content}
+        elif message.role != "assistant":
+            yield from _user_messages(message)
+        else:
+            yield _assistant_message(message)
+
+
+def _user_messages(message: InputMessage) -> Iterator[dict[str, Any]]:
+    texts: list[TextBlock] = []
+    for block in message.content:
+        if isinstance(block, ToolResultBlock):
+            content = _text(block.content or "")
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+        elif isinstance(block, TextBlock):
+            texts.append(block)
+        else:
+            _refuse(block, message.role)
+    if texts or not message.content:
+        yield {"role": message.role, "content": _text(texts)}
+
+
+def _assistant_message(message: InputMessage) -> dict[str, Any]:
+    texts: list[TextBlock] = []
+    thoughts: list[str] = []
+    calls: list[Mapping[str, Any]] = []
+    for block in message.content:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        elif not isinstance(block, RedactedThinkingBlock):
+            _refuse(block, message.role)
+    made: dict[str, Any] = {"role": "assistant", "content": _text(texts)}
+    if thoughts:
+        made["reasoning"] = "\n".join(thoughts)
+    if calls:
+        made["tool_calls"] = calls
+    return made
+
+
+def _refuse(block: Any, role: str) -> None:
+    raise InputError(
+        f"a message of role {role} must not hold a block of type {block.type}", "messages"
+    )
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)

@@ -1,0 +1,207 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.server.anthropic.convert import turn_request
+from penstock.server.anthropic.errors import AnthropicFrame, describe_errors
+from penstock.server.anthropic.protocol import (
+    CountTokensReply,
+    CountTokensRequest,
+    MessageReply,
+    MessagesRequest,
+    MessageUsage,
+    OutputBlock,
+)
+from penstock.server.openai.stream import EVENT_STREAM
+from penstock.server.replies import event_stream, gone, json_response, unless_gone
+from penstock.server.service import Service
+from penstock.server.turn import Turn, prepare_turn, render_turn
+from penstock.text.parsing.deltas import (
+    ContentDelta,
+    Delta,
+    Message,
+    ReasoningDelta,
+    ToolCallArguments,
+    ToolCallBroken,
+    ToolCallStart,
+)
+
+router = APIRouter(tags=["Anthropic"])
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+@router.post(
+    "/v1/messages",
+    response_model=MessageReply,
+    responses={**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)},
+)
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation, in Anthropic's form."""
+    service: Service = request.app.state.service
+    model = service.check_model(body.model)
+    service.check_capacity()
+    message_id = f"msg_{request.state.request_id}"
+
+    def prepare() -> Turn:
+        return prepare_turn(service, turn_request(service, body), message_id)
+
+    turn = await service.in_thread(prepare)
+    answer = MessageAnswer(body, turn, model, message_id)
+    if body.stream:
+        frame = AnthropicFrame(request.state.request_id)
+        return await event_stream(request, answer.events(), frame)
+    message = await unless_gone(request, answer.whole())
+    return gone() if message is None else json_response(message)
+
+
+@router.post("/v1/messages/count_tokens", responses=describe_errors(400, 401, 404, 413, 500, 503))
+async def count_tokens(body: CountTokensRequest, request: Request) -> CountTokensReply:
+    """How many tokens a conversation has, as the model would see it."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+
+    def count() -> int:
+        prompt = render_turn(service, turn_request(service, body))
+        assert service.frontend.tokenizer is not None
+        return len(service.frontend.tokenizer.encode(prompt, add_special_tokens=False))
+
+    return CountTokensReply(input_tokens=await service.in_thread(count))
+
+
+class MessageAnswer:
+    """One conversation's answer on its way out."""
+
+    def __init__(self, body: MessagesRequest, turn: Turn, model: str, message_id: str) -> None:
+        self._turn = turn
+        self._model = model
+        self._id = message_id
+        self._shows_thinking = body.thinking is None or body.thinking.type != "disabled"
+
+    async def whole(self) -> MessageReply:
+        """Everything at once, when it is finished."""
+        (answer,) = await self._turn.whole()
+        reason, sequence = _stop(answer.finish_reason, answer.stop_reason)
+        return self._message(self._blocks(answer.message), reason, sequence)
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """The events of a stream, each as JSON whose type is the event's name."""
+        blocks = _BlockEvents(self._shows_thinking)
+        has_begun = False
+        async with contextlib.aclosing(self._turn.steps()) as steps:
+            async for step in steps:
+                if not has_begun:
+                    has_begun = True
+                    message = self._message([], None, None).model_dump(exclude_unset=True)
+                    message["usage"]["output_tokens"] = 0
+                    yield json.dumps({"type": "message_start", "message": message})
+                    yield json.dumps({"type": "ping"})
+                for event in blocks.take(step.deltas):
+                    yield json.dumps(event)
+                if step.finish_reason is not None:
+                    for event in blocks.end():
+                        yield json.dumps(event)
+                    reason, sequence = _stop(step.finish_reason, step.stop_reason)
+                    delta = {"stop_reason": reason, "stop_sequence": sequence}
+                    usage = self._usage().model_dump(exclude_unset=True)
+                    yield json.dumps({"type": "message_delta", "delta": delta, "usage": usage})
+        yield json.dumps({"type": "message_stop"})
+
+    def _message(
+        self, content: list[OutputBlock], reason: str | None, sequence: str | None
+    ) -> MessageReply:
+        return MessageReply(
+            id=self._id,
+            type="message",
+            role="assistant",
+            model=self._model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> MessageUsage:
+        usage = self._turn.usage
+        return MessageUsage(
+            input_tokens=usage.num_prompt - usage.num_cached,
+            output_tokens=usage.num_completion,
+            cache_creation_input_tokens=0,
+            cache_read_input_tokens=usage.num_cached,
+        )
+
+    def _blocks(self, said: Message) -> list[OutputBlock]:
+        blocks = []
+        if said.reasoning and self._shows_thinking:
+            blocks.append(OutputBlock(type="thinking", thinking=said.reasoning, signature=""))
+        if said.content:
+            blocks.append(OutputBlock(type="text", text=said.content))
+        for call in said.tool_calls:
+            given = json.loads(call.arguments) if call.complete else {}
+            blocks.append(OutputBlock(type="tool_use", id=call.id, name=call.name, input=given))
+        return blocks
+
+
+class _BlockEvents:
+    """Events of content blocks: one is open at a time, and a delta of another kind ends it."""
+
+    def __init__(self, shows_thinking: bool) -> None:
+        self._shows_thinking = shows_thinking
+        self._index = -1
+        self._open: str | None = None  # the kind of the block that is open
+
+    def take(self, deltas: list[Delta]) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        for delta in deltas:
+            match delta:
+                case ReasoningDelta(text) if self._shows_thinking:
+                    block = {"type": "thinking", "thinking": "", "signature": ""}
+                    events += self._piece(block, {"type": "thinking_delta", "thinking": text})
+                case ContentDelta(text) | ToolCallBroken(text=text):
+                    block = {"type": "text", "text": ""}
+                    events += self._piece(block, {"type": "text_delta", "text": text})
+                case ToolCallStart(_, call_id, name):
+                    events += self._begin(
+                        {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                    )
+                case ToolCallArguments(_, text):
+                    events.append(self._delta({"type": "input_json_delta", "partial_json": text}))
+        return events
+
+    def end(self) -> list[dict[str, Any]]:
+        """End the block that is open, if one is."""
+        if self._open is None:
+            return []
+        events = []
+        if self._open == "thinking":
+            events.append(self._delta({"type": "signature_delta", "signature": ""}))
+        self._open = None
+        return [*events, {"type": "content_block_stop", "index": self._index}]
+
+    def _piece(self, block: dict[str, Any], delta: dict[str, Any]) -> list[dict[str, Any]]:
+        begins = self._begin(block) if self._open != block["type"] else []
+        return [*begins, self._delta(delta)]
+
+    def _begin(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        ends = self.end()
+        self._index += 1
+        self._open = str(block["type"])
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return [*ends, start]
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+def _stop(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:
+    """Why an answer ended, in Anthropic's words, and at which of the stop sequences."""
+    if finish_reason == "stop" and isinstance(stop_reason, str):
+        return "stop_sequence", stop_reason
+    return STOP_REASONS.get(finish_reason, "end_turn"), None

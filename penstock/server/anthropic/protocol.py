@@ -1,0 +1,159 @@
+"""Bodies of Anthropic's endpoints. Fields that are not declared are ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from penstock.server.openai.base import Body, Reply, Text
+from penstock.server.openai.tools import ToolName
+
+# -- requests
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class ThinkingBlock(Body):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+class RedactedThinkingBlock(Body):
+    type: Literal["redacted_thinking"]
+    data: Text
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Text | list[TextBlock] | None = None
+    is_error: bool | None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+
+
+class InputMessage(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Text | list[Block]
+
+
+class ToolParam(Body):
+    name: ToolName
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+
+
+class ToolChoiceParam(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = Field(None, description="For type tool.")
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingParam(Body):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        None, description="Most tokens of thinking, for models whose reasoning is known."
+    )
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema", description="A JSON schema.")
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For the chat template, as reasoning_effort."
+    )
+    format: OutputFormat | None = Field(None, description="What the answer must match.")
+
+
+class CountTokensRequest(Body):
+    """A conversation."""
+
+    model: Text
+    messages: Annotated[list[InputMessage], Field(min_length=1)]
+    system: Text | list[TextBlock] | None = None
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoiceParam | None = None
+    thinking: ThinkingParam | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="For the model's chat template."
+    )
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int = Field(description="Most tokens to generate.")
+    stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
+    stop_sequences: list[Text] | None = Field(None, description="Texts that end the answer.")
+    temperature: float | None = Field(None, description="0 is greedy.")
+    top_p: float | None = None
+    top_k: int | None = None
+    cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
+
+
+# -- replies
+
+
+class AnthropicErrorDetail(Reply):
+    type: str
+    message: str
+
+
+class AnthropicError(Reply):
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str | None = None
+
+
+class CountTokensReply(Reply):
+    input_tokens: int
+
+
+class MessageUsage(Reply):
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+
+
+class OutputBlock(Reply):
+    """Text, thinking or the use of a tool, by `type`."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    citations: None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+class MessageReply(Reply):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[OutputBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
