@@ -7,6 +7,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 import penstock
 from penstock.server import admin, errors, metrics, playground
+from penstock.server.anthropic import messages
+from penstock.server.anthropic.errors import AnthropicErrors
 from penstock.server.middleware import ApiKeyGuard, BodyLimit, HeadAsGet, RequestContext
 from penstock.server.openai import chat, completions, models, tokenize
 from penstock.server.service import Service
@@ -14,6 +16,7 @@ from penstock.server.service import Service
 ROUTERS = (
     chat.router,
     completions.router,
+    messages.router,
     models.router,
     tokenize.router,
     admin.router,
@@ -27,7 +30,8 @@ def build_app(service: Service) -> FastAPI:
     config = service.server_config
     app = FastAPI(
         title="Penstock",
-        description="An inference engine for large language models, behind OpenAI's API.",
+        description="An inference engine for large language models, behind the APIs of OpenAI and "
+        "Anthropic.",
         version=penstock.__version__,
         root_path=config.root_path,
         redirect_slashes=False,
@@ -53,4 +57,5 @@ def build_app(service: Service) -> FastAPI:
         expose_headers=["X-Request-Id"],
     )
     app.add_middleware(RequestContext)
+    app.add_middleware(AnthropicErrors)
     return app

@@ -64,7 +64,8 @@ class ApiKeyGuard:
         if scope["type"] == "http" and not self._may_enter(scope):
             response = error_response(
                 401,
-                "send one of the server's API keys as 'Authorization: Bearer KEY'",
+                "send one of the server's API keys as 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'",
                 headers={"WWW-Authenticate": "Bearer"},
             )
             await response(scope, receive, send)
@@ -75,11 +76,17 @@ class ApiKeyGuard:
         path = get_route_path(scope)
         if path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX):
             return True
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        digest = _digest(key.strip().encode("latin-1"))
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        sent = [key] if scheme.lower() == "bearer" else []
+        sent += headers.getlist("x-api-key")[:1]  # as Anthropic's clients have it
         # Every key is compared, each in constant time: the time tells nothing about any.
-        matches = [hmac.compare_digest(digest, ours) for ours in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        matches = [
+            hmac.compare_digest(_digest(key.strip().encode("latin-1")), ours)
+            for key in sent
+            for ours in self._digests
+        ]
+        return any(matches)
 
 
 class BodyLimit:
