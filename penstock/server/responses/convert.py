@@ -1,0 +1,270 @@
+"""From a request's body to the turn that it asks for; what cannot be done is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from penstock.protocol.errors import InputError
+from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.protocol.structured import StructuredOutputsParams
+from penstock.server.openai.prompts import check_template_kwargs
+from penstock.server.openai.tools import check_names_differ
+from penstock.server.prepare import RunOptions
+from penstock.server.responses.items import Item, as_messages
+from penstock.server.responses.protocol import (
+    AllowedChoice,
+    BuiltInTool,
+    FunctionChoice,
+    FunctionTool,
+    McpChoice,
+    McpTool,
+    ResponseRequest,
+    TextFormat,
+)
+from penstock.server.responses.tool_servers import ToolServer, ToolServers
+from penstock.server.service import Service
+from penstock.server.turn import NamedTool, ToolChoice, Turn, TurnRequest, prepare_turn, render_turn
+from penstock.text.parsing.formats import Tool
+
+LOGPROBS = "message.output_text.logprobs"
+SAME_NAME = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "stop", "thinking_token_budget",
+)  # fmt: skip
+# How fields are called here that have other names in every other place.
+FIELD_NAMES = {
+    "max_tokens": "max_output_tokens",
+    "logprobs": "top_logprobs",
+    "messages": "input",
+    "prompt": "input",
+}
+# Older names of built-in tools, by those that tool servers may have tools of.
+CURRENT_NAMES = {"web_search_preview": "web_search", "computer_use_preview": "computer"}
+
+
+@dataclass(frozen=True)
+class OfferedTools:
+    """What the model may call; `servers` has those that are run here, by name."""
+
+    tools: tuple[Tool, ...]
+    servers: dict[str, ToolServer]
+
+
+def check_body(body: ResponseRequest) -> None:
+    """Say plainly what is not done here, rather than ignore that it was asked for."""
+    for name in ("conversation", "prompt"):
+        if getattr(body, name) is not None:
+            remedy = "use previous_response_id" if name == "conversation" else "use instructions"
+            raise InputError(f"{name} is not supported here: {remedy}", name)
+    if body.background and body.store is False:
+        raise InputError("background needs store: leave store out or make it true", "background")
+    if body.background and body.stream:
+        raise InputError("background and stream exclude each other here: leave one out", "stream")
+    if body.timeout is not None and not body.timeout > 0:
+        raise InputError(f"timeout must be above 0 seconds, got {body.timeout}", "timeout")
+    check_template_kwargs(body.chat_template_kwargs or {})
+    for name in ("tools", "text"):  # which are echoed
+        try:
+            json.dumps(body.model_dump(include={name}), allow_nan=False)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{name} must be plain JSON: {error}", name) from error
+
+
+def offer_tools(body: ResponseRequest, known: ToolServers) -> OfferedTools:
+    tools: list[Tool] = []
+    servers: dict[str, ToolServer] = {}
+    for index, given in enumerate(body.tools or ()):
+        where = f"tools[{index}]"
+        if isinstance(given, FunctionTool):
+            parameters = given.parameters or {"type": "object", "properties": {}}
+            tools.append(Tool(given.name, parameters, given.description or ""))
+            continue
+        if isinstance(given, McpTool):
+            server, offered = _tools_of_server(given, known, where)
+        else:
+            server, offered = _built_in(given, known, where)
+        tools += offered
+        servers |= {tool.name: server for tool in offered}
+    check_names_differ(tools)
+    return _allowed(body, OfferedTools(tuple(tools), servers))
+
+
+def _tools_of_server(
+    given: McpTool, known: ToolServers, where: str
+) -> tuple[ToolServer, Sequence[Tool]]:
+    server = known.find(given.server_label, given.server_url)
+    if server is None:
+        asked = given.server_url or given.server_label
+        there = ", ".join(f"{item.label} ({item.url})" for item in known.servers) or "none"
+        raise InputError(
+            f"{where}: there is no tool server {asked!r} here; there is {there}. Tool servers are "
+            "named by --tool-server when this server is started",
+            where,
+        )
+    allowed = given.allowed_tools
+    names = allowed if isinstance(allowed, list) or allowed is None else allowed.tool_names
+    if names is None:
+        return server, server.tools
+    by_name = {tool.name: tool for tool in server.tools}
+    for name in names:
+        if name not in by_name:
+            raise InputError(
+                f"{where}.allowed_tools: {server.label} has no tool {name!r}; it has "
+                f"{', '.join(by_name)}",
+                f"{where}.allowed_tools",
+            )
+    return server, [by_name[name] for name in dict.fromkeys(names)]
+
+
+def _built_in(
+    given: BuiltInTool, known: ToolServers, where: str
+) -> tuple[ToolServer, Sequence[Tool]]:
+    name = CURRENT_NAMES.get(given.type, given.type)
+    found = known.find_tool(name)
+    if found is None:
+        raise InputError(
+            f"{where}: {given.type} is not built in here: send a function, or start the server "
+            f"with a --tool-server that has a tool {name}",
+            where,
+        )
+    server, tool = found
+    return server, [tool]
+
+
+def _allowed(body: ResponseRequest, offered: OfferedTools) -> OfferedTools:
+    """What `tool_choice` of type allowed_tools leaves of the tools."""
+    choice = body.tool_choice
+    if not isinstance(choice, AllowedChoice):
+        return offered
+    names: set[object] = set()
+    for entry in choice.tools:
+        if entry.get("type") == "mcp" and entry.get("name") is None:
+            label = entry.get("server_label")
+            names |= {name for name, server in offered.servers.items() if server.label == label}
+        else:
+            names.add(entry.get("name", entry.get("type")))
+    kept = tuple(tool for tool in offered.tools if tool.name in names)
+    if not kept:
+        raise InputError("tool_choice allows none of the tools", "tool_choice")
+    servers = {name: server for name, server in offered.servers.items() if name in names}
+    return OfferedTools(kept, servers)
+
+
+def _tool_choice(body: ResponseRequest, offered: OfferedTools) -> ToolChoice:
+    choice = body.tool_choice
+    if choice is None:
+        return "auto" if offered.tools else "none"
+    if isinstance(choice, AllowedChoice):
+        return choice.mode
+    if isinstance(choice, FunctionChoice):
+        return NamedTool(choice.name)
+    if isinstance(choice, McpChoice):
+        if choice.name is None:
+            raise InputError("tool_choice of type mcp needs a name", "tool_choice.name")
+        return NamedTool(choice.name)
+    return choice
+
+
+def turn_request(
+    service: Service, body: ResponseRequest, items: Sequence[Item], offered: OfferedTools
+) -> TurnRequest:
+    """The first turn of a response to a conversation of `items`."""
+    template = service.frontend.chat_template
+    knows_developers = template is not None and "developer" in (template.source or "")
+    return TurnRequest(
+        messages=as_messages(body.instructions, items, knows_developers),
+        params=_params(body, service.frontend.default_params),
+        tools=offered.tools,
+        tool_choice=_tool_choice(body, offered),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        template_kwargs=body.chat_template_kwargs or {},
+        options=RunOptions(
+            priority=body.priority or 0, cache_salt=body.cache_salt, timeout_s=body.timeout
+        ),
+    )
+
+
+def _params(body: ResponseRequest, defaults: SamplingParams) -> SamplingParams:
+    options = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    if body.max_output_tokens is not None:
+        options["max_tokens"] = body.max_output_tokens
+    if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
+        options["logprobs"] = body.top_logprobs or 0
+    # Of an answer that comes whole it would not be known which tokens are its text's.
+    is_delta = body.stream or "logprobs" in options
+    options["output_kind"] = OutputKind.DELTA if is_delta else OutputKind.FINAL_ONLY
+    if body.text is not None and body.text.format is not None:
+        options["structured_outputs"] = _structured(body.text.format)
+    with renamed_fields():
+        return SamplingParams(**{**msgspec.structs.asdict(defaults), **options})
+
+
+def _structured(given: TextFormat) -> StructuredOutputsParams | None:
+    if given.type == "text":
+        return None
+    if given.type == "json_object":
+        return StructuredOutputsParams(json_object=True, field="text.format")
+    return StructuredOutputsParams(
+        json=given.schema_ or {}, lenient=not given.strict, field="text.format.schema"
+    )
+
+
+def prepare(
+    service: Service, request: TurnRequest, request_id: str, leave_out_oldest: bool
+) -> tuple[Turn, TurnRequest]:
+    """The turn, and what it was asked for in the end. Takes time: call it in a thread."""
+    with renamed_fields():
+        if leave_out_oldest:
+            request = _fit(service, request)
+        return prepare_turn(service, request, request_id), request
+
+
+def _fit(service: Service, request: TurnRequest) -> TurnRequest:
+    """Without as many of the oldest messages as it takes to leave room for the answer."""
+    frontend = service.frontend
+    if frontend.tokenizer is None:
+        return request
+    room = max(frontend.max_model_len - (request.params.max_tokens or 1), 1)
+
+    first = 1 if request.messages and request.messages[0]["role"] == "system" else 0
+
+    def shortened(num_dropped: int) -> TurnRequest:
+        kept = list(request.messages)
+        del kept[first : first + num_dropped]
+        while len(kept) > first + 1 and kept[first]["role"] == "tool":
+            del kept[first]  # the result of a call that is gone
+        return replace(request, messages=kept)
+
+    def fits(candidate: TurnRequest) -> bool:
+        assert frontend.tokenizer is not None
+        return len(frontend.tokenizer.encode(render_turn(service, candidate), False)) <= room
+
+    fewest, most = 0, max(len(request.messages) - first - 1, 0)  # the last one is answered
+    while fewest < most:
+        middle = (fewest + most) // 2
+        if fits(shortened(middle)):
+            most = middle
+        else:
+            fewest = middle + 1
+    return shortened(fewest)
+
+
+@contextlib.contextmanager
+def renamed_fields() -> Iterator[None]:
+    """Gives errors the names that fields have in this API."""
+    try:
+        yield
+    except InputError as error:
+        name = (error.field or "").partition("[")[0]  # an index counts messages, not items
+        if name not in FIELD_NAMES:
+            raise
+        text = str(error)
+        if text.startswith(name):
+            text = FIELD_NAMES[name] + text.removeprefix(name)
+        raise InputError(text, FIELD_NAMES[name]) from error

@@ -1,0 +1,110 @@
+"""The items of a conversation: from what clients send to messages, and back again."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from penstock.server.responses.protocol import ResponseRequest
+
+Item = dict[str, Any]
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def input_items(body: ResponseRequest) -> list[Item]:
+    """What a request adds to a conversation, each item with a type and an id."""
+    if isinstance(body.input, str):
+        part = {"type": "input_text", "text": body.input}
+        return [{"type": "message", "id": new_id("msg"), "role": "user", "content": [part]}]
+    items = []
+    for given in body.input:
+        item: Item = given.model_dump(exclude_unset=True)
+        item["type"] = item.get("type") or "message"
+        item["id"] = item.get("id") or new_id("msg" if item["type"] == "message" else "item")
+        if item["type"] == "message" and isinstance(item["content"], str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            item["content"] = [{"type": kind, "text": item["content"]}]
+        items.append(item)
+    return items
+
+
+def as_messages(
+    instructions: str | None, items: Iterable[Item], knows_developers: bool
+) -> list[dict[str, Any]]:
+    """A conversation in the form of OpenAI's chat.
+
+    Reasoning, text and calls in a row are one message of the assistant. What stands before the
+    first of the others is one system message, since many templates take only one.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    results: list[dict[str, Any]] = []  # of calls that this server made, until all are known
+
+    def add(message: dict[str, Any]) -> None:
+        messages.extend(results)
+        results.clear()
+        last = messages[-1] if messages else {}
+        if message["role"] == "system" == last.get("role") and len(messages) == 1:
+            last["content"] += "\n\n" + message["content"]
+        else:
+            messages.append(message)
+
+    def assistant(*full: str) -> dict[str, Any]:
+        """The assistant's message that is being told, a new one if it has any of `full`."""
+        last = messages[-1] if messages else {}
+        if last.get("role") != "assistant" or any(last.get(name) for name in full):
+            add({"role": "assistant", "content": ""})
+        return messages[-1]
+
+    for item in items:
+        match item["type"]:
+            case "message" if item["role"] == "assistant":
+                assistant("content", "tool_calls")["content"] = _text(item["content"])
+            case "message":
+                role = item["role"]
+                if role == "developer" and not knows_developers:
+                    role = "system"
+                add({"role": role, "content": _text(item["content"])})
+            case "reasoning":
+                parts = item.get("content") or item.get("summary") or []
+                if parts:
+                    message = assistant("content", "tool_calls", "reasoning")
+                    message["reasoning"] = _text(parts)
+            case "function_call":
+                call = as_call(item["call_id"], item["name"], item["arguments"])
+                assistant().setdefault("tool_calls", []).append(call)
+            case "mcp_call":
+                call = as_call(item["id"], item["name"], item["arguments"])
+                assistant().setdefault("tool_calls", []).append(call)
+                results.append(as_result(item["id"], _mcp_output(item)))
+            case "function_call_output":
+                add(as_result(item["call_id"], _text(item["output"])))
+    return messages + results
+
+
+def as_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
+
+
+def as_result(call_id: str, output: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": output}
+
+
+def _mcp_output(item: Item) -> str:
+    if item.get("output") is not None:
+        return str(item["output"])
+    error = item.get("error")
+    return error if isinstance(error, str) else json.dumps(error or "no output")
+
+
+def _text(content: str | Sequence[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part.get("text") or part.get("refusal") or "" for part in content)

@@ -1,0 +1,378 @@
+"""Bodies of the Responses endpoints. Fields that are not declared are ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Discriminator, Field, Tag
+
+from penstock.server.openai.base import Body, Reply, Text
+from penstock.server.openai.tools import ToolName
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Status = Literal["in_progress", "completed", "incomplete", "calling", "failed"]
+
+# -- input items
+
+
+class InputTextPart(Body):
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+
+
+class RefusalPart(Body):
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class SummaryPart(Body):
+    type: Literal["summary_text"]
+    text: Text
+
+
+class ReasoningPart(Body):
+    type: Literal["reasoning_text", "text"]
+    text: Text
+
+
+def _kind_of_part(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind == "refusal":
+        return "a refusal"
+    return "a text" if kind in ("input_text", "output_text", "text") else None
+
+
+# Tags are no identifiers: so they are left out of the path in an error, see `errors.explain`.
+Part = Annotated[
+    Annotated[InputTextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
+    Discriminator(
+        _kind_of_part,
+        custom_error_type="part",
+        custom_error_message="must be an object of type input_text, output_text or refusal: "
+        "this model takes text only",
+    ),
+]
+
+
+def _text_or_list(value: Any) -> str:
+    return "a text" if isinstance(value, str) else "a list"
+
+
+Content = Annotated[
+    Annotated[Text, Tag("a text")] | Annotated[list[Part], Tag("a list")],
+    Discriminator(_text_or_list),
+]
+
+
+class MessageItem(Body):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: Text | None = None
+    status: Status | None = None
+
+
+class FunctionCallItem(Body):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+    id: Text | None = None
+    status: Status | None = None
+
+
+class FunctionCallOutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Content
+    id: Text | None = None
+    status: Status | None = None
+
+
+class ReasoningItem(Body):
+    type: Literal["reasoning"]
+    id: Text | None = None
+    summary: list[SummaryPart] | None = None
+    content: list[ReasoningPart] | None = None
+    encrypted_content: Text | None = Field(None, description="Accepted, and of no effect.")
+    status: Status | None = None
+
+
+class McpCallItem(Body):
+    type: Literal["mcp_call"]
+    id: Text
+    server_label: Text
+    name: Text
+    arguments: Text
+    output: Text | None = None
+    error: Text | dict[str, Any] | None = None
+    status: Status | None = None
+
+
+class McpListToolsItem(Body):
+    type: Literal["mcp_list_tools"]
+    id: Text
+    server_label: Text
+    tools: list[dict[str, Any]]
+
+
+ITEM_TYPES = (
+    "message", "function_call", "function_call_output", "reasoning", "mcp_call", "mcp_list_tools",
+)  # fmt: skip
+
+
+def _kind_of_item(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = "message" if kind is None and isinstance(value, (dict, Body)) else kind
+    return f"{kind} item" if isinstance(kind, str) and kind in ITEM_TYPES else None
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message item")]
+    | Annotated[FunctionCallItem, Tag("function_call item")]
+    | Annotated[FunctionCallOutputItem, Tag("function_call_output item")]
+    | Annotated[ReasoningItem, Tag("reasoning item")]
+    | Annotated[McpCallItem, Tag("mcp_call item")]
+    | Annotated[McpListToolsItem, Tag("mcp_list_tools item")],
+    Discriminator(
+        _kind_of_item,
+        custom_error_type="item",
+        custom_error_message=f"must be an object of type {', '.join(ITEM_TYPES)}",
+    ),
+]
+Input = Annotated[
+    Annotated[Text, Tag("a text")] | Annotated[list[InputItem], Tag("a list")],
+    Discriminator(_text_or_list),
+]
+
+# -- tools
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: ToolName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = Field(
+        None, description="A JSON schema of the arguments; none without one."
+    )
+    strict: bool | None = Field(None, description="Accepted: calls that are enforced always are.")
+
+
+class AllowedMcpTools(Body):
+    tool_names: list[Text] | None = None
+    read_only: Literal[False] | None = None
+
+
+class McpTool(Body):
+    """The tools of a tool server that this server was started with."""
+
+    type: Literal["mcp"]
+    server_label: Text = Field(description="The server's name, if server_url is not given.")
+    server_url: Text | None = Field(None, description="One of --tool-server.")
+    server_description: Text | None = None
+    allowed_tools: list[Text] | AllowedMcpTools | None = Field(None, description="All by default.")
+    require_approval: Literal["never"] | None = Field(None, description="Calls are never held up.")
+
+
+BuiltInType = Literal[
+    "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation",
+    "computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "custom",
+]  # fmt: skip
+
+
+class BuiltInTool(Body):
+    type: BuiltInType = Field(description="Where a tool server has a tool of that name.")
+
+
+def _kind_of_tool(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if kind in ("function", "mcp"):
+        return f"{kind} tool"
+    return "other tool" if isinstance(kind, str) and kind in get_args(BuiltInType) else None
+
+
+ToolParam = Annotated[
+    Annotated[FunctionTool, Tag("function tool")]
+    | Annotated[McpTool, Tag("mcp tool")]
+    | Annotated[BuiltInTool, Tag("other tool")],
+    Discriminator(
+        _kind_of_tool,
+        custom_error_type="tool",
+        custom_error_message="must be an object of type function or mcp",
+    ),
+]
+
+
+class FunctionChoice(Body):
+    type: Literal["function"]
+    name: Text
+
+
+class McpChoice(Body):
+    type: Literal["mcp"]
+    server_label: Text
+    name: Text | None = Field(None, description="Needed: calls are enforced by name.")
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]] = Field(description="As in tools; a name is enough.")
+
+
+ToolChoiceParam = Literal["none", "auto", "required"] | FunctionChoice | McpChoice | AllowedChoice
+
+# -- the rest of a request
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = Field(None, description="For type json_schema.")
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="A JSON schema; any JSON without one."
+    )
+    strict: bool | None = Field(
+        None, description="Refuse a schema that uses what cannot be enforced; else that is ignored."
+    )
+
+
+class TextParam(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="Accepted, and of no effect."
+    )
+
+
+class ReasoningParam(Body):
+    effort: Effort | None = Field(None, description="For the chat template; none: do not think.")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="Accepted: the reasoning comes as it is, never as a summary."
+    )
+
+
+MetadataKey = Annotated[Text, Field(max_length=64)]
+MetadataValue = Annotated[Text, Field(max_length=512)]
+
+
+class ResponseRequest(Body):
+    model: Text | None = Field(None, description="A name from /v1/models; the first by default.")
+    input: Input = Field(description="A text, or items of a conversation.")
+    instructions: Text | None = Field(
+        None, description="A system message before everything; of this response alone."
+    )
+    previous_response_id: Text | None = Field(None, description="Go on after this stored response.")
+    max_output_tokens: int | None = Field(
+        None, description="Reasoning and calls included. By default, as many as fit."
+    )
+    max_tool_calls: int | None = Field(
+        None, ge=0, description="Most calls to tool servers; by default --max-tool-rounds decides."
+    )
+    temperature: float | None = Field(None, description="0 is greedy.")
+    top_p: float | None = Field(
+        None, description="Keep the smallest set of tokens with this probability."
+    )
+    top_logprobs: int | None = Field(None, description="How many most likely tokens to report.")
+    include: list[Text] | None = Field(
+        None, description="message.output_text.logprobs; others are of no effect."
+    )
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+    store: bool | None = Field(None, description="On by default.")
+    background: bool | None = Field(None, description="Answer at once, and go on; needs store.")
+    stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
+    tools: list[ToolParam] | None = None
+    tool_choice: ToolChoiceParam | None = Field(
+        None, description="auto by default: the model decides. required and a function: enforced."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Off: at most one call at a time.")
+    text: TextParam | None = None
+    reasoning: ReasoningParam | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: leave out the oldest messages where all do not fit."
+    )
+    user: Text | None = None
+    # What OpenAI's API does not have.
+    top_k: int | None = Field(None, description="Keep this many most likely tokens; 0: all.")
+    min_p: float | None = Field(None, description="Keep tokens this likely, relative to the best.")
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = Field(None, description="Makes the answer repeatable.")
+    stop: Text | list[Text] | None = Field(None, description="Texts that end the answer.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="For the model's chat template."
+    )
+    thinking_token_budget: int | None = Field(
+        None, description="Most tokens of reasoning: then it is brought to its end; -1: no limit."
+    )
+    priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
+    cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
+    timeout: float | None = Field(None, description="Most seconds that each round may take.")
+    conversation: Text | dict[str, Any] | None = Field(None, description="Not supported.")
+    prompt: dict[str, Any] | None = Field(None, description="Not supported.")
+
+
+# -- replies
+
+
+class InputTokensDetails(Reply):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputTokensDetails(Reply):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Reply):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseReply(Reply):
+    """What is shown in the API's document; `run.py` writes it."""
+
+    id: str
+    object: Literal["response"]
+    created_at: float
+    completed_at: float | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, Any] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None
+    user: str | None
+
+
+class DeletedReply(Reply):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ItemList(Reply):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,169 @@
+"""/v1/responses: create, read, cancel and delete."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+
+from penstock.protocol.errors import InputError
+from penstock.server.errors import body_of, describe_errors, encode_error, error_response
+from penstock.server.openai.stream import EVENT_STREAM
+from penstock.server.replies import StreamFrame, event_stream, gone, unless_gone
+from penstock.server.responses.desk import ResponseDesk, owner_of
+from penstock.server.responses.protocol import (
+    DeletedReply,
+    ItemList,
+    ResponseReply,
+    ResponseRequest,
+)
+from penstock.server.responses.run import encode
+from penstock.server.service import Service
+
+router = APIRouter(tags=["OpenAI"])
+
+COMMON_ERRORS = (400, 401, 404, 500, 503)
+
+
+class ResponsesFrame(StreamFrame):
+    """Events have names: those of their types. The last one says how the response ended."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def event(self, chunk: str) -> str:
+        kind = chunk.removeprefix('{"type": "').partition('"')[0]  # which stands first
+        return f"event: {kind}\ndata: {chunk}\n\n"
+
+    def error(self, error: Exception) -> str:
+        told = body_of(error, self._request_id)["error"]
+        return self.event(encode_error({"type": "error", **told, "code": None}).decode())
+
+    def end(self) -> str:
+        return ""
+
+
+@router.post(
+    "/v1/responses",
+    response_model=ResponseReply,
+    responses={**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)},
+)
+async def create_response(body: ResponseRequest, request: Request) -> Response:
+    """Answer a conversation, calling the tools of tool servers on the way."""
+    service, desk = _service_and_desk(request)
+    model = service.check_model(body.model)
+    service.check_capacity()
+    request_id = request.state.request_id
+    owned = await desk.prepare(_owner(request), body, model, f"resp-{request_id}")
+    if body.stream:
+        return await event_stream(request, owned.events(), ResponsesFrame(request_id))
+    if body.background:
+        return _json(await desk.start(owned))
+    response = await unless_gone(request, owned.whole())
+    return gone() if response is None else _json(response)
+
+
+@router.get(
+    "/v1/responses/{response_id}",
+    response_model=ResponseReply,
+    responses=describe_errors(*COMMON_ERRORS),
+)
+async def retrieve_response(
+    response_id: str, request: Request, stream: bool | None = None
+) -> Response:
+    """A stored response."""
+    if stream:
+        raise InputError("a stored response is not streamed: leave stream out", "stream")
+    _, desk = _service_and_desk(request)
+    stored = await desk.store.get(_owner(request), response_id)
+    if stored is None:
+        return _not_found(response_id)
+    return Response(stored.response, media_type="application/json")
+
+
+@router.post(
+    "/v1/responses/{response_id}/cancel",
+    response_model=ResponseReply,
+    responses=describe_errors(*COMMON_ERRORS),
+)
+async def cancel_response(response_id: str, request: Request) -> Response:
+    """End a response that runs in the background. One that has ended stays as it is."""
+    _, desk = _service_and_desk(request)
+    owner = _owner(request)
+    await desk.stop(owner, response_id)
+    stored = await desk.store.get(owner, response_id)
+    if stored is None:
+        return _not_found(response_id)
+    if not stored.read()["background"]:
+        message = "only a response that was created with background can be cancelled"
+        return error_response(400, message, "response_id")
+    return Response(stored.response, media_type="application/json")
+
+
+@router.delete("/v1/responses/{response_id}", responses=describe_errors(*COMMON_ERRORS))
+async def delete_response(response_id: str, request: Request) -> DeletedReply:
+    """Forget a response; one that runs in the background is cancelled."""
+    _, desk = _service_and_desk(request)
+    owner = _owner(request)
+    await desk.stop(owner, response_id)
+    if not await desk.store.delete(owner, response_id):
+        return _not_found(response_id)  # type: ignore[return-value]
+    return DeletedReply(id=response_id, object="response", deleted=True)
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items",
+    response_model=ItemList,
+    responses=describe_errors(*COMMON_ERRORS),
+)
+async def list_input_items(
+    response_id: str,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The items of the conversation that a response answers, the newest first."""
+    _, desk = _service_and_desk(request)
+    stored = await desk.store.get(_owner(request), response_id)
+    if stored is None:
+        return _not_found(response_id)
+    items = stored.read_input()
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        ids = [item["id"] for item in items]
+        if after not in ids:
+            raise InputError(f"there is no item {after!r} in this conversation", "after")
+        items = items[ids.index(after) + 1 :]
+    page = items[:limit]
+    return _json(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > len(page),
+        }
+    )
+
+
+def _service_and_desk(request: Request) -> tuple[Service, ResponseDesk]:
+    return request.app.state.service, request.app.state.responses
+
+
+def _owner(request: Request) -> str:
+    service: Service = request.app.state.service
+    return owner_of(request, service.server_config.api_key)
+
+
+def _not_found(response_id: str) -> Response:
+    message = (
+        f"there is no response {response_id!r:.100}: it was not stored, was deleted, or made room "
+        "for newer ones"
+    )
+    return error_response(404, message, "response_id")
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(encode(content), media_type="application/json")

@@ -1,0 +1,284 @@
+"""One response on its way: rounds of what the model says and of the calls that are made for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from penstock.protocol.errors import InputError
+from penstock.protocol.outputs import LogprobsAtPosition
+from penstock.server.errors import Overloaded, body_of
+from penstock.server.openai.logprobs import LogprobFormat
+from penstock.server.responses.convert import LOGPROBS, OfferedTools, prepare
+from penstock.server.responses.items import Item, as_messages, new_id
+from penstock.server.responses.output import Event, Output
+from penstock.server.responses.protocol import FunctionTool, ResponseRequest
+from penstock.server.responses.tool_servers import CallResult, ToolServers
+from penstock.server.service import Service
+from penstock.server.turn import Turn, TurnRequest, TurnUsage
+
+
+@dataclass
+class Job:
+    """What a response is made from. `items` are the conversation that it answers."""
+
+    body: ResponseRequest
+    model: str
+    items: list[Item]
+    offered: OfferedTools
+    turn: Turn
+    request: TurnRequest  # that `turn` was made from
+
+
+class ResponseRun:
+    """Runs one response. `events` or `whole` may be called once."""
+
+    def __init__(
+        self, service: Service, tool_servers: ToolServers, job: Job, request_id: str
+    ) -> None:
+        self._service = service
+        self._tool_servers = tool_servers
+        self._job = job
+        self._request_id = request_id
+        self.id = new_id("resp")
+        self._created_at = int(time.time())
+        self._completed_at: int | None = None
+        self._status = "in_progress"
+        self._error: dict[str, Any] | None = None
+        self._ended_rounds = TurnUsage()
+        self._turn = job.turn
+        self._num_calls = 0
+        num_top = job.body.top_logprobs or 0
+        self._with_logprobs = job.body.top_logprobs is not None or LOGPROBS in (
+            job.body.include or ()
+        )
+        self._output = Output(
+            job.offered.servers, LogprobFormat(service.frontend.tokenizer, num_top, False)
+        )
+
+    async def whole(self) -> None:
+        """Run to the end; raises what keeps it from getting there."""
+        async with contextlib.aclosing(self._run()) as events:
+            async for _ in events:
+                pass
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """What happens, numbered; the last one says how it ended.
+
+        Raises what goes wrong before the model has begun. Afterwards, the response has failed.
+        """
+        number = 0
+        try:
+            async with contextlib.aclosing(self._run()) as events:
+                async for event in events:
+                    yield {**event, "sequence_number": number}
+                    number += 1
+        except Exception as error:
+            if number == 0:
+                raise
+            self.fail(error)
+        yield {
+            "type": f"response.{self._status}",
+            "response": self.snapshot(),
+            "sequence_number": number,
+        }
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error."""
+        told = body_of(error, self._request_id)["error"]
+        code = "server_error"
+        if isinstance(error, Overloaded):
+            code = "rate_limit_exceeded"
+        elif isinstance(error, InputError):
+            code = "invalid_prompt"
+        self._status, self._error = "failed", {"code": code, "message": told["message"]}
+
+    def cancel(self) -> None:
+        self._status = "cancelled"
+
+    async def _run(self) -> AsyncGenerator[Event, None]:
+        """Everything that happens between the first token and the last."""
+        request, has_begun, is_cut_off = self._job.request, False, False
+        for num_left in reversed(range(self._service.server_config.max_tool_rounds + 1)):
+            reason: str | None = None
+            self._output.begin_round()
+            async with contextlib.aclosing(self._turn.steps()) as steps:
+                async for step in steps:
+                    if not has_begun:
+                        has_begun = True
+                        for event in self._opening():
+                            yield event
+                    for event in self._output.take(step.deltas, self._logprobs_of(step.logprobs)):
+                        yield event
+                    reason = step.finish_reason
+            is_cut_off = reason == "length"
+            for event in self._output.end_round(is_cut_off):
+                yield event
+            self._count_round()
+            async for event in self._make_calls():
+                yield event
+            following = None if is_cut_off else self._next_request(request, num_left)
+            if following is None:
+                break
+            if following.params.max_tokens == 0:
+                is_cut_off = True
+                break
+            self._turn, request = await self._service.in_thread(
+                prepare, self._service, following, self.id, self._job.body.truncation == "auto"
+            )
+        self._status = "incomplete" if is_cut_off else "completed"
+        self._completed_at = None if is_cut_off else int(time.time())
+
+    def _opening(self) -> list[Event]:
+        events = [
+            {"type": f"response.{kind}", "response": self.snapshot()}
+            for kind in ("created", "in_progress")
+        ]
+        listed = {
+            item["server_label"] for item in self._job.items if item["type"] == "mcp_list_tools"
+        }
+        servers = {server.label: server for server in self._job.offered.servers.values()}
+        for label, server in servers.items():
+            if label not in listed:
+                events += self._output.list_tools(server)
+        self._output.begin_round()
+        return events
+
+    def _logprobs_of(
+        self, given: Sequence[LogprobsAtPosition] | None
+    ) -> Sequence[LogprobsAtPosition] | None:
+        return given if self._with_logprobs else None
+
+    # -- calls to tool servers
+
+    async def _make_calls(self) -> AsyncGenerator[Event, None]:
+        """Make those of this round that are ours, all at once."""
+        calls = [
+            item
+            for item in self._output.round_items()
+            if item["type"] == "mcp_call" and item["status"] == "in_progress"
+        ]
+        results = await asyncio.gather(*(self._call(item) for item in calls))
+        for item, result in zip(calls, results, strict=True):
+            for event in self._output.finish_call(item, result):
+                yield event
+
+    async def _call(self, item: Item) -> CallResult:
+        most = self._job.body.max_tool_calls
+        if most is not None and self._num_calls >= most:
+            return CallResult.failed(f"no more than {most} calls are allowed (max_tool_calls)")
+        self._num_calls += 1
+        server = self._job.offered.servers[item["name"]]
+        return await self._tool_servers.call(server, item["name"], item["arguments"])
+
+    def _next_request(self, request: TurnRequest, num_left: int) -> TurnRequest | None:
+        """What the model is asked after its calls; None if there were none of ours, or others
+        that the client has to make first."""
+        said = self._output.round_items()
+        kinds = {item["type"] for item in said}
+        if "mcp_call" not in kinds or "function_call" in kinds:
+            return None
+        # A call that was demanded has been made. From here on the model decides, as far as this
+        # one can; in the last round it has to answer.
+        can_choose = (
+            self._service.frontend.parsers.tools is not None
+            and self._service.config.chat.enable_auto_tool_choice
+        )
+        most = self._job.body.max_tool_calls
+        is_last = num_left <= 1 or (most is not None and self._num_calls >= most)
+        params = request.params
+        if self._job.body.max_output_tokens is not None:
+            left = max(self._job.body.max_output_tokens - self._ended_rounds.num_completion, 0)
+            params = msgspec.structs.replace(params, max_tokens=left)
+        return replace(
+            request,
+            messages=[*request.messages, *as_messages(None, said, knows_developers=False)],
+            params=params,
+            tool_choice="auto" if can_choose and not is_last else "none",
+        )
+
+    # -- what is told
+
+    def _count_round(self) -> None:
+        """Each round reads the conversation anew, mostly from the cache."""
+        total, usage = self._ended_rounds, self._turn.usage
+        total.num_prompt += usage.num_prompt
+        total.num_cached += usage.num_cached
+        total.num_completion += usage.num_completion
+        total.num_reasoning += usage.num_reasoning
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._ended_rounds
+        return {
+            "input_tokens": usage.num_prompt,
+            "input_tokens_details": {
+                "cached_tokens": usage.num_cached,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.num_completion,
+            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning},
+            "total_tokens": usage.num_total,
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """The response as it is now."""
+        body, params = self._job.body, self._job.request.params
+        text = body.text.model_dump(exclude_unset=True, by_alias=True) if body.text else {}
+        text["format"] = text.get("format") or {"type": "text"}
+        incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        choice: Any = body.tool_choice or "auto"
+        reasoning = body.reasoning
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created_at,
+            "completed_at": self._completed_at,
+            "status": self._status,
+            "background": bool(body.background),
+            "error": self._error,
+            "incomplete_details": incomplete,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "model": self._job.model,
+            "output": list(self._output.items),
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {
+                "effort": reasoning.effort if reasoning else None,
+                "summary": reasoning.summary if reasoning else None,
+            },
+            "store": body.store is not False,
+            "temperature": params.temperature,
+            "text": text,
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": _echo_tools(body),
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None if self._status == "in_progress" else self._usage(),
+            "user": body.user,
+        }
+
+
+def _echo_tools(body: ResponseRequest) -> list[dict[str, Any]]:
+    tools = []
+    for given in body.tools or ():
+        tool = given.model_dump(exclude_unset=True)
+        if isinstance(given, FunctionTool):
+            tool = {"description": None, "parameters": None, "strict": False, **tool}
+        tools.append(tool)
+    return tools
+
+
+def encode(event: Event) -> str:
+    """As ASCII: what clients sent and get back need not be valid Unicode."""
+    return json.dumps(event)

@@ -1,0 +1,185 @@
+"""Tool servers: processes whose tools this server lets models call, over the MCP protocol.
+
+Only the servers that the operator names are ever connected to. Their tools are listed once, at the
+start; each call has a connection of its own, so a tool server may be restarted in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from penstock.config import ServerConfig
+from penstock.protocol.errors import ConfigError
+from penstock.text.parsing.formats import Tool
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+START_TIMEOUT_S = 30.0
+MAX_TOOL_PAGES = 100
+
+
+@dataclass(frozen=True)
+class ToolServer:
+    """`label` is the name that the server gives itself."""
+
+    label: str
+    url: str
+    tools: tuple[Tool, ...]
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What came of a call: `error` in the form of the API if it failed, else `output`."""
+
+    output: str | None
+    error: dict[str, Any] | None = None
+
+    @classmethod
+    def failed(cls, message: str) -> CallResult:
+        """A call that no tool answered."""
+        return cls(None, {"type": "mcp_protocol_error", "code": -32000, "message": message})
+
+
+class ToolServers:
+    """Every tool server of this process, and the limits of their calls."""
+
+    def __init__(
+        self, servers: Sequence[ToolServer], call_timeout_s: float, max_output_bytes: int
+    ) -> None:
+        self.servers = servers
+        self._call_timeout_s = call_timeout_s
+        self._max_output_bytes = max_output_bytes
+
+    def find(self, label: str, url: str | None) -> ToolServer | None:
+        """By its address if that is given, else by its name."""
+        for server in self.servers:
+            if (server.label == label) if url is None else (server.url == url.rstrip("/")):
+                return server
+        return None
+
+    def find_tool(self, name: str) -> tuple[ToolServer, Tool] | None:
+        for server in self.servers:
+            for tool in server.tools:
+                if tool.name == name:
+                    return server, tool
+        return None
+
+    async def call(self, server: ToolServer, name: str, arguments: str) -> CallResult:
+        """Call a tool. Never raises for what the tool or its server does."""
+        limit_s = self._call_timeout_s
+        try:
+            given = json.loads(arguments or "{}")
+            return await asyncio.wait_for(self._call(server, name, given), limit_s)
+        except (asyncio.TimeoutError, TimeoutError):
+            return CallResult.failed(f"{name} took longer than {limit_s:g} s")
+        except Exception as error:  # whatever a foreign server makes its client run into
+            return CallResult.failed(f"{name} could not be called: {_cause(error)}")
+
+    async def _call(self, server: ToolServer, name: str, arguments: dict[str, Any]) -> CallResult:
+        async with _connect(server.url) as client:
+            result = await client.call_tool(name, arguments)
+        text = self._cut("\n".join(_text_of(part) for part in result.content))
+        if result.is_error:
+            return CallResult(None, {"type": "mcp_tool_execution_error", "content": text})
+        return CallResult(text)
+
+    def _cut(self, text: str) -> str:
+        encoded = text.encode(errors="replace")
+        if len(encoded) <= (most := self._max_output_bytes):
+            return encoded.decode()
+        kept = encoded[:most].decode(errors="ignore")
+        return f"{kept}\n[{len(encoded) - most} more bytes were cut off]"
+
+
+async def connect_tool_servers(config: ServerConfig) -> ToolServers:
+    """Ask every tool server for its tools; ConfigError for one that cannot be reached."""
+    entries = [entry.strip() for given in config.tool_server for entry in given.split(",")]
+    servers: list[ToolServer] = []
+    for entry in filter(None, entries):
+        server = await _list_tools(_url_of(entry))
+        if any(server.label == other.label for other in servers):
+            raise ConfigError(
+                f"two tool servers call themselves {server.label!r}: give them different names"
+            )
+        servers.append(server)
+    return ToolServers(servers, config.tool_call_timeout_s, config.max_tool_output_bytes)
+
+
+def _url_of(entry: str) -> str:
+    """``host:port`` is short for the address of a server that speaks SSE."""
+    url = (entry if "://" in entry else f"http://{entry}").rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(
+            f"tool_server must be host:port or a URL such as http://localhost:9000/mcp, got "
+            f"{entry!r}"
+        )
+    return url if parts.path or "://" in entry else f"{url}/sse"
+
+
+async def _list_tools(url: str) -> ToolServer:
+    try:
+        import mcp  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "tool_server needs the mcp package: pip install 'penstock[tools]'"
+        ) from error
+
+    async def ask() -> ToolServer:
+        tools: list[Tool] = []
+        async with _connect(url) as client:
+            cursor: str | None = None
+            for _ in range(MAX_TOOL_PAGES):
+                page = await client.list_tools(cursor=cursor)
+                tools += [
+                    Tool(tool.name, tool.input_schema, tool.description or "")
+                    for tool in page.tools
+                ]
+                cursor = page.next_cursor
+                if cursor is None:
+                    break
+            info = client.server_info
+        label = info.name if info is not None and info.name else (urlsplit(url).hostname or url)
+        return ToolServer(label, url, tuple(tools))
+
+    try:
+        return await asyncio.wait_for(ask(), START_TIMEOUT_S)
+    except (asyncio.TimeoutError, TimeoutError) as error:
+        raise ConfigError(
+            f"the tool server at {url} did not answer within {START_TIMEOUT_S:g} s"
+        ) from error
+    except Exception as error:  # whatever a foreign server makes its client run into
+        raise ConfigError(
+            f"the tool server at {url} cannot be used: {_cause(error)}. Start it first, or leave "
+            "it out of --tool-server"
+        ) from error
+
+
+@contextlib.asynccontextmanager
+async def _connect(url: str) -> AsyncGenerator[Client, None]:
+    """SSE where the address says so, else streamable HTTP."""
+    from mcp import Client
+    from mcp.client.sse import sse_client
+
+    is_sse = urlsplit(url).path.endswith("/sse")
+    async with Client(sse_client(url), mode="legacy") if is_sse else Client(url) as client:
+        yield client
+
+
+def _text_of(part: Any) -> str:
+    text = getattr(part, "text", None)
+    return text if isinstance(text, str) else f"[{getattr(part, 'type', 'something')}, not shown]"
+
+
+def _cause(error: BaseException) -> str:
+    """The first error within groups of errors, in words."""
+    while inner := getattr(error, "exceptions", None):
+        error = inner[0]
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
