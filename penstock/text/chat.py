@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock.protocol.errors import ConfigError, InputError, ModelError
 from penstock.text.chat_history import PROBE_TOOLS, HistoryForm, find_form, fit_reasoning
-from penstock.text.messages import normalize
+from penstock.text.messages import check_calls
 from penstock.text.tokenizer import Tokenizer, read_json_if_there
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class ChatTemplate:
             )
         template = self._template(has_tools=tools is not None)
         chat = check_messages(messages, keep_parts=template.takes_parts)
-        normalize(chat, arguments_as_text=template.takes_arguments_as_text)
+        check_calls(chat)
         for message in chat:
             if message["role"] == "assistant":
                 fit_reasoning(message)
@@ -291,7 +291,6 @@ class _Compiled:
                 f"the chat template is broken at line {error.lineno}: {error.message}", "messages"
             ) from error
         self.takes_parts = _loops_over_content(tree)
-        self.takes_arguments_as_text = _joins_arguments(tree)
         self._history_form: HistoryForm | None = None
 
     def history_form(self, special_tokens: Mapping[str, str]) -> HistoryForm:
@@ -330,29 +329,6 @@ def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
         if isinstance(assign.target, nodes.Name) and is_content(assign.node):
             names.add(assign.target.name)
     return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
-
-
-def _joins_arguments(tree: jinja2.nodes.Template) -> bool:
-    """Whether the template adds a call's arguments to its text as they are, so that they must be
-    text; most templates write them as JSON or go through them."""
-    from jinja2 import nodes
-
-    def is_arguments(node: nodes.Node) -> bool:
-        if isinstance(node, nodes.Getattr):
-            return node.attr == "arguments"
-        return (
-            isinstance(node, nodes.Getitem)
-            and isinstance(node.arg, nodes.Const)
-            and node.arg.value == "arguments"
-        )
-
-    joined = [part for item in tree.find_all(nodes.Add) for part in (item.left, item.right)]
-    joined += [part for item in tree.find_all(nodes.Concat) for part in item.nodes]
-    tests = any(
-        test.name in ("string", "mapping") and is_arguments(test.node)
-        for test in tree.find_all(nodes.Test)
-    )
-    return not tests and any(is_arguments(part) for part in joined)
 
 
 def _environment() -> LimitedEnvironment:
