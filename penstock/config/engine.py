@@ -70,8 +70,15 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = option(
         0, "Most prompt tokens of one request in a step, so that others get in; 0: no limit."
     )
-    scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "fcfs: first come, first served; priority: lowest `priority` first."
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = option(
+        "fcfs",
+        "fcfs: first come, first served; priority: lowest `priority` first; fair: API keys take "
+        "turns, by the tokens that they ask for.",
+    )
+    queue_timeout_s: float | None = option(
+        None,
+        "Most seconds that a request may wait for its turn to run; then it gets a 429. Default: "
+        "no limit.",
     )
     async_scheduling: bool | None = option(
         None,
@@ -84,6 +91,8 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
+        if self.queue_timeout_s is not None and self.queue_timeout_s <= 0:
+            raise ConfigError(f"queue_timeout_s must be above 0, got {self.queue_timeout_s}")
         if self.long_prefill_token_threshold < 0:
             raise ConfigError(
                 "long_prefill_token_threshold must be at least 0, "

@@ -22,6 +22,11 @@ class ServerConfig:
     api_key: list[str] = option(
         [], "Keys, one of which a client must send; default: anyone may use the API."
     )
+    admin_api_key: list[str] = option(
+        [],
+        "Keys, one of which operators' routes (/reset_prefix_cache) ask for; they open the rest of "
+        "the API as well. Default: such routes are as open as the others.",
+    )
     allowed_origins: list[str] = option(
         ["*"], "Origins of web pages that may use the API; *: any (CORS)."
     )
@@ -43,6 +48,17 @@ class ServerConfig:
     )
     request_timeout_s: float | None = option(
         None, "Most seconds that a request may take, queueing included; default: no limit."
+    )
+    request_read_timeout_s: float = option(
+        60.0, "Seconds in which a request's head and body must arrive; a slower one gets a 408."
+    )
+    slow_reader_timeout_s: float = option(
+        30.0,
+        "Seconds in which a client must read 16 KiB of an answer that waits for it; the "
+        "connection of a slower one is closed, and its request aborted.",
+    )
+    max_connections: int = option(
+        8192, "Most connections that are open at once; more get a 503 and are closed."
     )
     max_n: int = option(128, "Most completions that a request may ask for each prompt.")
     max_prompts: int = option(1024, "Most prompts in one completion request.")
@@ -70,15 +86,45 @@ class ServerConfig:
     max_request_crashes: int = option(
         3, "Times in a row that a request may kill the engine when it runs alone before it fails."
     )
+    max_stored_responses: int = option(
+        1000,
+        "Most responses that /v1/responses keeps in memory; those not used for longest make room. "
+        "0: none is kept.",
+    )
+    max_stored_response_bytes: int = option(
+        256 * 2**20, "Most bytes that these responses and their conversations may take together."
+    )
+    tool_server: list[str] = option(
+        [],
+        "Tool servers whose tools models may call in /v1/responses: URLs of MCP servers, or "
+        "host:port for one at http://host:port/sse; commas separate several. Needs the mcp "
+        "package (penstock[tools]).",
+    )
+    tool_call_timeout_s: float = option(60.0, "Most seconds that a call to a tool server may take.")
+    max_tool_output_bytes: int = option(
+        64 * 2**10, "Most bytes that a model is shown of what a tool answers; the rest is cut off."
+    )
+    max_tool_rounds: int = option(
+        10, "Most times that a model may call tool servers in one response; then it must answer."
+    )
     access_log: bool = option(False, "Log a line for every HTTP request.")
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 to 65535, got {self.port}")
-        for name in ("max_request_body_bytes", "max_n", "max_prompts", "max_request_crashes"):
+        for name in (
+            "max_request_body_bytes", "max_n", "max_prompts", "max_request_crashes",
+            "max_connections",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_queued_requests", "shutdown_timeout", "max_engine_failures"):
+        for name in ("max_stored_response_bytes", "max_tool_output_bytes", "max_tool_rounds"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in (
+            "max_queued_requests", "shutdown_timeout", "max_engine_failures",
+            "max_stored_responses",
+        ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("engine_heartbeat_timeout_s", "step_timeout_s"):
@@ -88,8 +134,12 @@ class ServerConfig:
                 )
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ConfigError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
-        if not all(self.api_key):
-            raise ConfigError("api_key must not be empty")
+        for name in ("request_read_timeout_s", "slow_reader_timeout_s", "tool_call_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        for name in ("api_key", "admin_api_key"):
+            if not all(getattr(self, name)):
+                raise ConfigError(f"{name} must not be empty")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
         self._check_tls()

@@ -85,6 +85,7 @@ def _assemble(
         long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
         policy=config.scheduler.scheduling_policy,
+        queue_timeout_s=config.scheduler.queue_timeout_s,
         num_speculative_tokens=capabilities.num_drafts,
         vocab_size=int(source.config["vocab_size"]),
     )

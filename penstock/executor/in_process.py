@@ -84,6 +84,6 @@ def device_errors() -> Iterator[None]:
 
 
 def _out_of_memory(error: Exception) -> OutOfMemory:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the allocator keeps may be in pieces that fit nothing
     return OutOfMemory(f"not enough memory for the step: {str(error).splitlines()[0]:.300}")

@@ -28,4 +28,5 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     stop_reason: int | str | None = None  # the stop token or stop text that ended it
     ends_in_text: bool = False  # STOP, but not at a stop token: a grammar's document is complete
     error: str | None = None
+    can_retry: bool = False  # with an error: it was never begun, and may be sent again later
     error_field: str | None = None  # the client's error: the field of its request that is wrong

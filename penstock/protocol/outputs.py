@@ -53,4 +53,5 @@ class RequestOutput:
     prompt_logprobs: list[LogprobsAtPosition | None] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    can_retry: bool = False  # with an error: it was never begun, and may be sent again later
     error_field: str | None = None  # where the request itself was wrong: the field

@@ -37,6 +37,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priority: int = 0  # lower runs first
     arrival_time: float = 0.0
     cache_salt: str | None = None
+    tenant: str = ""  # whose it is, where tenants take turns
     read_prefix_cache: bool = True  # off where every prompt row's results are wanted
     output_token_ids: list[int] = []
     thinking: ThinkingFormat | None = None  # with params.thinking_token_budget

@@ -15,7 +15,8 @@ class SchedulerLimits:
     max_model_len: int  # tokens in one request, prompt and output together
     long_prefill_token_threshold: int = 0  # prompt tokens of one request in a step; 0: no limit
     enable_chunked_prefill: bool = True
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Literal["fcfs", "priority", "fair"] = "fcfs"
+    queue_timeout_s: float | None = None  # for which a request may wait to run; None: no limit
     num_speculative_tokens: int = 0  # drafts that a decoding request brings to a step
     vocab_size: int = 2**31  # tokens that there are to choose from
 

@@ -50,8 +50,42 @@ class PriorityThenArrival(Policy):
         bisect.insort(running, state, key=lambda other: other.rank)
 
 
+MAX_COUNTED_OUTPUT = 512  # tokens: max_tokens is often left at all that the model allows
+
+
+class FairShare(Policy):
+    """Tenants take turns, in proportion to what their requests ask for (start-time fair queueing).
+
+    Each tenant has a clock that its requests advance by their tokens, and the request with the
+    lowest reading goes first. A tenant that comes late begins at the reading of the request that
+    was last let in: nobody saves up for later, and nobody waits for what was before.
+    """
+
+    def __init__(self) -> None:
+        self._front = itertools.count(1)
+        self._now = 0.0
+        self._clocks: dict[str, float] = {}  # of tenants whose requests are ahead of now
+
+    def rank(self, state: RequestState) -> tuple[float, ...]:
+        tenant, request = state.request.tenant, state.request
+        start = max(self._clocks.get(tenant, 0.0), self._now)
+        num_output = min(request.max_tokens, MAX_COUNTED_OUTPUT)
+        self._clocks[tenant] = start + len(request.prompt_token_ids) + num_output
+        return (start, state.sequence)
+
+    def rank_preempted(self, state: RequestState) -> tuple[float, ...]:
+        return (-1.0, -next(self._front))  # before all who have not run yet
+
+    def insert_running(self, running: list[RequestState], state: RequestState) -> None:
+        running.append(state)
+        if state.rank[0] > self._now:
+            self._now = state.rank[0]
+            ahead = self._clocks.items()
+            self._clocks = {tenant: at for tenant, at in ahead if at > self._now}
+
+
 POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
-    {"fcfs": FirstComeFirstServed, "priority": PriorityThenArrival}
+    {"fcfs": FirstComeFirstServed, "priority": PriorityThenArrival, "fair": FairShare}
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class Scheduler:
         self._released_ids: list[str] = []  # rows of the runner that the next plan gives up
         self._deltas: list[EngineDelta] = []  # of requests that ended outside of a step
         self._sequence = itertools.count()
+        self._newcomers: deque[tuple[float, RequestState]] = deque()  # since when they wait
         self._last_step_id = 0
         self._refused: RequestState | None = None  # the last that found no room
         self._num_free_when_refused = 0
@@ -90,6 +92,8 @@ class Scheduler:
         state = RequestState(request, next(self._sequence), self.limits.max_model_len)
         self._requests[request.request_id] = state
         self._gatekeeper.push(state)
+        if self.limits.queue_timeout_s is not None and not request.output_token_ids:
+            self._newcomers.append((time.monotonic(), state))
 
     def finish(
         self,
@@ -141,6 +145,7 @@ class Scheduler:
         The runner drops the plan's `released_ids` before it takes in its `new_requests`.
         """
         self._pass_gates()
+        self._end_long_waits()
         budget = self._setbacks.num_tokens
         step = Step(self._last_step_id + 1, budget)
         if self._setbacks:
@@ -169,6 +174,24 @@ class Scheduler:
                 self._waiting.push(state)
         for state, why in failed:
             self._deltas.append(self._end(state, FinishReason.ERROR, None, why.error, why.field))
+
+    def _end_long_waits(self) -> None:
+        """Send away requests that have waited for too long, before anything is done for them."""
+        if not self._newcomers:
+            return
+        assert self.limits.queue_timeout_s is not None
+        latest = time.monotonic() - self.limits.queue_timeout_s
+        while self._newcomers:
+            since, state = self._newcomers[0]
+            is_new = state.status is RequestStatus.WAITING and state.incarnation == 0
+            if is_new and since >= latest:
+                break  # and so are all behind it
+            self._newcomers.popleft()
+            if is_new:
+                limit = self.limits.queue_timeout_s
+                error = f"the request waited longer than {limit:g} s for its turn; try again later"
+                delta = self._end(state, FinishReason.ERROR, error=error)
+                self._deltas.append(msgspec.structs.replace(delta, can_retry=True))
 
     def _continue_running(self, step: Step) -> bool:
         """Give each running request its share; False if blocks ran out on the way."""

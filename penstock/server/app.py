@@ -7,10 +7,13 @@ from starlette.middleware.cors import CORSMiddleware
 
 import penstock
 from penstock.server import admin, errors, metrics, playground
+from penstock.server.access import AdminGuard, TenantLabel
 from penstock.server.anthropic import messages
 from penstock.server.anthropic.errors import AnthropicErrors
 from penstock.server.middleware import ApiKeyGuard, BodyLimit, HeadAsGet, RequestContext
 from penstock.server.openai import chat, completions, models, tokenize
+from penstock.server.responses import routes as responses
+from penstock.server.responses.desk import ResponseDesk
 from penstock.server.service import Service
 
 ROUTERS = (
@@ -18,6 +21,7 @@ ROUTERS = (
     completions.router,
     messages.router,
     models.router,
+    responses.router,
     tokenize.router,
     admin.router,
     metrics.router,
@@ -40,14 +44,19 @@ def build_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.state.metrics = metrics.observe(service)
+    app.state.responses = ResponseDesk(service)
     for router in ROUTERS:
         app.include_router(router)
     errors.install(app)
     # The last one added is the first that a request meets.
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=config.max_request_body_bytes)
+    if config.admin_api_key:
+        app.add_middleware(AdminGuard, keys=config.admin_api_key)
     if config.api_key:
-        app.add_middleware(ApiKeyGuard, keys=config.api_key)
+        app.add_middleware(ApiKeyGuard, keys=[*config.api_key, *config.admin_api_key])
+    if service.config.scheduler.scheduling_policy == "fair":
+        app.add_middleware(TenantLabel)
     app.add_middleware(
         CORSMiddleware,
         allow_origins=config.allowed_origins,

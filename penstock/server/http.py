@@ -7,6 +7,7 @@ is installed, else with h11, and both are changed here in the same few places.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import sys
 import uuid
@@ -20,7 +21,7 @@ from penstock.server.errors import encode_error, error_body
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
 
 
-def raw_error(status: int, message: str) -> bytes:
+def raw_error(status: int, message: str, headers: str = "") -> bytes:
     """A whole response, after which the connection is closed."""
     body = encode_error(error_body(status, message))
     head = (
@@ -28,6 +29,7 @@ def raw_error(status: int, message: str) -> bytes:
         "Content-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n"
         f"X-Request-Id: {uuid.uuid4().hex}\r\n"
+        f"{headers}"
         "Connection: close\r\n\r\n"
     )
     return head.encode() + body
@@ -57,10 +59,20 @@ class JsonH11Protocol(H11Protocol):
         pass  # whoever offers an upgrade is answered without one
 
 
-def protocol_class() -> type[asyncio.Protocol]:
-    """How uvicorn is to speak HTTP."""
-    try:
+def protocol_class(max_connections: int) -> type[asyncio.Protocol]:
+    """How uvicorn is to speak HTTP, on so many connections at once."""
+    base: Any = JsonH11Protocol
+    with contextlib.suppress(ImportError):
         from penstock.server.http_tools import JsonHttpToolsProtocol
-    except ImportError:
-        return JsonH11Protocol
-    return JsonHttpToolsProtocol
+
+        base = JsonHttpToolsProtocol
+
+    class LimitedProtocol(base):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > max_connections:
+                message = f"all {max_connections} connections are taken; try again later"
+                transport.write(raw_error(503, message, "Retry-After: 1\r\n"))
+                transport.close()
+
+    return LimitedProtocol

@@ -73,6 +73,11 @@ async def start(
             config.model, source, max_model_len=0, chat=config.chat
         )  # the engine will say
 
+    tool_servers = None
+    if server_config.tool_server:
+        from penstock.server.responses.tool_servers import connect_tool_servers
+
+        tool_servers = await connect_tool_servers(server_config)
     # The model is fetched here, once, before the engine is told to load it.
     source = await asyncio.to_thread(find_source)
     loading = asyncio.ensure_future(client.load(config))
@@ -85,13 +90,14 @@ async def start(
     finally:
         loading.cancel()
     frontend.max_model_len = info.max_model_len
-    return Service(config, server_config, client, frontend)
+    return Service(config, server_config, client, frontend, tool_servers)
 
 
 async def _serve_http(service: Service, listener: socket.socket, stop: StopSignals) -> int:
     import uvicorn
 
     from penstock.server.app import build_app
+    from penstock.server.connections import ConnectionWatch
     from penstock.server.http import MAX_HEAD_BYTES, protocol_class
 
     config = service.server_config
@@ -108,7 +114,7 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
     server = Server(
         uvicorn.Config(
             build_app(service),
-            http=protocol_class(),
+            http=protocol_class(config.max_connections),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ws="none",
             log_level="warning",
@@ -126,11 +132,14 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     draining = asyncio.ensure_future(_drain(service, server, stop))
     losing = asyncio.ensure_future(_end_when_lost(service, server))
+    watch = ConnectionWatch(config.request_read_timeout_s, config.slow_reader_timeout_s)
+    watching = asyncio.ensure_future(watch.run(server.server_state.connections))
     try:
         await server.serve(sockets=[listener])
     finally:
         draining.cancel()
         losing.cancel()
+        watching.cancel()
     is_lost = service.client.is_lost and not stop.is_urgent
     return LOST_EXIT_CODE if is_lost else stop.exit_code
 

@@ -7,15 +7,21 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.protocol.delta import FinishReason
-from penstock.protocol.errors import EngineDeadError, InputError, RequestFault
+from penstock.protocol.errors import EngineDeadError, InputError, PenstockError, RequestFault
 from penstock.protocol.outputs import RequestOutput
+from penstock.server.access import current_tenant
 from penstock.server.errors import ModelNotFound, Overloaded, RequestTimeout
 from penstock.text.frontend import Frontend, PreparedRequest
+
+if TYPE_CHECKING:
+    from penstock.server.responses.tool_servers import ToolServers
 
 NUM_TEXT_THREADS = 4
 T = TypeVar("T")
@@ -30,11 +36,13 @@ class Service:
         server_config: ServerConfig,
         client: AsyncEngineClient,
         frontend: Frontend,
+        tool_servers: ToolServers | None = None,
     ) -> None:
         self.config = config
         self.server_config = server_config
         self.client = client
         self.frontend = frontend
+        self.tool_servers = tool_servers
         self.model_names = config.model.served_model_name or [config.model.model]
         self.created = int(time.time())
         self.is_draining = False
@@ -75,6 +83,8 @@ class Service:
 
     def _check_queue(self, num_new: int) -> None:
         """Refuse completions that find no room now: each one of each prompt takes a place."""
+        if self._is_fair:
+            self._check_share(num_new)
         if len(self.client.records) + num_new > (capacity := self._capacity):
             message = (
                 f"{len(self.client.records)} completions are running or queued and {num_new} more "
@@ -83,6 +93,21 @@ class Service:
             if not self.client.is_healthy:
                 raise EngineDeadError(f"the engine is being started again: {message}")
             raise Overloaded(message)
+
+    @property
+    def _is_fair(self) -> bool:
+        return self.config.scheduler.scheduling_policy == "fair"
+
+    def _check_share(self, num_new: int) -> None:
+        """Where keys take turns, none may fill the queue: each has as many places as another."""
+        share = max(self._capacity // max(len(self.server_config.api_key), 1), 1)
+        tenant = current_tenant.get()
+        num_own = sum(r.request.tenant == tenant for r in self.client.records.values())
+        if num_own and num_own + num_new > share:
+            raise Overloaded(
+                f"{num_own} completions of this API key are running or queued and {num_new} more "
+                f"would exceed the {share} that are its share; try again later"
+            )
 
     def _check_size(self, requests: Sequence[PreparedRequest], num_new: int) -> None:
         """Refuse for good what would find no room on an idle server either."""
@@ -125,7 +150,11 @@ class Service:
         }
         self._check_size(requests, len(routes))
         self._check_queue(len(routes))  # again: now it is known how many they are
-        stream = self.client.submit([child for request in requests for child in request.children])
+        children = [child for request in requests for child in request.children]
+        if self._is_fair:
+            tenant = current_tenant.get()
+            children = [msgspec.structs.replace(child, tenant=tenant) for child in children]
+        stream = self.client.submit(children)
         timer = self._start_timer(stream.fail, timeout_s)
         try:
             async for deltas in stream:
@@ -141,7 +170,7 @@ class Service:
                     output = requests[index].assembler.take()
                     if output is not None:
                         if output.error is not None:
-                            raise _error_of(output.error, output.error_field)
+                            raise _error_of(output)
                         yield index, output
         finally:
             if timer is not None:
@@ -160,6 +189,11 @@ class Service:
         return asyncio.get_running_loop().call_later(min(allowed), fail, error)
 
 
-def _error_of(message: str, field: str | None) -> InputError | RequestFault:
+def _error_of(output: RequestOutput) -> PenstockError:
     """What ended a request: its own fault if that names a field, else the server's."""
-    return RequestFault(message) if field is None else InputError(message, field)
+    assert output.error is not None
+    if output.can_retry:
+        return Overloaded(output.error)
+    if output.error_field is not None:
+        return InputError(output.error, output.error_field)
+    return RequestFault(output.error)

@@ -1,8 +1,8 @@
 """Conversations rendered to prompts through the model's chat template.
 
 A template comes with the model and is code: it runs in a sandbox, with limits on time and memory
-(`sandbox.py`), and sees nothing but plain JSON values. Its own errors are about the conversation it was given, so they are the
-request's (`InputError`).
+(`sandbox.py`), and sees nothing but plain JSON values. Its own errors are about the conversation it
+was given, so they are the request's (`InputError`).
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ class OutputAssembler:
         self._num_cached_tokens = 0
         self._error: str | None = None
         self._error_field: str | None = None
+        self._can_retry = False
         self._stopped: list[str] = []
         self._prompt_logprobs = _PromptLogprobs(len(prompt_token_ids), params)
         stops = StopStrings(params.stop_strings) if params.stop_strings else None
@@ -97,6 +98,7 @@ class OutputAssembler:
             self._stopped.append(delta.request_id)
         if delta.error is not None and self._error is None:
             self._error, self._error_field = delta.error, delta.error_field
+            self._can_retry = delta.can_retry
 
     def stopped_children(self) -> list[str]:
         """Children that a stop string ended while the engine goes on; each is named once."""
@@ -125,6 +127,7 @@ class OutputAssembler:
             num_cached_tokens=self._num_cached_tokens,
             error=self._error,
             error_field=self._error_field,
+            can_retry=self._can_retry,
         )
 
 

@@ -34,7 +34,14 @@ def make_request(request_id, prompt, *, max_tokens=8, seed=0, **kwargs) -> Engin
     )
 
 
-REQUEST_FIELDS = {"priority", "arrival_time", "cache_salt", "read_prefix_cache", "output_token_ids"}
+REQUEST_FIELDS = {
+    "priority",
+    "arrival_time",
+    "cache_salt",
+    "read_prefix_cache",
+    "output_token_ids",
+    "tenant",
+}
 
 
 def extend_digest(digest, token_id):

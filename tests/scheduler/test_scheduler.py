@@ -609,3 +609,29 @@ def test_a_plan_survives_serialization():
     scheduler.add(long_request("a", [2] * 10))
     plan = scheduler.schedule()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=type(plan)) == plan
+
+
+# -- the queue
+
+
+def test_a_request_that_waits_longer_than_the_queue_allows_is_sent_away(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("penstock.scheduler.scheduler.time.monotonic", lambda: now[0])
+    scheduler = scheduler_of(max_num_seqs=1, queue_timeout_s=5.0)
+    replay = long_request("replay", output_token_ids=[4])
+    for request in (long_request("runs"), long_request("waits"), replay):
+        scheduler.add(request)
+    scheduler.update(answer(scheduler.schedule()))
+    now[0] += 4.0
+    scheduler.add(long_request("late"))
+    scheduler.update(answer(scheduler.schedule()))
+    assert scheduler.take_deltas() == []
+    now[0] += 2.0
+    plan = scheduler.schedule()
+    (delta,) = scheduler.take_deltas()
+    assert delta.request_id == "waits"
+    assert delta.can_retry
+    assert delta.finish_reason is FinishReason.ERROR
+    assert "waited longer than 5 s" in delta.error
+    assert shares(plan) == {"runs": 1}, "what runs, runs on"
+    assert scheduler.stats().num_waiting == 2

@@ -1,0 +1,96 @@
+"""Connections that take too long: requests that do not arrive, answers that nobody reads.
+
+uvicorn waits for both without end. Here one task looks at all connections once in a while, which
+costs next to nothing and is the same for each of its HTTP parsers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from penstock.server.http import raw_error
+
+logger = logging.getLogger(__name__)
+
+MIN_BYTES_READ = 16 * 1024  # of an answer, in the time that a reader has
+CHECKS_PER_LIMIT = 8  # how finely time is measured
+
+
+@dataclass
+class _Wait:
+    """What a connection is waiting for: a phase that began with `cycle`."""
+
+    cycle: Any  # uvicorn's last request on this connection, or None
+    since: float
+    is_writing: bool
+    num_unsent: int = 0
+
+
+class ConnectionWatch:
+    """Ends connections that keep the server waiting.
+
+    read_timeout_s: for the whole of a request, head and body, from when the connection is opened
+    or the request's first byte has come. write_timeout_s: for a reader to take `MIN_BYTES_READ` of
+    what waits for it. A connection between two requests is uvicorn's to end.
+    """
+
+    def __init__(self, read_timeout_s: float, write_timeout_s: float) -> None:
+        self._read_timeout_s = read_timeout_s
+        self._write_timeout_s = write_timeout_s
+        self._waits: WeakKeyDictionary[Any, _Wait] = WeakKeyDictionary()
+
+    async def run(self, connections: Iterable[Any]) -> None:
+        """Watch uvicorn's set of open connections until cancelled."""
+        interval_s = min(self._read_timeout_s, self._write_timeout_s) / CHECKS_PER_LIMIT
+        while True:
+            await asyncio.sleep(interval_s)
+            now = asyncio.get_running_loop().time()
+            for connection in list(connections):
+                self.check(connection, now)
+
+    def check(self, connection: Any, now: float) -> None:
+        """Look at one connection; end it if its time is up."""
+        transport = connection.transport
+        num_unsent = transport.get_write_buffer_size()
+        is_writing = connection.flow.write_paused or (transport.is_closing() and num_unsent > 0)
+        if not is_writing and not _awaits_request(connection):
+            self._waits.pop(connection, None)
+            return
+        wait = self._waits.get(connection)
+        if wait is None or wait.cycle is not connection.cycle or wait.is_writing != is_writing:
+            self._waits[connection] = _Wait(connection.cycle, now, is_writing, num_unsent)
+        elif is_writing and num_unsent <= wait.num_unsent - MIN_BYTES_READ:
+            wait.since, wait.num_unsent = now, num_unsent
+        elif is_writing and now - wait.since > self._write_timeout_s:
+            logger.info("A client does not read its answer: %d bytes are dropped", num_unsent)
+            transport.abort()
+        elif not is_writing and now - wait.since > self._read_timeout_s:
+            self._refuse(connection)
+
+    def _refuse(self, connection: Any) -> None:
+        cycle = connection.cycle
+        has_answer = cycle is not None and cycle.response_started and not cycle.response_complete
+        if not has_answer and not connection.transport.is_closing():
+            message = (
+                f"the request did not arrive within {self._read_timeout_s:g} s "
+                "(--request-read-timeout-s)"
+            )
+            connection.transport.write(raw_error(408, message))
+        connection.transport.close()
+
+
+def _awaits_request(connection: Any) -> bool:
+    """Whether a request's head or body is due that has not come."""
+    cycle = connection.cycle
+    if cycle is None:
+        return True  # its first
+    if getattr(connection, "pipeline", None):
+        return False  # more came than is asked for
+    if cycle.response_complete:  # a part of the next one, or what is left of this one's body
+        return connection.timeout_keep_alive_task is None
+    return bool(cycle.more_body and not cycle.response_started)

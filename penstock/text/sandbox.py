@@ -1,0 +1,237 @@
+"""Where chat templates run: Jinja's immutable sandbox, with limits on time and on what is made.
+
+Jinja's sandbox keeps a template from everything outside. It does not keep it from a loop of
+billions of rounds, or from a text that doubles forty times. A thread cannot be stopped from
+outside, so templates are compiled to look at the clock themselves: in every round of a loop and at
+every call. What single operations could blow up (repetition, powers, widths) is checked before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.filters import make_attrgetter
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+TIME_LIMIT_S = 10.0
+MAX_TEXT = 64 * 2**20  # characters of a prompt, and of any text on the way to it
+MAX_ITEMS = 1_000_000  # of a list
+MAX_BITS = 4096  # of a number
+MAX_WIDTH = 10_000  # that a text is padded to, and the largest number in a format
+
+_WIDENING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
+# Formats whose width is large, or given by another argument.
+_WIDE_PERCENT = re.compile(r"%[-+ #0-9.]*(\*|\d{5})")
+_WIDE_BRACES = re.compile(r"\{[^{}]*(\d{5}|\{)")
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """Compiles and runs templates that end in time, or raise `SecurityError`.
+
+    Templates must be compiled with `compile_limited` and run within `time_limit`.
+    """
+
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._thread = threading.local()  # a template is rendered in several threads at once
+        self.filters["_timed"] = self._timed
+        self.filters["_joined"] = self._joined
+        for name in ("center", "indent", "batch", "slice", "wordwrap", "truncate"):
+            self.filters[name] = _with_small_numbers(self.filters[name])
+        self.filters |= {"format": _format, "replace": _replace, "join": self._join}
+
+    def compile_limited(self, source: str) -> jinja2.Template:
+        tree = self.parse(source)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = _filter("_timed", loop.iter)
+        # Inner ones first: what is replaced is not visited.
+        for parent in reversed(list(tree.find_all(nodes.Node))):
+            _replace_children(parent)
+        return self.from_string(tree)
+
+    @contextlib.contextmanager
+    def time_limit(self) -> Iterator[None]:
+        """What this thread renders in here must be done in `TIME_LIMIT_S`."""
+        self._thread.deadline = time.monotonic() + TIME_LIMIT_S
+        try:
+            yield
+        finally:
+            del self._thread.deadline
+
+    def render_limited(self, template: jinja2.Template, arguments: Mapping[str, Any]) -> str:
+        """The whole text, which is not longer than `MAX_TEXT`."""
+        pieces, length = [], 0
+        with self.time_limit():
+            for piece in template.generate(arguments):
+                length += len(piece)
+                _check(length, MAX_TEXT, "the prompt", "characters")
+                self.check_time()
+                pieces.append(piece)
+        return "".join(pieces)
+
+    def check_time(self) -> None:
+        if time.monotonic() > self._thread.deadline:
+            raise SecurityError(f"it took longer than {TIME_LIMIT_S:g} s")
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        """Every call in a template passes here, of macros and methods alike."""
+        __self.check_time()
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str):
+            if name in _WIDENING:
+                _check_widths(args)
+                _check_widths(kwargs.values())
+            elif name in ("format", "format_map"):
+                _check_format(_WIDE_BRACES, owner.replace("{{", "").replace("}}", ""))
+            elif name == "replace" and len(args) >= 2:
+                _check_replace(owner, *args[:2])
+            elif name == "join" and args:
+                args = (_checked_items(args[0], owner), *args[1:])
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+":
+            if isinstance(left, (str, list, tuple)) and isinstance(right, type(left)):
+                _check_length(left, len(left) + len(right))
+        elif operator == "%":
+            if isinstance(left, str):
+                _check_format(_WIDE_PERCENT, left)
+        elif operator == "*":
+            for text, count in ((left, right), (right, left)):
+                if isinstance(text, (str, list, tuple)) and isinstance(count, int):
+                    _check_length(text, len(text) * count)
+            if isinstance(left, int) and isinstance(right, int):
+                _check(left.bit_length() + right.bit_length(), MAX_BITS, "a number", "bits")
+        elif isinstance(left, int) and isinstance(right, int):
+            _check(left.bit_length() * abs(right), MAX_BITS, "a number", "bits")
+        return super().call_binop(context, operator, left, right)
+
+    def _timed(self, items: Iterable[Any]) -> Iterable[Any]:
+        """The same items, while there is time."""
+        if not isinstance(items, (list, tuple, dict, str, range)):
+            return self._timed_one_by_one(items)
+        # What knows its length stays as it is: loops then can tell how many rounds are left.
+        self.check_time()
+        return _TimedSequence(self, items)
+
+    def _timed_one_by_one(self, items: Iterable[Any]) -> Iterator[Any]:
+        for item in items:
+            self.check_time()
+            yield item
+
+    def _join(self, items: Any, separator: Any = "", attribute: Any = None) -> str:
+        if attribute is not None:
+            items = map(make_attrgetter(self, attribute), items)
+        between = str(separator)
+        return between.join(_checked_items(map(str, items), between))
+
+    def _joined(self, parts: list[Any]) -> str:
+        """What `~` makes of its operands."""
+        texts = [str(part) for part in parts]
+        _check(sum(map(len, texts)), MAX_TEXT, "a text", "characters")
+        return "".join(texts)
+
+
+class _TimedSequence:
+    """Iterates with an eye on the clock; has a length, if a loop should ask."""
+
+    def __init__(self, environment: LimitedEnvironment, items: Any) -> None:
+        self._environment = environment
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._items:
+            self._environment.check_time()
+            yield item
+
+
+def _filter(name: str, node: nodes.Node) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+def _replace_children(parent: nodes.Node) -> None:
+    """`a ~ b` becomes a filter that looks at the length first."""
+    for field, value in parent.iter_fields():
+        if isinstance(value, nodes.Concat):
+            setattr(parent, field, _as_joined(value))
+        elif isinstance(value, list):
+            setattr(
+                parent, field, [_as_joined(x) if isinstance(x, nodes.Concat) else x for x in value]
+            )
+
+
+def _as_joined(node: nodes.Concat) -> nodes.Filter:
+    return _filter("_joined", nodes.List(node.nodes, lineno=node.lineno))
+
+
+def _check(value: int, limit: int, what: str, unit: str) -> None:
+    if value > limit:
+        raise SecurityError(f"{what} would have {value} {unit}, more than the {limit} allowed")
+
+
+def _check_length(value: Any, length: int) -> None:
+    if isinstance(value, str):
+        _check(length, MAX_TEXT, "a text", "characters")
+    else:
+        _check(length, MAX_ITEMS, "a list", "items")
+
+
+def _check_widths(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, int):
+            _check(value, MAX_WIDTH, "a text", "columns")
+
+
+def _check_format(wide: re.Pattern[str], text: str) -> None:
+    if wide.search(text):
+        raise SecurityError("a format has a width that is too large, or given by an argument")
+
+
+def _check_replace(text: str, old: Any, new: Any) -> None:
+    if isinstance(old, str) and isinstance(new, str):
+        count = text.count(old) if old else len(text) + 1
+        _check(len(text) + count * len(new), MAX_TEXT, "a text", "characters")
+
+
+def _checked_items(items: Any, separator: str) -> list[Any]:
+    checked, length = [], 0
+    for item in items:
+        length += len(separator) + (len(item) if isinstance(item, str) else 0)
+        _check(length, MAX_TEXT, "a text", "characters")
+        checked.append(item)
+    return checked
+
+
+def _with_small_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)  # and with what it tells Jinja about itself
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        _check_widths(args)
+        _check_widths(kwargs.values())
+        return original(*args, **kwargs)
+
+    return limited
+
+
+def _format(value: Any, *args: Any, **kwargs: Any) -> str:
+    _check_format(_WIDE_PERCENT, str(value))
+    return str(value) % (kwargs or args)
+
+
+def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
+    text, old, new = str(value), str(old), str(new)
+    _check_replace(text, old, new)
+    return text.replace(old, new, -1 if count is None else count)

@@ -1,0 +1,212 @@
+"""More than the server wants: slow clients, full queues, greedy keys, and who may reset the cache.
+
+A slow client never slows the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server_process import ServerProcess, events, eventually
+
+LIMIT_S = 1.0
+TINY = ("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
+# About 3 KB of events a token, of 64 completions: far more than sockets hold.
+VERBOSE = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "logprobs": 20, "n": 64}
+LONG = {"prompt": "x", "max_tokens": 240, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def strict(tiny_model: Path) -> Iterator[ServerProcess]:
+    """A server with little patience and few connections."""
+    process = ServerProcess(
+        str(tiny_model), *TINY,
+        *("--request-read-timeout-s", str(LIMIT_S), "--slow-reader-timeout-s", str(LIMIT_S)),
+        *("--max-connections", "40"),
+    )  # fmt: skip
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_model: Path) -> Iterator[ServerProcess]:
+    """A server whose keys take turns, one request at a time."""
+    process = ServerProcess(
+        str(tiny_model), *TINY,
+        *("--api-key", "key-of-anna", "--api-key", "key-of-bert", "--admin-api-key", "key-of-root"),
+        *("--scheduling-policy", "fair", "--max-num-seqs", "1", "--max-queued-requests", "5"),
+        *("--access-log", "--log-level", "debug"),
+    )  # fmt: skip
+    yield process
+    process.close()
+
+
+def connect(server: ServerProcess) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(30)
+    connection.connect(("127.0.0.1", server.port))
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the server closes."""
+    data = b""
+    while part := connection.recv(65536):
+        data += part
+    return data
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1/comple",
+        HEAD,
+        HEAD + b"Content-Length: 1000\r\n\r\n",
+        HEAD + b'Content-Length: 1000\r\n\r\n{"prompt": ',
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{    \r\n",
+    ],
+    ids=["nothing", "line", "head", "no-body", "body", "chunks"],
+)
+def test_a_request_that_does_not_arrive_is_a_408(strict: ServerProcess, sent: bytes) -> None:
+    with connect(strict) as connection:
+        started = time.monotonic()
+        connection.sendall(sent)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408 "), answer
+    assert "did not arrive" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    assert time.monotonic() - started > 0.8 * LIMIT_S
+
+
+def test_what_trickles_in_is_not_waited_for_any_longer(strict: ServerProcess) -> None:
+    with connect(strict) as connection:
+        connection.settimeout(0.1)
+        connection.sendall(b"GET /")
+        answer, deadline = b"", time.monotonic() + 20
+        while not answer and time.monotonic() < deadline:
+            connection.send(b"X")  # a byte at a time, of a request line without end
+            try:
+                answer = connection.recv(65536)
+            except TimeoutError:
+                continue
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_second_request_that_does_not_arrive_is_ended_too(strict: ServerProcess) -> None:
+    with connect(strict) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"GET /hea")
+        assert read_all(connection).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_slows_nobody(strict: ServerProcess) -> None:
+    body = json.dumps({**VERBOSE, "stream": True}).encode()
+    with connect(strict) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        eventually(lambda: strict.get("/load").json()["server_load"] > 0)
+        answer = strict.post("/v1/completions", LONG)  # beside it, and done long before it
+        assert answer.json()["usage"]["completion_tokens"] == 240
+        eventually(strict.is_idle)
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            received = read_all(connection)
+    assert not received.endswith(b"0\r\n\r\n"), "the stream came to an orderly end"
+
+
+def test_a_client_that_reads_slowly_but_steadily_gets_everything(strict: ServerProcess) -> None:
+    body = json.dumps({**VERBOSE, "n": 2, "stream": True}).encode()
+    with connect(strict) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            part = connection.recv(2048)
+            assert part
+            data += part
+    assert b"[DONE]" in data
+
+
+def test_connections_are_limited(strict: ServerProcess) -> None:
+    idle = [connect(strict) for _ in range(40)]
+    try:
+        with connect(strict) as one_more:
+            answer = read_all(one_more)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After: 1" in answer
+    finally:
+        for connection in idle:
+            connection.close()
+
+    def is_open() -> bool:
+        try:
+            return strict.get("/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    eventually(is_open)
+
+
+# -- keys
+
+
+def test_operators_routes_have_a_key_of_their_own(shared: ServerProcess) -> None:
+    with shared.client() as client:
+        for key, status in (("key-of-anna", 401), ("key-of-root", 200), ("nonsense", 401)):
+            answer = client.post("/reset_prefix_cache", headers=bearer(key))
+            assert answer.status_code == status
+        assert client.get("/v1/models", headers=bearer("key-of-root")).status_code == 200
+
+
+def test_no_key_can_fill_the_queue(shared: ServerProcess) -> None:
+    with shared.client() as client:
+        body: dict[str, Any] = {**LONG, "n": 3, "stream": True}  # of 6 places, 3 are one's share
+        anna, bert = bearer("key-of-anna"), bearer("key-of-bert")
+        with client.stream("POST", "/v1/completions", json=body, headers=anna) as running:
+            assert running.status_code == 200
+            more = client.post("/v1/completions", json=LONG, headers=anna)
+            assert more.status_code == 429
+            assert "share" in more.json()["error"]["message"]
+            assert int(more.headers["retry-after"]) >= 1
+            other = client.post("/v1/completions", json=LONG, headers=bert)
+            assert other.status_code == 200
+    shared.stop()
+    assert shared.process.stdout is not None
+    log = "".join(shared.log) + shared.process.stdout.read()
+    assert "POST /v1/completions" in log, "the log has every request"
+    assert "key-of" not in log, "and no key"
+
+
+def test_a_request_that_waits_too_long_is_a_429(serve_tiny: Callable[..., ServerProcess]) -> None:
+    server = serve_tiny("--max-num-seqs", "1", "--queue-timeout-s", "0.005")
+    for stream in (False, True):  # the first completion runs, and the others wait for it
+        answer = server.post("/v1/completions", {**LONG, "n": 64, "stream": stream})
+        if answer.status_code == 429:
+            error = answer.json()["error"]
+            assert int(answer.headers["retry-after"]) >= 1
+        else:  # its first tokens were on their way
+            assert stream
+            error = events(answer.text)[-2]["error"]
+            assert error["code"] == 429
+        assert "waited longer than 0.005 s" in error["message"]
+    eventually(server.is_idle)
+
+    def is_served() -> bool:
+        return server.post("/v1/completions", LONG).status_code == 200
+
+    eventually(is_served)
