@@ -71,12 +71,14 @@ class ServerConfig:
         "with it.",
     )
     engine_heartbeat_timeout_s: float = option(
-        30.0, "Seconds without a sign of life after which the engine counts as dead."
+        30.0,
+        "Seconds without a sign of life after which the engine counts as dead; while it loads a "
+        "model, four times as many.",
     )
     step_timeout_s: float = option(
         900.0,
-        "Seconds that one step may take before the engine counts as dead, and the longest silence "
-        "while a model is loaded; far above what the slowest machine needs.",
+        "Seconds that one step may take before the engine counts as dead; far above what the "
+        "slowest machine needs.",
     )
     max_engine_failures: int = option(
         5,

@@ -30,6 +30,7 @@ CLOSE_TIMEOUT_S = 10.0
 LAST_WORDS_TIMEOUT_S = 1.0
 SILENCE_MS = 20  # after which a dead engine has said all that will arrive
 LOOK_INTERVAL_S = 0.25
+LOADING_PATIENCE = 4  # times as much silence as of an engine that is ready
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class HangWatch:
         is_stuck = reading.is_working and reading.num_turns == last.num_turns
         self._in_turn_s = self._in_turn_s + elapsed_s if is_stuck else 0.0
         # A model's libraries may take a while to load, with nothing else running meanwhile.
-        limit_s = self._heartbeat_timeout_s if is_ready else self._step_timeout_s
+        limit_s = self._heartbeat_timeout_s * (1 if is_ready else LOADING_PATIENCE)
         if self._without_beat_s > limit_s:
             return f"no sign of life for {limit_s:g} s"
         if self._in_turn_s > self._step_timeout_s:
