@@ -70,7 +70,7 @@ def parse_line(line: bytes) -> BatchRequest:
         raise BadLine("invalid_json_line", "a line must hold a JSON object") from error
     except RecursionError as error:
         raise BadLine("invalid_json_line", "a line must be nested less deeply") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadLine("invalid_json_line", f"the line is not valid JSON: {error}") from error
     custom_id = _text(fields, "custom_id", None)
     method = _text(fields, "method", custom_id) if "method" in fields else "POST"
@@ -87,7 +87,7 @@ def _text(fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) -> s
     raw = _required(fields, name, custom_id)
     try:
         return msgspec.json.decode(raw, type=str)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         shown = bytes(raw)[:64].decode(errors="replace")
         message = f"{name} must be a string, got {shown}"
         raise BadLine("invalid_value", message, custom_id, name) from error
@@ -97,7 +97,7 @@ def _body(fields: dict[str, msgspec.Raw], custom_id: str) -> bytes:
     raw = _required(fields, "body", custom_id)
     try:
         stream = msgspec.json.decode(raw, type=_StreamField).stream
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         message = f"body must be a JSON object: {error}"
         raise BadLine("invalid_value", message, custom_id, "body") from error
     if stream is True:
@@ -214,7 +214,7 @@ class BatchOutput:
         """Whether the line is a result."""
         try:
             result = _decode_result(line)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return False
         if result.error is not None:
             self.failed_lines.add(result.error.line)

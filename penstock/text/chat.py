@@ -42,6 +42,11 @@ class ChatTemplate:
         self._compiled: dict[str, _Compiled] = {}
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no template at all."""
+        return not self._templates
+
+    @property
     def source(self) -> str:
         """The template, or the one for conversations with tools; empty if there is none."""
         return self._templates.get("tool_use") or self._templates.get("default", "")
@@ -60,15 +65,10 @@ class ChatTemplate:
 
         With `continue_final_message` the prompt ends where the last message does.
         """
-        if add_generation_prompt and continue_final_message:
-            raise InputError(
-                "continue_final_message and add_generation_prompt exclude each other: one goes on "
-                "with the last message, the other begins a new one",
-                "continue_final_message",
-            )
         template = self._template(has_tools=tools is not None)
-        chat = check_messages(messages, keep_parts=template.takes_parts)
-        check_calls(chat)
+        chat = check_conversation(
+            messages, add_generation_prompt, continue_final_message, template.takes_parts
+        )
         for message in chat:
             if message["role"] == "assistant":
                 fit_reasoning(message)
@@ -181,6 +181,24 @@ def _read(path: Path) -> str:
         raise ModelError(f"{path} cannot be read: {error}") from error
 
 
+def check_conversation(
+    messages: Sequence[Message],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    keep_parts: bool = False,
+) -> list[dict[str, Any]]:
+    """A plain copy of `messages`; InputError for what no renderer could make a prompt of."""
+    if add_generation_prompt and continue_final_message:
+        raise InputError(
+            "continue_final_message and add_generation_prompt exclude each other: one goes on "
+            "with the last message, the other begins a new one",
+            "continue_final_message",
+        )
+    chat = check_messages(messages, keep_parts)
+    check_calls(chat)
+    return chat
+
+
 def check_messages(messages: Sequence[Message], keep_parts: bool = False) -> list[dict[str, Any]]:
     """A plain copy of `messages`, or InputError for the first one that is wrong.
 
@@ -289,6 +307,10 @@ class _Compiled:
         except jinja2.TemplateSyntaxError as error:
             raise InputError(
                 f"the chat template is broken at line {error.lineno}: {error.message}", "messages"
+            ) from error
+        except Exception as error:  # Python refuses what Jinja made of it: a break without a loop
+            raise InputError(
+                f"the chat template cannot be compiled: {error or type(error).__name__}", "messages"
             ) from error
         self.takes_parts = _loops_over_content(tree)
         self._history_form: HistoryForm | None = None
