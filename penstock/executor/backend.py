@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from penstock.ops.cpu import library
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,13 @@ def choose_backend(
             raise ConfigError(
                 f"quantization={config.load.quantization} needs a CPU, dtype float32 and the C++ "
                 "library (`penstock collect-env` says whether it is built)"
+            )
+        if device == "cpu" and config.device.cpu_backend == "auto" and dtype != torch.float32:
+            logger.warning(
+                "dtype=%s on a CPU: the model runs on plain torch, slower, and what runs beside a "
+                "request may change its tokens. dtype=auto keeps weights of 16 bits as they are "
+                "and computes in float32",
+                str(dtype).removeprefix("torch."),
             )
         return Backend(Ops(device), DenseMethod())
     native.penstock_set_threads(platform.cpu_threads)
