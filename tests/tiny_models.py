@@ -88,7 +88,52 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_tied": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "phi3": ("Phi3", {"sliding_window": 24, "pad_token_id": 0}),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "head_dim": 16,
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 512,
+            "max_position_embeddings": 2048,
+            "rope_scaling": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
+            },
+        },
+    ),
+    "olmo2": ("Olmo2", {"pad_token_id": 0}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 4.0,
+            "attention_bias": True,
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 0}),
+    "cohere": ("Cohere", {"logit_scale": 0.5}),
+    "cohere_qk_norm": ("Cohere", {"use_qk_norm": True, "attention_bias": True}),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "smollm3_windowed": (
+        "SmolLM3",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 24,
+            "pad_token_id": 0,
+        },
+    ),
+    "starcoder2": ("Starcoder2", {"sliding_window": 24}),
+    "starcoder2_unbiased": ("Starcoder2", {"use_bias": False, "hidden_act": "gelu"}),
 }
+
+# Not everywhere: some tests count on what the older variants generate.
+UNEVEN_NORMS = {"Cohere", "Glm4", "Granite", "Olmo2", "Phi3", "SmolLM3", "Starcoder2"}
 
 
 def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
@@ -102,6 +147,8 @@ def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):  # transformers starts them at zero, which tests nothing
             torch.nn.init.normal_(parameter, std=0.25)
+        elif "norm" in parameter_name and name in UNEVEN_NORMS:  # and these at one
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.25)
     model.save_pretrained(folder)
     return folder
 

@@ -33,7 +33,10 @@ class GatedMLP(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Grouped-query attention with rotary positions, and norms on queries and keys if asked."""
+    """Grouped-query attention with rotary positions, and norms on queries and keys if asked.
+
+    Without `rotary`, the layer does not know positions. `scale` is that of the products.
+    """
 
     def __init__(
         self,
@@ -43,11 +46,12 @@ class RotaryAttention(nn.Module):
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        rotary: Rotary,
+        rotary: Rotary | None,
         qkv_bias: bool = False,
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
         window: int | None = None,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -57,15 +61,23 @@ class RotaryAttention(nn.Module):
         self.qkv_proj = qkv_linear(build, hidden_size, num_heads, num_kv_heads, head_dim, qkv_bias)
         self.o_proj = row_linear(build, num_heads * head_dim, hidden_size, output_bias)
         self.attention = Attention(
-            build, name, self.num_heads, self.num_kv_heads, head_dim, window=window
+            build, name, self.num_heads, self.num_kv_heads, head_dim, scale, window
         )
-        self.q_norm = self.k_norm = None
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(build, head_dim, qk_norm_eps)
             self.k_norm = RMSNorm(build, head_dim, qk_norm_eps)
         # Not every device has the fused op, and it wants rotary embeddings over the whole head.
-        spans_head = rotary.table.shape[-1] == head_dim
-        self.fused = build.ops.find("norm_rotate_write") if spans_head else None
+        is_plain = (
+            rotary is not None and rotary.table.shape[-1] == head_dim and not rotary.interleaved
+        )
+        self.fused = build.ops.find("norm_rotate_write") if is_plain else None
+
+    def use_norms(self, q_norm: nn.Module, k_norm: nn.Module) -> None:
+        """Take norms of [n, heads, head_dim] that are not one RMSNorm for each head."""
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.fused = None  # does not know them
 
     def forward(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         qkv = self.qkv_proj(x)
@@ -77,13 +89,16 @@ class RotaryAttention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.rotary(query, key, angles)
+        if self.rotary is not None:
+            query, key = self.rotary(query, key, angles)
         output: torch.Tensor = self.o_proj(self.attention(query, key, value))
         return output
 
     def _forward_fused(self, qkv: torch.Tensor, angles: Angles) -> torch.Tensor:
         assert self.fused is not None
         q_norm, k_norm = self.q_norm, self.k_norm
+        assert isinstance(q_norm, RMSNorm | None)
+        assert isinstance(k_norm, RMSNorm | None)
         attended = self.attention.forward_fused(
             self.fused,
             qkv,

@@ -1,4 +1,4 @@
-"""Root-mean-square normalization, with the residual addition in front of it."""
+"""Normalization, with the residual addition in front of it."""
 
 from __future__ import annotations
 
@@ -35,3 +35,39 @@ class RMSNorm(nn.Module):
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
         assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
         self.weight.copy_(tensor)
+
+
+class LayerNorm(nn.Module):
+    """Subtracts the mean, too; used like RMSNorm. It is the last dimension that is normalized."""
+
+    def __init__(
+        self, build: Build, size: int | tuple[int, ...], eps: float, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.ops = build.ops
+        self.eps = eps
+        shape = (size,) if isinstance(size, int) else size
+        self.weight = build.empty(*shape)
+        self.bias = build.empty(*shape) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return normed
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and that sum. None is the first layer: nothing to add."""
+        if residual is not None:
+            x = x + residual
+        return self(x), x
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {(name, ""): tuple(value.shape) for name, value in self.named_parameters()}
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
+        self.get_parameter(parameter).copy_(tensor)
+
+
+Norm = RMSNorm | LayerNorm

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.protocol.errors import ModelError
 
-SUPPORTED = ("default", "linear", "dynamic", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
 NUMBERS = (
     "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
@@ -27,13 +27,23 @@ LARGEST_OTHER = 1e15
 
 
 class Rotary(nn.Module):
-    """Angles for every position a model can reach, computed once in float32."""
+    """Angles for every position a model can reach, computed once in float32.
+
+    A pair of dimensions that rotate together is (i, i + rotary_dim / 2), or (2i, 2i + 1) where
+    a model interleaves them.
+    """
 
     def __init__(
-        self, build: Build, head_dim: int, max_position: int, parameters: Mapping[str, Any]
+        self,
+        build: Build,
+        head_dim: int,
+        max_position: int,
+        parameters: Mapping[str, Any],
+        interleaved: bool = False,
     ) -> None:
         super().__init__()
         self.ops = build.ops
+        self.interleaved = interleaved
         rotary_dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
         frequencies, attention_factor = rotary_frequencies(
             rotary_dim, parameters, max_position, build.max_model_len
@@ -55,9 +65,20 @@ class Rotary(nn.Module):
         key: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate query and key [n, heads, head_dim], which may be changed in place."""
+        """Rotate query and key [n, heads, head_dim], which may be changed in place.
+
+        Interleaved dimensions come out in the other order: only products of queries with keys
+        are of use, and those do not change.
+        """
+        if self.interleaved:
+            query, key = self._to_halves(query), self._to_halves(key)
         rotated: tuple[torch.Tensor, torch.Tensor] = self.ops.rotate_pair(query, key, *angles)
         return rotated
+
+    def _to_halves(self, x: torch.Tensor) -> torch.Tensor:
+        rotary_dim = self.table.shape[-1]
+        rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+        return torch.cat([rotated[..., 0::2], rotated[..., 1::2], rest], dim=-1)
 
 
 def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,8 +91,13 @@ def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         parameters.update(given)
     parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
-    if "partial_rotary_factor" in config:
-        parameters.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    for name in ("partial_rotary_factor", "original_max_position_embeddings"):
+        if config.get(name) is not None:
+            parameters.setdefault(name, config[name])
+    # What Phi-3's first files called longrope.
+    is_old_longrope = parameters["rope_type"] == "yarn" and parameters.get("long_factor")
+    if parameters["rope_type"] == "su" or is_old_longrope:
+        parameters["rope_type"] = "longrope"
     if parameters["rope_type"] not in SUPPORTED:
         raise ModelError(
             f"rope_type {parameters['rope_type']!r} is not supported; "
@@ -98,6 +124,9 @@ def rotary_frequencies(
 ) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [dim / 2], and the factor on cosines and sines.
 
+    `longrope` has two sets of factors. A model that may reach past its trained length uses the
+    long ones for every sequence, since a cached key must not depend on how long it becomes.
+
     `dynamic` stretches with the sequence, so its frequencies are [length, dim / 2]: a position
     past the trained length gets those of a sequence that ends there. That is what a model sees
     which decodes token by token, and it depends on nothing but the position.
@@ -116,6 +145,8 @@ def rotary_frequencies(
         return _llama3(inverse, factor, parameters, max_position), 1.0
     if kind == "yarn":
         return _yarn(inverse, base, dim, factor, parameters, max_position)
+    if kind == "longrope":
+        return _longrope(inverse, parameters, max_position, length)
     return inverse, 1.0
 
 
@@ -131,6 +162,26 @@ def _llama3(
     stretched = torch.where(wavelength > original / low, inverse / factor, inverse)
     between = (wavelength >= original / high) & (wavelength <= original / low)
     return torch.where(between, blended, stretched)
+
+
+def _longrope(
+    inverse: torch.Tensor, parameters: Mapping[str, Any], max_position: int, length: int
+) -> tuple[torch.Tensor, float]:
+    original = parameters.get("original_max_position_embeddings") or max_position
+    name = "long_factor" if length > original else "short_factor"
+    factors = parameters.get(name)
+    is_list = isinstance(factors, list) and len(factors) == len(inverse)
+    if not is_list or not all(isinstance(x, (int, float)) and 0 < x < 1e6 for x in factors or ()):
+        raise ModelError(
+            f"config.json: rope_type longrope needs {name}, a list of {len(inverse)} positive "
+            f"numbers, got {factors!r:.80}"
+        )
+    stretch = float(parameters.get("factor") or max_position / original)
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        grown = stretch > 1 and original > 1
+        attention_factor = math.sqrt(1 + math.log(stretch) / math.log(original)) if grown else 1.0
+    return inverse / torch.tensor(factors, dtype=torch.float32), float(attention_factor)
 
 
 def _yarn(

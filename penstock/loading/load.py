@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from penstock.layers.loadable import Loadable
 from penstock.layers.matrix import MatrixLayer
-from penstock.layers.norm import RMSNorm
-from penstock.ops.blocks import Weight
+from penstock.layers.norm import LayerNorm, RMSNorm
+from penstock.ops.blocks import Weight, take_rows
 from penstock.protocol.errors import ModelError
 
 DUMMY_SCALE = 0.02
@@ -32,6 +32,7 @@ class Target:
     """Where one checkpoint tensor goes."""
 
     layer: Loadable
+    path: str  # the layer's own
     parameter: str
     part: str
     shape: tuple[int, ...]
@@ -44,8 +45,12 @@ def load_weights(
     total: int,
     show_progress: bool = True,
 ) -> None:
-    """Stream tensors into the model. Missing, surplus and mis-shaped ones are named."""
+    """Stream tensors into the model. Missing, surplus and mis-shaped ones are named.
+
+    What a layer fuses may come as its parts, or as the one tensor that has them in this order.
+    """
     targets = dict(_targets(model))
+    fused = _fused(targets)
     missing = set(targets)
     surplus = []
     progress = tqdm(
@@ -54,18 +59,26 @@ def load_weights(
     )  # fmt: skip
     for name, tensor in progress:
         own_name = _own_name(name, naming)
-        if own_name not in targets:
+        parts = fused.get(own_name, [own_name])
+        if parts[0] not in targets:
             if not any(re.search(pattern, name) for pattern in naming.ignored):
                 surplus.append(name)
             continue
-        target = targets[own_name]
-        if tuple(tensor.shape) != target.shape:
+        _, *columns = targets[parts[0]].shape
+        shape = [sum(targets[part].shape[0] for part in parts), *columns]
+        if list(tensor.shape) != shape:
             raise ModelError(
                 f"tensor {name} has shape {list(tensor.shape)}, "
-                f"but the model's configuration asks for {list(target.shape)}"
+                f"but the model's configuration asks for {shape}"
             )
-        target.layer.load(target.parameter, target.part, tensor)
-        missing.discard(own_name)
+        start = 0
+        for part in parts:
+            target = targets[part]
+            rows = target.shape[0]
+            piece = tensor if len(parts) == 1 else take_rows(tensor, start, start + rows)
+            target.layer.load(target.parameter, target.part, piece)
+            start += rows
+        missing.difference_update(parts)
     if missing:
         raise ModelError(f"the checkpoint lacks {_some(sorted(missing))}")
     if surplus:
@@ -75,11 +88,11 @@ def load_weights(
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
-    """Small random weights, made on the device itself; norms are ones."""
+    """Small random weights, made on the device itself; norms are neutral."""
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if isinstance(module, RMSNorm):
-                parameter.fill_(1.0)
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, (RMSNorm, LayerNorm)):
+                parameter.fill_(0.0 if name == "bias" else 1.0)
                 continue
             generator = torch.Generator(parameter.device).manual_seed(seed)
             parameter.normal_(0.0, DUMMY_SCALE, generator=generator)
@@ -102,7 +115,16 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
         parent = path.rpartition(".")[0]
         for (parameter, part), shape in module.expected().items():
             owner = f"{parent}.{part}" if part else path
-            yield f"{owner}.{parameter}", Target(module, parameter, part, shape)
+            yield f"{owner}.{parameter}", Target(module, path, parameter, part, shape)
+
+
+def _fused(targets: dict[str, Target]) -> dict[str, list[str]]:
+    """The parts' names, in order, under the name that a tensor with all of them has."""
+    fused: dict[str, list[str]] = {}
+    for name, target in targets.items():
+        if target.part:
+            fused.setdefault(f"{target.path}.{target.parameter}", []).append(name)
+    return fused
 
 
 def _own_name(name: str, naming: NamingRules) -> str:

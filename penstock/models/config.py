@@ -24,6 +24,25 @@ def read_int(raw: Mapping[str, Any], name: str, default: int | None = None, low:
     return value
 
 
+def read_float(raw: Mapping[str, Any], name: str, default: float) -> float:
+    """A finite number of a config.json; `default` where it is missing or null."""
+    value = raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e15:
+        raise ModelError(f"config.json: {name} must be a number, got {value!r:.80}")
+    return float(value)
+
+
+def _read_eps(raw: Mapping[str, Any]) -> float:
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+    name = next((name for name in names if raw.get(name) is not None), names[0])
+    eps = raw.get(name, 1e-6)
+    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+        raise ModelError(f"config.json: {name} must be a small number, got {eps!r:.80}")
+    return float(eps)
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
     vocab_size: int
@@ -33,7 +52,7 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    rms_norm_eps: float  # of layer norms too, whatever the file calls it
     max_position: int
     tie_word_embeddings: bool
     raw: Mapping[str, Any]  # the whole config.json, for what only one architecture has
@@ -48,12 +67,6 @@ class DecoderConfig:
                 f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
                 f"num_key_value_heads ({num_kv_heads})"
             )
-        activation = raw.get("hidden_act", "silu")
-        if activation not in ("silu", "swish"):
-            raise ModelError(f"config.json: hidden_act {activation!r} is not supported, only silu")
-        eps = raw.get("rms_norm_eps", 1e-6)
-        if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
-            raise ModelError(f"config.json: rms_norm_eps must be a small number, got {eps!r:.80}")
         return cls(
             vocab_size=read_int(raw, "vocab_size"),
             hidden_size=hidden_size,
@@ -62,7 +75,7 @@ class DecoderConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=read_int(raw, "head_dim", hidden_size // num_heads),
-            rms_norm_eps=float(eps),
+            rms_norm_eps=_read_eps(raw),
             max_position=read_int(raw, "max_position_embeddings", 2048),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             raw=raw,

@@ -1,11 +1,11 @@
-"""The pre-norm decoder that most dense text models are: an architecture's file says how its
-attention and MLP differ."""
+"""The pre-norm decoder that most text models are: an architecture's file says what differs."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -15,10 +15,11 @@ from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import Experts
-from penstock.layers.norm import RMSNorm
+from penstock.layers.norm import Norm, RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.models.base import Hidden, WeightTable
 from penstock.models.config import DecoderConfig
+from penstock.protocol.errors import ModelError
 from penstock.protocol.kv import KVCacheSpec
 
 logger = logging.getLogger(__name__)
@@ -40,12 +41,16 @@ class DecoderLayer(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), the additions deferred into the norms."""
 
     def __init__(
-        self, build: Build, config: DecoderConfig, attention: RotaryAttention, mlp: nn.Module
+        self,
+        attention: RotaryAttention,
+        mlp: nn.Module,
+        input_norm: Norm,
+        post_attention_norm: Norm,
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = input_norm
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = post_attention_norm
         self.mlp = mlp
         self.fused: FusedLayer | None = None
 
@@ -63,34 +68,44 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and the last norm: what checkpoints call ``model``."""
 
-    def __init__(self, build: Build, config: DecoderConfig, layers: list[DecoderLayer]) -> None:
+    def __init__(
+        self, build: Build, config: DecoderConfig, layers: list[nn.Module], norm: Norm
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabEmbedding(build, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
+        self.norm = norm
 
 
 class DecoderLM(nn.Module):
-    """A decoder with a language-model head. Architectures override `attention` and `mlp`."""
+    """A decoder with a language-model head. Architectures override `attention`, and `mlp`, `norm`
+    or the whole `layer` where theirs is not the usual one."""
 
     weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$",))
+    defaults: ClassVar[Mapping[str, Any]] = {}  # what config.json means where it says nothing
+    activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # that `mlp` can compute
+    interleaved_rotary: ClassVar[bool] = False
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         super().__init__()
         config.check_shards(build.tp.size)
+        activation = config.raw.get("hidden_act", self.activations[0])
+        if activation not in self.activations:
+            raise ModelError(
+                f"config.json: hidden_act {activation!r} is not supported, "
+                f"only {' and '.join(self.activations)}"
+            )
         self.build = build
         self.config = config
         self.rotary = Rotary(
-            build, config.head_dim, config.max_position, rotary_parameters(config.raw)
-        )
-        self.model = Decoder(
             build,
-            config,
-            [
-                DecoderLayer(build, config, self.attention(index), self.mlp(index))
-                for index in range(config.num_layers)
-            ],
+            config.head_dim,
+            config.max_position,
+            rotary_parameters(config.raw),
+            self.interleaved_rotary,
         )
+        layers = [self.layer(index) for index in range(config.num_layers)]
+        self.model = Decoder(build, config, layers, self.norm())
         if config.tie_word_embeddings:
             ignored = (*self.weights.ignored, r"^lm_head\.weight$")
             self.weights = replace(self.weights, ignored=ignored)
@@ -100,6 +115,14 @@ class DecoderLM(nn.Module):
         sparse = [module for module in self.modules() if isinstance(module, Experts)]
         for choice in dict.fromkeys(module.choice for module in sparse):
             logger.debug("Experts are computed by %s", choice)
+
+    def norm(self) -> Norm:
+        """A norm of hidden states."""
+        return RMSNorm(self.build, self.config.hidden_size, self.config.rms_norm_eps)
+
+    def layer(self, index: int) -> nn.Module:
+        """Layer `index`, called like a DecoderLayer: what it returns is still to be added up."""
+        return DecoderLayer(self.attention(index), self.mlp(index), self.norm(), self.norm())
 
     def attention(self, index: int) -> RotaryAttention:
         """The attention block of layer `index`."""
@@ -116,6 +139,8 @@ class DecoderLM(nn.Module):
         output_bias: bool = False,
         qk_norm_eps: float | None = None,
         window: int | None = None,
+        scale: float | None = None,
+        has_positions: bool = True,
     ) -> RotaryAttention:
         config = self.config
         return RotaryAttention(
@@ -125,11 +150,12 @@ class DecoderLM(nn.Module):
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            self.rotary,
+            self.rotary if has_positions else None,
             qkv_bias,
             output_bias,
             qk_norm_eps,
             window,
+            scale,
         )
 
     def embed(

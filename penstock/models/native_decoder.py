@@ -15,6 +15,7 @@ from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.context import current_context
 from penstock.layers.linear import Linear
 from penstock.layers.native import NativeMethod
+from penstock.layers.norm import RMSNorm
 from penstock.models.decoder import DecoderLayer
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.cpu import library
@@ -34,8 +35,15 @@ def fuse_layers(model: nn.Module) -> None:
 
 
 def _can_fuse(layer: DecoderLayer) -> bool:
+    rotary, q_norm = layer.self_attn.rotary, layer.self_attn.q_norm
     return (
-        type(layer.self_attn) is RotaryAttention
+        type(layer) is DecoderLayer
+        and type(layer.input_layernorm) is RMSNorm
+        and type(layer.post_attention_layernorm) is RMSNorm
+        and rotary is not None
+        and not rotary.interleaved
+        and (q_norm is None or type(q_norm) is RMSNorm)
+        and type(layer.self_attn) is RotaryAttention
         and type(layer.mlp) is GatedMLP
         and layer.self_attn.attention.kind == "causal"
         and all(
@@ -78,6 +86,8 @@ class NativeDecoderLayer:
         self._cache: torch.Tensor | None = None
         self._cache_struct = library.Cache()
         q_norm, k_norm = attention.q_norm, attention.k_norm
+        assert isinstance(q_norm, RMSNorm | None)
+        assert isinstance(k_norm, RMSNorm | None)
         weights = [_weights(linear) for linear in self._linears]
         self._struct = library.DecoderLayer(
             layer.input_layernorm.weight.data_ptr(),

@@ -12,13 +12,20 @@ from penstock.models.decoder import DecoderLM
 from penstock.protocol.errors import ModelError
 
 ARCHITECTURES = {
+    "CohereForCausalLM": "cohere",
+    "Glm4ForCausalLM": "glm4",
+    "GraniteForCausalLM": "granite",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "MixtralForCausalLM": "mixtral",
+    "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Starcoder2ForCausalLM": "starcoder2",
 }
 
 
@@ -28,8 +35,10 @@ def build_model(raw: Mapping[str, Any], build: Build) -> DecoderLM:
     for name in names if isinstance(names, list) else []:
         if name in ARCHITECTURES:
             module = importlib.import_module(f"penstock.models.{ARCHITECTURES[name]}")
-            model: DecoderLM = getattr(module, name)(build, DecoderConfig.from_raw(raw))
-            return model.eval()
+            model_class: type[DecoderLM] = getattr(module, name)
+            given = {key: value for key, value in raw.items() if value is not None}
+            config = DecoderConfig.from_raw({**model_class.defaults, **given})
+            return model_class(build, config).eval()
     raise ModelError(
         f"config.json: architectures {names!r:.200} are not supported; "
         f"supported are {', '.join(sorted(ARCHITECTURES))}"

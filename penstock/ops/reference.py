@@ -15,6 +15,7 @@ __all__ = [
     "add_rms_norm",
     "embed",
     "experts",
+    "layer_norm",
     "linear",
     "paged_attention",
     "rms_norm",
@@ -32,6 +33,7 @@ ROW_INVARIANT = frozenset(
         "embed",
         "rms_norm",
         "add_rms_norm",
+        "layer_norm",
         "silu_mul",
         "rotate",
         "rotate_pair",
@@ -73,6 +75,19 @@ def add_rms_norm(
     """The norm of x + residual, and the sum itself, which is the next residual."""
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """(x - mean) / deviation * weight + bias over the last dimension, in float32 inside.
+
+    The weight may have more dimensions than one: [heads, d] for x [n, heads, d].
+    """
+    centred = x.float()
+    centred = centred - centred.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:

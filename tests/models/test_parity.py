@@ -22,7 +22,9 @@ def test_greedy_tokens_equal_transformers_alone_and_batched(variant: str, tmp_pa
     reference = Reference(folder)
     expected = [reference.greedy(prompt, GREEDY.max_tokens or 0) for prompt in prompts]
     requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    with LLM(str(folder), skip_tokenizer_init=True, cpu_threads=1, max_num_seqs=8) as llm:
+    with LLM(
+        str(folder), skip_tokenizer_init=True, cpu_threads=1, max_num_seqs=8, max_model_len=512
+    ) as llm:
         batched = llm.generate(requests, GREEDY, use_tqdm=False)
         alone = [llm.generate(request, GREEDY, use_tqdm=False)[0] for request in requests]
     num_ties = 0

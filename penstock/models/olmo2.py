@@ -1,0 +1,79 @@
+"""OLMo 2: norms behind attention and MLP, not in front, and on all queries and keys at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.layers.blocks import Angles, RotaryAttention
+from penstock.layers.build import Build
+from penstock.layers.norm import Norm, RMSNorm
+from penstock.models.decoder import DecoderLM
+from penstock.ops.blocks import BlockTensor, Weight
+
+
+class AllHeadsNorm(RMSNorm):
+    """Over all heads of a token together, those on other ranks too."""
+
+    def __init__(self, build: Build, num_heads: int, head_dim: int, eps: float) -> None:
+        self.num_shards = min(build.tp.size, num_heads)  # more ranks than heads share heads
+        self.full_size = num_heads * head_dim
+        super().__init__(build, self.full_size // self.num_shards, eps)
+        self.tp = build.tp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, heads, head_dim] -> the same."""
+        flat = x.flatten(1)
+        if self.tp.size == 1:
+            return super().forward(flat).view(x.shape)
+        x32 = flat.float()
+        # Where ranks share a head, all heads are shared by equally many: the mean is the same.
+        square = self.tp.all_reduce(x32.pow(2).mean(-1, keepdim=True)) / self.tp.size
+        normed = self.weight * (x32 * torch.rsqrt(square + self.eps)).to(x.dtype)
+        return normed.view(x.shape)
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {("weight", ""): (self.full_size,)}
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
+        size = len(self.weight)
+        start = self.tp.rank * self.num_shards // self.tp.size * size
+        self.weight.copy_(tensor[start : start + size])
+
+
+class Olmo2Layer(nn.Module):
+    """x + norm(attention(x)), then x + norm(mlp(x)), the last addition left to the next layer."""
+
+    def __init__(
+        self, attention: RotaryAttention, mlp: nn.Module, attention_norm: Norm, mlp_norm: Norm
+    ) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.post_attention_layernorm = attention_norm
+        self.mlp = mlp
+        self.post_feedforward_layernorm = mlp_norm
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x if residual is None else x + residual
+        x = x + self.post_attention_layernorm(self.self_attn(x, angles))
+        return self.post_feedforward_layernorm(self.mlp(x)), x
+
+
+class Olmo2ForCausalLM(DecoderLM):
+    defaults = {"rms_norm_eps": 1e-5}
+
+    def layer(self, index: int) -> Olmo2Layer:
+        return Olmo2Layer(self.attention(index), self.mlp(index), self.norm(), self.norm())
+
+    def attention(self, index: int) -> RotaryAttention:
+        config = self.config
+        bias = bool(config.raw.get("attention_bias", False))
+        attention = self.rotary_attention(index, qkv_bias=bias, output_bias=bias)
+        attention.use_norms(
+            AllHeadsNorm(self.build, config.num_heads, config.head_dim, config.rms_norm_eps),
+            AllHeadsNorm(self.build, config.num_kv_heads, config.head_dim, config.rms_norm_eps),
+        )
+        return attention

@@ -1,0 +1,14 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama with projections that checkpoints keep fused, rotary positions
+over a part of each head, and two sets of frequencies (longrope) in long-context versions."""
+
+from __future__ import annotations
+
+from penstock.layers.blocks import RotaryAttention
+from penstock.models.decoder import DecoderLM
+
+
+class Phi3ForCausalLM(DecoderLM):
+    defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+
+    def attention(self, index: int) -> RotaryAttention:
+        return self.rotary_attention(index, window=self.config.sliding_window)
