@@ -174,8 +174,8 @@ def turn_request(
     service: Service, body: ResponseRequest, items: Sequence[Item], offered: OfferedTools
 ) -> TurnRequest:
     """The first turn of a response to a conversation of `items`."""
-    template = service.frontend.chat_template
-    knows_developers = template is not None and "developer" in (template.source or "")
+    renderer = service.frontend.renderer
+    knows_developers = renderer is not None and "developer" in renderer.source
     return TurnRequest(
         messages=as_messages(body.instructions, items, knows_developers),
         params=_params(body, service.frontend.default_params),
@@ -192,8 +192,7 @@ def turn_request(
 
 def _params(body: ResponseRequest, defaults: SamplingParams) -> SamplingParams:
     options = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    if body.max_output_tokens is not None:
-        options["max_tokens"] = body.max_output_tokens
+    options["max_tokens"] = body.max_output_tokens
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         options["logprobs"] = body.top_logprobs or 0
     # Of an answer that comes whole it would not be known which tokens are its text's.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
 from penstock.protocol.errors import InputError
+from penstock.server.access import sent_keys
 from penstock.server.responses.convert import check_body, offer_tools, prepare, turn_request
 from penstock.server.responses.items import Item, input_items
 from penstock.server.responses.protocol import ResponseRequest
@@ -19,8 +19,6 @@ from penstock.server.responses.run import Job, ResponseRun, encode
 from penstock.server.responses.store import MemoryStore, ResponseStore, StoredResponse
 from penstock.server.responses.tool_servers import ToolServers
 from penstock.server.service import Service
-
-logger = logging.getLogger(__name__)
 
 
 class ResponseDesk:
@@ -126,15 +124,12 @@ class OwnedRun:
             await self.save()
 
 
-def owner_of(request: Request, keys: list[str]) -> str:
+def owner_of(request: Request, keys: Sequence[str]) -> str:
     """Who a client is: the one of the server's keys that it sent, by its hash.
 
     Where anyone may use the API, all are one.
     """
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    sent = [bearer.strip()] if scheme.lower() == "bearer" else []
-    sent += [key.strip() for key in request.headers.getlist("x-api-key")[:1]]
-    for key in sent:
+    for key in sent_keys(request.scope):
         if any(hmac.compare_digest(key.encode("latin-1"), ours.encode()) for ours in keys):
             return hashlib.sha256(key.encode("latin-1")).hexdigest()
     return ""

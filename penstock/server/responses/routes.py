@@ -153,8 +153,8 @@ def _service_and_desk(request: Request) -> tuple[Service, ResponseDesk]:
 
 
 def _owner(request: Request) -> str:
-    service: Service = request.app.state.service
-    return owner_of(request, service.server_config.api_key)
+    config = request.app.state.service.server_config
+    return owner_of(request, [*config.api_key, *config.admin_api_key])
 
 
 def _not_found(response_id: str) -> Response:
