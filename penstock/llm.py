@@ -21,7 +21,7 @@ from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
-from penstock.text.chat import ChatTemplate, read_chat_template
+from penstock.text.chat import read_chat_template
 from penstock.text.frontend import Frontend, PreparedRequest
 from penstock.text.tokenizer import Tokenizer
 
@@ -115,12 +115,9 @@ class LLM:
         several = _is_list(messages) and bool(messages) and _is_list(messages[0])
         conversations: Sequence[Any] = messages if several else [messages]
         params = self._params_for(len(conversations), sampling_params)
-        render = self.frontend.render_chat
-        if chat_template is not None:
-            special_tokens = self.get_tokenizer().special_tokens
-            templates = {"default": read_chat_template(chat_template)}
-            render = ChatTemplate(templates, special_tokens).render
-        options = {
+        template = None if chat_template is None else read_chat_template(chat_template)
+        options: dict[str, Any] = {
+            "chat_template": template,
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
@@ -133,7 +130,9 @@ class LLM:
                 )
         prepared = []
         for conversation, own in zip(conversations, params, strict=True):
-            prompt = render(conversation, **options, **(chat_template_kwargs or {}))
+            prompt = self.frontend.render_chat(
+                conversation, **options, **(chat_template_kwargs or {})
+            )
             prepared.append(self._prepare(prompt, own, add_special_tokens=False))
         return self._run(prepared, use_tqdm)
 

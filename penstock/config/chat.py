@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from penstock.config.options import option
 from penstock.protocol.errors import ConfigError
@@ -23,6 +23,11 @@ class ChatConfig:
     )
     enable_auto_tool_choice: bool = option(
         True, "Let the model decide whether to call tools; off: it calls those that a request asks."
+    )
+    chat_renderer: Literal["auto", "template", "mistral", "deepseek", "harmony"] = option(
+        "auto",
+        "What makes prompts of conversations; auto: harmony for gpt-oss, else the chat template, "
+        "and for a model without one its family's own.",
     )
     default_chat_template_kwargs: dict[str, Any] | None = option(
         None,

@@ -270,8 +270,8 @@ class _Parsing:
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
         """The params, with the grammar that the choice of tools and the answer's form ask for."""
-        template = self._frontend.chat_template
-        tokenizer, source = self._frontend.tokenizer, template.source if template else ""
+        renderer = self._frontend.renderer
+        tokenizer, source = self._frontend.tokenizer, renderer.source if renderer else ""
         if tokenizer is None:
             return params
         reasoning = self._frontend.parsers.reasoning

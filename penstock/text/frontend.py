@@ -17,7 +17,7 @@ from penstock.loading.source import ModelSource
 from penstock.protocol.errors import InputError, ModelError
 from penstock.protocol.request import EngineRequest, ThinkingFormat
 from penstock.protocol.sampling import SamplingParams, check_int
-from penstock.text.chat import ChatTemplate, load_chat_template
+from penstock.text.chat import ChatTemplate
 from penstock.text.output import OutputAssembler
 from penstock.text.parsing.parser import (
     Detected,
@@ -27,6 +27,8 @@ from penstock.text.parsing.parser import (
     reasoning_format,
     thinking_is_open,
 )
+from penstock.text.renderers.base import Renderer
+from penstock.text.renderers.choose import choose_renderer
 from penstock.text.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 
 DEFAULTS_FROM_GENERATION_CONFIG = (
@@ -61,11 +63,13 @@ class Frontend:
         self.max_logprobs = config.max_logprobs
         self.needs_every_row = config.enable_return_routed_experts  # prompt tokens' included
         self.tokenizer: Tokenizer | None = None
-        self.chat_template: ChatTemplate | None = None
+        self.renderer: Renderer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(source, config.tokenizer)
-            self.chat_template = load_chat_template(source, self.tokenizer, config.chat_template)
-        self.parsers = choose_parsers(chat, self.chat_template)
+            self.renderer = choose_renderer(
+                chat.chat_renderer, source, self.tokenizer, config.chat_template
+            )
+        self.parsers = choose_parsers(chat, self.renderer)
         self.default_template_kwargs = chat.default_chat_template_kwargs or {}
         self.eos_token_ids = eos_token_ids(source, self.tokenizer)
         self.default_params = _default_params(config, source)
@@ -147,12 +151,12 @@ class Frontend:
 
         `chat_template` is used in place of the model's own.
         """
-        if self.chat_template is None or self.tokenizer is None:
+        if self.renderer is None or self.tokenizer is None:
             raise InputError("chat needs a tokenizer: drop skip_tokenizer_init", "messages")
         if chat_template is not None:
             own = ChatTemplate({"default": chat_template}, self.tokenizer.special_tokens)
             return own.render(messages, **{**self.default_template_kwargs, **options})
-        return self.chat_template.render(messages, **{**self.default_template_kwargs, **options})
+        return self.renderer.render(messages, **{**self.default_template_kwargs, **options})
 
     def _tokenize(
         self, prompt: str | Sequence[int], add_special_tokens: bool
@@ -248,9 +252,9 @@ class Frontend:
         return sequences
 
 
-def choose_parsers(config: ChatConfig, template: ChatTemplate | None) -> Detected:
+def choose_parsers(config: ChatConfig, renderer: Renderer | None) -> Detected:
     """The parsers that the operator named, else those that the template shows to be needed."""
-    found = detect(template.source) if template is not None else Detected(None, None)
+    found = detect(renderer.source) if renderer is not None else Detected(None, None)
     reasoning, tools = config.reasoning_parser, config.tool_call_parser
     reasoning = found.reasoning if reasoning is None else reasoning
     tools = found.tools if tools is None else tools

@@ -18,6 +18,8 @@ from penstock.text.detokenizer import (
     WindowDetokenizer,
     byte_vocabulary,
 )
+from penstock.text.tekken import ROLES as TEKKEN_ROLES
+from penstock.text.tekken import read_tekken, tekken_backend
 
 REMEDY = "give another folder as tokenizer=, or run with skip_tokenizer_init and token ids"
 
@@ -176,6 +178,8 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     alone, as in `transformers`: `add_bos_token` in tokenizer_config.json changes nothing.
     """
     path = folder / "tokenizer.json"
+    if not path.is_file() and (tekken := read_tekken(folder)) is not None:
+        return Tokenizer(tekken_backend(tekken), TEKKEN_ROLES, folder=folder)
     if not path.is_file():
         raise ModelError(f"{path} does not exist{_other_format(folder)}: {REMEDY}")
     try:

@@ -1,0 +1,1 @@
+"""Conversations rendered to prompts: one interface, one file a model family."""
