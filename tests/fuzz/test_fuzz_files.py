@@ -83,9 +83,9 @@ def damage(rng: random.Random, value: Any) -> Any:
         if what == 0 and isinstance(inner, (dict, list)):
             del inner[key]
         elif what == 1 and isinstance(inner, dict):
-            inner[rng.choice(["type", "vocab", "id", "x", ""])] = rng.choice(JUNK)
+            inner[rng.choice(["type", "vocab", "id", "x", ""])] = copy.deepcopy(rng.choice(JUNK))
         else:
-            inner[key] = rng.choice(JUNK)
+            inner[key] = copy.deepcopy(rng.choice(JUNK))
     return value
 
 
