@@ -12,6 +12,7 @@ from typing import Any
 
 import penstock
 from penstock.cli.common import Subparsers, add_command
+from penstock.models.plugins import FoundPlugin, find_plugins
 from penstock.ops.cpu import library
 
 PACKAGES = (
@@ -62,7 +63,15 @@ def collect() -> dict[str, Any]:
         "cpu_library": library.describe(),
         "torch": _torch(),
         "packages": {name: package_version(name) for name in PACKAGES},
+        "plugins": {each.name: _plugin(each) for each in find_plugins()},
     }
+
+
+def _plugin(found: FoundPlugin) -> dict[str, Any]:
+    facts: dict[str, Any] = {"package": found.package}
+    if found.plugin is None:
+        return facts | {"error": found.error}
+    return facts | {"models": dict(found.plugin.models), "ops": dict(found.plugin.ops)}
 
 
 def package_version(package: str) -> str | None:
@@ -138,6 +147,8 @@ def _lines(facts: dict[str, Any], indent: str = "") -> list[str]:
     lines = []
     for name, value in facts.items():
         match value:
+            case dict() if not value:
+                lines.append(f"{indent}{name}: none")
             case dict():
                 lines += [f"{indent}{name}:", *_lines(value, indent + "  ")]
             case [dict(), *_]:

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.config import EngineConfig
 from penstock.layers.quantization import DenseMethod, LinearMethod
+from penstock.models.plugins import find_plugins, plugin_ops
 from penstock.ops.cpu import library
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import Platform
@@ -56,7 +57,7 @@ def choose_backend(
                 "and computes in float32",
                 str(dtype).removeprefix("torch."),
             )
-        return Backend(Ops(device), DenseMethod())
+        return Backend(_ops(device), DenseMethod())
     native.penstock_set_threads(platform.cpu_threads)
     torch.set_num_threads(1)  # two pools would fight for the cores
     # Imported here because both need the library.
@@ -70,9 +71,13 @@ def choose_backend(
     is_gguf = is_gguf and config.load.load_format != "dummy"
     in_blocks = method.int8 or (is_gguf and bool(types))
     return Backend(
-        Ops("cpu-native"),
+        _ops("cpu-native"),
         method,
         types,
         native_layers=True,
         kv_dtype="float16" if in_blocks else None,
     )
+
+
+def _ops(backend: str) -> Ops:
+    return Ops(backend, plugin_ops(find_plugins(), backend))

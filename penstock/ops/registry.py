@@ -8,7 +8,7 @@ in the batch. `penstock.ops.reference` defines every op and ends every list.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 BACKENDS: dict[str, tuple[str, ...]] = {
@@ -21,8 +21,10 @@ BACKENDS: dict[str, tuple[str, ...]] = {
 class Ops:
     """The ops of one device: ``ops.rms_norm(x, weight, eps)``."""
 
-    def __init__(self, backend: str) -> None:
-        self._modules = [importlib.import_module(name) for name in BACKENDS[backend]]
+    def __init__(self, backend: str, added: Sequence[str] = ()) -> None:
+        """`added` modules, those of plugins, go before the backend's own."""
+        names = (*added, *BACKENDS[backend])
+        self._modules = [importlib.import_module(name) for name in names]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         module = self._module_of(name)

@@ -1,0 +1,65 @@
+"""The architectures there are: what a config.json calls them, and which file has each one's class.
+
+docs/models.md is made of this table. `parity` names the small random checkpoints of
+tests/tiny_models.py on which greedy tokens are compared with transformers'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Architecture:
+    target: str  # module:class
+    models: str  # that have it
+    parity: tuple[str, ...]
+    remark: str = ""  # for users
+
+
+def _own(
+    name: str, module: str, models: str, parity: tuple[str, ...], remark: str = ""
+) -> dict[str, Architecture]:
+    return {name: Architecture(f"penstock.models.{module}:{name}", models, parity, remark)}
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    **_own(
+        "CohereForCausalLM", "cohere", "Command R, Command R+, Aya 23", ("cohere", "cohere_qk_norm")
+    ),
+    **_own("Glm4ForCausalLM", "glm4", "GLM-4-0414 9B and 32B", ("glm4",)),
+    **_own("GraniteForCausalLM", "granite", "Granite 3 (dense)", ("granite",)),
+    **_own(
+        "LlamaForCausalLM",
+        "llama",
+        "Llama 1 to 3, SmolLM2, TinyLlama, Yi",
+        (
+            "llama",
+            "llama_tied_biased",
+            "llama_rope_linear",
+            "llama_rope_dynamic",
+            "llama_rope_llama3",
+            "llama_rope_yarn",
+        ),
+    ),
+    **_own("MistralForCausalLM", "mistral", "Mistral 7B", ("mistral", "mistral_windowed")),
+    **_own("MixtralForCausalLM", "mixtral", "Mixtral 8x7B and 8x22B", ("mixtral",)),
+    **_own("Olmo2ForCausalLM", "olmo2", "OLMo 2", ("olmo2",)),
+    **_own(
+        "Phi3ForCausalLM",
+        "phi3",
+        "Phi-3, Phi-3.5 (without experts), Phi-4, Phi-4-mini",
+        ("phi3", "phi3_longrope"),
+        "Versions for long contexts have two sets of rotary factors: the long one is used for all "
+        "sequences, unless `max_model_len` is at most the length before it was extended "
+        "(`original_max_position_embeddings`).",
+    ),
+    **_own("Qwen2ForCausalLM", "qwen2", "Qwen 2 and 2.5", ("qwen2", "qwen2_windowed")),
+    **_own("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen 1.5 and 2 with experts", ("qwen2_moe",)),
+    **_own("Qwen3ForCausalLM", "qwen3", "Qwen 3 (dense)", ("qwen3", "qwen3_tied")),
+    **_own("Qwen3MoeForCausalLM", "qwen3_moe", "Qwen 3 with experts", ("qwen3_moe",)),
+    **_own("SmolLM3ForCausalLM", "smollm3", "SmolLM3", ("smollm3", "smollm3_windowed")),
+    **_own(
+        "Starcoder2ForCausalLM", "starcoder2", "StarCoder2", ("starcoder2", "starcoder2_unbiased")
+    ),
+}
