@@ -33,8 +33,13 @@ class BatchSummary:
 
 
 class _Usage(msgspec.Struct):
+    """Under the names of chat completions, and of the other APIs."""
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cache_read_input_tokens: int = 0
 
 
 class _Error(msgspec.Struct):
@@ -124,8 +129,11 @@ class Batch:
             return
         self.summary.num_completed += 1
         if body.usage is not None:
-            self.summary.num_input_tokens += body.usage.prompt_tokens
-            self.summary.num_output_tokens += body.usage.completion_tokens
+            used = body.usage
+            self.summary.num_input_tokens += (
+                used.prompt_tokens + used.input_tokens + used.cache_read_input_tokens
+            )
+            self.summary.num_output_tokens += used.completion_tokens + used.output_tokens
 
 
 async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.protocol.errors import ConfigError, PenstockError
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_LINE_BYTES = 64 * 2**20  # above the largest body that the API takes
 _ID_PREFIX = "batch_req_"
 
