@@ -91,6 +91,7 @@ class MetricsObserver:
 
     def on_ready(self, info: EngineInfo) -> None:
         self._stats = NO_STATS
+        self.show(NO_STATS)  # an engine without work sends none, whatever the last one left
         self.metrics.gauge(
             "cache_config_info",
             block_size=str(self._cache_config.block_size),

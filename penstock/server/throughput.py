@@ -38,6 +38,7 @@ class ThroughputLog:
 
     def on_ready(self, info: EngineInfo) -> None:
         self._prefix_counts = (0, 0)
+        self._stats = None
 
     def on_restart(self) -> None:
         pass

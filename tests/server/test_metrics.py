@@ -216,6 +216,16 @@ def test_gauges_are_zero_while_the_engine_is_gone() -> None:
     assert samples["num_preemptions_total"] == 2
 
 
+def test_gauges_are_zero_when_an_engine_is_back_without_work() -> None:
+    observer = MetricsObserver(EngineConfig(), "m")
+    observer.on_ready(INFO)
+    observer.on_stats(stats(num_running=3, num_waiting=2, kv_cache_usage=0.5))
+    observer.on_ready(INFO)  # nobody looked in between, and it has nothing to report
+    samples = parse(observer.metrics.render().decode())
+    assert samples["num_requests_running"] == samples["num_requests_waiting"] == 0
+    assert samples["kv_cache_usage_perc"] == 0
+
+
 def test_counters_go_on_after_the_engine_has_been_replaced() -> None:
     observer = MetricsObserver(EngineConfig(), "m")
     observer.on_ready(INFO)
