@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
-from penstock.protocol.step import StepPlan
+from penstock.protocol.step import StepMasks, StepPlan
+from penstock.protocol.structured import StructuredOutputsParams
+from penstock.scheduler.gates import READY
 from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.setbacks import STEPS_UNTIL_LARGER
@@ -196,6 +199,90 @@ def test_steps_grow_again_when_memory_is_back() -> None:
             state["largest"] = 16
     assert max(sizes[10:STEPS_UNTIL_LARGER]) <= 2
     assert 16 in sizes[-20:]
+
+
+# -- grammars
+
+
+class BrokenGrammars:
+    """Grammars that allow everything, except that some raise where no library should."""
+
+    def __init__(self, no_mask: str, no_progress: str) -> None:
+        self.no_mask = no_mask
+        self.no_progress = no_progress
+        self.num_accepted = Counter[str]()
+
+    def poll(self, request: EngineRequest) -> Any:
+        return READY
+
+    def masks(self, plan: StepPlan) -> StepMasks:
+        if any(item.request_id == self.no_mask and item.samples for item in plan.scheduled):
+            raise KeyError("a matcher's state")
+        return StepMasks(request_ids=[], num_rows=[], bits=memoryview(b""))
+
+    def start_masks(self, plan: StepPlan) -> Future[StepMasks]:
+        future: Future[StepMasks] = Future()
+        try:
+            future.set_result(self.masks(plan))
+        except KeyError as error:
+            future.set_exception(error)
+        return future
+
+    def accept(self, request_id: str, token_ids: list[int], drafts: list[int]) -> None:
+        self.num_accepted[request_id] += 1
+        if request_id == self.no_progress and self.num_accepted[request_id] == 2:
+            raise IndexError("a matcher's state")
+
+    def is_complete(self, request_id: str) -> bool:
+        return False
+
+    def drop(self, request_id: str) -> None: ...
+    def wait(self, timeout_s: float) -> None: ...
+    def close(self) -> None: ...
+
+
+class LaunchedInVain(LateExecutor):
+    """A step may be launched, and fail before it is sampled: nobody will collect it."""
+
+    is_sampled = True
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        if not self.is_sampled:
+            self.device.collect()  # the device has done it all the same, before the next one
+        self.is_sampled = False
+        return super().launch(plan)
+
+    def sample(self, handle: StepPlan, masks: Any = None) -> None:
+        self.is_sampled = True
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_that_fails_in_the_middle_of_a_step_fails_its_request_alone(depth: int) -> None:
+    rng = random.Random(depth)
+    spec = StructuredOutputsParams(choice=["a"])
+    requests = [
+        make_request(
+            f"r{index}", [2, 3, index % 5], max_tokens=9, ignore_eos=True, seed=index,
+            structured_outputs=spec if index % 2 else None,
+        )
+        for index in range(12)
+    ]  # fmt: skip
+    grammars: Any = BrokenGrammars(no_mask="r3", no_progress="r7")
+    executor = LaunchedInVain(depth)
+    executor.device.may_lack_rows = True
+    scheduler = Scheduler(
+        SchedulerLimits(8, 16, MAX_MODEL_LEN),
+        KVCacheManager(layout_of(ONE_GROUP, 48), registry=REGISTRY),
+        grammars=grammars,
+    )
+    client = run(EngineCore(scheduler, executor, MAX_MODEL_LEN, grammars), requests, rng)
+    for request in requests:
+        if request.request_id in ("r3", "r7"):
+            assert client.reasons[request.request_id] is FinishReason.ERROR
+        else:
+            check(client, request)
+    assert client.tokens["r3"] == []
+    assert len(client.tokens["r7"]) == 1
 
 
 # -- real models, both CPU paths

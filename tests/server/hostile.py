@@ -86,11 +86,12 @@ class Report:
     num_hostile: int = 0
     num_good: int = 0
     num_changed: int = 0
-    memory: list[tuple[int, int]] = field(default_factory=list)  # requests so far, bytes
+    # Requests so far, and bytes: of the server, and of its engine.
+    memory: list[tuple[int, list[int]]] = field(default_factory=list)
 
     def growth_after(self, share: float) -> float:
         """Of the memory, from that share of the hostile requests on to the end."""
-        later = [size for count, size in self.memory if count >= share * self.num_hostile]
+        later = [sum(sizes) for count, sizes in self.memory if count >= share * self.num_hostile]
         return later[-1] / later[0] - 1
 
 
@@ -147,7 +148,7 @@ class Attack:
     """`count` hostile requests, drawn from `seed`, beside good streams that never pause."""
 
     def __init__(
-        self, port: int, count: int, seed: int, memory: Callable[[], int], max_body: int
+        self, port: int, count: int, seed: int, memory: Callable[[], list[int]], max_body: int
     ) -> None:
         self.report = Report()
         self._port = port
@@ -277,10 +278,7 @@ class Attack:
             self._note(await reader.read(-1), part)
 
 
-def resident_bytes(pids: list[int]) -> int:
-    total = 0
-    for pid in pids:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                total += int(line.split()[1]) * 1024
-    return total
+def resident_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("VmRSS:")]
+    return int(line.split()[1]) * 1024
