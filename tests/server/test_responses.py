@@ -382,6 +382,29 @@ def test_truncation_leaves_out_the_oldest_messages(scripted: openai.OpenAI) -> N
     assert 3000 < response.usage.input_tokens <= 4096 - 32
 
 
+def test_a_response_that_fails_on_its_way_says_so_last(scripted: openai.OpenAI) -> None:
+    endless: Any = {"model": "scripted", "input": "Write without end.", "stream": True}
+    events = list(scripted.responses.create(extra_body={"timeout": 1.0}, **endless))
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.failed"
+    failed = events[-1].response
+    assert failed.status == "failed"
+    assert failed.error is not None
+    assert failed.error.code == "server_error"
+    assert "took longer than 1 s" in failed.error.message
+    assert scripted.responses.retrieve(failed.id).status == "failed"
+
+
+def test_a_client_that_leaves_ends_its_response(
+    scripted: openai.OpenAI, scripted_server: ServerProcess
+) -> None:
+    with scripted.responses.create(
+        model="scripted", input="Write without end.", stream=True
+    ) as stream:
+        assert next(iter(stream)).type == "response.created"
+    eventually(scripted_server.is_idle)
+
+
 # -- what is kept
 
 

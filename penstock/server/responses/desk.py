@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 from collections.abc import AsyncGenerator, Sequence
@@ -106,10 +107,11 @@ class OwnedRun:
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Events as JSON. The response is kept before the client hears that it has ended."""
-        async for event in self.run.events():
-            if event.get("response", {}).get("status", "in_progress") != "in_progress":
-                await self.save()
-            yield encode(event)
+        async with contextlib.aclosing(self.run.events()) as events:
+            async for event in events:
+                if event.get("response", {}).get("status", "in_progress") != "in_progress":
+                    await self.save()
+                yield encode(event)
 
     async def run_to_end(self) -> None:
         """In the background, where nobody is there to be told of errors."""

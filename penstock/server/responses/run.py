@@ -52,8 +52,7 @@ class ResponseRun:
         self._completed_at: int | None = None
         self._status = "in_progress"
         self._error: dict[str, Any] | None = None
-        self._ended_rounds = TurnUsage()
-        self._turn = job.turn
+        self._turns = [job.turn]  # one a round; the last one runs
         self._num_calls = 0
         num_top = job.body.top_logprobs or 0
         self._with_logprobs = job.body.top_logprobs is not None or LOGPROBS in (
@@ -109,7 +108,7 @@ class ResponseRun:
         for num_left in reversed(range(self._service.server_config.max_tool_rounds + 1)):
             reason: str | None = None
             self._output.begin_round()
-            async with contextlib.aclosing(self._turn.steps()) as steps:
+            async with contextlib.aclosing(self._turns[-1].steps()) as steps:
                 async for step in steps:
                     if not has_begun:
                         has_begun = True
@@ -121,7 +120,6 @@ class ResponseRun:
             is_cut_off = reason == "length"
             for event in self._output.end_round(is_cut_off):
                 yield event
-            self._count_round()
             async for event in self._make_calls():
                 yield event
             following = None if is_cut_off else self._next_request(request, num_left)
@@ -130,9 +128,10 @@ class ResponseRun:
             if following.params.max_tokens == 0:
                 is_cut_off = True
                 break
-            self._turn, request = await self._service.in_thread(
+            turn, request = await self._service.in_thread(
                 prepare, self._service, following, self.id, self._job.body.truncation == "auto"
             )
+            self._turns.append(turn)
         self._status = "incomplete" if is_cut_off else "completed"
         self._completed_at = None if is_cut_off else int(time.time())
 
@@ -195,7 +194,7 @@ class ResponseRun:
         is_last = num_left <= 1 or (most is not None and self._num_calls >= most)
         params = request.params
         if self._job.body.max_output_tokens is not None:
-            left = max(self._job.body.max_output_tokens - self._ended_rounds.num_completion, 0)
+            left = max(self._job.body.max_output_tokens - self._usage().num_completion, 0)
             params = msgspec.structs.replace(params, max_tokens=left)
         return replace(
             request,
@@ -206,26 +205,15 @@ class ResponseRun:
 
     # -- what is told
 
-    def _count_round(self) -> None:
-        """Each round reads the conversation anew, mostly from the cache."""
-        total, usage = self._ended_rounds, self._turn.usage
-        total.num_prompt += usage.num_prompt
-        total.num_cached += usage.num_cached
-        total.num_completion += usage.num_completion
-        total.num_reasoning += usage.num_reasoning
-
-    def _usage(self) -> dict[str, Any]:
-        usage = self._ended_rounds
-        return {
-            "input_tokens": usage.num_prompt,
-            "input_tokens_details": {
-                "cached_tokens": usage.num_cached,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": usage.num_completion,
-            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning},
-            "total_tokens": usage.num_total,
-        }
+    def _usage(self) -> TurnUsage:
+        """Of all rounds: each reads the conversation anew, mostly from the cache."""
+        total = TurnUsage()
+        for turn in self._turns:
+            total.num_prompt += turn.usage.num_prompt
+            total.num_cached += turn.usage.num_cached
+            total.num_completion += turn.usage.num_completion
+            total.num_reasoning += turn.usage.num_reasoning
+        return total
 
     def snapshot(self) -> dict[str, Any]:
         """The response as it is now."""
@@ -264,7 +252,7 @@ class ResponseRun:
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
-            "usage": None if self._status == "in_progress" else self._usage(),
+            "usage": None if self._status == "in_progress" else _usage_reply(self._usage()),
             "user": body.user,
         }
 
@@ -277,6 +265,17 @@ def _echo_tools(body: ResponseRequest) -> list[dict[str, Any]]:
             tool = {"description": None, "parameters": None, "strict": False, **tool}
         tools.append(tool)
     return tools
+
+
+def _usage_reply(usage: TurnUsage) -> dict[str, Any]:
+    cached = {"cached_tokens": usage.num_cached, "cache_write_tokens": 0}
+    return {
+        "input_tokens": usage.num_prompt,
+        "input_tokens_details": cached,
+        "output_tokens": usage.num_completion,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning},
+        "total_tokens": usage.num_total,
+    }
 
 
 def encode(event: Event) -> str:
