@@ -89,8 +89,8 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     def _validate_choice(self) -> None:
         if self.choice is None:
             return
-        is_list = isinstance(self.choice, (list, tuple))
-        if not is_list or not self.choice or not all(isinstance(text, str) and text for text in self.choice):
+        is_list = isinstance(self.choice, (list, tuple)) and bool(self.choice)
+        if not is_list or not all(isinstance(text, str) and text for text in self.choice):
             raise InputError(
                 f"{FIELD}.choice must be a list of texts that are not empty, "
                 f"got {self.choice!r:.80}",
