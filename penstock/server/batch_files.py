@@ -38,8 +38,9 @@ class BadLine(PenstockError):
         self.param = param
 
 
-class _StreamField(msgspec.Struct):
+class _ModeFields(msgspec.Struct):
     stream: object = None
+    background: object = None
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -96,13 +97,14 @@ def _text(fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) -> s
 def _body(fields: dict[str, msgspec.Raw], custom_id: str) -> bytes:
     raw = _required(fields, "body", custom_id)
     try:
-        stream = msgspec.json.decode(raw, type=_StreamField).stream
+        modes = msgspec.json.decode(raw, type=_ModeFields)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         message = f"body must be a JSON object: {error}"
         raise BadLine("invalid_value", message, custom_id, "body") from error
-    if stream is True:
-        message = "stream must be off: the answers of a batch come whole"
-        raise BadLine("invalid_value", message, custom_id, "body.stream")
+    for name in ("stream", "background"):
+        if getattr(modes, name) is True:
+            message = f"{name} must be off: the answers of a batch come whole"
+            raise BadLine("invalid_value", message, custom_id, f"body.{name}")
     return bytes(raw)
 
 

@@ -106,6 +106,7 @@ def test_an_answer_stands_beside_its_custom_id(files: Files) -> None:
         (line("x", method="GET"), "invalid_method", "method", "must be POST, got GET"),
         (line("x", body=[1]), "invalid_value", "body", "must be a JSON object"),
         (line("x", body={"stream": True}), "invalid_value", "body.stream", "stream must be off"),
+        (line("x", body={"background": True}), "invalid_value", "body.background", "must be off"),
         (line("a"), "duplicate_custom_id", "custom_id", "on an earlier line"),
     ],
 )
@@ -279,19 +280,24 @@ def test_the_default_model_answers_a_batch_though_its_engine_dies(
     lines = [
         line("text", body={"prompt": "The capital of France is", **greedy}),
         line("chat", url="/v1/chat/completions", body={"messages": question, **greedy}),
+        line(
+            "response",
+            url="/v1/responses",
+            body={"input": question, "max_output_tokens": 8, "temperature": 0},
+        ),
         line("wrong", body={"prompt": "x", "max_tokens": -1}),
         "nonsense",
     ]
     long = line("long", body={"prompt": "x", "max_tokens": 300, "ignore_eos": True})
     files.input.write_text("\n".join([*lines, long]))
     process = start(default_model, files)
-    wait_for_results(files, 4, process)
+    wait_for_results(files, 5, process)
     os.kill(child_of(process.pid), signal.SIGKILL)
     out, log = process.communicate(timeout=120)
     assert process.returncode == 0, log
     assert out == ""
     assert "The engine died (signal 9)" in log
-    assert "3 completed, 2 failed, 0 skipped" in log
+    assert "4 completed, 2 failed, 0 skipped" in log
     usage = files.result("long")["response"]["body"]["usage"]
     assert usage["completion_tokens"] == 300
     text = files.result("text")["response"]["body"]
@@ -299,6 +305,8 @@ def test_the_default_model_answers_a_batch_though_its_engine_dies(
     chat = files.result("chat")["response"]["body"]
     assert chat["object"] == "chat.completion"
     assert len(chat["choices"][0]["message"]["content"]) > 0
+    response = files.result("response")["response"]["body"]
+    assert response["output"][0]["content"][0]["text"] == chat["choices"][0]["message"]["content"]
     wrong = files.result("wrong")["response"]
     assert wrong["status_code"] == 400
     assert wrong["body"]["error"]["param"] == "max_tokens"
