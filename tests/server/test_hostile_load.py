@@ -43,6 +43,7 @@ def test_hostile_requests_neither_harm_the_server_nor_its_good_clients(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_ten_thousand_hostile_requests_leave_no_trace(default_model: str) -> None:
     server = ServerProcess(
         default_model,
