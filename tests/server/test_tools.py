@@ -4,7 +4,7 @@ them by grammar; and chosen freely by a model that says what it is told."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -342,3 +342,23 @@ def test_a_streams_usage_counts_reasoning(scripted_server: ServerProcess) -> Non
     }
     *_, last, _ = events(scripted_server.post("/v1/chat/completions", body).text)
     assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+def test_a_request_may_bring_a_template_where_the_operator_allows_it(
+    serve_tiny: Callable[..., ServerProcess],
+) -> None:
+    server = serve_tiny(
+        "--trust-request-chat-template",
+        *("--default-chat-template-kwargs", '{"mood": "happy", "day": "Monday"}'),
+    )
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "chat_template": "{{ mood }} {{ day }} {{ messages[0].content }}",
+        "chat_template_kwargs": {"day": "Sunday"},
+    }
+    ids = server.post("/tokenize", body).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": ids}).json()["prompt"] == "happy Sunday x"
+    assert server.post("/v1/chat/completions", {**body, "max_tokens": 1}).status_code == 200
+    broken = server.post("/v1/chat/completions", {**body, "chat_template": "{% if %}"})
+    assert broken.status_code == 400
+    assert "broken" in broken.json()["error"]["message"]
