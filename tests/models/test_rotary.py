@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.layers.rotary import rotary_frequencies, rotary_parameters
@@ -66,6 +66,36 @@ def test_dynamic_scaling_equals_transformers_for_a_sequence_that_ends_at_each_po
     for position in (0, 511, 512, 800, 1023):
         expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), position + 1)
         torch.testing.assert_close(ours[position], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("length", [1024, 1025])
+def test_longrope_uses_the_long_factors_where_sequences_may_be_long(length: int) -> None:
+    scaling = {
+        "short_factor": [1.0 + index / 10 for index in range(24)],
+        "long_factor": [1.0 + index for index in range(24)],
+    }
+    config = Phi3Config(
+        hidden_size=128,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=1024,
+        partial_rotary_factor=0.75,
+        pad_token_id=0,
+        rope_scaling={"rope_type": "longrope", **scaling},
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), length)
+    file = {"original_max_position_embeddings": 1024, "partial_rotary_factor": 0.75}
+    for kind in ("longrope", "su", "yarn"):  # the older files' names
+        parameters = rotary_parameters({**file, "rope_scaling": {"type": kind, **scaling}})
+        ours, our_factor = rotary_frequencies(48, parameters, 4096, length)
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+        assert our_factor == pytest.approx(factor)
+
+
+def test_longrope_without_its_factors_is_refused() -> None:
+    parameters = rotary_parameters({"rope_scaling": {"type": "su", "short_factor": [1.0]}})
+    with pytest.raises(ModelError, match=r"needs short_factor, a list of 4 positive numbers"):
+        rotary_frequencies(8, parameters, 64, 64)
 
 
 def test_an_unknown_scaling_is_refused_by_name() -> None:

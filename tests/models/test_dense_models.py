@@ -1,0 +1,166 @@
+"""Dense models: what chunks, cached prefixes, preemption, ranks and the C++ library must not
+change. Their parity with transformers, alone and batched, is in test_parity."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Reference, count_near_ties, make_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock.config import LoadConfig, ModelConfig
+from penstock.distributed.group import Group
+from penstock.executor.in_process import InProcessExecutor
+from penstock.layers.build import Build
+from penstock.loading.checkpoint import open_checkpoint
+from penstock.loading.load import fill_dummy, load_weights
+from penstock.loading.source import resolve_source
+from penstock.models.cohere import HeadsNorm
+from penstock.models.registry import build_model
+from penstock.ops.registry import Ops
+from penstock.protocol.errors import ModelError
+
+# By variant, which of the three layers run whole in the C++ library.
+FUSED = {
+    "llama": [True, True, True],
+    "mistral_windowed": [True, True, True],
+    "qwen2": [True, True, True],
+    "qwen3": [True, True, True],
+    "phi3": [True, True, True],
+    "smollm3": [True, False, True],  # no positions in the second
+    "olmo2": [False, False, False],
+    "granite": [False, False, False],
+    "glm4": [False, False, False],
+    "cohere_qk_norm": [False, False, False],
+    "starcoder2": [False, False, False],
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+RNG = random.Random(4)
+PROMPTS = [
+    {"prompt_token_ids": [RNG.randrange(256) for _ in range(length)]} for length in (3, 17, 40, 70)
+]
+
+
+def open_llm(checkpoint: Path, **options: Any) -> LLM:
+    settings = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"} | options
+    return LLM(str(checkpoint), **settings)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def fused_layers(llm: LLM) -> list[bool]:
+    executor = llm.engine.executor
+    assert isinstance(executor, InProcessExecutor)
+    layers = executor.worker.model.model.layers
+    return [getattr(layer, "fused", None) is not None for layer in layers]
+
+
+@pytest.mark.parametrize("variant", FUSED)
+def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        alone = tokens(llm)
+        assert fused_layers(llm) == FUSED[variant]
+    with open_llm(checkpoint, cpu_backend="torch") as llm:
+        assert tokens(llm) == alone
+        assert fused_layers(llm) == [False, False, False]
+    with open_llm(checkpoint, max_num_batched_tokens=7) as llm:  # prompts in chunks
+        assert tokens(llm) == alone
+        assert tokens(llm) == alone  # from the prefix cache
+        assert llm.engine.stats().num_prefix_hits > 0
+    tight = {"max_model_len": 128, "num_gpu_blocks_override": 12, "async_scheduling": True}
+    with open_llm(checkpoint, **tight) as llm:
+        assert tokens(llm) == alone
+        assert llm.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize(  # whose norms span ranks
+    "variant", ["olmo2", pytest.param("cohere_qk_norm", marks=pytest.mark.slow)]
+)
+def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint) as llm:
+        expected = tokens(llm)
+    with open_llm(checkpoint, tensor_parallel_size=2) as llm:
+        assert tokens(llm) == expected
+
+
+@pytest.mark.parametrize("rank", range(4))
+@torch.inference_mode()
+def test_a_rank_has_the_norms_of_its_heads(rank: int) -> None:
+    group = Group(rank=rank, size=4)
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=group)
+    weight = torch.arange(4.0)[:, None].expand(4, 8)  # a head's number
+    norm = HeadsNorm(build, 4, 8, 1e-5)
+    norm.load("weight", "", weight)
+    assert norm.weight[:, 0].tolist() == [rank]
+    shared = HeadsNorm(build, 2, 8, 1e-5)  # two ranks to a head
+    shared.load("weight", "", weight[:2])
+    assert shared.weight[:, 0].tolist() == [rank // 2]
+
+
+def test_past_the_original_length_longrope_is_that_of_transformers(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(
+        tmp_path, "phi3_longrope", original_max_position_embeddings=16, max_position_embeddings=256
+    )
+    reference = Reference(checkpoint)
+    with open_llm(checkpoint) as llm:
+        ours = tokens(llm)
+    for prompt, own in list(zip(PROMPTS, ours, strict=True))[1:]:  # those longer than 16
+        theirs, margins = reference.greedy(prompt["prompt_token_ids"], 16)
+        assert count_near_ties(own, theirs, margins, 1e-3) == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["self_attn.qkv_proj", "mlp.gate_up_proj"])
+def test_a_fused_tensor_of_another_size_is_named(name: str, tmp_path: Path) -> None:
+    source = resolve_source(ModelConfig(model=str(make_checkpoint(tmp_path, "phi3"))), LoadConfig())
+    tensors = dict(open_checkpoint(source, LoadConfig()).tensors())
+    model = build_model(source.config, Build(torch.float32, torch.device("cpu"), 64, Ops("cpu")))
+    tensor = tensors[f"model.layers.1.{name}.weight"]
+    tensors[f"model.layers.1.{name}.weight"] = tensor[:-1]
+    rows = len(tensor)
+    with pytest.raises(ModelError, match=rf"{name}.weight has shape \[{rows - 1}, .* for \[{rows}"):
+        load_weights(model, model.weights, tensors.items(), len(tensors), show_progress=False)
+
+
+def test_dummy_norms_are_neutral_whatever_their_kind(tmp_path: Path) -> None:
+    for variant in ("starcoder2", "cohere_qk_norm", "olmo2"):
+        folder = make_checkpoint(tmp_path / variant, variant)
+        source = resolve_source(ModelConfig(model=str(folder)), LoadConfig(load_format="dummy"))
+        build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
+        model = build_model(source.config, build)
+        fill_dummy(model, seed=0)
+        norms = {name: value for name, value in model.named_parameters() if "norm" in name}
+        assert norms
+        for name, value in norms.items():
+            assert (value == (0.0 if name.endswith("bias") else 1.0)).all()
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("granite", {"logits_scaling": 0}, "logits_scaling must be above 0, got 0"),
+        ("granite", {"residual_multiplier": "x"}, "residual_multiplier must be a number, got 'x'"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must have a 0 or 1 for each of 3"),
+        ("starcoder2", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported, only gelu_py"),
+        ("olmo2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
+        ("cohere", {"layer_norm_eps": "x"}, "layer_norm_eps must be a small number, got 'x'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(
+    variant: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source = resolve_source(
+        ModelConfig(model=str(make_checkpoint(tmp_path, variant))), LoadConfig()
+    )
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
+    with pytest.raises(ModelError, match=message):
+        build_model({**source.config, **change}, build)
