@@ -289,6 +289,22 @@ def test_reasoning_text_and_calls_are_items_in_the_order_they_were_written(
         assert response.reasoning.effort == "low"
 
 
+def test_the_stream_helper_follows_reasoning_and_calls(scripted: openai.OpenAI) -> None:
+    with scripted.responses.stream(
+        model="scripted", tools=TOOLS, input=f"[[<think>Hm.</think>Well.{CALL}{CALL}]]"
+    ) as stream:
+        final = stream.get_final_response()
+    assert [item.type for item in final.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    calls = [item for item in final.output if item.type == "function_call"]
+    assert [json.loads(call.arguments) for call in calls] == [{"zone": "utc"}] * 2
+    assert calls[0].call_id != calls[1].call_id
+
+
 def test_a_call_that_turns_out_malformed_is_text(scripted: openai.OpenAI) -> None:
     script = '<tool_call>{"name": "get_time", "arguments": {"zone": oops</tool_call> Sorry.'
     options: Any = {"model": "scripted", "tools": TOOLS, "input": f"[[{script}]]"}

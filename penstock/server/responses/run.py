@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from penstock.protocol.errors import InputError
-from penstock.protocol.outputs import LogprobsAtPosition
 from penstock.server.errors import Overloaded, body_of
 from penstock.server.openai.logprobs import LogprobFormat
-from penstock.server.responses.convert import LOGPROBS, OfferedTools, prepare
+from penstock.server.responses.convert import OfferedTools, prepare
 from penstock.server.responses.items import Item, as_messages, new_id
 from penstock.server.responses.output import Event, Output
 from penstock.server.responses.protocol import FunctionTool, ResponseRequest
@@ -55,9 +54,6 @@ class ResponseRun:
         self._turns = [job.turn]  # one a round; the last one runs
         self._num_calls = 0
         num_top = job.body.top_logprobs or 0
-        self._with_logprobs = job.body.top_logprobs is not None or LOGPROBS in (
-            job.body.include or ()
-        )
         self._output = Output(
             job.offered.servers, LogprobFormat(service.frontend.tokenizer, num_top, False)
         )
@@ -114,7 +110,7 @@ class ResponseRun:
                         has_begun = True
                         for event in self._opening():
                             yield event
-                    for event in self._output.take(step.deltas, self._logprobs_of(step.logprobs)):
+                    for event in self._output.take(step.deltas, step.logprobs):
                         yield event
                     reason = step.finish_reason
             is_cut_off = reason == "length"
@@ -149,11 +145,6 @@ class ResponseRun:
                 events += self._output.list_tools(server)
         self._output.begin_round()
         return events
-
-    def _logprobs_of(
-        self, given: Sequence[LogprobsAtPosition] | None
-    ) -> Sequence[LogprobsAtPosition] | None:
-        return given if self._with_logprobs else None
 
     # -- calls to tool servers
 
