@@ -29,8 +29,8 @@ class ModelConfig:
     revision: str | None = option(None, "Branch, tag or commit of a hub id.")
     dtype: Dtype = option(
         "auto",
-        "Type of weights and activations; auto: the checkpoint's own, float32 on a CPU. half is "
-        "float16, float is float32.",
+        "Type of weights and activations; auto: the checkpoint's own. On a CPU activations are "
+        "float32, and this is the type of the weights. half is float16, float is float32.",
     )
     max_model_len: int | None = option(
         None, "Most tokens in a request, prompt and output together; default: the model's own."

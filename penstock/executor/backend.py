@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -17,13 +16,12 @@ from penstock.ops.registry import Ops
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Backend:
     ops: Ops
     linear_method: LinearMethod
+    dtype: torch.dtype  # of activations
     native_types: Collection[str] = ()  # GGUF types whose blocks layers take as they are
     native_layers: bool = False  # whether layers run whole in the C++ library
     kv_dtype: str | None = None  # of the cache, where nobody asked for one; None: the model's
@@ -42,22 +40,15 @@ def choose_backend(
     """The C++ library on a CPU that has it, else torch. Sets how many threads each may use."""
     device = platform.device.type
     native = None
-    if device == "cpu" and config.device.cpu_backend == "auto" and dtype == torch.float32:
+    if device == "cpu" and config.device.cpu_backend == "auto":
         native = library.load()
     if native is None:
         if config.load.quantization is not None:
             raise ConfigError(
-                f"quantization={config.load.quantization} needs a CPU, dtype float32 and the C++ "
-                "library (`penstock collect-env` says whether it is built)"
+                f"quantization={config.load.quantization} needs a CPU and the C++ library "
+                "(`penstock collect-env` says whether it is built)"
             )
-        if device == "cpu" and config.device.cpu_backend == "auto" and dtype != torch.float32:
-            logger.warning(
-                "dtype=%s on a CPU: the model runs on plain torch, slower, and what runs beside a "
-                "request may change its tokens. dtype=auto keeps weights of 16 bits as they are "
-                "and computes in float32",
-                str(dtype).removeprefix("torch."),
-            )
-        return Backend(_ops(device), DenseMethod())
+        return Backend(_ops(device), DenseMethod(), dtype)
     native.penstock_set_threads(platform.cpu_threads)
     torch.set_num_threads(1)  # two pools would fight for the cores
     # Imported here because both need the library.
@@ -65,7 +56,11 @@ def choose_backend(
     from penstock.ops.cpu.dtypes import NATIVE_TYPES
 
     types = NATIVE_TYPES if config.load.gguf_compute == "auto" else ()
-    method = NativeMethod(int8=config.load.quantization == "int8")
+    # The library computes in float32; a shorter type that was asked for is that of the weights.
+    method = NativeMethod(
+        int8=config.load.quantization == "int8",
+        float_dtype=None if dtype == torch.float32 else dtype,
+    )
     # Weights of 8 bits and less: keys and values of 16 lose nothing that shows, and halve what
     # attention reads. Measured in docs/benchmarks.md.
     is_gguf = is_gguf and config.load.load_format != "dummy"
@@ -73,6 +68,7 @@ def choose_backend(
     return Backend(
         _ops("cpu-native"),
         method,
+        torch.float32,
         types,
         native_layers=True,
         kv_dtype="float16" if in_blocks else None,

@@ -66,6 +66,7 @@ class Worker:
         backend = choose_backend(
             self.config, self.platform, self.runtime.dtype, source.gguf is not None
         )
+        self.runtime = dataclasses.replace(self.runtime, dtype=backend.dtype)
         if self.config.cache.kv_cache_dtype == "auto" and backend.kv_dtype is not None:
             self.runtime = dataclasses.replace(self.runtime, kv_dtype=backend.kv_dtype)
         self.choose_tokens = backend.ops.find("choose_tokens")

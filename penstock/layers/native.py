@@ -26,13 +26,15 @@ class NativeWeights:
 class NativeMethod:
     """Each part keeps its own block type; floats keep their own precision.
 
-    With `int8`, float weights are quantized to 8 bits in blocks of 32 columns while they load.
+    With `int8`, float weights are quantized to 8 bits in blocks of 32 columns while they load;
+    with `float_dtype` they are kept in that type, whatever they come in.
     """
 
     packs = True
 
-    def __init__(self, int8: bool = False) -> None:
+    def __init__(self, int8: bool = False, float_dtype: torch.dtype | None = None) -> None:
         self.int8 = int8
+        self.float_dtype = float_dtype
 
     def create_weights(self, layer: MatrixLayer) -> None:
         layer.native = NativeWeights()
@@ -43,6 +45,8 @@ class NativeMethod:
         if quantize and shard.shape[1] % INT8_COLUMNS == 0:
             assert not isinstance(shard, BlockTensor)
             shard = quantize_int8(shard)
+        elif self.float_dtype is not None and not isinstance(shard, BlockTensor):
+            shard = shard.to(self.float_dtype)
         native.parts[part] = PackedMatrix(shard)
         # A buffer, so that the model's size counts it.
         layer.register_buffer(f"packed_{part}", native.parts[part].data, persistent=False)

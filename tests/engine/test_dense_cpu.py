@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,6 @@ import torch
 from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
-from penstock.config import EngineConfig
-from penstock.executor.backend import choose_backend
-from penstock.platforms.platform import detect_platform
 from penstock.protocol.outputs import RequestOutput
 
 VOCAB = 331  # no multiple of anything that vectors are made of
@@ -80,37 +76,23 @@ def test_weights_in_bfloat16_give_the_same_bits_alone_batched_and_in_chunks(
             assert bits(chunked, PROMPTS) == together  # from cached prefixes
 
 
-def warnings_of(dtype: str, **options: Any) -> list[str]:
-    """What choosing a backend warns of."""
-    messages: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    logger = logging.getLogger("penstock.executor.backend")
-    handler = Handler(logging.WARNING)
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.WARNING)
-    try:
-        config = EngineConfig.from_options(
-            {"model": "x", "device": "cpu", "cpu_threads": 1, **options}
-        )
-        choose_backend(config, detect_platform(config.device), getattr(torch, dtype), is_gguf=False)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
-    return messages
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_activations_in_16_bits_are_warned_of(dtype: str) -> None:
-    (message,) = warnings_of(dtype)
-    assert f"dtype={dtype}" in message
-    assert "dtype=auto" in message
+def test_a_shorter_type_is_that_of_the_weights_and_changes_nothing_else(
+    tmp_path: Path, dtype: str
+) -> None:
+    """The same bits as from a checkpoint that was rounded before, so nothing else was rounded."""
+    from transformers import AutoModelForCausalLM
 
-
-def test_nothing_is_warned_of_where_it_was_chosen() -> None:
-    assert warnings_of("float32") == []
-    assert warnings_of("bfloat16", cpu_backend="torch") == []
+    folder = make_checkpoint(tmp_path / "float32", "llama", **SHAPE)
+    options = {**OPTIONS, "kv_cache_dtype": "float32"}
+    with LLM(str(folder), dtype=dtype, **options) as llm:
+        asked = bits(llm, PROMPTS)
+        assert [bits(llm, [prompt])[0] for prompt in PROMPTS] == asked
+    with LLM(str(folder), **options) as llm:
+        assert bits(llm, PROMPTS) != asked
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    for name, tensor in model.state_dict().items():
+        assert tensor.ndim == 2 or bool((tensor == 1).all()), f"{name} would be rounded too"
+    model.save_pretrained(folder)
+    with LLM(str(folder), **options) as llm:
+        assert bits(llm, PROMPTS) == asked

@@ -113,5 +113,5 @@ def test_the_command_line_gives_the_librarys_tokens(checkpoint: Path, int8: LLM)
 
 
 def test_it_needs_the_library(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="quantization=int8 needs a CPU, dtype float32"):
+    with pytest.raises(ConfigError, match="quantization=int8 needs a CPU and the C"):
         LLM(str(checkpoint), quantization="int8", cpu_backend="torch", **OPTIONS)
