@@ -322,7 +322,7 @@ def test_models_that_cannot_be_loaded_say_what_is_wrong(tmp_path: Path, tiny_lla
         ("config.json", {"architectures": 7}, r"config\.json: architectures 7 are not supported"),
         ("config.json", {"hidden_size": "x"}, "hidden_size must be an integer from 1 on, got 'x'"),
         ("config.json", {"max_position_embeddings": "x"}, "max_position_embeddings must be an int"),
-        ("config.json", {"rms_norm_eps": None}, "rms_norm_eps must be a small number, got None"),
+        ("config.json", {"rms_norm_eps": "x"}, "rms_norm_eps must be a small number, got 'x'"),
         ("config.json", {"rope_scaling": "x"}, "rope_scaling must be an object, got 'x'"),
         ("config.json", {"rope_scaling": {"factor": "x"}}, "factor of rope must be a number"),
         ("config.json", {"rope_parameters": {"rope_type": "llama3"}}, "needs low_freq_factor"),
