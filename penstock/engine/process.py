@@ -24,7 +24,7 @@ import zmq
 
 from penstock.engine import messages
 from penstock.engine.black_box import BlackBox
-from penstock.engine.heap import settled_heap
+from penstock.engine.heap import HeapTrimmer, settled_heap
 from penstock.engine.messages import Answer, EngineInfo, EngineStats, Failed, Outputs, Ready
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import InputError, PenstockError
@@ -56,6 +56,7 @@ class EngineServer:
         self._step_tokens: list[int] = []  # since the stats were sent
         self._stats_sent_at = 0.0
         self._stats_are_stale = True
+        self._heap = HeapTrimmer()
 
     def serve(self) -> None:
         while not self._closing:
@@ -126,6 +127,8 @@ class EngineServer:
         if self._deltas or stats is not None:
             send(self._socket, Outputs(self._deltas, stats))
             self._deltas = []
+        if stats is not None:
+            self._heap.trim_if_due()
 
     def _stats_if_due(self) -> EngineStats | None:
         now = time.monotonic()

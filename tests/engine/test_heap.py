@@ -1,11 +1,14 @@
-"""What Python's collector may look at while steps are run."""
+"""What Python's collector may look at while steps are run, and what the system gets back."""
 
 from __future__ import annotations
 
 import gc
+import platform
+import subprocess
+import sys
 import weakref
 
-from penstock.engine.heap import settled_heap
+from penstock.engine.heap import HeapTrimmer, settled_heap
 
 
 class Node:
@@ -34,3 +37,32 @@ def test_an_inner_use_leaves_the_outer_one_in_place() -> None:
         with settled_heap():
             pass
         assert gc.get_freeze_count() == frozen
+
+
+HOLES = """
+import ctypes
+from pathlib import Path
+from penstock.engine.heap import HeapTrimmer
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 >> 20
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+pieces = [libc.malloc(64 << 10) for _ in range(2048)]
+for piece in pieces:
+    ctypes.memset(piece, 1, 64 << 10)
+for piece in pieces[:-1]:  # the last holds the heap's end in its place
+    libc.free(ctypes.c_void_p(piece))
+HeapTrimmer(interval_s=60).trim_if_due()
+before = resident_mib()
+HeapTrimmer(interval_s=0).trim_if_due()
+print(before - resident_mib())
+"""
+
+
+def test_holes_in_the_heap_are_given_back_when_it_is_time() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+    if platform.libc_ver()[0] == "glibc":
+        assert int(done.stdout) > 100  # of 128 MiB
+    HeapTrimmer(interval_s=0).trim_if_due()  # whatever the C library
