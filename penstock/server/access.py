@@ -27,34 +27,36 @@ class AdminGuard:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
-        self._digests = [_digest(key) for key in keys]
+        self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and get_route_path(scope) in ADMIN_PATHS:
-            sent = [_digest(key) for key in sent_keys(scope)]
-            matches = [hmac.compare_digest(key, ours) for key in sent for ours in self._digests]
-            if not any(matches):
-                response = error_response(
-                    401,
-                    "this route is the operators': send one of the server's admin API keys as "
-                    "'Authorization: Bearer KEY'",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await response(scope, receive, send)
-                return
+        is_admin_path = scope["type"] == "http" and get_route_path(scope) in ADMIN_PATHS
+        if is_admin_path and not _matching(scope, self._digests):
+            response = error_response(
+                401,
+                "this route is the operators': send one of the server's admin API keys as "
+                "'Authorization: Bearer KEY'",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await response(scope, receive, send)
+            return
         await self.app(scope, receive, send)
 
 
 class TenantLabel:
-    """Notes whose request it is: all that come with the same key are one tenant's."""
+    """Notes whose request it is: all that come with the same one of `keys` are one tenant's.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Other keys that a client sends beside it count for nothing: it could make up any number.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
+        self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            keys = sent_keys(scope)
-            current_tenant.set(_digest(keys[0]).hex()[:16] if keys else "")
+            known = _matching(scope, self._digests)
+            current_tenant.set(known[0].hex()[:16] if known else "")
         await self.app(scope, receive, send)
 
 
@@ -67,5 +69,11 @@ def sent_keys(scope: Scope) -> list[str]:
     return [key.strip() for key in sent]
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _matching(scope: Scope, digests: Sequence[bytes]) -> list[bytes]:
+    """Those of `digests` whose keys a client sends; each is compared, in constant time."""
+    sent = [_digest(key.encode("latin-1")) for key in sent_keys(scope)]  # the bytes that came
+    return [ours for key in sent for ours in digests if hmac.compare_digest(key, ours)]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

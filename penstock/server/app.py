@@ -56,7 +56,7 @@ def build_app(service: Service) -> FastAPI:
     if config.api_key:
         app.add_middleware(ApiKeyGuard, keys=[*config.api_key, *config.admin_api_key])
     if service.config.scheduler.scheduling_policy == "fair":
-        app.add_middleware(TenantLabel)
+        app.add_middleware(TenantLabel, keys=[*config.api_key, *config.admin_api_key])
     app.add_middleware(
         CORSMiddleware,
         allow_origins=config.allowed_origins,

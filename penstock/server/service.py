@@ -98,12 +98,17 @@ class Service:
     def _is_fair(self) -> bool:
         return self.config.scheduler.scheduling_policy == "fair"
 
+    @property
+    def _share(self) -> int:
+        """Of these, how many may be one client's."""
+        num_keys = len(self.server_config.api_key) if self._is_fair else 1
+        return max(self._capacity // max(num_keys, 1), 1)
+
     def _check_share(self, num_new: int) -> None:
         """Where keys take turns, none may fill the queue: each has as many places as another."""
-        share = max(self._capacity // max(len(self.server_config.api_key), 1), 1)
-        tenant = current_tenant.get()
+        tenant, share = current_tenant.get(), self._share
         num_own = sum(r.request.tenant == tenant for r in self.client.records.values())
-        if num_own and num_own + num_new > share:
+        if num_own + num_new > share:
             raise Overloaded(
                 f"{num_own} completions of this API key are running or queued and {num_new} more "
                 f"would exceed the {share} that are its share; try again later"
@@ -111,10 +116,11 @@ class Service:
 
     def _check_size(self, requests: Sequence[PreparedRequest], num_new: int) -> None:
         """Refuse for good what would find no room on an idle server either."""
-        if num_new > (capacity := self._capacity):
+        if num_new > (limit := self._share):
+            whose = ", shared by the API keys" if limit < self._capacity else ""
             raise InputError(
-                f"prompts times n must be at most {capacity} here (--max-num-seqs and "
-                f"--max-queued-requests together), got {num_new}: send several requests",
+                f"prompts times n must be at most {limit} here (--max-num-seqs and "
+                f"--max-queued-requests together{whose}), got {num_new}: send several requests",
                 "prompt" if len(requests) > 1 else "n",
             )
 

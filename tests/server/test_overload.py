@@ -21,6 +21,7 @@ LIMIT_S = 1.0
 TINY = ("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
 # About 3 KB of events a token, of 64 completions: far more than sockets hold.
 VERBOSE = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "logprobs": 20, "n": 64}
+ROOT_KEY = "key-of-rööt"
 LONG = {"prompt": "x", "max_tokens": 240, "ignore_eos": True}
 
 
@@ -41,7 +42,7 @@ def shared(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server whose keys take turns, one request at a time."""
     process = ServerProcess(
         str(tiny_model), *TINY,
-        *("--api-key", "key-of-anna", "--api-key", "key-of-bert", "--admin-api-key", "key-of-root"),
+        *("--api-key", "key-of-anna", "--api-key", "key-of-bert", "--admin-api-key", ROOT_KEY),
         *("--scheduling-policy", "fair", "--max-num-seqs", "1", "--max-queued-requests", "5"),
         *("--access-log", "--log-level", "debug"),
     )  # fmt: skip
@@ -65,8 +66,8 @@ def read_all(connection: socket.socket) -> bytes:
     return data
 
 
-def bearer(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"}
+def bearer(key: str) -> dict[bytes, bytes]:
+    return {b"Authorization": f"Bearer {key}".encode()}
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -167,10 +168,10 @@ def test_connections_are_limited(strict: ServerProcess) -> None:
 
 def test_operators_routes_have_a_key_of_their_own(shared: ServerProcess) -> None:
     with shared.client() as client:
-        for key, status in (("key-of-anna", 401), ("key-of-root", 200), ("nonsense", 401)):
+        for key, status in (("key-of-anna", 401), (ROOT_KEY, 200), ("nonsense", 401)):
             answer = client.post("/reset_prefix_cache", headers=bearer(key))
             assert answer.status_code == status
-        assert client.get("/v1/models", headers=bearer("key-of-root")).status_code == 200
+        assert client.get("/v1/models", headers=bearer(ROOT_KEY)).status_code == 200
 
 
 def test_no_key_can_fill_the_queue(shared: ServerProcess) -> None:
@@ -183,8 +184,13 @@ def test_no_key_can_fill_the_queue(shared: ServerProcess) -> None:
             assert more.status_code == 429
             assert "share" in more.json()["error"]["message"]
             assert int(more.headers["retry-after"]) >= 1
+            disguised = {b"x-api-key": b"key-of-anna", **bearer("of nobody")}
+            assert client.post("/v1/completions", json=LONG, headers=disguised).status_code == 429
             other = client.post("/v1/completions", json=LONG, headers=bert)
             assert other.status_code == 200
+        more_than_a_share = client.post("/v1/completions", json={**LONG, "n": 4}, headers=anna)
+        assert more_than_a_share.status_code == 400
+        assert "shared by the API keys" in more_than_a_share.json()["error"]["message"]
     shared.stop()
     assert shared.process.stdout is not None
     log = "".join(shared.log) + shared.process.stdout.read()
