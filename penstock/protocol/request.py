@@ -35,7 +35,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     eos_token_ids: list[int] = []
     bad_words_token_ids: list[list[int]] = []
     priority: int = 0  # lower runs first
-    arrival_time: float = 0.0
+    arrival_time: float = 0.0  # on a clock that never goes back
     cache_salt: str | None = None
     tenant: str = ""  # whose it is, where tenants take turns
     read_prefix_cache: bool = True  # off where every prompt row's results are wanted

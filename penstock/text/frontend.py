@@ -120,7 +120,7 @@ class Frontend:
                 eos_token_ids=self.eos_token_ids,
                 bad_words_token_ids=bad_words,
                 priority=priority,
-                arrival_time=time.time(),
+                arrival_time=time.monotonic(),  # the wall clock may jump
                 cache_salt=cache_salt,
                 read_prefix_cache=own.prompt_logprobs is None and not self.needs_every_row,
                 output_token_ids=list(output_token_ids),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -52,6 +53,17 @@ def test_a_replay_with_nothing_left_to_generate_is_refused(llm: LLM) -> None:
     with pytest.raises(InputError, match="output_token_ids must leave at least 1 token"):
         finish(llm, params, [1, 2, 3, 4])
     assert finish(llm, params, []).finish_reason == "length"
+
+
+def test_the_order_of_arrival_survives_a_clock_that_is_set_back(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrivals = []
+    for now in (1e9, 5e8, 2e9, 0.0):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        (child,) = llm.frontend.prepare("r", PROMPT, SamplingParams()).children
+        arrivals.append(child.arrival_time)
+    assert arrivals == sorted(arrivals)
 
 
 def test_a_stop_text_that_straddles_the_cut_is_found(default_model: str) -> None:
