@@ -53,9 +53,10 @@ def load_weights(
     fused = _fused(targets)
     missing = set(targets)
     surplus = []
+    # Only on a terminal (None): a log on a full disk must not keep an engine from its weights.
     progress = tqdm(
-        tensors, total=total, desc="Loading weights", unit="tensor", disable=not show_progress,
-        leave=False, delay=1.0,
+        tensors, total=total, desc="Loading weights", unit="tensor",
+        disable=None if show_progress else True, leave=False, delay=1.0,
     )  # fmt: skip
     for name, tensor in progress:
         own_name = _own_name(name, naming)

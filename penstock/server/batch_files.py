@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -160,24 +162,30 @@ def _new_id() -> str:
 _decode_result = msgspec.json.Decoder(Result).decode
 
 
+class OutputError(PenstockError):
+    """Results can no longer be written."""
+
+
 class BatchOutput:
     """The output file, open for results to be added, with what an earlier run has left in it.
 
-    Each result is written at once. A last line that a crash cut short is removed. Refuses, with
-    `ConfigError`, a file that holds anything but results.
+    Each result is written at once and whole: `OutputError` if it does not fit, and nothing after
+    that. A last line that a crash cut short is removed. Refuses, with `ConfigError`, a file that
+    holds anything but results.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.answered: set[str] = set()  # custom_ids
         self.failed_lines: set[int] = set()  # numbers of lines that were no requests
+        self._failure: OutputError | None = None
         try:
             self._file = path.open("ab+", buffering=0)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from error
         try:
             self._read_results()
-        except ConfigError:
+        except PenstockError:
             self._file.close()
             raise
 
@@ -194,8 +202,20 @@ class BatchOutput:
         self.close()
 
     def _append(self, data: bytes) -> None:
-        while data:  # an unbuffered file may take less than all
-            data = data[self._file.write(data) :]
+        if self._failure is not None:
+            raise self._failure
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while data:  # an unbuffered file may take less than all
+                data = data[self._file.write(data) :]
+        except OSError as error:  # such as a full disk
+            self._failure = OutputError(
+                f"cannot write {self.path}: {error.strerror}. The results in it are whole: make "
+                "room, and the same command goes on from there"
+            )
+            with contextlib.suppress(OSError):  # else the next run does it
+                self._file.truncate(end)
+            raise self._failure from error
 
     def _read_results(self) -> None:
         end, last = 0, b"\n"  # of the whole lines so far

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from penstock.cli.run_batch import describe
 from penstock.protocol.errors import ConfigError, EngineDeadError
 from penstock.server import batch_files
 from penstock.server.batch import Batch, BatchSummary
-from penstock.server.batch_files import BatchOutput, read_lines
+from penstock.server.batch_files import BatchOutput, OutputError, read_lines
 
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 
@@ -208,6 +210,28 @@ def test_a_result_that_a_crash_cut_short_is_run_again(files: Files) -> None:
         files.output.write_bytes(whole[:end])
         files.run(line("a"), line("b"))
         assert [item["custom_id"] for item in files.results()] == ["a", "b"]
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_is_written(files: Files) -> None:
+    files.run(line("a"))
+    size = files.output.stat().st_size
+    lines = [line(custom_id) for custom_id in "abcdef"]
+    with largest_file(2 * size + size // 2), pytest.raises(OutputError, match="make room"):
+        files.run(*lines, max_concurrency=4)
+    assert [item["custom_id"] for item in files.results()] == ["a", "b"]
+    assert files.run(*lines).num_completed == 4
+    assert [item["custom_id"] for item in files.results()] == list("abcdef")
+
+
+@contextlib.contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Files of this process can have so many bytes; of what is written, only that much fits."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("content", ["a letter to my aunt", '{"id":"batch_req_1"}\n', "{}\n"])

