@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 
 from penstock.text.parsing.emitter import Emitter
-from penstock.text.parsing.json_text import read_object_keys, read_value, read_whole_value, to_json
+from penstock.text.parsing.json_text import (
+    load_json,
+    read_object_keys,
+    read_value,
+    read_whole_value,
+    to_json,
+)
 from penstock.text.parsing.stream import Malformed, Sink, Steps, Stream
 from penstock.text.parsing.tool_format import check_name
 
@@ -33,8 +38,8 @@ def _object_within(text: str) -> str:
     if not text.strip():
         return "{}"
     try:
-        value = json.loads(text, strict=False)
-    except (ValueError, RecursionError):
+        value = load_json(text)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         raise Malformed(f"arguments must be an object, got {text!r:.40}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from penstock.text.parsing.stream import Malformed, Sink, Steps, Stream, Truncated
@@ -25,6 +25,31 @@ def to_json(value: Any) -> str:
     except UnicodeEncodeError:  # half a surrogate pair, which a model has escaped
         return json.dumps(value)
     return text
+
+
+def load_json(text: str) -> Any:
+    """The value of JSON that is there as a whole; ValueError where `read_value` would refuse it.
+
+    That is also for NaN and numbers beyond a float's range, which Python reads and JSON lacks, and
+    for nesting that others might not be able to write again.
+    """
+    try:
+        value = json.loads(text, strict=False)
+        json.dumps(value, allow_nan=False)
+    except RecursionError:
+        raise ValueError("JSON is nested too deeply") from None
+    level, depth = [value], 0
+    while level := [part for outer in level for part in _parts(outer)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"JSON is nested more than {MAX_DEPTH} deep")
+    return value
+
+
+def _parts(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def read_value(stream: Stream, sink: Sink, depth: int = 0) -> Steps[None]:

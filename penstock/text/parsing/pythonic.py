@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from penstock.text.parsing.emitter import Emitter
 from penstock.text.parsing.formats import CallGrammar, Tool
-from penstock.text.parsing.json_text import MAX_DEPTH, to_json
+from penstock.text.parsing.json_text import MAX_DEPTH, load_json, to_json
 from penstock.text.parsing.stream import Malformed, Steps, Stream, Truncated
 from penstock.text.parsing.tool_format import ToolFormat, check_name
 from penstock.text.parsing.typed_values import python_literal
@@ -103,8 +103,8 @@ def _json_literal(text: str) -> object:
     if text in words:
         return words[text]
     try:
-        return json.loads(text, strict=False)
-    except (ValueError, RecursionError):
+        return load_json(text)
+    except ValueError:
         raise Malformed(f"{text!r:.40} is no literal") from None
 
 

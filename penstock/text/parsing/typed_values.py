@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.text.parsing.emitter import Emitter
-from penstock.text.parsing.json_text import MAX_DEPTH, to_json
+from penstock.text.parsing.json_text import load_json, to_json
 from penstock.text.parsing.stream import Malformed
 
 _MAX_LITERAL = 100_000  # characters of a Python literal, which is parsed all at once
@@ -18,10 +18,34 @@ _TYPES_OF = {
 }  # fmt: skip
 
 
-def allowed_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The JSON types that `schema` admits, as far as it says; empty where it does not."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        return frozenset()
+def allowed_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that `schema` admits, as far as it says; empty where it does not.
+
+    Looks at each part of the schema once, however often others refer to it.
+    """
+    types: set[str] = set()
+    seen: set[int] = set()
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        own = _own_types(part)
+        if own:
+            types |= own
+            continue
+        for key in ("anyOf", "oneOf", "allOf"):
+            branches = part.get(key)
+            if isinstance(branches, (list, tuple)):
+                parts += branches
+        if isinstance(part.get("$ref"), str):
+            parts.append(_resolve(part["$ref"], root))
+    return frozenset(types)
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The types that `schema` itself names."""
     types: set[str] = set()
     declared = schema.get("type")
     if isinstance(declared, str):
@@ -36,14 +60,7 @@ def allowed_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> froze
         return frozenset({_TYPES_OF.get(type(schema["const"]), "string")})
     if isinstance(schema.get("enum"), (list, tuple)):
         return frozenset(_TYPES_OF.get(type(value), "string") for value in schema["enum"])
-    branches = [schema.get(key) for key in ("anyOf", "oneOf", "allOf")]
-    for branch in (
-        branch for some in branches if isinstance(some, (list, tuple)) for branch in some
-    ):
-        types |= allowed_types(branch, root, depth + 1)
-    if isinstance(schema.get("$ref"), str):
-        types |= allowed_types(_resolve(schema["$ref"], root), root, depth + 1)
-    return frozenset(types)
+    return frozenset()
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
@@ -85,9 +102,8 @@ def json_from_text(text: str, types: frozenset[str]) -> str:
 def _parse(text: str) -> Any:
     """The value of JSON, or of a Python literal, which some models write; None if it is neither."""
     try:
-        value = json.loads(text, strict=False)
-        return value if _is_finite(value) else None
-    except (ValueError, RecursionError):
+        return load_json(text)
+    except ValueError:
         pass
     return python_literal(text) if text[:1] in "[{(" else None
 
@@ -98,17 +114,9 @@ def python_literal(text: str) -> Any:
         return None
     try:
         value = ast.literal_eval(text)
-        return json.loads(json.dumps(value, allow_nan=False))
+        return load_json(json.dumps(value, allow_nan=False))
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        return False
-    return True
 
 
 class ArgumentsWriter:

@@ -27,6 +27,9 @@ BROKEN = {
         '<tool_call>{"name": "now", "arguments": [1]}</tool_call>',
         '<tool_call>{"name": "now", "arguments": {"a": "\\x"}}</tool_call>',
         '<tool_call>{"name": "now", "arguments": "{not json"}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": "{\\"a\\": NaN}"}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": "{\\"a\\": 1e999}"}</tool_call>',
+        '<tool_call>{"name": "now", "arguments": "{\\"a\\": ' + "[" * 99 + "]" * 99 + '}"}',
         "<tool_call>[]</tool_call>",
         '<tool_call>{"name": "now", "arguments": {"a": ' + "[" * 5000 + "</tool_call>",
     ],
@@ -39,6 +42,8 @@ BROKEN = {
         "[now(a=lambda: 1)]",
         "[now(a=b'x')]",
         "[now(a={1, 2})]",
+        "[now(a=NaN)]",
+        "[now(a=[1e999])]",
         "<|python_start|>print('x')<|python_end|>",
     ],
     "mistral": ["[TOOL_CALLS]now[ARGS]nothing", "[TOOL_CALLS] [now]", "[TOOL_CALLS]<b>[ARGS]{}"],
@@ -251,6 +256,9 @@ def test_without_tools_nothing_is_a_call() -> None:
         ("05", {}, "05"),
         ("text", {}, "text"),
         ("[", {"$ref": "#/$defs/itself"}, "["),
+        ("5", {"$ref": "#/$defs/both"}, 5),
+        ("[1e999]", {"type": "array"}, "[1e999]"),
+        ("[" * 300 + "]" * 300, {"type": "array"}, "[" * 300 + "]" * 300),
     ],
 )
 def test_values_in_tags_have_their_schemas_type(
@@ -259,7 +267,11 @@ def test_values_in_tags_have_their_schemas_type(
     parameters = {
         "type": "object",
         "properties": {"a": schema},
-        "$defs": {"five": {"type": "integer"}, "itself": {"$ref": "#/$defs/itself"}},
+        "$defs": {
+            "five": {"type": "integer"},
+            "itself": {"$ref": "#/$defs/itself"},
+            "both": {"anyOf": [{"$ref": "#/$defs/both"}] * 3 + [{"type": "integer"}]},
+        },
     }
     tools = [Tool("f", parameters)]
     for parser, text in {
