@@ -45,7 +45,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     reasoning_end: str | None = None
     """Leave the output free until this text has appeared in it; what follows must match."""
     reasoning_start: str | None = None
-    """The special token with which reasoning begins, where an output may do without: with
+    """The token with which reasoning begins, where an output may do without: with
     `reasoning_end`, the output is free if it begins with this, and else must match at once."""
 
     field: str = FIELD

@@ -19,6 +19,8 @@ from penstock.text.parsing.parser import (
 )
 from penstock.text.tokenizer import Tokenizer
 
+ASKED_TO_THINK = ("thinking", "enable_thinking")  # arguments of chat templates
+
 
 def hold_to_calls(
     parser: str, tools: Sequence[Tool], parallel: bool, template: str, tokenizer: Tokenizer
@@ -65,9 +67,14 @@ def after_reasoning(
     is_open = thinking_is_open(reasoning, context)
     if is_over and not is_open:
         return wanted
-    # Where the model decides by itself whether to think, it may also begin with the answer.
-    start = marker.start if not is_open and tokenizer.is_special(marker.start) else None
-    end = marker.end
-    if marker.answer_prefix and not is_calls:
-        start, end = None, marker.answer_prefix.removeprefix("<|start|>assistant")
+    start, end = None, marker.end
+    if marker.answer_prefix:
+        if not is_calls:
+            end = marker.answer_prefix.removeprefix("<|start|>assistant")
+    elif not is_open:
+        # The model decides by itself whether to think: it may also begin with the answer. Where
+        # no token tells which it does, the answer's form counts for more, unless it was asked to.
+        start = marker.start if tokenizer.is_token(marker.start) else None
+        if start is None and not any(map(context.template_kwargs.get, ASKED_TO_THINK)):
+            return wanted
     return msgspec.structs.replace(wanted, reasoning_end=end, reasoning_start=start)

@@ -105,7 +105,7 @@ class GrammarManager:
         params = request.params.structured_outputs
         start_id = None
         if params is not None and params.reasoning_start is not None:
-            start_id = vocabulary.special_id(params.reasoning_start)
+            start_id = vocabulary.token_id(params.reasoning_start)
         output = OutputGrammar(
             None if grammar is None else grammar.matcher(),
             vocabulary.tokens,

@@ -26,6 +26,13 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
         spelled = name.encode()
         return next((i for i in self.special_ids if self.tokens[i] == spelled), None)
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is written like this, special or not."""
+        special, spelled = self.special_id(text), text.encode()
+        if special is not None or spelled not in self.tokens:
+            return special
+        return self.tokens.index(spelled)
+
 
 def read_vocabulary(tokenizer: Tokenizer, size: int, end_ids: Iterable[int]) -> Vocabulary:
     """`size` is the model's own: how many logits it gives. `end_ids` are added to the tokenizer's.

@@ -120,6 +120,10 @@ class Tokenizer:
         """Whether there is a special token that is written like this."""
         return self._backend.token_to_id(text) in self.special_ids
 
+    def is_token(self, text: str) -> bool:
+        """Whether there is a token, special or not, that is written like this."""
+        return self._backend.token_to_id(text) is not None
+
     @property
     def spells_bytes(self) -> bool:
         """Whether a text's bytes are those of its tokens, one after the other."""

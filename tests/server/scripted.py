@@ -15,7 +15,8 @@ from torch import Tensor
 from penstock.protocol.step import NewRequest
 from penstock.runner.logits_processors import LogitsProcessor, ProcessorRows
 
-SPECIAL_TOKENS = ("<end>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<other>")
+ADDED_TOKENS = ("<end>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<other>")
+NOT_SPECIAL = ("<think>", "</think>")  # in Qwen's vocabulary neither
 # As Qwen's: what the parsers are chosen by is in it, and so is all that a conversation can hold.
 TEMPLATE = """\
 {%- if tools %}{% for tool in tools %}tool {{ tool | tojson }}
@@ -36,12 +37,14 @@ TEMPLATE = """\
 
 
 def make_scripted_model(folder: Path) -> Path:
-    """The tiny model, with the special tokens of a reasoning model that calls tools."""
+    """The tiny model, with the added tokens of a reasoning model that calls tools."""
     from tokenizers import AddedToken, Tokenizer
 
     make_tiny_model(folder)
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    backend.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL_TOKENS])
+    for name in ADDED_TOKENS:
+        is_special = name not in NOT_SPECIAL
+        backend.add_tokens([AddedToken(name, special=is_special, normalized=False)])
     backend.save(str(folder / "tokenizer.json"))
     config = {"eos_token": "<end>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

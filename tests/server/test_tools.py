@@ -280,6 +280,7 @@ def test_an_answers_form_holds_after_the_reasoning(scripted_server: ServerProces
 
     assert ask('<think>no JSON here</think>{"zone": "utc"}') == "no JSON here"
     assert ask('{"zone": "utc"}') is None
+    assert ask("Neither JSON nor reasoning.") is None
     assert ask("<think>" + "x" * 40, thinking_token_budget=3) == "xxx"
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     assert ask("<think>not now</think>", **off) is None
