@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.protocol.errors import InputError
 from penstock.server.openai.logprobs import LogprobFormat
+from penstock.server.openai.tools import check_names_differ
 from penstock.server.responses.output import Output
+from penstock.server.responses.routes import ResponsesFrame
 from penstock.server.responses.tool_servers import CallResult, ToolServer
 from penstock.text.parsing.deltas import (
     ContentDelta,
@@ -148,3 +153,17 @@ def test_what_is_cut_off_is_incomplete(
     assert output.items[-1]["status"] == "incomplete"
     assert output.items[-1]["arguments"] == "".join(texts)
     assert events[-1]["type"] == "response.output_item.done"
+
+
+def test_an_error_on_the_wire_is_an_event_of_its_own_type() -> None:
+    name, data = ResponsesFrame("r").error(InputError("no", "input")).split("\n")[:2]
+    assert name == "event: error"
+    told = json.loads(data.removeprefix("data: "))
+    assert told == {"type": "error", "code": None, "message": "no", "param": "input"}
+
+
+def test_many_tools_are_told_apart_in_no_time() -> None:
+    tools = [Tool(f"tool_{index}") for index in range(200_000)]
+    check_names_differ(tools)
+    with pytest.raises(InputError, match="'tool_7' twice"):
+        check_names_differ([*tools, Tool("tool_7")])

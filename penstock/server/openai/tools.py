@@ -83,10 +83,13 @@ def read_tools(given: Sequence[ToolDefinition] | None) -> list[Tool]:
 
 
 def check_names_differ(tools: Sequence[Tool]) -> None:
-    names = [tool.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise InputError(f"tools must have names of their own, got {name!r} twice", "tools")
+    names: set[str] = set()
+    for tool in tools:
+        if tool.name in names:
+            raise InputError(
+                f"tools must have names of their own, got {tool.name!r} twice", "tools"
+            )
+        names.add(tool.name)
 
 
 def read_tool_choice(given: str | NamedToolChoice | None, has_tools: bool) -> ToolChoice:

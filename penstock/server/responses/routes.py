@@ -37,7 +37,8 @@ class ResponsesFrame(StreamFrame):
 
     def error(self, error: Exception) -> str:
         told = body_of(error, self._request_id)["error"]
-        return self.event(encode_error({"type": "error", **told, "code": None}).decode())
+        event = {"type": "error", "code": None, "message": told["message"], "param": told["param"]}
+        return self.event(encode_error(event).decode())
 
     def end(self) -> str:
         return ""
