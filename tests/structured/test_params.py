@@ -25,7 +25,7 @@ from penstock.protocol.errors import InputError
         ({"choice": ["a"] * 10_001}, "at most 10000 texts"),
         ({"regex": "a" * 600_000}, "at most 524288 characters"),
         ({"json": {"x": float("nan")}}, "must be JSON"),
-        ({"json": {"x": object()}}, "must be JSON"),
+        ({"json": {"x": 1j}}, "must be JSON"),
         ({"regex": "\ud800"}, "lone surrogate"),
         ({"regex": "a", "reasoning_end": "x" * 2000}, "reasoning_end may be at most"),
         ({"json": {}, "disable_any_whitespace": 1}, "must be True or False"),
