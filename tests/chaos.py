@@ -53,8 +53,14 @@ INVALID: list[tuple[str, Any]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
     ("/v1/chat/completions", "no object"),
     ("/v1/completions", {"model": "no such model", "prompt": "x"}),
+    ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "(a"}}),
     ("/nowhere", {}),
 ]
+
+JSON = {
+    "name": "point",
+    "schema": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+}
 
 
 def good_requests() -> list[Body]:
@@ -72,6 +78,8 @@ def good_requests() -> list[Body]:
         {**seeded, "prompt": "long " * 35, "prompt_logprobs": 1, "seed": 7},
         {**chat, "seed": 8, "temperature": 1.0},
         {**chat, "temperature": 0, "logprobs": True, "top_logprobs": 2},
+        {**seeded, "structured_outputs": {"regex": "([a-z]{3} )*"}, "seed": 9},
+        {**chat, "seed": 10, "response_format": {"type": "json_schema", "json_schema": JSON}},
     ]
 
 

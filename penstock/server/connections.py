@@ -7,6 +7,7 @@ costs next to nothing and is the same for each of its HTTP parsers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,34 @@ logger = logging.getLogger(__name__)
 
 MIN_BYTES_READ = 16 * 1024  # of an answer, in the time that a reader has
 CHECKS_PER_LIMIT = 8  # how finely time is measured
+NUM_SPARE_FILES = 64  # for the server itself, and to start another engine with
+
+
+def usable_connections(num_asked: int) -> int:
+    """As many as may be open: whoever takes all files would keep a dead engine from its successor.
+
+    Raises this process's limit on open files as far as it has to and may.
+    """
+    try:
+        import resource
+    except ImportError:
+        return num_asked
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_files = num_asked + NUM_SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= num_files:
+        return num_asked
+    raised = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    with contextlib.suppress(ValueError, OSError):  # it stays as it is, then
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    num_usable = max(min(num_asked, soft - NUM_SPARE_FILES), 1)
+    if num_usable < num_asked:
+        logger.warning(
+            "Only %d files may be open here: %d connections at once rather than the %d of "
+            "--max-connections (raise ulimit -n for more)",
+            *(soft, num_usable, num_asked),
+        )
+    return num_usable
 
 
 @dataclass

@@ -97,7 +97,7 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
     import uvicorn
 
     from penstock.server.app import build_app
-    from penstock.server.connections import ConnectionWatch
+    from penstock.server.connections import ConnectionWatch, usable_connections
     from penstock.server.http import MAX_HEAD_BYTES, protocol_class
 
     config = service.server_config
@@ -114,7 +114,7 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
     server = Server(
         uvicorn.Config(
             build_app(service),
-            http=protocol_class(config.max_connections),
+            http=protocol_class(usable_connections(config.max_connections)),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             ws="none",
             log_level="warning",

@@ -31,6 +31,8 @@ class ServerProcess:
         uds: Path | None = None,
         tls_ca: Path | None = None,
         env: Mapping[str, str] | None = None,
+        log_to: Path | None = None,
+        max_open_files: int | None = None,
     ) -> None:
         self.uds = uds
         self.tls_ca = tls_ca
@@ -38,16 +40,18 @@ class ServerProcess:
         scheme = "https" if tls_ca else "http"
         self.base_url = f"{scheme}://localhost:{self.port}"
         where = ["--uds", str(uds)] if uds else ["--host", "127.0.0.1", "--port", str(self.port)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock", "serve", *where, *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(env or {})},
-        )
+        limited = ["prlimit", f"--nofile={max_open_files}"] if max_open_files else []
+        with contextlib.ExitStack() as stack:
+            self.process = subprocess.Popen(
+                [*limited, sys.executable, "-m", "penstock", "serve", *where, *flags],
+                stdout=subprocess.PIPE,
+                stderr=stack.enter_context(log_to.open("w")) if log_to else subprocess.PIPE,
+                text=True,
+                env={**os.environ, **(env or {})},
+            )
         self.log: list[str] = []
-        assert self.process.stderr is not None
-        threading.Thread(target=self.log.extend, args=(self.process.stderr,), daemon=True).start()
+        if (lines := self.process.stderr) is not None:
+            threading.Thread(target=self.log.extend, args=(lines,), daemon=True).start()
         self._read_banner()
 
     def _read_banner(self) -> None:

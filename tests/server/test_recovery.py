@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -226,6 +228,52 @@ def test_without_restarts_the_server_ends_with_its_engine(serve: Serve) -> None:
     os.kill(server.engine_pid, signal.SIGKILL)
     assert server.wait() == 3
     assert not any("Traceback" in line for line in server.log)
+
+
+def test_a_log_on_a_full_disk_stops_nobody(model: Path) -> None:
+    flags = (*SMALL, "--access-log", "--log-level", "debug")
+    server = ServerProcess(str(model), *flags, log_to=Path("/dev/full"))
+    try:
+        calm = Streams(server).run([GREEDY, SEEDED])
+        streams = Streams(server)
+        assert streams.run([GREEDY, SEEDED], streams.kills(1, (10, 20), seed=1)) == calm
+        assert server.stop() == 0
+    finally:
+        server.close()
+
+
+def test_two_deaths_in_a_row_and_a_sigterm_between_them_lose_nothing(serve: Serve) -> None:
+    server = serve("--max-num-seqs", "1", "--max-queued-requests", "1", "--queue-timeout-s", "60")
+    calm = Streams(server).run([GREEDY, SEEDED])  # as many as there is room for
+
+    async def kill_twice(streams: Streams) -> None:
+        await streams.chunks_more(10)
+        first = server.engine_pid
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: server.child_pids() not in ({first}, set()))
+        server.process.send_signal(signal.SIGTERM)
+        os.kill(server.engine_pid, signal.SIGKILL)  # while it loads
+
+    assert Streams(server).run([GREEDY, SEEDED], kill_twice) == calm
+    assert server.wait() == 0
+
+
+def test_connections_that_take_all_files_do_not_keep_the_engine_from_coming_back(
+    model: Path,
+) -> None:
+    server = ServerProcess(str(model), *SMALL, "--access-log", max_open_files=200)
+    try:
+        with contextlib.ExitStack() as stack:
+            first = server.engine_pid
+            for _ in range(200):
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            os.kill(first, signal.SIGKILL)
+            eventually(lambda: any("The engine is back" in line for line in server.log), 60)
+        assert not any("cannot be started" in line for line in server.log)
+        assert any("136 connections at once" in line for line in server.log)
+        eventually(lambda: server.post("/v1/completions", GREEDY).status_code == 200)
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["restarting", "stopped"])
