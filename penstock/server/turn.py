@@ -15,7 +15,7 @@ Set `params.output_kind` to DELTA for pieces as they come, to FINAL_ONLY for `wh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,8 +29,10 @@ from penstock.server.service import Service
 from penstock.server.turn_grammar import after_reasoning, hold_to_calls, hold_to_format
 from penstock.text.frontend import Frontend, PreparedRequest
 from penstock.text.parsing.deltas import (
+    ContentDelta,
     Delta,
     Message,
+    ReasoningDelta,
     ToolCallBroken,
     ToolCallStart,
     collect,
@@ -296,13 +298,14 @@ class _Choice:
         self._index = index
         self._allows_several = parsing.allows_several_calls
         self._calls: set[int] = set()
+        self._only: int | None = None  # the one call there may be, where there may be one
 
     def take(self, item: CompletionOutput) -> TurnStep:
         deltas = self.parser.feed(item.text, item.token_ids)
         if item.finish_reason is not None:
             deltas += self.parser.finish()
         if not self._allows_several:
-            deltas = [delta for delta in deltas if getattr(delta, "index", 0) == 0]
+            deltas = list(self._first_call_alone(deltas))
         for delta in deltas:
             if isinstance(delta, ToolCallStart):
                 self._calls.add(delta.index)
@@ -320,6 +323,23 @@ class _Choice:
             stop_reason=item.stop_reason,
             routed_experts=item.routed_experts,
         )
+
+    def _first_call_alone(self, deltas: list[Delta]) -> Iterator[Delta]:
+        """Without calls after the first; one that turns out to be none makes room for the next."""
+        for delta in deltas:
+            if isinstance(delta, (ContentDelta, ReasoningDelta)):
+                yield delta
+                continue
+            if isinstance(delta, ToolCallStart) and self._only is None:
+                self._only = delta.index
+            is_kept = delta.index == self._only
+            if is_kept:
+                yield delta
+            if isinstance(delta, ToolCallBroken):
+                if is_kept:
+                    self._only = None
+                else:
+                    yield ContentDelta(delta.text)
 
 
 def _check_tool_choice(service: Service, request: TurnRequest) -> None:

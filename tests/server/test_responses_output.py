@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from penstock.protocol.errors import InputError
 from penstock.server.openai.logprobs import LogprobFormat
 from penstock.server.openai.tools import check_names_differ
+from penstock.server.responses.convert import check_body
 from penstock.server.responses.output import Output
+from penstock.server.responses.protocol import ResponseRequest
 from penstock.server.responses.routes import ResponsesFrame
 from penstock.server.responses.tool_servers import CallResult, ToolServer
 from penstock.text.parsing.deltas import (
@@ -160,6 +163,15 @@ def test_an_error_on_the_wire_is_an_event_of_its_own_type() -> None:
     assert name == "event: error"
     told = json.loads(data.removeprefix("data: "))
     assert told == {"type": "error", "code": None, "message": "no", "param": "input"}
+
+
+@pytest.mark.parametrize("field", ["input", "tools"])
+def test_what_is_kept_must_be_json(field: str) -> None:
+    item = {"type": "mcp_list_tools", "id": "a", "server_label": "b", "tools": [{"x": math.nan}]}
+    tool = {"type": "function", "name": "f", "parameters": {"maximum": math.inf}}
+    given = {"input": "Hi.", **({"input": [item]} if field == "input" else {"tools": [tool]})}
+    with pytest.raises(InputError, match=f"{field} must be plain JSON"):
+        check_body(ResponseRequest.model_validate(given))
 
 
 def test_many_tools_are_told_apart_in_no_time() -> None:

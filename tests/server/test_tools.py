@@ -208,6 +208,13 @@ def test_several_calls_come_unless_only_one_may(scripted: openai.OpenAI) -> None
     assert len({call.id for call in both}) == 2
     one = scripted.chat.completions.create(parallel_tool_calls=False, **options)
     assert len(one.choices[0].message.tool_calls or []) == 1
+    broken = '<tool_call>{"name": "get_time", "arguments": {oops</tool_call>'
+    options["messages"] = say(f"{broken}{CALL}{CALL}{broken}")
+    message = scripted.chat.completions.create(parallel_tool_calls=False, **options)
+    assert message.choices[0].message.content == broken + broken
+    (call,) = message.choices[0].message.tool_calls or []
+    assert isinstance(call, openai.types.chat.ChatCompletionMessageFunctionToolCall)
+    assert call.function.name == "get_weather"
 
 
 def test_a_malformed_call_is_text(scripted: openai.OpenAI) -> None:

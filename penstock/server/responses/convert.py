@@ -68,7 +68,7 @@ def check_body(body: ResponseRequest) -> None:
     if body.timeout is not None and not body.timeout > 0:
         raise InputError(f"timeout must be above 0 seconds, got {body.timeout}", "timeout")
     check_template_kwargs(body.chat_template_kwargs or {})
-    for name in ("tools", "text"):  # which are echoed
+    for name in ("input", "tools", "text"):  # which are kept and echoed
         try:
             json.dumps(body.model_dump(include={name}), allow_nan=False)
         except (ValueError, RecursionError) as error:
