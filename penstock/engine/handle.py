@@ -117,6 +117,7 @@ class EngineHandle:
             self._give_back()
             raise
         self._receiver = asyncio.ensure_future(self._receive())
+        self._receiver.add_done_callback(self._on_deafness)
         self._looking = asyncio.ensure_future(self._look_for_hangs())
         threading.Thread(target=self._wait_for_exit, name="engine-watch", daemon=True).start()
 
@@ -171,6 +172,12 @@ class EngineHandle:
         while True:
             (frame,) = await self._socket.recv_multipart()
             self._take(frame)
+
+    def _on_deafness(self, receiver: asyncio.Task[None]) -> None:
+        """An engine that nobody listens to would seem well, and its requests wait forever."""
+        if not receiver.cancelled() and (error := receiver.exception()) is not None:
+            logger.critical("What the engine sent was not taken in: it is killed", exc_info=error)
+            self.kill()
 
     def _take(self, frame: bytes) -> None:
         answer = messages.decode_answer(frame)

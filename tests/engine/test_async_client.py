@@ -11,7 +11,7 @@ import pytest
 from penstock.config import ServerConfig
 from penstock.engine import messages
 from penstock.engine.async_client import AsyncEngineClient, DeltaStream
-from penstock.engine.handle import Death
+from penstock.engine.handle import Death, EngineHandle, HangWatch
 from penstock.engine.messages import EngineInfo, Outputs
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import CrashFault, EngineDeadError
@@ -241,3 +241,14 @@ async def test_when_the_engine_is_lost_everyone_hears_of_it() -> None:
         await stream.__anext__()
     with pytest.raises(EngineDeadError):
         bench.submit("b")
+
+
+@on_a_loop
+async def test_an_engine_that_is_no_longer_listened_to_is_killed() -> None:
+    class Deaf(EngineHandle):
+        def _take(self, frame: bytes) -> None:
+            raise ValueError("a bug in whoever takes outputs in")
+
+    engine = Deaf(lambda outputs: None, HangWatch(60, 60))
+    death = await asyncio.wait_for(engine.died(), 60)
+    assert death.how == "signal 9"
