@@ -49,7 +49,10 @@ def hold_to_format(
     answer: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
     either = {"type": "or", "elements": [answer, calls["format"]]}
     tag = {"type": "structural_tag", "format": either}
-    return msgspec.structs.replace(wanted, json=None, json_object=None, structural_tag=tag)
+    lenient = wanted.lenient or wanted.kind == "json_object"  # which leaves the tools' schemas
+    return msgspec.structs.replace(
+        wanted, json=None, json_object=None, structural_tag=tag, lenient=lenient
+    )
 
 
 def after_reasoning(

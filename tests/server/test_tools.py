@@ -298,6 +298,11 @@ def test_an_answers_form_leaves_room_for_calls(scripted_server: ServerProcess) -
     body = {"messages": say(CALL), "response_format": form, "tools": TOOLS, "max_tokens": 200}
     choice = scripted_server.post("/v1/chat/completions", body).json()["choices"][0]
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    unknown = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": unknown}}
+    body |= {"messages": say('{"a": 1}'), "response_format": {"type": "json_object"}}
+    answer = scripted_server.post("/v1/chat/completions", {**body, "tools": [tool]})
+    assert answer.json()["choices"][0]["message"]["content"] == '{"a": 1}'
 
 
 def test_a_conversation_with_calls_and_results_reaches_the_template(
