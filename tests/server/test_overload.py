@@ -19,8 +19,8 @@ from server_process import ServerProcess, events, eventually
 
 LIMIT_S = 1.0
 TINY = ("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
-# About 3 KB of events a token, of 64 completions: far more than sockets hold.
-VERBOSE = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "logprobs": 20, "n": 64}
+# Ten megabytes of events or more: what sockets hold is at most about four.
+VERBOSE = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "logprobs": 20, "n": 128}
 ROOT_KEY = "key-of-rööt"
 LONG = {"prompt": "x", "max_tokens": 240, "ignore_eos": True}
 
