@@ -124,6 +124,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_slows_nobody(strict: ServerP
         eventually(lambda: strict.get("/load").json()["server_load"] > 0)
         answer = strict.post("/v1/completions", LONG)  # beside it, and done long before it
         assert answer.json()["usage"]["completion_tokens"] == 240
+        eventually(lambda: any("does not read its answer" in line for line in strict.log))
         eventually(strict.is_idle)
         received = b""
         with contextlib.suppress(ConnectionError):
