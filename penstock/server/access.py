@@ -1,4 +1,4 @@
-"""Who may do what, behind the guard that asks for a key: operators' routes, and whose share is it.
+"""Whose request it is: the server's keys, operators' routes, and who shares with whom.
 
 Keys are compared and told apart by digest; no key is kept, logged or passed on.
 """
@@ -22,16 +22,33 @@ current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 """Whose request is being handled, where that matters (--scheduling-policy fair)."""
 
 
+class KeyRing:
+    """The server's keys."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def owner(self, scope: Scope) -> str:
+        """The digest of the one of these keys that a client sends; nothing if it sends none.
+
+        Every key is compared, each in constant time: the time tells nothing about any. Others that
+        are sent beside a right one count for nothing: a client could make up any number.
+        """
+        sent = [_digest(key.encode("latin-1")) for key in _sent_keys(scope)]  # the bytes that came
+        known = [ours for key in sent for ours in self._digests if hmac.compare_digest(key, ours)]
+        return known[0].hex() if known else ""
+
+
 class AdminGuard:
     """Lets only who brings an operator's key to the routes that change the server for everyone."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = KeyRing(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_admin_path = scope["type"] == "http" and get_route_path(scope) in ADMIN_PATHS
-        if is_admin_path and not _matching(scope, self._digests):
+        if is_admin_path and not self._keys.owner(scope):
             response = error_response(
                 401,
                 "this route is the operators': send one of the server's admin API keys as "
@@ -44,35 +61,25 @@ class AdminGuard:
 
 
 class TenantLabel:
-    """Notes whose request it is: all that come with the same one of `keys` are one tenant's.
-
-    Other keys that a client sends beside it count for nothing: it could make up any number.
-    """
+    """Notes whose request it is: all that come with the same one of `keys` are one tenant's."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = KeyRing(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            known = _matching(scope, self._digests)
-            current_tenant.set(known[0].hex()[:16] if known else "")
+            current_tenant.set(self._keys.owner(scope)[:16])
         await self.app(scope, receive, send)
 
 
-def sent_keys(scope: Scope) -> list[str]:
+def _sent_keys(scope: Scope) -> list[str]:
     """The keys that a client sends, in the ways that clients have."""
     headers = Headers(scope=scope)
     scheme, _, key = headers.get("authorization", "").partition(" ")
     sent = [key] if scheme.lower() == "bearer" else []
-    sent += headers.getlist("x-api-key")[:1]
+    sent += headers.getlist("x-api-key")[:1]  # as Anthropic's clients have it
     return [key.strip() for key in sent]
-
-
-def _matching(scope: Scope, digests: Sequence[bytes]) -> list[bytes]:
-    """Those of `digests` whose keys a client sends; each is compared, in constant time."""
-    sent = [_digest(key.encode("latin-1")) for key in sent_keys(scope)]  # the bytes that came
-    return [ours for key in sent for ours in digests if hmac.compare_digest(key, ours)]
 
 
 def _digest(key: bytes) -> bytes:

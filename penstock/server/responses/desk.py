@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
-from starlette.requests import Request
-
 from penstock.protocol.errors import InputError
-from penstock.server.access import sent_keys
+from penstock.server.access import KeyRing
 from penstock.server.responses.convert import check_body, offer_tools, prepare, turn_request
 from penstock.server.responses.items import Item, input_items
 from penstock.server.responses.protocol import ResponseRequest
@@ -23,7 +19,10 @@ from penstock.server.service import Service
 
 
 class ResponseDesk:
-    """One for each app. Whatever it is asked for belongs to an owner, see `owner_of`."""
+    """One for each app. Whatever it is asked for belongs to an owner, the key that is sent.
+
+    Where anyone may use the API, all are one.
+    """
 
     def __init__(self, service: Service, store: ResponseStore | None = None) -> None:
         config = service.server_config
@@ -32,17 +31,20 @@ class ResponseDesk:
         self.store = store or MemoryStore(
             config.max_stored_responses, config.max_stored_response_bytes
         )
+        self.keys = KeyRing([*config.api_key, *config.admin_api_key])
         self._background: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def prepare(
         self, owner: str, body: ResponseRequest, model: str, request_id: str
     ) -> OwnedRun:
         """Check a request, and make it ready to run; InputError says what is wrong with it."""
-        check_body(body)
-        offered = offer_tools(body, self._tool_servers)
-        items = [*await self._history(owner, body.previous_response_id), *input_items(body)]
-        request = turn_request(self._service, body, items, offered)
-        turn, request = await self._service.in_thread(
+        in_thread = self._service.in_thread  # a body may hold a great deal to look at
+        await in_thread(check_body, body)
+        offered = await in_thread(offer_tools, body, self._tool_servers)
+        history = await self._history(owner, body.previous_response_id)
+        items = [*history, *await in_thread(input_items, body)]
+        request = await in_thread(turn_request, self._service, body, items, offered)
+        turn, request = await in_thread(
             prepare, self._service, request, request_id, body.truncation == "auto"
         )
         job = Job(body, model, items, offered, turn, request)
@@ -124,14 +126,3 @@ class OwnedRun:
             self.run.fail(error)
         finally:
             await self.save()
-
-
-def owner_of(request: Request, keys: Sequence[str]) -> str:
-    """Who a client is: the one of the server's keys that it sent, by its hash.
-
-    Where anyone may use the API, all are one.
-    """
-    for key in sent_keys(request.scope):
-        if any(hmac.compare_digest(key.encode("latin-1"), ours.encode()) for ours in keys):
-            return hashlib.sha256(key.encode("latin-1")).hexdigest()
-    return ""

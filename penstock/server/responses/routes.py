@@ -10,7 +10,7 @@ from penstock.protocol.errors import InputError
 from penstock.server.errors import body_of, describe_errors, encode_error, error_response
 from penstock.server.openai.stream import EVENT_STREAM
 from penstock.server.replies import StreamFrame, event_stream, gone, unless_gone
-from penstock.server.responses.desk import ResponseDesk, owner_of
+from penstock.server.responses.desk import ResponseDesk
 from penstock.server.responses.protocol import (
     DeletedReply,
     ItemList,
@@ -154,8 +154,8 @@ def _service_and_desk(request: Request) -> tuple[Service, ResponseDesk]:
 
 
 def _owner(request: Request) -> str:
-    config = request.app.state.service.server_config
-    return owner_of(request, [*config.api_key, *config.admin_api_key])
+    _, desk = _service_and_desk(request)
+    return desk.keys.owner(request.scope)
 
 
 def _not_found(response_id: str) -> Response:
