@@ -8,6 +8,15 @@ import torch.nn.functional as F
 from penstock.ops.attention import AttentionMetadata, paged_attention, varlen_attention
 from penstock.ops.attention import write_kv as write_kv
 from penstock.ops.experts import experts, route
+from penstock.ops.quantized import (
+    fp4_experts,
+    fp4_linear,
+    fp8_experts,
+    fp8_linear,
+    int8_linear,
+    w4_experts,
+    w4_linear,
+)
 
 __all__ = [
     "ROW_INVARIANT",
@@ -15,6 +24,11 @@ __all__ = [
     "add_rms_norm",
     "embed",
     "experts",
+    "fp4_experts",
+    "fp4_linear",
+    "fp8_experts",
+    "fp8_linear",
+    "int8_linear",
     "layer_norm",
     "linear",
     "paged_attention",
@@ -24,6 +38,8 @@ __all__ = [
     "route",
     "silu_mul",
     "varlen_attention",
+    "w4_experts",
+    "w4_linear",
     "write_kv",
 ]
 

@@ -1,0 +1,378 @@
+"""Products with quantized weights in plain torch, and the one layout in memory of each kind.
+
+Weights stay as they are: a tile of output rows at a time becomes floats, never a whole matrix.
+
+- fp8: e4m3 numbers [out, in]; a scale for each row [out], for all of it (scalar), or for each
+  block of 128 columns and 128 rows [ceil(out / 128), ceil(in / 128)] or one row
+  [out, ceil(in / 128)] (where fused parts do not end between blocks).
+- int8: numbers [out, in]; a scale for each row [out], or for all of it.
+- w4: unsigned numbers of 4 or 8 bits, [out, in * bits / 8] uint8, of two in a byte the first in
+  the low nibble: also the bytes of little-endian int32 words with the first in the low bits. A
+  weight is (number - zero) * scale; scales [out, in / group_size] in the model's type, zeros the
+  same shape uint8, or None: half of the range. With `perm`, column i goes with x[:, perm[i]];
+  perm may name a column more than once, and then it has as many entries as the matrix has columns.
+- fp4: e2m1 numbers, two in a byte like w4's; scales [out, in / group_size], either e8m0 bytes
+  (uint8, groups of 32) or e4m3 (groups of 16); `global_scale` [out] float32 multiplies a row.
+"""
+
+A backend that multiplies faster with another layout has `prepare_w4(packed, scales, zeros,
+group_size, bits)`, which gives the first three as its own `w4_linear` wants them; a layer calls it
+once, when all of its weights are there. `prepare_fp8(weight, weight_scale)` likewise.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.experts import ACTIVATIONS, run_by_expert
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+BLOCK = 128  # rows and columns that share a scale in blockwise fp8
+TILE_NUMBERS = 1 << 21  # weights that are floats at one time
+
+# e2m1: sign, two bits of exponent, one of mantissa.
+_FP4_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FP4_VALUES = (*_FP4_POSITIVE, *(-value for value in _FP4_POSITIVE))
+
+
+def fp8_linear(
+    x: torch.Tensor,  # [n, in]
+    weight: torch.Tensor,  # [out, in] float8_e4m3fn
+    weight_scale: torch.Tensor,  # float32: scalar, [out], or by block
+    input_scale: torch.Tensor | None,  # scalar; None: dynamic, by token or by token and 128 columns
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """x W^T + bias with both sides in fp8 and sums in float32: [n, out]."""
+    group = BLOCK if weight_scale.ndim == 2 else None
+    rounded = _round_fp8(x, input_scale, group)
+
+    def rows(start: int, end: int) -> torch.Tensor:
+        return dequantize_fp8(weight, weight_scale, start, end)
+
+    return _linear_by_tile(rounded, rows, len(weight), bias, x.dtype)
+
+
+def int8_linear(
+    x: torch.Tensor,  # [n, in]
+    weight: torch.Tensor,  # [out, in] int8
+    weight_scale: torch.Tensor,  # float32: [out], or scalar
+    input_scale: torch.Tensor | None,  # scalar; None: dynamic, by token
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """x W^T + bias with both sides in int8: [n, out]."""
+    x32 = x.float()
+    if input_scale is None:
+        input_scale = (x32.abs().amax(-1, keepdim=True) / 127.0).clamp_min(1e-12)
+    rounded = (x32 / input_scale).round().clamp(-128, 127) * input_scale
+
+    def rows(start: int, end: int) -> torch.Tensor:
+        scale = weight_scale[start:end, None] if weight_scale.ndim else weight_scale
+        return weight[start:end].float() * scale
+
+    return _linear_by_tile(rounded, rows, len(weight), bias, x.dtype)
+
+
+def w4_linear(
+    x: torch.Tensor,  # [n, in], or what `perm` takes its columns from
+    packed: torch.Tensor,  # [out, in * bits / 8] uint8
+    scales: torch.Tensor,  # [out, in / group_size]
+    zeros: torch.Tensor | None,  # [out, in / group_size] uint8
+    group_size: int,
+    bias: torch.Tensor | None,
+    bits: int = 4,
+    perm: torch.Tensor | None = None,  # [in] int64
+) -> torch.Tensor:
+    """x W^T + bias, weights of 4 or 8 bits and activations as they are: [n, out]."""
+    x32 = (x if perm is None else x[:, perm]).float()
+
+    def rows(start: int, end: int) -> torch.Tensor:
+        own = None if zeros is None else zeros[start:end]
+        return dequantize_w4(packed[start:end], scales[start:end], own, group_size, bits)
+
+    return _linear_by_tile(x32, rows, len(packed), bias, x.dtype)
+
+
+def fp4_linear(
+    x: torch.Tensor,  # [n, in]
+    packed: torch.Tensor,  # [out, in / 2] uint8
+    scales: torch.Tensor,  # [out, in / group_size] uint8 (e8m0) or float8_e4m3fn
+    global_scale: torch.Tensor | None,  # [out] float32
+    group_size: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """x W^T + bias, weights of 4 floating-point bits and activations as they are: [n, out]."""
+
+    def rows(start: int, end: int) -> torch.Tensor:
+        own = None if global_scale is None else global_scale[start:end]
+        return dequantize_fp4(packed[start:end], scales[start:end], own, group_size)
+
+    return _linear_by_tile(x.float(), rows, len(packed), bias, x.dtype)
+
+
+# -- mixtures of experts: the same layouts, with all experts' matrices in one tensor
+
+
+def fp8_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] float8_e4m3fn: gate above up
+    gate_up_scale: torch.Tensor,  # [experts, as fp8_linear's: by row or by block]
+    down: torch.Tensor,  # [experts, hidden, intermediate] float8_e4m3fn
+    down_scale: torch.Tensor,
+    gate_up_input_scale: torch.Tensor | None,  # scalar; None: dynamic
+    down_input_scale: torch.Tensor | None,
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,  # [experts, 2 * intermediate]
+    down_bias: torch.Tensor | None = None,  # [experts, hidden]
+) -> torch.Tensor:
+    """Each token through its experts, summed by weight: [n, hidden]."""
+
+    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return fp8_linear(rows, gate_up[expert], gate_up_scale[expert], gate_up_input_scale, bias)
+
+    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return fp8_linear(rows, down[expert], down_scale[expert], down_input_scale, bias)
+
+    return _experts(
+        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
+    )
+
+
+def w4_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden * bits / 8] uint8: gate above up
+    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
+    gate_up_zeros: torch.Tensor | None,
+    down: torch.Tensor,  # [experts, hidden, intermediate * bits / 8] uint8
+    down_scales: torch.Tensor,
+    down_zeros: torch.Tensor | None,
+    group_size: int,  # as long as a row, where a row has one scale
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    bits: int = 4,
+) -> torch.Tensor:
+    """Each token through its experts, summed by weight: [n, hidden]."""
+
+    def linear(
+        rows: torch.Tensor,
+        packed: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        group = min(group_size, rows.shape[1])
+        return w4_linear(rows, packed, scales, zeros, group, bias, bits)
+
+    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        zeros = None if gate_up_zeros is None else gate_up_zeros[expert]
+        return linear(rows, gate_up[expert], gate_up_scales[expert], zeros, bias)
+
+    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        zeros = None if down_zeros is None else down_zeros[expert]
+        return linear(rows, down[expert], down_scales[expert], zeros, bias)
+
+    return _experts(
+        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
+    )
+
+
+def fp4_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden / 2] uint8: gate above up
+    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
+    gate_up_global: torch.Tensor | None,  # [experts, 2 * intermediate]
+    down: torch.Tensor,  # [experts, hidden, intermediate / 2] uint8
+    down_scales: torch.Tensor,
+    down_global: torch.Tensor | None,
+    group_size: int,
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each token through its experts, summed by weight: [n, hidden]."""
+
+    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        own = None if gate_up_global is None else gate_up_global[expert]
+        return fp4_linear(rows, gate_up[expert], gate_up_scales[expert], own, group_size, bias)
+
+    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        own = None if down_global is None else down_global[expert]
+        return fp4_linear(rows, down[expert], down_scales[expert], own, group_size, bias)
+
+    return _experts(
+        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
+    )
+
+
+_ExpertLinear = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def _experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    first: _ExpertLinear,
+    second: _ExpertLinear,
+    activation: str,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    activate = ACTIVATIONS[activation]
+
+    def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        gate, up = first(expert, rows, bias).chunk(2, dim=-1)
+        bias = None if down_bias is None else down_bias[expert]
+        return second(expert, activate(gate, up), bias)
+
+    return run_by_expert(x, weights, ids, num_experts, run)
+
+
+# -- from numbers to floats
+
+
+def dequantize_fp8(
+    weight: torch.Tensor, scale: torch.Tensor, start: int = 0, end: int | None = None
+) -> torch.Tensor:
+    """Rows [start, end) of an fp8 matrix as float32."""
+    out_features, in_features = weight.shape
+    end = out_features if end is None else end
+    floats = weight[start:end].float()
+    if scale.ndim == 0:
+        return floats * scale
+    if scale.ndim == 1:
+        return floats * scale[start:end, None]
+    if len(scale) == out_features:
+        by_row = scale[start:end]
+    else:
+        by_row = scale[torch.arange(start, end, device=scale.device) // BLOCK]
+    for block in range(scale.shape[1]):
+        floats[:, block * BLOCK : (block + 1) * BLOCK] *= by_row[:, block, None]
+    return floats[:, :in_features]
+
+
+def dequantize_w4(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group_size: int,
+    bits: int = 4,
+) -> torch.Tensor:
+    """[rows, in * bits / 8] -> [rows, in] float32."""
+    numbers = unpack_nibbles(packed) if bits == 4 else packed
+    grouped = numbers.float().view(len(packed), -1, group_size)
+    zero: torch.Tensor | float = float(1 << (bits - 1))
+    if zeros is not None:
+        zero = zeros.float()[..., None]
+    return ((grouped - zero) * scales.float()[..., None]).flatten(1)
+
+
+def dequantize_fp4(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    group_size: int,
+) -> torch.Tensor:
+    """[rows, in / 2] -> [rows, in] float32."""
+    values = torch.tensor(FP4_VALUES, device=packed.device)
+    grouped = values[unpack_nibbles(packed).int()].view(len(packed), -1, group_size)
+    floats = e8m0_to_float(scales) if scales.dtype == torch.uint8 else scales.float()
+    if global_scale is not None:
+        floats = floats * global_scale[:, None]
+    return (grouped * floats[..., None]).flatten(1)
+
+
+def e8m0_to_float(scales: torch.Tensor) -> torch.Tensor:
+    """Bytes that are exponents of two, biased by 127, as float32."""
+    return torch.ldexp(torch.ones((), device=scales.device), scales.int() - 127)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """[rows, n] uint8 -> [rows, 2 n] uint8, the low nibble first."""
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def pack_nibbles(numbers: torch.Tensor) -> torch.Tensor:
+    """[rows, 2 n] uint8 below 16 -> [rows, n] uint8, the first in the low nibble."""
+    return numbers[..., ::2] | (numbers[..., 1::2] << 4)
+
+
+# -- from floats to numbers
+
+
+def quantize_fp8_by_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[out, in] -> e4m3 numbers, and scales [out] float32."""
+    scale = _scale_of(weight.float().abs().amax(-1), FP8_MAX)
+    return _to_fp8(weight.float() / scale[:, None]), scale
+
+
+def quantize_fp8_whole(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[out, in] -> e4m3 numbers, and one scale, a float32 scalar."""
+    scale = _scale_of(weight.abs().amax().float(), FP8_MAX)
+    return _to_fp8(weight.float() / scale), scale
+
+
+def quantize_fp8_by_block(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[out, in] -> e4m3 numbers, and scales [ceil(out / 128), ceil(in / 128)] float32."""
+    rows, columns = weight.shape
+    padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    scale = _scale_of(blocks.abs().amax((1, 3)), FP8_MAX)
+    numbers = _to_fp8(blocks / scale[:, None, :, None]).view(padded.shape)
+    return numbers[:rows, :columns].contiguous(), scale
+
+
+def quantize_int8_by_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[out, in] -> int8 numbers, and scales [out] float32."""
+    floats = weight.float()
+    scale = _scale_of(floats.abs().amax(-1), 127.0)
+    return (floats / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def _scale_of(largest: torch.Tensor, limit: float) -> torch.Tensor:
+    return (largest / limit).clamp_min(1e-12)
+
+
+def _to_fp8(floats: torch.Tensor) -> torch.Tensor:
+    return floats.clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def _round_fp8(
+    x: torch.Tensor, scale: torch.Tensor | None, group: int | None = None
+) -> torch.Tensor:
+    """x [n, in] as float32 after a way through fp8; dynamic scales by token, or by its groups."""
+    x32 = x.float()
+    if scale is not None:
+        return _to_fp8(x32 / scale).float() * scale
+    if group is not None and x32.shape[1] > group:
+        columns = x32.shape[1]
+        grouped = F.pad(x32, (0, -columns % group)).unflatten(1, (-1, group))
+        return _round_fp8(grouped.flatten(0, 1), None).view(len(x), -1)[:, :columns]
+    own = _scale_of(x32.abs().amax(-1, keepdim=True), FP8_MAX)
+    return _to_fp8(x32 / own).float() * own
+
+
+def _linear_by_tile(
+    x: torch.Tensor,  # [n, in] float32
+    rows: Callable[[int, int], torch.Tensor],  # (start, end) -> [end - start, in] float32
+    out_features: int,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    out = torch.empty(len(x), out_features, dtype=dtype, device=x.device)
+    step = max(TILE_NUMBERS // x.shape[1], 1)
+    for start in range(0, out_features, step):
+        end = min(start + step, out_features)
+        own = None if bias is None else bias[start:end].float()
+        out[:, start:end] = F.linear(x, rows(start, end), own)
+    return out
