@@ -13,11 +13,11 @@ Weights stay as they are: a tile of output rows at a time becomes floats, never 
   perm may name a column more than once, and then it has as many entries as the matrix has columns.
 - fp4: e2m1 numbers, two in a byte like w4's; scales [out, in / group_size], either e8m0 bytes
   (uint8, groups of 32) or e4m3 (groups of 16); `global_scale` [out] float32 multiplies a row.
-"""
 
 A backend that multiplies faster with another layout has `prepare_w4(packed, scales, zeros,
 group_size, bits)`, which gives the first three as its own `w4_linear` wants them; a layer calls it
 once, when all of its weights are there. `prepare_fp8(weight, weight_scale)` likewise.
+"""
 
 from __future__ import annotations
 
