@@ -123,12 +123,14 @@ def plan_cache(config: EngineConfig, capabilities: Capabilities) -> tuple[KVCach
     layout = make_layout(
         capabilities.kv_specs,
         cache.block_size,
-        asked or SHORTEST_CONTEXT,
+        capabilities.max_model_len,
         memory_bytes=capabilities.kv_budget if blocks is None else None,
         num_blocks=blocks,
+        must_hold=asked or SHORTEST_CONTEXT,
+        max_step_tokens=capabilities.max_num_batched_tokens,
     )
     max_model_len = capabilities.max_model_len
-    fits = longest_request(layout.groups, layout.num_blocks, max_model_len)
+    fits = longest_request(layout, max_model_len)
     if fits < max_model_len:
         logger.warning(
             "max_model_len is lowered from %d to %d, which is what the KV cache can hold",

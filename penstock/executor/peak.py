@@ -7,12 +7,13 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock.layers.context import ForwardContext, forward_context
+from penstock.kvcache.layout import plan_groups
+from penstock.layers.context import forward_context
 from penstock.models.base import Model
 from penstock.ops.attention import AttentionMetadata
 from penstock.platforms.platform import GIB
-from penstock.protocol.kv import FullAttentionSpec, KVCacheSpec
-from penstock.runner.kv_memory import TORCH_DTYPES
+from penstock.protocol.kv import KVCacheLayout, KVCacheSpec
+from penstock.runner.kv_memory import KVMemory
 
 FIXED_BYTES = 2 * GIB  # captured graphs, their logits, the request tables and the step's buffers
 
@@ -32,11 +33,9 @@ def measure_peak_step(
     The step reads and writes a cache of nothing but the null block. It also compiles the kernels
     that a first prompt would wait for.
     """
-    caches = {}
-    for name, spec in specs.items():
-        assert isinstance(spec, FullAttentionSpec)
-        shape = (1, 2, block_size, spec.num_kv_heads, spec.head_dim)
-        caches[name] = torch.zeros(shape, dtype=TORCH_DTYPES[spec.dtype], device=device)
+    groups, page_bytes = plan_groups(specs, block_size, max_model_len)
+    layout = KVCacheLayout(groups=groups, num_blocks=1, page_bytes=page_bytes)
+    memory = KVMemory(layout, device)
     longest = min(max_model_len, num_tokens)
     lengths = [longest] * (num_tokens // longest)
     num_rows = sum(lengths)
@@ -61,13 +60,13 @@ def measure_peak_step(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    attention = dict.fromkeys(caches, metadata)
-    with forward_context(ForwardContext(caches, attention, starts, torch.zeros_like(rows))):
+    context = memory.context([metadata] * len(groups), starts, torch.zeros_like(rows))
+    with forward_context(context):
         hidden = model.forward(model.embed(torch.zeros_like(rows)), rows % longest)
     logits = model.logits(hidden, rows[:max_num_seqs])
     logits.float().argmax(-1)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    del caches, hidden, logits
+    del context, memory, hidden, logits
     torch.cuda.empty_cache()
     return peak + FIXED_BYTES

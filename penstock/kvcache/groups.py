@@ -6,11 +6,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from penstock.protocol.kv import FullAttentionSpec, KVCacheSpec
+from penstock.protocol.kv import (
+    UNBOUNDED,
+    ChunkedLocalSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    LatentSpec,
+    RecurrentSpec,
+    SlidingWindowSpec,
+)
 
 
 class GroupRules(ABC):
     """How one group of layers uses its blocks. Block i holds tokens i * size to (i + 1) * size."""
+
+    shares = True  # whether other requests may read its full blocks
 
     def __init__(self, spec: KVCacheSpec, block_size: int) -> None:
         self.spec = spec
@@ -19,6 +30,10 @@ class GroupRules(ABC):
     def num_blocks(self, num_tokens: int) -> int:
         """Length of the block table for so many tokens, gaps included."""
         return -(-num_tokens // self.block_size)
+
+    def num_slots(self, num_blocks: int) -> int:
+        """The most tokens for which a block table of this length will do."""
+        return num_blocks * self.block_size
 
     @abstractmethod
     def longest_prefix(self, is_cached: Callable[[int], bool], limit: int) -> int:
@@ -31,8 +46,19 @@ class GroupRules(ABC):
     def num_droppable(self, num_tokens: int) -> int:
         """How many leading blocks no token from position `num_tokens` on will read."""
 
+    @abstractmethod
+    def next_drop(self, num_tokens: int) -> int:
+        """More than `num_tokens`; for any less than it, `num_droppable` is what it is now."""
 
-class FullAttentionRules(GroupRules):
+    @abstractmethod
+    def max_held(self, num_tokens: int, step_tokens: int) -> int:
+        """The most blocks that a request holds at once on its way to `num_tokens` tokens.
+
+        It computes at most `step_tokens` in a step, and drops blocks between steps.
+        """
+
+
+class KeepAllRules(GroupRules):
     """Every token reads all tokens before it."""
 
     def longest_prefix(self, is_cached: Callable[[int], bool], limit: int) -> int:
@@ -44,10 +70,110 @@ class FullAttentionRules(GroupRules):
     def num_droppable(self, num_tokens: int) -> int:
         return 0
 
+    def next_drop(self, num_tokens: int) -> int:
+        return UNBOUNDED
 
-RulesRegistry = Mapping[type[KVCacheSpec], type[GroupRules]]
+    def max_held(self, num_tokens: int, step_tokens: int) -> int:
+        return self.num_blocks(num_tokens)
 
-RULES: RulesRegistry = MappingProxyType({FullAttentionSpec: FullAttentionRules})
+
+class KeepRecentRules(GroupRules):
+    """Tokens read only what is near: `reach` tokens before their own at most."""
+
+    reach: int
+
+    def longest_prefix(self, is_cached: Callable[[int], bool], limit: int) -> int:
+        end = limit // self.block_size
+        while end > 0:
+            num_gaps, start = self.num_droppable(end * self.block_size), end
+            while start > num_gaps and is_cached(start - 1):
+                start -= 1
+            if start <= num_gaps:
+                break
+            end = start - 1  # each longer one needs the block that is missing, too
+        return end * self.block_size
+
+    def max_held(self, num_tokens: int, step_tokens: int) -> int:
+        span = self.reach + min(step_tokens, num_tokens)  # tokens in a row, beginning anywhere
+        return min(self.num_blocks(num_tokens), (span - 2) // self.block_size + 2)
+
+
+class SlidingWindowRules(KeepRecentRules):
+    def __init__(self, spec: SlidingWindowSpec, block_size: int) -> None:
+        super().__init__(spec, block_size)
+        self.reach = spec.window - 1
+
+    def num_droppable(self, num_tokens: int) -> int:
+        return max(num_tokens - self.reach, 0) // self.block_size
+
+    def next_drop(self, num_tokens: int) -> int:
+        return (self.num_droppable(num_tokens) + 1) * self.block_size + self.reach
+
+
+class ChunkedLocalRules(KeepRecentRules):
+    def __init__(self, spec: ChunkedLocalSpec, block_size: int) -> None:
+        super().__init__(spec, block_size)
+        self.chunk = spec.chunk
+        self.reach = spec.chunk - 1
+
+    def num_droppable(self, num_tokens: int) -> int:
+        return num_tokens // self.chunk * self.chunk // self.block_size
+
+    def next_drop(self, num_tokens: int) -> int:
+        return (num_tokens // self.chunk + 1) * self.chunk
+
+
+class RecurrentRules(KeepRecentRules):
+    """Block i holds the state after its last token, or, the last block, the state so far.
+
+    A step reads the state that the token before its first one left, and writes one into every
+    block that it reaches: what another request may read is never written again.
+    """
+
+    reach = 1
+
+    def num_droppable(self, num_tokens: int) -> int:
+        return max(num_tokens - 1, 0) // self.block_size
+
+    def next_drop(self, num_tokens: int) -> int:
+        return (self.num_droppable(num_tokens) + 1) * self.block_size + 1
+
+
+class CrossAttentionRules(KeepAllRules):
+    """Block i holds tokens of the other sequence, all of which the first token needs.
+
+    A prefix's tokens do not say what the other sequence is: nothing is shared.
+    """
+
+    shares = False
+
+    def __init__(self, spec: CrossAttentionSpec, block_size: int) -> None:
+        super().__init__(spec, block_size)
+        self.length = super().num_blocks(spec.max_tokens)
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return self.length if num_tokens > 0 else 0
+
+    def num_slots(self, num_blocks: int) -> int:
+        return UNBOUNDED if num_blocks == self.length else 0
+
+    def longest_prefix(self, is_cached: Callable[[int], bool], limit: int) -> int:
+        return 0
+
+
+MakeRules = Callable[..., GroupRules]  # of a spec and a block size
+RulesRegistry = Mapping[type[KVCacheSpec], MakeRules]
+
+RULES: RulesRegistry = MappingProxyType(
+    {
+        FullAttentionSpec: KeepAllRules,
+        LatentSpec: KeepAllRules,
+        SlidingWindowSpec: SlidingWindowRules,
+        ChunkedLocalSpec: ChunkedLocalRules,
+        RecurrentSpec: RecurrentRules,
+        CrossAttentionSpec: CrossAttentionRules,
+    }
+)
 
 
 def rules_for(spec: KVCacheSpec, block_size: int, registry: RulesRegistry = RULES) -> GroupRules:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Mapping
 
 from penstock.kvcache.groups import RULES, RulesRegistry, rules_for
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.kv import KVCacheGroup, KVCacheLayout, KVCacheSpec
+from penstock.protocol.kv import (
+    STATE_ALIGNMENT,
+    UNBOUNDED,
+    KVCacheGroup,
+    KVCacheLayout,
+    KVCacheSpec,
+)
 
-MAX_PADDED_LAYERS = 1 / 8  # share of pages left empty that fewer, larger groups are worth
+logger = logging.getLogger(__name__)
+
+MAX_PADDING = 0.15  # of the memory that is used: so much are fewer, larger groups worth
+MAX_GROUPS = 16  # each has a block table of its own to fill in every step
+CHECKPOINT_BYTES = 4096  # a token: a state is kept so rarely that it takes no more than this
 
 
 def make_layout(
@@ -19,54 +30,148 @@ def make_layout(
     *,
     memory_bytes: int | None = None,
     num_blocks: int | None = None,
+    must_hold: int | None = None,
+    max_step_tokens: int = UNBOUNDED,
     registry: RulesRegistry = RULES,
 ) -> KVCacheLayout:
     """Lay out the cache of `specs` (by layer name) in `memory_bytes`, or in `num_blocks` blocks.
 
-    `block_size` is the block size of the spec with the most bytes a token; the others' are scaled
-    up by powers of two while they fit its page, and what is left of the page is padding.
-    Refuses a cache that cannot hold one request of `max_model_len` tokens besides the null block:
-    the scheduler counts on it to finish any request, if need be alone.
+    Refuses a cache that cannot hold one request of `must_hold` (or `max_model_len`) tokens,
+    computed in steps of at most `max_step_tokens`, besides the null block: the scheduler counts on
+    it to finish any request, if need be alone.
     """
     assert (memory_bytes is None) != (num_blocks is None), "give a budget or a count"
     if not specs:
         return KVCacheLayout(groups=[], num_blocks=1, page_bytes=0)
-    page_bytes = block_size * max(spec.bytes_per_token() for spec in specs.values())
-    groups = [
-        KVCacheGroup(
-            spec=spec, block_size=_fill_page(spec, block_size, page_bytes), layer_names=part
-        )
-        for spec, part in _split_by_spec(specs)
-    ]
-    block_bytes = page_bytes * max(len(group.layer_names) for group in groups)
+    groups, page_bytes = plan_groups(specs, block_size, max_model_len, registry)
+    layers_per_page = max(len(group.layer_names) for group in groups)
+    block_bytes = page_bytes * layers_per_page
     if num_blocks is None:
         assert memory_bytes is not None
         num_blocks = max(memory_bytes, 0) // block_bytes
-    _check_capacity(groups, num_blocks, block_bytes, max_model_len, registry)
-    return KVCacheLayout(groups=groups, num_blocks=num_blocks, page_bytes=page_bytes)
+    layout = KVCacheLayout(
+        groups=groups,
+        num_blocks=num_blocks,
+        page_bytes=page_bytes,
+        max_step_tokens=max_step_tokens,
+    )
+    _check_capacity(layout, must_hold or max_model_len, registry)
+    waste = padding(layout, max_model_len, registry)
+    if waste > 0:
+        logger.info(
+            "KV cache: %d groups of up to %d layers share %d bytes a layer and block; padding "
+            "takes %.1f %% of what a request of %d tokens holds",
+            len(groups), layers_per_page, page_bytes, 100 * waste, max_model_len,
+        )  # fmt: skip
+    return layout
+
+
+def plan_groups(
+    specs: Mapping[str, KVCacheSpec],
+    block_size: int,
+    max_model_len: int,
+    registry: RulesRegistry = RULES,
+) -> tuple[list[KVCacheGroup], int]:
+    """The groups, and the size of a page, one layer's share of a block.
+
+    `block_size` is the block size of the spec with the most bytes a token; the others' are scaled
+    up by powers of two while they fit its page, and what is left of the page is padding. If a
+    recurrent state is larger than that page, the page grows first.
+    """
+    page_bytes = _choose_page(specs.values(), block_size)
+    sizes = {
+        spec: _fill_page(spec, block_size, page_bytes)
+        for spec in specs.values()
+        if spec.bytes_per_token() > 0
+    }
+    # A checkpoint of a state costs as much as the other layers' block that ends where it does.
+    longest = max(sizes.values(), default=0) or _space_checkpoints(block_size, page_bytes)
+    groups = [
+        KVCacheGroup(spec=spec, block_size=sizes.get(spec, longest), layer_names=part)
+        for spec, part in _split_by_spec(specs, sizes, longest, max_model_len, registry)
+    ]
+    return groups, page_bytes
 
 
 def blocks_for_request(
-    groups: Iterable[KVCacheGroup], num_tokens: int, registry: RulesRegistry = RULES
+    groups: Iterable[KVCacheGroup],
+    num_tokens: int,
+    registry: RulesRegistry = RULES,
+    max_step_tokens: int = UNBOUNDED,
 ) -> int:
-    """The most blocks that one request of `num_tokens` tokens holds, over all groups."""
+    """The most blocks that one request of `num_tokens` tokens holds at once, over all groups."""
     return sum(
-        rules_for(group.spec, group.block_size, registry).num_blocks(num_tokens) for group in groups
+        rules_for(group.spec, group.block_size, registry).max_held(num_tokens, max_step_tokens)
+        for group in groups
     )
 
 
+def padding(layout: KVCacheLayout, num_tokens: int, registry: RulesRegistry = RULES) -> float:
+    """The share of the bytes held by a request of `num_tokens` tokens that nothing is kept in."""
+    held = used = 0
+    for group in layout.groups:
+        rules = rules_for(group.spec, group.block_size, registry)
+        num_blocks = rules.max_held(num_tokens, 1)
+        held += num_blocks * layout.layers_per_page * layout.page_bytes
+        used += num_blocks * len(group.layer_names) * group.spec.block_bytes(group.block_size)
+    return 1 - used / held if held else 0.0
+
+
+def _choose_page(specs: Iterable[KVCacheSpec], block_size: int) -> int:
+    """Bytes that hold a block of every layer.
+
+    Where a state is larger than any block of tokens, either blocks grow by powers of two until it
+    fits, or it is the page itself: whichever pads less, over all layers.
+    """
+    specs = list(specs)
+    page = max(block_size * spec.bytes_per_token() for spec in specs)
+    state = max((spec.block_bytes(1) for spec in specs if spec.bytes_per_token() == 0), default=0)
+    if state == 0:
+        return page
+    pages = [_round_up(max(state, page), STATE_ALIGNMENT)]
+    if 0 < page < state:
+        while page < state:
+            page *= 2
+        pages.insert(0, _round_up(page, STATE_ALIGNMENT))
+
+    def used(page: int) -> float:
+        filled = (spec.block_bytes(_fill_page(spec, block_size, page)) for spec in specs)
+        return sum(filled) / (len(specs) * page)
+
+    return max(pages, key=used)
+
+
 def _fill_page(spec: KVCacheSpec, block_size: int, page_bytes: int) -> int:
-    while 2 * block_size * spec.bytes_per_token() <= page_bytes:
+    """The largest block size, by powers of two, that fits; a state has the one given."""
+    if spec.bytes_per_token() > 0:
+        while spec.block_bytes(2 * block_size) <= page_bytes:
+            block_size *= 2
+    return block_size
+
+
+def _space_checkpoints(block_size: int, page_bytes: int) -> int:
+    """Tokens between two states that are kept, where no other layer's blocks say it."""
+    while block_size * CHECKPOINT_BYTES < page_bytes:
         block_size *= 2
     return block_size
 
 
-def _split_by_spec(specs: Mapping[str, KVCacheSpec]) -> list[tuple[KVCacheSpec, list[str]]]:
+def _split_by_spec(
+    specs: Mapping[str, KVCacheSpec],
+    sizes: Mapping[KVCacheSpec, int],
+    checkpoint: int,
+    max_model_len: int,
+    registry: RulesRegistry,
+) -> list[tuple[KVCacheSpec, list[str]]]:
     """Layers of one spec, cut into parts that are as even as can be."""
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
         by_spec.setdefault(spec, []).append(name)
-    largest = _choose_group_size([len(names) for names in by_spec.values()])
+    rules = [rules_for(spec, sizes.get(spec, checkpoint), registry) for spec in by_spec]
+    largest = _choose_group_size(
+        [len(names) for names in by_spec.values()],
+        [each.max_held(max_model_len, 1) for each in rules],
+    )
     parts = []
     for spec, names in by_spec.items():
         num_parts = -(-len(names) // largest)
@@ -75,30 +180,48 @@ def _split_by_spec(specs: Mapping[str, KVCacheSpec]) -> list[tuple[KVCacheSpec, 
     return parts
 
 
-def _choose_group_size(layer_counts: list[int]) -> int:
-    """The most layers a group: as many as leave few pages of smaller groups empty."""
-    num_layers = sum(layer_counts)
-    for size in range(max(layer_counts), 1, -1):
-        num_slots = sum(-(-count // size) * size for count in layer_counts)
-        if num_slots - num_layers <= MAX_PADDED_LAYERS * num_layers:
-            return size
-    return 1
+def _choose_group_size(layer_counts: list[int], blocks_held: list[int]) -> int:
+    """The most layers a group: as many as leave few pages of smaller groups empty.
+
+    That must hold for short requests, which have about as many blocks in every group, and for
+    the longest, which has `blocks_held` in a group of each spec.
+    """
+
+    def waste(size: int) -> float:
+        return max(
+            sum(
+                -(-count // size) * size * held
+                for count, held in zip(layer_counts, mix, strict=True)
+            )
+            / sum(count * held for count, held in zip(layer_counts, mix, strict=True))
+            - 1
+            for mix in ([1] * len(layer_counts), blocks_held)
+        )
+
+    def num_groups(size: int) -> int:
+        return sum(-(-count // size) for count in layer_counts)
+
+    largest = max(layer_counts)
+    sizes = [s for s in range(largest, 0, -1) if num_groups(s) <= MAX_GROUPS] or [largest]
+    return next((s for s in sizes if waste(s) <= MAX_PADDING), min(sizes, key=waste))
 
 
-def _check_capacity(
-    groups: list[KVCacheGroup],
-    num_blocks: int,
-    block_bytes: int,
-    max_model_len: int,
-    registry: RulesRegistry,
-) -> None:
-    needed = blocks_for_request(groups, max_model_len, registry) + 1
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _check_capacity(layout: KVCacheLayout, max_model_len: int, registry: RulesRegistry) -> None:
+    step_tokens, num_blocks = layout.max_step_tokens, layout.num_blocks
+    block_bytes = layout.page_bytes * layout.layers_per_page
+    needed = blocks_for_request(layout.groups, max_model_len, registry, step_tokens) + 1
     if needed <= num_blocks:
         return
-    low = longest_request(groups, num_blocks, max_model_len, registry)
+    low = longest_request(layout, max_model_len, registry)
     remedy = "give the cache more memory (kv_cache_memory_bytes, gpu_memory_utilization)"
     if low >= 2:
         remedy = f"set max_model_len to at most {low}, or {remedy}"
+    if blocks_for_request(layout.groups, max_model_len, registry, 1) < num_blocks:
+        remedy = f"lower max_num_batched_tokens, or {remedy}"
     raise ConfigError(
         f"the KV cache needs {_gib(needed * block_bytes)} ({needed} blocks) for one request of "
         f"max_model_len={max_model_len} tokens, but has {_gib(num_blocks * block_bytes)} "
@@ -107,17 +230,14 @@ def _check_capacity(
 
 
 def longest_request(
-    groups: list[KVCacheGroup],
-    num_blocks: int,
-    max_model_len: int,
-    registry: RulesRegistry = RULES,
+    layout: KVCacheLayout, max_model_len: int, registry: RulesRegistry = RULES
 ) -> int:
     """The most tokens, up to `max_model_len`, of a request that fits besides the null block."""
     low, high = 0, max_model_len + 1  # low tokens fit, high tokens do not or need not
     while high - low > 1:
         middle = (low + high) // 2
-        fits = blocks_for_request(groups, middle, registry) + 1 <= num_blocks
-        low, high = (middle, high) if fits else (low, middle)
+        needed = blocks_for_request(layout.groups, middle, registry, layout.max_step_tokens) + 1
+        low, high = (middle, high) if needed <= layout.num_blocks else (low, middle)
     return low
 
 

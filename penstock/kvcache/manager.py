@@ -7,15 +7,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from operator import mul
 from typing import Protocol
 
 from penstock.kvcache.block_pool import Block, BlockPool
 from penstock.kvcache.groups import RULES, RulesRegistry, rules_for
 from penstock.kvcache.hashing import HashChain, hash_root
-from penstock.protocol.kv import KVCacheLayout
-
-UNBOUNDED = 2**62  # tokens that fit where a model has no KV group at all
+from penstock.protocol.kv import UNBOUNDED, KVCacheLayout
 
 
 class CacheableRequest(Protocol):
@@ -55,14 +52,14 @@ class CachedPrefix:
 class _Holding:
     """One request's blocks and the names of their content."""
 
-    __slots__ = ("chain", "may_publish", "next_full", "num_published", "num_slots", "tables")
+    __slots__ = ("chain", "may_publish", "next_event", "num_published", "num_slots", "tables")
 
     def __init__(self, chain: HashChain, num_groups: int) -> None:
         self.chain = chain
         self.tables: list[list[Block]] = [[] for _ in range(num_groups)]
         self.num_slots = 0  # tokens that the tables have room for
         self.num_published = [0] * num_groups  # blocks, by group
-        self.next_full = 0  # tokens at which the next block of some group is full
+        self.next_event = 0  # tokens at which some group's next block is full, or out of reach
         self.may_publish = True
 
 
@@ -79,12 +76,14 @@ class KVCacheManager:
         registry: RulesRegistry = RULES,
     ) -> None:
         self.pool = BlockPool(layout.num_blocks)
+        self._null = self.pool.null_block
         self.groups = [rules_for(g.spec, g.block_size, registry) for g in layout.groups]
         self.num_prefix_queries = 0  # tokens asked for, of requests that may read the cache
         self.num_prefix_hits = 0  # tokens served
         self._caches = enable_prefix_caching and bool(self.groups)
         self._sizes = [group.block_size for group in self.groups]  # tokens in a block
         self._unit = math.gcd(*self._sizes) or 1
+        self._max_step_tokens = layout.max_step_tokens
         self._identity = (model_fingerprint, kv_dtype)
         self._holdings: dict[str, _Holding] = {}
         self._kept: dict[str, list[Block]] = {}
@@ -97,8 +96,9 @@ class KVCacheManager:
         return (self.pool.num_usable - self.pool.num_free) / max(self.pool.num_usable, 1)
 
     def can_ever_hold(self, num_tokens: int) -> bool:
-        """Whether a request of this length fits into an empty cache."""
-        return sum(g.num_blocks(num_tokens) for g in self.groups) <= self.pool.num_usable
+        """Whether a request that is to reach this length, alone, never wants for a block."""
+        held = sum(group.max_held(num_tokens, self._max_step_tokens) for group in self.groups)
+        return held <= self.pool.num_usable
 
     def block_ids(self, request: CacheableRequest) -> list[list[int]]:
         """The request's block tables, by group."""
@@ -124,25 +124,26 @@ class KVCacheManager:
         return CachedPrefix(limit, [self._prefix(chain, g, limit) for g in range(len(self.groups))])
 
     def fits(self, prefix: CachedPrefix, num_tokens: int) -> bool:
-        """Whether a request that begins with `prefix` could hold `num_tokens` tokens right now."""
-        num_blocks = sum(
-            rules.num_blocks(num_tokens) - len(blocks)
+        """Whether there is room now for a request that begins with `prefix` to get so far."""
+        step_tokens = min(self._max_step_tokens, num_tokens - prefix.num_tokens)
+        num_missing = sum(
+            rules.max_held(num_tokens, step_tokens) - (len(blocks) - blocks.count(self._null))
             for rules, blocks in zip(self.groups, prefix.blocks, strict=True)
         )
         revived = sum(self.pool.is_free(block) for blocks in prefix.blocks for block in blocks)
-        return num_blocks + revived <= self.pool.num_free
+        return num_missing + revived <= self.pool.num_free
 
     def adopt(self, request: CacheableRequest, prefix: CachedPrefix) -> None:
         """Let a request that holds nothing share the blocks of its prefix."""
         holding = self._holding(request)
         for blocks in prefix.blocks:
             for block in blocks:
-                if block is not self.pool.null_block:
+                if block is not self._null:
                     self.pool.touch(block)
         holding.tables = [list(blocks) for blocks in prefix.blocks]
         holding.num_published = [len(blocks) for blocks in prefix.blocks]
         self._count_slots(holding)
-        self._find_next_full(holding)
+        self._find_next_event(holding, prefix.num_tokens)
         if self._caches and request.read_prefix_cache:
             self.num_prefix_queries += len(request.token_ids)
             self.num_prefix_hits += prefix.num_tokens
@@ -178,18 +179,18 @@ class KVCacheManager:
     def publish(self, request: CacheableRequest, num_confirmed_tokens: int) -> None:
         """The first tokens are known and computed: share full blocks, drop those out of reach."""
         holding = self._holdings[request.request_id]
-        if num_confirmed_tokens < holding.next_full:
+        if num_confirmed_tokens < holding.next_event:
             return
         publishes = self._caches and holding.may_publish
         if publishes:
             holding.chain.extend(request.token_ids)
         for group, rules in enumerate(self.groups):
             num_full = num_confirmed_tokens // rules.block_size
-            if publishes:
+            if publishes and rules.shares:
                 self._publish_blocks(holding, group, num_full)
             holding.num_published[group] = num_full
             self._drop(request, holding.tables[group], rules.num_droppable(num_confirmed_tokens))
-        self._find_next_full(holding)
+        self._find_next_event(holding, num_confirmed_tokens)
 
     # -- a request's way out
 
@@ -224,7 +225,7 @@ class KVCacheManager:
             holding = _Holding(HashChain(root, self._unit), len(self.groups))
             self._holdings[request.request_id] = holding
             self._count_slots(holding)
-            self._find_next_full(holding)
+            self._find_next_event(holding, 0)
         return holding
 
     def _cached(self, chain: HashChain, group: int, index: int) -> Block | None:
@@ -237,7 +238,7 @@ class KVCacheManager:
     def _prefix(self, chain: HashChain, group: int, num_tokens: int) -> list[Block]:
         rules = self.groups[group]
         num_gaps = rules.num_droppable(num_tokens)
-        blocks = [self.pool.null_block] * num_gaps
+        blocks = [self._null] * num_gaps
         for index in range(num_gaps, num_tokens // rules.block_size):
             block = self._cached(chain, group, index)
             assert block is not None, "longest_prefix counted a block that is not cached"
@@ -254,12 +255,12 @@ class KVCacheManager:
         units_per_block = self.groups[group].block_size // self._unit
         for index in range(holding.num_published[group], num_full):
             block = holding.tables[group][index]
-            if block is not self.pool.null_block:
+            if block is not self._null:
                 key = (holding.chain.hashes[(index + 1) * units_per_block - 1], group)
                 self.pool.publish(block, key)
 
     def _drop(self, request: CacheableRequest, table: list[Block], num_droppable: int) -> None:
-        null, index = self.pool.null_block, num_droppable - 1
+        null, index = self._null, num_droppable - 1
         dropped = []
         while index >= 0 and table[index] is not null:  # what lies before a gap is a gap
             dropped.append(table[index])
@@ -269,13 +270,18 @@ class KVCacheManager:
 
     def _count_slots(self, holding: _Holding) -> None:
         """Remember up to which length `allocate` has nothing to do."""
-        slots = map(mul, map(len, holding.tables), self._sizes)
+        slots = (
+            rules.num_slots(len(table))
+            for rules, table in zip(self.groups, holding.tables, strict=True)
+        )
         holding.num_slots = min(slots, default=UNBOUNDED)
 
-    def _find_next_full(self, holding: _Holding) -> None:
+    def _find_next_event(self, holding: _Holding, num_confirmed_tokens: int) -> None:
         """Remember up to which length `publish` has nothing to do."""
         published = zip(holding.num_published, self._sizes, strict=True)
-        holding.next_full = min(((num + 1) * size for num, size in published), default=UNBOUNDED)
+        full = ((num + 1) * size for num, size in published)
+        dropped = (rules.next_drop(num_confirmed_tokens) for rules in self.groups)
+        holding.next_event = min(itertools.chain(full, dropped), default=UNBOUNDED)
 
     def _let_go(self, request: CacheableRequest) -> list[Block]:
         holding = self._holdings.pop(request.request_id, None)
@@ -287,7 +293,7 @@ class KVCacheManager:
             (index * rules.block_size, block)
             for rules, table in zip(self.groups, tables, strict=True)
             for index, block in enumerate(table)
-            if block is not self.pool.null_block
+            if block is not self._null
         ]
         placed.sort(key=lambda item: item[0], reverse=True)
         return [block for _, block in placed]

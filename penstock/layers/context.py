@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,6 +17,8 @@ class ForwardContext:
     attention: Mapping[str, AttentionMetadata]  # by the layer's name
     query_starts: torch.Tensor  # [num_requests + 1] int32
     token_slots: torch.Tensor  # [num_tokens] int64: the request table's row of each token
+    # A recurrent layer's states by its name, part by part: [num_blocks, *shape].
+    states: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
 
 _current: ForwardContext | None = None

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+INT8_SCALE_BYTES = 4  # each head of a token has a scale of its own, a float32, behind its numbers
+STATE_ALIGNMENT = 64  # bytes: where each part of a recurrent state begins
+UNBOUNDED = 2**62  # tokens: more than there can be
+
 
 class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What one layer keeps of each token. Subclasses say which tokens it needs to keep."""
+    """What one layer keeps of a request. `kvcache/groups.py` says which of it, and for how long."""
 
     def bytes_per_token(self) -> int:
+        """0 for what has one size, however many tokens there are."""
         raise NotImplementedError
 
+    def block_bytes(self, block_size: int) -> int:
+        """What one block of the layer holds, padding aside."""
+        return block_size * self.bytes_per_token()
 
-class FullAttentionSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
-    """Keys and values of every token."""
+
+class AttentionSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
+    """Keys and values by token and head. Subclasses say of which tokens."""
 
     num_kv_heads: int  # on one rank
     head_dim: int
@@ -30,21 +41,79 @@ class FullAttentionSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
         return 2 * self.num_kv_heads * self.entry_size * DTYPE_BYTES[self.dtype]
 
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
-INT8_SCALE_BYTES = 4  # each head of a token has a scale of its own, a float32, behind its numbers
+class FullAttentionSpec(AttentionSpec, frozen=True, kw_only=True, tag=True):
+    """Keys and values of every token."""
+
+
+class SlidingWindowSpec(AttentionSpec, frozen=True, kw_only=True, tag=True):
+    """Keys and values of the last `window` tokens, the current one among them."""
+
+    window: int
+
+
+class ChunkedLocalSpec(AttentionSpec, frozen=True, kw_only=True, tag=True):
+    """Keys and values of the tokens since the last multiple of `chunk`."""
+
+    chunk: int
+
+
+class CrossAttentionSpec(AttentionSpec, frozen=True, kw_only=True, tag=True):
+    """Keys and values of another sequence, of `max_tokens` at most, the same for all tokens."""
+
+    max_tokens: int
+
+
+class LatentSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
+    """One vector of every token, from which the keys and values of all heads are made."""
+
+    entry_size: int  # numbers a token: the compressed ones and the rotated part of the key
+    dtype: str
+
+    def bytes_per_token(self) -> int:
+        return self.entry_size * DTYPE_BYTES[self.dtype]
+
+
+class RecurrentSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
+    """A state of fixed size that stands for all tokens so far, in parts of these shapes."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]  # one a shape
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each part begins in a page, and where the last one ends."""
+        offsets = [0]
+        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
+            end = offsets[-1] + math.prod(shape) * DTYPE_BYTES[dtype]
+            offsets.append(-(-end // STATE_ALIGNMENT) * STATE_ALIGNMENT)
+        return offsets
+
+    def bytes_per_token(self) -> int:
+        return 0
+
+    def block_bytes(self, block_size: int) -> int:
+        return self.offsets[-1]
+
 
 # Code takes any KVCacheSpec; a decoder must be told which ones there are, as a union.
 if TYPE_CHECKING:
     AnyKVCacheSpec: TypeAlias = KVCacheSpec
 else:
-    AnyKVCacheSpec = FullAttentionSpec
+    AnyKVCacheSpec = (
+        FullAttentionSpec
+        | SlidingWindowSpec
+        | ChunkedLocalSpec
+        | CrossAttentionSpec
+        | LatentSpec
+        | RecurrentSpec
+    )
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of one spec that share a block table."""
 
     spec: AnyKVCacheSpec
-    block_size: int  # tokens in a block
+    block_size: int  # tokens in a block; of a recurrent state: tokens between two checkpoints
     layer_names: list[str]
 
 
@@ -58,6 +127,7 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     groups: list[KVCacheGroup]
     num_blocks: int  # block 0, the null block, included
     page_bytes: int  # one layer's share of a block
+    max_step_tokens: int = UNBOUNDED  # that a request gets in one step, at most
 
     @property
     def layers_per_page(self) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.triton import inputs
-from penstock.protocol.kv import FullAttentionSpec
+from penstock.protocol.kv import AttentionSpec
 from penstock.protocol.step import ScheduledRequest, StepPlan
 from penstock.runner.batch import StepBatch, logits_rows_of
 from penstock.runner.sampler import SamplingRows
@@ -57,7 +57,7 @@ class StepBuffers:
         self.block_tables = [torch.zeros_like(table) for table in tables.block_tables]
         # Attention counts here which programs are done; it leaves zeros behind.
         specs = [group.spec for group in tables.groups]
-        heads = max(spec.num_kv_heads for spec in specs if isinstance(spec, FullAttentionSpec))
+        heads = max(spec.num_kv_heads if isinstance(spec, AttentionSpec) else 1 for spec in specs)
         self.arrived = torch.zeros(seqs * heads, dtype=torch.int32, device=device)
         # Of each row of logits: the request, and where the token to be sampled will stand.
         self.sample_slots, self.sample_positions = torch.zeros(

@@ -10,7 +10,14 @@ import torch
 
 from penstock.layers.context import ForwardContext
 from penstock.ops.attention import AttentionMetadata
-from penstock.protocol.kv import FullAttentionSpec, KVCacheGroup, KVCacheLayout
+from penstock.protocol.kv import (
+    DTYPE_BYTES,
+    AttentionSpec,
+    KVCacheGroup,
+    KVCacheLayout,
+    LatentSpec,
+    RecurrentSpec,
+)
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -33,11 +40,14 @@ class KVMemory:
             for _ in range(layout.layers_per_page)
         ]
         self.layer_names = [group.layer_names for group in layout.groups]
-        self.caches = {
-            name: self._view(self._buffers[index], group)
-            for group in layout.groups
-            for index, name in enumerate(group.layer_names)
-        }
+        self.caches: dict[str, torch.Tensor] = {}
+        self.states: dict[str, tuple[torch.Tensor, ...]] = {}
+        for group in layout.groups:
+            for name, buffer in zip(group.layer_names, self._buffers, strict=False):
+                if isinstance(group.spec, RecurrentSpec):
+                    self.states[name] = _view_state(buffer, group.spec)
+                else:
+                    self.caches[name] = _view_tokens(buffer, group)
 
     def context(
         self,
@@ -49,16 +59,34 @@ class KVMemory:
         attention = {
             name: groups[group] for group, names in enumerate(self.layer_names) for name in names
         }
-        return ForwardContext(self.caches, attention, query_starts, token_slots)
+        return ForwardContext(self.caches, attention, query_starts, token_slots, self.states)
 
-    def _view(self, buffer: torch.Tensor, group: KVCacheGroup) -> torch.Tensor:
-        """[num_blocks, 2, block_size, num_kv_heads, entry_size], the page's padding left out."""
-        spec = group.spec
-        assert isinstance(spec, FullAttentionSpec)
-        used = group.block_size * spec.bytes_per_token()
-        typed = buffer[:, :used].view(TORCH_DTYPES[spec.dtype])
+
+def _view_tokens(buffer: torch.Tensor, group: KVCacheGroup) -> torch.Tensor:
+    """A layer's blocks of tokens, the page's padding left out.
+
+    Keys and values: [num_blocks, 2, block_size, num_kv_heads, entry_size]; latent vectors:
+    [num_blocks, block_size, entry_size].
+    """
+    spec = group.spec
+    assert isinstance(spec, AttentionSpec | LatentSpec)
+    shape: tuple[int, ...] = (group.block_size, spec.entry_size)
+    if isinstance(spec, AttentionSpec):
         shape = (2, group.block_size, spec.num_kv_heads, spec.entry_size)
-        return typed.as_strided((len(buffer), *shape), (typed.stride(0), *_strides(shape)))
+    return _view(buffer, 0, shape, spec.dtype)
+
+
+def _view_state(buffer: torch.Tensor, spec: RecurrentSpec) -> tuple[torch.Tensor, ...]:
+    """A layer's states, part by part: [num_blocks, *shape]."""
+    parts = zip(spec.offsets, spec.shapes, spec.dtypes, strict=False)
+    return tuple(_view(buffer, offset, shape, dtype) for offset, shape, dtype in parts)
+
+
+def _view(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """[num_blocks, *shape] of what every page holds from byte `offset` on."""
+    used = math.prod(shape) * DTYPE_BYTES[dtype]
+    typed = buffer[:, offset : offset + used].view(TORCH_DTYPES[dtype])
+    return typed.as_strided((len(buffer), *shape), (typed.stride(0), *_strides(shape)))
 
 
 def _zeros(num_blocks: int, page_bytes: int, device: torch.device) -> torch.Tensor:

@@ -275,13 +275,16 @@ class Scheduler:
         """Preempt the least deserving until `state` has its blocks.
 
         None if it is preempted itself, or if enough blocks come back with the steps in flight:
-        then it waits for those.
+        then it waits for those. So it does where it is alone: once they are collected, it has no
+        more than what the cache can hold of one request, windows moved on.
         """
         while True:
             num_missing = self._kv.num_missing(state, num_tokens)
             if num_missing <= self._kv.pool.num_free:
                 return self._kv.allocate(state, num_tokens - num_drafts, num_drafts)
             if num_missing <= self._kv.pool.num_free + self._kv.pool.num_draining:
+                return None
+            if len(self._running) == 1 and self._in_flight:
                 return None
             victim = self._running.pop()
             self._preempt(victim)

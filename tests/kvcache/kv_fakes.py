@@ -1,38 +1,18 @@
-"""A second kind of KV group, and requests reduced to what the cache asks of them."""
+"""Small KV groups, and requests reduced to what the cache asks of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from penstock.kvcache.groups import RULES, GroupRules
-from penstock.protocol.kv import FullAttentionSpec, KVCacheGroup, KVCacheLayout, KVCacheSpec
+from penstock.kvcache.groups import RULES
+from penstock.protocol.kv import (
+    FullAttentionSpec,
+    KVCacheGroup,
+    KVCacheLayout,
+    SlidingWindowSpec,
+)
 
-
-class WindowSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
-    """Keys and values of the last `window` tokens, the current one included."""
-
-    window: int
-    num_bytes: int = 64
-
-    def bytes_per_token(self):
-        return self.num_bytes
-
-
-class WindowRules(GroupRules):
-    def longest_prefix(self, is_cached, limit):
-        run = 0  # cached blocks in a row, seen from the end
-        for index in reversed(range(limit // self.block_size)):
-            run = run + 1 if is_cached(index) else 0
-            num_tokens = (index + run) * self.block_size
-            if run and index <= self.num_droppable(num_tokens):
-                return num_tokens
-        return 0
-
-    def num_droppable(self, num_tokens):
-        return max(num_tokens - self.spec.window + 1, 0) // self.block_size
-
-
-REGISTRY = {**RULES, WindowSpec: WindowRules}
+REGISTRY = RULES
 
 FULL = FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype="float32")
 
@@ -42,7 +22,7 @@ def full_group(block_size):
 
 
 def window_group(block_size, window):
-    spec = WindowSpec(window=window)
+    spec = SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype="float32", window=window)
     return KVCacheGroup(spec=spec, block_size=block_size, layer_names=[f"window.{block_size}"])
 
 

@@ -5,18 +5,19 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvcache.kv_fakes import FULL, REGISTRY, WindowSpec
+from kvcache.kv_fakes import FULL
 
 from penstock.kvcache.layout import blocks_for_request, make_layout
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.kv import LatentSpec, SlidingWindowSpec
 
 
 def layers(**counts):
     """`full=2, window=3`: that many layers of each spec; FULL takes 64 bytes a token."""
     specs = {
         "full": FULL,
-        "window": WindowSpec(window=8),
-        "small": WindowSpec(window=8, num_bytes=20),
+        "window": SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype="float32", window=8),
+        "small": LatentSpec(entry_size=5, dtype="float32"),
     }
     return {f"{kind}.{i}": specs[kind] for kind, count in counts.items() for i in range(count)}
 
@@ -41,14 +42,14 @@ def test_a_model_without_kv_needs_no_memory():
 
 
 def test_the_block_size_is_scaled_before_the_page_is_padded():
-    layout = make_layout(layers(full=2, small=2), 16, 100, num_blocks=99, registry=REGISTRY)
+    layout = make_layout(layers(full=2, small=2), 16, 100, num_blocks=99)
     full, small = layout.groups
     assert (full.block_size, small.block_size) == (16, 32)
     assert small.block_size * small.spec.bytes_per_token() <= layout.page_bytes
 
 
 def test_many_layers_of_one_kind_are_split_so_that_few_pages_stay_empty():
-    layout = make_layout(layers(window=24, full=4), 16, 100, num_blocks=99, registry=REGISTRY)
+    layout = make_layout(layers(window=24, full=4), 16, 100, num_blocks=99)
     sizes = [len(group.layer_names) for group in layout.groups]
     assert sum(sizes) == 28
     assert len(sizes) * max(sizes) <= 28 * 9 / 8
@@ -63,7 +64,7 @@ def test_many_layers_of_one_kind_are_split_so_that_few_pages_stay_empty():
 )
 def test_every_layer_is_in_one_group_and_every_group_fits_the_page(full, window, small, size):
     specs = layers(full=full, window=window, small=small)
-    layout = make_layout(specs, size, 10, num_blocks=10_000, registry=REGISTRY)
+    layout = make_layout(specs, size, 10, num_blocks=10_000)
     placed = [name for group in layout.groups for name in group.layer_names]
     assert sorted(placed) == sorted(specs)
     for group in layout.groups:
@@ -93,7 +94,7 @@ def test_no_memory_at_all_is_refused_without_a_length():
 def test_a_layout_that_is_made_can_hold_one_request_of_full_length(length, num_blocks):
     specs = layers(full=3, window=2, small=2)
     try:
-        layout = make_layout(specs, 4, length, num_blocks=num_blocks, registry=REGISTRY)
+        layout = make_layout(specs, 4, length, num_blocks=num_blocks)
     except ConfigError:
         return
-    assert blocks_for_request(layout.groups, length, REGISTRY) < layout.num_blocks
+    assert blocks_for_request(layout.groups, length) < layout.num_blocks
