@@ -124,14 +124,17 @@ class KVCacheManager:
         return CachedPrefix(limit, [self._prefix(chain, g, limit) for g in range(len(self.groups))])
 
     def fits(self, prefix: CachedPrefix, num_tokens: int) -> bool:
-        """Whether there is room now for a request that begins with `prefix` to get so far."""
+        """Whether there is room now for a request that begins with `prefix` to get so far.
+
+        A block that it drops on the way makes room for the next, unless others hold it too.
+        """
         step_tokens = min(self._max_step_tokens, num_tokens - prefix.num_tokens)
-        num_missing = sum(
-            rules.max_held(num_tokens, step_tokens) - (len(blocks) - blocks.count(self._null))
-            for rules, blocks in zip(self.groups, prefix.blocks, strict=True)
-        )
-        revived = sum(self.pool.is_free(block) for blocks in prefix.blocks for block in blocks)
-        return num_missing + revived <= self.pool.num_free
+        num_needed = 0
+        for rules, blocks in zip(self.groups, prefix.blocks, strict=True):
+            num_revived = sum(map(self.pool.is_free, blocks))
+            num_new = rules.num_blocks(num_tokens) - len(blocks)
+            num_needed += min(rules.max_held(num_tokens, step_tokens), num_new + num_revived)
+        return num_needed <= self.pool.num_free
 
     def adopt(self, request: CacheableRequest, prefix: CachedPrefix) -> None:
         """Let a request that holds nothing share the blocks of its prefix."""

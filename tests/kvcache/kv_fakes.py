@@ -4,34 +4,97 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hypothesis import strategies as st
+
 from penstock.kvcache.groups import RULES
 from penstock.protocol.kv import (
+    UNBOUNDED,
+    ChunkedLocalSpec,
+    CrossAttentionSpec,
     FullAttentionSpec,
     KVCacheGroup,
     KVCacheLayout,
+    LatentSpec,
+    RecurrentSpec,
     SlidingWindowSpec,
 )
 
 REGISTRY = RULES
 
-FULL = FullAttentionSpec(num_kv_heads=1, head_dim=8, dtype="float32")
+HEADS = {"num_kv_heads": 1, "head_dim": 8, "dtype": "float32"}
+FULL = FullAttentionSpec(**HEADS)
+STATE = RecurrentSpec(shapes=((2, 3), (4,)), dtypes=("float32", "bfloat16"))
+
+
+def group_of(spec, block_size):
+    return KVCacheGroup(
+        spec=spec, block_size=block_size, layer_names=[f"{type(spec).__name__}.{block_size}"]
+    )
 
 
 def full_group(block_size):
-    return KVCacheGroup(spec=FULL, block_size=block_size, layer_names=[f"full.{block_size}"])
+    return group_of(FULL, block_size)
 
 
 def window_group(block_size, window):
-    spec = SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype="float32", window=window)
-    return KVCacheGroup(spec=spec, block_size=block_size, layer_names=[f"window.{block_size}"])
+    return group_of(SlidingWindowSpec(window=window, **HEADS), block_size)
 
 
 ONE_GROUP = [full_group(4)]
 THREE_GROUPS = [full_group(4), window_group(2, 5), window_group(8, 3)]
+HYBRID_GROUPS = [group_of(STATE, 4), window_group(2, 5), group_of(STATE, 4)]
+CROSS_GROUPS = [
+    group_of(ChunkedLocalSpec(chunk=6, **HEADS), 4),
+    group_of(CrossAttentionSpec(max_tokens=7, **HEADS), 4),
+]
 
 
-def layout_of(groups, num_blocks):
-    return KVCacheLayout(groups=list(groups), num_blocks=num_blocks, page_bytes=64)
+@st.composite
+def any_groups(draw):
+    """One to four groups of any kind."""
+    sizes = st.sampled_from([1, 2, 3, 4, 8])
+    lengths = st.integers(1, 12)
+    specs = st.one_of(
+        st.just(FULL),
+        st.just(LatentSpec(entry_size=5, dtype="float32")),
+        st.just(STATE),
+        lengths.map(lambda n: SlidingWindowSpec(window=n, **HEADS)),
+        lengths.map(lambda n: ChunkedLocalSpec(chunk=n, **HEADS)),
+        lengths.map(lambda n: CrossAttentionSpec(max_tokens=n, **HEADS)),
+    )
+    return draw(st.lists(st.builds(group_of, specs, sizes), min_size=1, max_size=4))
+
+
+def is_cross(group):
+    return isinstance(group.spec, CrossAttentionSpec)
+
+
+def is_recurrent(group):
+    return isinstance(group.spec, RecurrentSpec)
+
+
+def positions_read(group, position):
+    """Which tokens' entries the token at `position` reads besides its own."""
+    spec, first = group.spec, 0
+    if isinstance(spec, SlidingWindowSpec):
+        first = max(position - spec.window + 1, 0)
+    elif isinstance(spec, ChunkedLocalSpec):
+        first = position // spec.chunk * spec.chunk
+    elif is_recurrent(group):
+        first = max(position - 1, 0)
+    return range(position if is_cross(group) else first, position)
+
+
+def slot_of(group, table, position):
+    """Where the entry of a token lies; a state takes a block for itself."""
+    offset = 0 if is_recurrent(group) else position % group.block_size
+    return table[position // group.block_size], offset
+
+
+def layout_of(groups, num_blocks, max_step_tokens=UNBOUNDED):
+    return KVCacheLayout(
+        groups=list(groups), num_blocks=num_blocks, page_bytes=64, max_step_tokens=max_step_tokens
+    )
 
 
 @dataclass

@@ -5,16 +5,35 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kvcache.kv_fakes import ONE_GROUP, REGISTRY, THREE_GROUPS, FakeRequest, layout_of, window_group
+from kvcache.kv_fakes import (
+    HEADS,
+    ONE_GROUP,
+    STATE,
+    THREE_GROUPS,
+    FakeRequest,
+    any_groups,
+    group_of,
+    is_cross,
+    layout_of,
+    positions_read,
+    slot_of,
+    window_group,
+)
 
+from penstock.kvcache.groups import rules_for
 from penstock.kvcache.manager import KVCacheManager
+from penstock.protocol.kv import (
+    UNBOUNDED,
+    ChunkedLocalSpec,
+    CrossAttentionSpec,
+)
 
 
-def manager_of(groups=ONE_GROUP, num_blocks=20, **kwargs):
-    return KVCacheManager(layout_of(groups, num_blocks), registry=REGISTRY, **kwargs)
+def manager_of(groups=ONE_GROUP, num_blocks=20, step_tokens=UNBOUNDED, **kwargs):
+    return KVCacheManager(layout_of(groups, num_blocks, step_tokens), **kwargs)
 
 
 def run(manager, request, publish=True):
@@ -180,34 +199,92 @@ def test_a_model_without_kv_groups_allocates_nothing():
     assert manager.usage == 0.0
 
 
+def test_a_state_is_given_back_when_the_next_one_is_kept():
+    manager = manager_of([group_of(STATE, 4)])
+    request = FakeRequest("a", list(range(11)))
+    run(manager, request)
+    assert [block_id != 0 for block_id in manager.block_ids(request)[0]] == [False, False, True]
+    second = FakeRequest("b", list(range(11)))
+    assert run(manager, second) == 8  # from the state behind eight tokens, which is all it needs
+    request.token_ids += [11, 12]
+    manager.allocate(request, 2)
+    manager.publish(request, 12)
+    assert manager.block_ids(request)[0][2] != 0  # token 12 goes on from it
+    manager.publish(request, 13)
+    assert manager.block_ids(request)[0][2] == 0
+
+
+def test_a_chunk_that_is_full_is_no_longer_needed():
+    manager = manager_of([group_of(ChunkedLocalSpec(chunk=8, **HEADS), 4)])
+    request = FakeRequest("a", list(range(17)))
+    run(manager, request)
+    assert [block_id != 0 for block_id in manager.block_ids(request)[0]] == [False] * 4 + [True]
+    assert manager.match(FakeRequest("b", [9] * 15)).num_tokens == 8  # nothing before it is read
+
+
+def test_another_sequence_is_never_shared_and_held_to_the_end():
+    manager = manager_of([group_of(CrossAttentionSpec(max_tokens=9, **HEADS), 4), *ONE_GROUP])
+    first, second = FakeRequest("a", list(range(12))), FakeRequest("b", list(range(12)))
+    assert (run(manager, first), run(manager, second)) == (0, 0)
+    tables = manager.block_ids(first)[0], manager.block_ids(second)[0]
+    assert [len(table) for table in tables] == [3, 3]
+    assert not set(tables[0]) & set(tables[1])
+    assert manager.allocate(first, 1) == [[], [manager.block_ids(first)[1][3]]]
+    manager.free(first)
+    manager.free(second)
+    assert manager.pool.num_free == 19
+
+
+@given(any_groups(), st.integers(1, 60), st.integers(1, 60), st.data())
+def test_what_can_ever_be_held_can_be_computed_step_by_step_alone(groups, length, most, data):
+    needed = sum(rules_for(g.spec, g.block_size).max_held(length, most) for g in groups)
+    manager = manager_of(groups, num_blocks=needed + 1, step_tokens=most)
+    assert manager.can_ever_hold(length)
+    assert not manager_of(groups, needed, most).can_ever_hold(length)
+    request = FakeRequest("a", [data.draw(st.integers(0, 1)) for _ in range(length)])
+    assert manager.fits(manager.match(request), length)
+    while request.num_computed_tokens < length:
+        num_new = data.draw(st.integers(1, min(most, length - request.num_computed_tokens)))
+        assert manager.allocate(request, num_new) is not None
+        request.num_computed_tokens += num_new
+        manager.publish(request, request.num_computed_tokens)
+    manager.free(request)
+    assert manager.pool.num_free == manager.pool.num_usable
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """Requests over a tiny alphabet come, grow, share, leave; `content` is what blocks hold."""
 
-    @initialize(groups=st.sampled_from([ONE_GROUP, THREE_GROUPS]), num_blocks=st.integers(4, 24))
-    def start(self, groups, num_blocks):
+    @initialize(
+        groups=st.one_of(st.sampled_from([ONE_GROUP, THREE_GROUPS]), any_groups()),
+        num_blocks=st.integers(4, 24),
+        step_tokens=st.sampled_from([1, 3, 7, UNBOUNDED]),
+    )
+    def start(self, groups, num_blocks, step_tokens):
         self.groups = groups
-        self.manager = manager_of(groups, num_blocks)
+        self.step_tokens = step_tokens
+        self.manager = manager_of(groups, num_blocks, step_tokens)
         self.requests = {}
-        self.content = {}  # (block id, offset) -> (group, history up to that token)
+        self.content = {}  # slot -> (group, history up to that token)
         self.counter = self.step = self.collected = 0
 
     def write(self, request, start, end):
         for group, table in enumerate(self.manager.block_ids(request)):
-            size = self.groups[group].block_size
+            if is_cross(self.groups[group]):
+                continue
             for position in range(start, end):
-                history = (request.cache_salt, *request.token_ids[: position + 1])
-                slot = (table[position // size], position % size)
+                slot = slot_of(self.groups[group], table, position)
                 assert slot[0] != 0
+                history = (request.cache_salt, *request.token_ids[: position + 1])
                 self.content[slot] = (group, history)
 
     def check_reads(self, request, num_tokens):
         """What the next token reads is the request's own history."""
         for group, table in enumerate(self.manager.block_ids(request)):
-            rules = self.manager.groups[group]
-            window = getattr(rules.spec, "window", num_tokens + 1)
-            for position in range(max(num_tokens - window + 1, 0), num_tokens):
+            for position in positions_read(self.groups[group], num_tokens):
+                slot = slot_of(self.groups[group], table, position)
+                assert slot[0] != 0
                 history = (request.cache_salt, *request.token_ids[: position + 1])
-                slot = (table[position // rules.block_size], position % rules.block_size)
                 assert self.content[slot] == (group, history)
 
     @rule(
@@ -225,13 +302,18 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager.adopt(request, prefix)
         request.num_computed_tokens = request.confirmed = prefix.num_tokens
         self.check_reads(request, prefix.num_tokens)
-        assert self.manager.allocate(request, len(tokens) - prefix.num_tokens) is not None
-        self.compute(request, len(tokens))
+        while request.num_computed_tokens < len(tokens):  # it fits: nothing can be missing
+            num_new = min(len(tokens) - request.num_computed_tokens, self.step_tokens)
+            self.manager.publish(request, request.num_computed_tokens)
+            request.confirmed = request.num_computed_tokens
+            assert self.manager.allocate(request, num_new) is not None
+            self.compute(request, request.num_computed_tokens + num_new, step_id=0)
+        request.last_step_id = self.step
 
-    def compute(self, request, end):
+    def compute(self, request, end, step_id):
         self.write(request, request.num_computed_tokens, end)
         request.num_computed_tokens = end
-        request.last_step_id = self.step
+        request.last_step_id = step_id
         self.requests[request.request_id] = request
 
     @precondition(lambda self: self.requests)
@@ -242,7 +324,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.manager.num_missing(request, 1) > self.manager.pool.num_free
             return
         request.token_ids.append(token)
-        self.compute(request, len(request.token_ids))
+        self.compute(request, len(request.token_ids), self.step)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -281,6 +363,16 @@ class ManagerMachine(RuleBasedStateMachine):
         )
         assert {b.id: b.ref_count for b in pool.blocks if b.ref_count} == dict(held)
         assert pool.num_free + pool.num_draining + len(held) == pool.num_usable
+
+    @invariant()
+    def no_block_is_in_two_hands_that_write_to_it(self):
+        for request in getattr(self, "requests", {}).values():
+            for group, table in enumerate(self.manager.block_ids(request)):
+                rules = self.manager.groups[group]
+                first = request.num_computed_tokens // rules.block_size  # that is yet to be filled
+                for block_id in table[0 if not rules.shares else first :]:
+                    assert self.manager.pool.blocks[block_id].ref_count == 1
+                    assert self.manager.pool.blocks[block_id].key is None
 
     @invariant()
     def every_request_reads_its_own_history(self):

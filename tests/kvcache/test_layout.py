@@ -1,15 +1,32 @@
 from __future__ import annotations
 
+import logging
 import re
 
+import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcache.kv_fakes import FULL
 
-from penstock.kvcache.layout import blocks_for_request, make_layout
+from penstock.kvcache.layout import (
+    MAX_GROUPS,
+    blocks_for_request,
+    longest_request,
+    make_layout,
+    padding,
+)
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.kv import LatentSpec, SlidingWindowSpec
+from penstock.protocol.kv import (
+    ChunkedLocalSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    LatentSpec,
+    RecurrentSpec,
+    SlidingWindowSpec,
+)
+from penstock.runner.kv_memory import KVMemory
 
 
 def layers(**counts):
@@ -54,6 +71,146 @@ def test_many_layers_of_one_kind_are_split_so_that_few_pages_stay_empty():
     assert sum(sizes) == 28
     assert len(sizes) * max(sizes) <= 28 * 9 / 8
     assert len(sizes) <= 7
+
+
+def model_layout(num_windowed, num_full, max_model_len=32768, window=1024):
+    heads = {"num_kv_heads": 16, "head_dim": 128, "dtype": "bfloat16"}
+    specs = {
+        **{f"w{i}": SlidingWindowSpec(window=window, **heads) for i in range(num_windowed)},
+        **{f"f{i}": FullAttentionSpec(**heads) for i in range(num_full)},
+    }
+    return make_layout(specs, 16, max_model_len, memory_bytes=2**36, max_step_tokens=8192)
+
+
+@pytest.mark.parametrize(
+    ("num_windowed", "num_full"), [(52, 10), (22, 4), (12, 12), (21, 21), (40, 8), (25, 5)]
+)
+def test_models_with_windows_lose_little_to_padding(num_windowed, num_full):
+    layout = model_layout(num_windowed, num_full)
+    assert len(layout.groups) <= 8
+    for num_tokens in (100, 1000, 4000, 32768):
+        assert padding(layout, num_tokens) <= 0.13
+
+
+def test_a_long_request_takes_little_more_than_its_full_layers_do():
+    layout = model_layout(52, 10)
+    all_full = 62 * 32768 * layout.groups[0].spec.bytes_per_token()
+    blocks = blocks_for_request(layout.groups, 32768, max_step_tokens=1)
+    assert blocks * layout.page_bytes * layout.layers_per_page < 0.21 * all_full
+
+
+def test_one_layer_that_differs_does_not_make_a_group_of_every_layer():
+    assert len(model_layout(47, 1).groups) <= MAX_GROUPS
+
+
+def test_the_log_says_how_much_is_padding(caplog):
+    logger = logging.getLogger("penstock.kvcache.layout")
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level("INFO", logger.name):
+            model_layout(52, 10)
+            (line,) = {record.getMessage() for record in caplog.records}
+            assert "6 groups of up to 11 layers" in line
+            assert re.search(r"padding takes [0-9.]+ % of what a request of 32768 tokens", line)
+            caplog.clear()
+            model_layout(12, 12)
+            assert not caplog.records, "nothing is padded"
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+STATE_SHAPES = ((16, 64, 64), (3, 1024))
+
+
+def hybrid_layout(num_heads=2, block_size=16, layers=(36, 12)):
+    state = RecurrentSpec(shapes=STATE_SHAPES, dtypes=("float32", "bfloat16"))
+    heads = FullAttentionSpec(num_kv_heads=num_heads, head_dim=128, dtype="bfloat16")
+    specs = {f"s{i}": state for i in range(layers[0])} | {f"a{i}": heads for i in range(layers[1])}
+    return make_layout(specs, block_size, 4096, num_blocks=1000, max_step_tokens=512)
+
+
+def test_blocks_of_tokens_grow_until_a_state_fits_their_page():
+    layout = hybrid_layout()
+    states, attention = layout.groups[0], layout.groups[-1]
+    assert states.spec.block_bytes(1) == 16 * 64 * 64 * 4 + 3 * 1024 * 2
+    assert attention.block_size in (128, 256)
+    assert states.block_size == attention.block_size
+    for group in layout.groups:
+        assert group.spec.block_bytes(group.block_size) <= layout.page_bytes
+    assert padding(layout, 4096) < 0.5
+
+
+def test_a_state_smaller_than_a_page_leaves_the_block_size_alone():
+    layout = hybrid_layout(num_heads=64)
+    assert {group.block_size for group in layout.groups} == {16}
+
+
+def test_states_alone_are_kept_once_in_so_many_tokens_as_they_are_worth():
+    layout = hybrid_layout(layers=(4, 0))
+    (group,) = layout.groups
+    assert layout.page_bytes == group.spec.block_bytes(1)
+    assert group.block_size == 128  # 66 pages of 4096 bytes
+
+
+@given(
+    kinds=st.lists(st.integers(0, 5), min_size=1, max_size=30),
+    size=st.sampled_from([1, 4, 16]),
+    head_dim=st.sampled_from([8, 24, 64]),
+)
+def test_any_mix_of_layers_fits_its_pages(kinds, size, head_dim):
+    heads = {"num_kv_heads": 2, "head_dim": head_dim, "dtype": "int8"}
+    known = [
+        FullAttentionSpec(**heads),
+        SlidingWindowSpec(window=8, **heads),
+        ChunkedLocalSpec(chunk=8, **heads),
+        CrossAttentionSpec(max_tokens=20, **heads),
+        LatentSpec(entry_size=40, dtype="bfloat16"),
+        RecurrentSpec(shapes=((5, 3, 7), (9,)), dtypes=("float32", "bfloat16")),
+    ]
+    specs = {f"layer.{index}": known[kind] for index, kind in enumerate(kinds)}
+    layout = make_layout(specs, size, 64, num_blocks=1000, max_step_tokens=16)
+    placed = [name for group in layout.groups for name in group.layer_names]
+    assert sorted(placed) == sorted(specs)
+    memory = KVMemory(layout, torch.device("cpu"))
+    for group in layout.groups:
+        assert group.spec.block_bytes(group.block_size) <= layout.page_bytes
+        for name in group.layer_names:
+            parts = memory.states.get(name) or (memory.caches[name],)
+            assert all(len(part) == layout.num_blocks for part in parts)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=type(layout)) == layout
+
+
+@torch.inference_mode()
+def test_layers_of_a_group_and_blocks_of_a_layer_do_not_overlap():
+    kinds = {
+        "state": RecurrentSpec(shapes=((5, 3), (9,)), dtypes=("float32", "bfloat16")),
+        "latent": LatentSpec(entry_size=6, dtype="float32"),
+        "heads": FULL,
+    }
+    specs = {f"{kind}.{index}": spec for kind, spec in kinds.items() for index in range(2)}
+    layout = make_layout(specs, 4, 16, num_blocks=40)
+    assert [len(group.layer_names) for group in layout.groups] == [2, 2, 2]
+    memory = KVMemory(layout, torch.device("cpu"))
+    assert memory.caches["latent.0"].shape[2:] == (6,)
+    # Blocks 3, 4 and 5 belong to the three groups: fill each layer's, then look at all of them.
+    views = []
+    for name in specs:
+        block = 3 + list(kinds).index(name[:-2])
+        parts = memory.states.get(name) or (memory.caches[name],)
+        views += [part[block] for part in parts]
+    for number, view in enumerate(views, 1):
+        view.fill_(number)
+    for number, view in enumerate(views, 1):
+        assert (view == number).all()
+
+
+def test_a_cache_too_small_for_a_step_says_so():
+    heads = {"num_kv_heads": 1, "head_dim": 8, "dtype": "float32"}
+    specs = {"window": SlidingWindowSpec(window=8, **heads)}
+    with pytest.raises(ConfigError, match="lower max_num_batched_tokens"):
+        make_layout(specs, 4, 1000, num_blocks=20, max_step_tokens=256)
+    layout = make_layout(specs, 4, 1000, num_blocks=20, max_step_tokens=32)
+    assert longest_request(layout, 10**6) == 10**6
 
 
 @given(

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvcache.kv_fakes import is_cross, positions_read, slot_of
+
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
@@ -151,7 +153,8 @@ class FakeDevice:
             new = fresh.get(item.request_id)
             for group, block_ids in enumerate(item.new_block_ids):
                 size = self.groups[group].block_size
-                first = new.num_computed_tokens // size if new else 0
+                is_own = new is None or is_cross(self.groups[group])
+                first = 0 if is_own else new.num_computed_tokens // size
                 for block_id in block_ids[first:]:
                     self._check_is_nobody_elses(block_id, row)
                     assert written.setdefault(block_id, row) is row, "handed out twice"
@@ -183,8 +186,8 @@ class FakeDevice:
 
     def _reachable_blocks(self, row):
         for group, table in zip(self.groups, row.tables, strict=True):
-            window = getattr(group.spec, "window", None)
-            first = max(row.num_computed - window + 1, 0) if window else 0
+            read = positions_read(group, row.num_computed)
+            first = 0 if is_cross(group) else min(read, default=row.num_computed)
             yield from (b for b in table[first // group.block_size :] if b != 0)
 
     # -- execution, in order, at any time between launch and collect
@@ -260,20 +263,29 @@ class FakeDevice:
 
     def _check_history(self, row):
         for group_index, group in enumerate(self.groups):
-            window = getattr(group.spec, "window", row.num_computed + 1)
-            table, size = row.tables[group_index], group.block_size
-            for position in range(max(row.num_computed - window + 1, 0), row.num_computed):
-                slot = (table[position // size], position % size)
+            if is_cross(group):
+                self._check_other_sequence(row, row.tables[group_index])
+            for position in positions_read(group, row.num_computed):
+                slot = slot_of(group, row.tables[group_index], position)
                 assert slot[0] != 0, "a token that is needed lies in a gap"
                 assert self.memory[slot] == (group_index, row.digests[position]), (
                     f"{row.request_id} reads another's history at {position}"
                 )
 
+    def _check_other_sequence(self, row, table):
+        """It is written when a request's first token is computed, and read from then on."""
+        for block_id in table:
+            if row.num_computed == 0:
+                self.memory[block_id, 0] = row.request_id
+            assert self.memory[block_id, 0] == row.request_id
+
     def _write(self, row, start, digests):
         for group_index, group in enumerate(self.groups):
-            table, size = row.tables[group_index], group.block_size
+            if is_cross(group):
+                continue
             for position, digest in enumerate(digests, start):
-                if self.loads_remote_kv and table[position // size] == 0:
+                slot = slot_of(group, row.tables[group_index], position)
+                if self.loads_remote_kv and slot[0] == 0:
                     continue
-                assert table[position // size] != 0
-                self.memory[table[position // size], position % size] = (group_index, digest)
+                assert slot[0] != 0
+                self.memory[slot] = (group_index, digest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from fake_device import FakeDevice, expected_output
-from kvcache.kv_fakes import ONE_GROUP, REGISTRY, layout_of
+from kvcache.kv_fakes import ONE_GROUP, layout_of
 
 from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.delta import FinishReason
@@ -41,9 +41,8 @@ class Engine:
         self.depth = depth
         self.limits = limits_of(**limits)
         self.gate = ListGate()
-        self.kv = KVCacheManager(
-            layout_of(groups, num_blocks), registry=REGISTRY, enable_prefix_caching=caching
-        )
+        layout = layout_of(groups, num_blocks, self.limits.max_num_batched_tokens)
+        self.kv = KVCacheManager(layout, enable_prefix_caching=caching)
         self.scheduler = Scheduler(self.limits, self.kv, [self.gate], connector)
         self.device = FakeDevice(groups, self.limits.max_model_len)
         self.requests = {}

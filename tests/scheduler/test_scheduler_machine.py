@@ -10,7 +10,7 @@ from harness import Engine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kvcache.kv_fakes import ONE_GROUP, REGISTRY, THREE_GROUPS
+from kvcache.kv_fakes import ONE_GROUP, THREE_GROUPS, any_groups, is_recurrent
 
 from penstock.kvcache.layout import blocks_for_request
 
@@ -20,7 +20,7 @@ MAX_MODEL_LEN = 32
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(1, 3),
-        groups=st.sampled_from([ONE_GROUP, THREE_GROUPS]),
+        groups=st.one_of(st.sampled_from([ONE_GROUP, THREE_GROUPS]), any_groups()),
         spare_blocks=st.integers(0, 12),
         caching=st.booleans(),
         chunked=st.booleans(),
@@ -44,14 +44,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts,
     ):
         self.groups = groups
+        step_tokens = num_batched_tokens if chunked else MAX_MODEL_LEN
+        needed = blocks_for_request(groups, MAX_MODEL_LEN, max_step_tokens=step_tokens)
+        if any(map(is_recurrent, groups)):
+            num_drafts = 0  # a state cannot be taken back
         self.engine = Engine(
             depth=depth,
             groups=groups,
-            num_blocks=1 + blocks_for_request(groups, MAX_MODEL_LEN, REGISTRY) + spare_blocks,
+            num_blocks=1 + needed + spare_blocks,
             caching=caching,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=num_batched_tokens if chunked else MAX_MODEL_LEN,
+            max_num_batched_tokens=step_tokens,
             enable_chunked_prefill=chunked,
             long_prefill_token_threshold=threshold if chunked else 0,
             policy=policy,

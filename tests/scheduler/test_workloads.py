@@ -11,7 +11,13 @@ import random
 import pytest
 from fake_device import STOP_TOKEN, expected_output, make_request
 from harness import Engine
-from kvcache.kv_fakes import ONE_GROUP, REGISTRY, THREE_GROUPS
+from kvcache.kv_fakes import (
+    CROSS_GROUPS,
+    HYBRID_GROUPS,
+    ONE_GROUP,
+    THREE_GROUPS,
+    is_recurrent,
+)
 
 from penstock.kvcache.layout import blocks_for_request
 
@@ -19,22 +25,23 @@ MAX_MODEL_LEN = 40
 
 
 def random_engine(rng):
-    groups = rng.choice([ONE_GROUP, THREE_GROUPS])
+    groups = rng.choice([ONE_GROUP, THREE_GROUPS, HYBRID_GROUPS, CROSS_GROUPS])
     chunked = rng.random() < 0.8
+    step_tokens = rng.randint(2, 30) if chunked else MAX_MODEL_LEN
+    needed = blocks_for_request(groups, MAX_MODEL_LEN, max_step_tokens=step_tokens)
+    drafts = [0] if any(map(is_recurrent, groups)) else [0, 0, 1, 3]
     return Engine(
         depth=rng.randint(1, 3),
         groups=groups,
-        num_blocks=1
-        + blocks_for_request(groups, MAX_MODEL_LEN, REGISTRY)
-        + rng.randint(0, 3) * len(groups),
+        num_blocks=1 + needed + rng.randint(0, 3) * len(groups),
         caching=rng.random() < 0.8,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=rng.randint(2, 8),
-        max_num_batched_tokens=rng.randint(2, 30) if chunked else MAX_MODEL_LEN,
+        max_num_batched_tokens=step_tokens,
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=rng.choice([0, 0, 5]) if chunked else 0,
         policy=rng.choice(["fcfs", "priority"]),
-        num_speculative_tokens=rng.choice([0, 0, 1, 3]),
+        num_speculative_tokens=rng.choice(drafts),
     )
 
 
