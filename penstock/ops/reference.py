@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from penstock.ops.attention import AttentionMetadata, paged_attention, varlen_attention
 from penstock.ops.attention import write_kv as write_kv
 from penstock.ops.experts import experts, route
+from penstock.ops.latent_attention import latent_attention, write_latent
 from penstock.ops.quantized import (
     fp4_experts,
     fp4_linear,
@@ -29,6 +30,7 @@ __all__ = [
     "fp8_experts",
     "fp8_linear",
     "int8_linear",
+    "latent_attention",
     "layer_norm",
     "linear",
     "paged_attention",
@@ -41,6 +43,7 @@ __all__ = [
     "w4_experts",
     "w4_linear",
     "write_kv",
+    "write_latent",
 ]
 
 # Matmul and attention choose their summation order by shape, so they are not in this set.
@@ -55,6 +58,7 @@ ROW_INVARIANT = frozenset(
         "rotate_pair",
         "route",
         "write_kv",
+        "write_latent",
     }
 )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from penstock.ops.triton.attention import paged_attention
+from penstock.ops.triton.latent_attention import latent_attention
+from penstock.ops.triton.latent_rotary import norm_rotate_latent
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.pointwise import add_rms_norm, embed, rms_norm, silu_mul
 from penstock.ops.triton.rotary import norm_rotate_write
@@ -14,7 +16,9 @@ __all__ = [
     "add_rms_norm",
     "choose_tokens",
     "embed",
+    "latent_attention",
     "linear",
+    "norm_rotate_latent",
     "norm_rotate_write",
     "paged_attention",
     "rms_norm",
@@ -25,5 +29,13 @@ __all__ = [
 # Attention splits a decode's cache by how many requests there are, and matmul chooses its kernel
 # by how many rows there are: neither is in this set.
 ROW_INVARIANT = frozenset(
-    {"add_rms_norm", "embed", "norm_rotate_write", "rms_norm", "route", "silu_mul"}
+    {
+        "add_rms_norm",
+        "embed",
+        "norm_rotate_latent",
+        "norm_rotate_write",
+        "rms_norm",
+        "route",
+        "silu_mul",
+    }
 )

@@ -32,6 +32,16 @@ class PrefillTile(NamedTuple):
     launch: Launch
 
 
+class LatentDecodePlan(NamedTuple):
+    """The same as DecodePlan, of latent attention: also how many heads a program has."""
+
+    rows: int
+    tile: int
+    splits: int
+    min_tiles: int
+    launch: Launch
+
+
 class RowTile(NamedTuple):
     """A matrix with one row of x: rows and columns of the matrix at once."""
 
@@ -91,6 +101,33 @@ def prompt_tile(element_size: int, max_query_len: int) -> PrefillTile:
     if max_query_len < LONG_QUERY:
         return PrefillTile(64, 32 if max_query_len < SHORT_QUERY else 64, Launch(4, 3))
     return PrefillTile(128, 64, Launch(4, 2))
+
+
+def latent_decode_plan(num_heads: int, element_size: int, num_requests: int) -> LatentDecodePlan:
+    rows = 16
+    while rows < min(num_heads, 16 if element_size == 4 else 64):
+        rows *= 2
+    programs = num_requests * -(-num_heads // rows)
+    splits = 1
+    while splits < 32 and programs * splits < 192:
+        splits *= 2
+    if element_size == 4:
+        return LatentDecodePlan(rows, 16, splits, 4, Launch(4, 1))
+    return LatentDecodePlan(rows, 32, splits, 2, Launch(8 if rows > 32 else 4, 2))
+
+
+def latent_prefill_tile(element_size: int) -> PrefillTile:
+    """Absorbed: rows are tokens by heads."""
+    if element_size == 4:
+        return PrefillTile(16, 16, Launch(4, 1))
+    return PrefillTile(64, 32, Launch(8, 2))
+
+
+def latent_prompt_tile(element_size: int, head_dim: int) -> PrefillTile:
+    """Expanded: rows are tokens. `head_dim` is the larger of key and value, padded."""
+    if element_size == 4 or head_dim > 128:
+        return PrefillTile(32 if element_size == 4 else 64, 32, Launch(4, 2))
+    return PrefillTile(128, 64, Launch(8, 2))
 
 
 def row_tile(in_features: int) -> RowTile:

@@ -1,0 +1,161 @@
+"""Latent attention (MLA): all heads' keys and values are products of one short vector a token.
+
+A layer's cache is ``[num_blocks, block_size, entry]``. A token's entry is its latent vector
+[rank], then the key's rotated part [rope_dim], which all heads share; in an int8 cache the four
+bytes of a scale follow. `up` [heads, nope_dim + value_dim, rank] turns a latent vector into each
+head's key without positions and its value. There are two ways to the same result:
+
+- *expanded*: keys and values of all cached tokens are made, then attended to as usual;
+- *absorbed*: queries go through the keys' part of `up` instead, and attend to the latent vectors
+  themselves; what comes out goes through the values' part. Nothing is made of a cached token, but
+  products are longer: this is for queries of few tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.attention import AttentionMetadata, from_int8_entries, to_int8_entries
+
+
+def write_latent(entries: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Store a step's entries [n, rank + rope_dim] at their slots in the cache."""
+    block_size = cache.shape[1]
+    stored = to_int8_entries(entries) if cache.dtype == torch.int8 else entries.to(cache.dtype)
+    cache[slot_mapping // block_size, slot_mapping % block_size] = stored
+
+
+def latent_attention(
+    nope: torch.Tensor,  # [num_tokens, heads, nope_dim]: the part of queries without positions
+    rope: torch.Tensor,  # [num_tokens, heads, rope_dim]: the rotated part
+    cache: torch.Tensor,  # [num_blocks, block_size, entry]
+    metadata: AttentionMetadata,
+    up: torch.Tensor,  # [heads, nope_dim + value_dim, rank]
+    scale: float,
+    entries: torch.Tensor | None = None,  # [num_tokens, rank + rope_dim]: the step's own
+) -> torch.Tensor:
+    """Causal attention of each token to its request's cache: [num_tokens, heads, value_dim].
+
+    The step's entries are in the cache already; implementations that can use them where they lie
+    side by side may do so. Decodes are computed together, longer queries one request at a time.
+    """
+    num_tokens, num_heads, nope_dim = nope.shape
+    output = nope.new_empty(num_tokens, num_heads, up.shape[1] - nope_dim)
+    decodes = metadata.num_decodes
+    if decodes:
+        output[:decodes] = _decode(nope[:decodes], rope[:decodes], cache, metadata, up, scale)
+    starts, seq_lens = metadata.query_starts.tolist(), metadata.seq_lens.tolist()
+    for index in range(decodes, len(seq_lens)):
+        rows, seq_len = slice(starts[index], starts[index + 1]), seq_lens[index]
+        num_blocks = -(-seq_len // cache.shape[1])
+        cached = _gather(cache, metadata.block_table[index : index + 1, :num_blocks])
+        attend = _expanded if is_worth_expanding(len(nope[rows]), up) else _absorbed
+        output[rows] = attend(nope[rows], rope[rows], cached[0, :seq_len], up, scale)
+    return output
+
+
+def is_worth_expanding(query_len: int, up: torch.Tensor) -> bool:
+    """Whether making keys and values costs less than the longer products without them."""
+    _, both, rank = up.shape  # for one cached token and head: rank * both, once for all queries
+    return query_len * (2 * rank - both) > rank * both
+
+
+def absorb_keys(nope: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Queries [n, heads, nope_dim] as they meet latent vectors: [n, heads, rank]."""
+    n, heads, nope_dim = nope.shape
+    absorbed = nope.new_empty(n, heads, up.shape[2])
+    torch.bmm(nope.transpose(0, 1), up[:, :nope_dim], out=absorbed.transpose(0, 1))
+    return absorbed
+
+
+def expand_values(latent: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
+    """Sums of latent vectors [n, heads, rank] as values, in `out` [n, heads, value_dim]."""
+    values = up[:, up.shape[1] - out.shape[2] :]  # [heads, value_dim, rank]
+    torch.bmm(latent.transpose(0, 1), values.transpose(1, 2), out=out.transpose(0, 1))
+
+
+def _gather(cache: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Entries of the blocks in table [n, blocks]: [n, tokens, rank + rope_dim]."""
+    pages = cache[table]
+    if pages.dtype == torch.int8:
+        pages = from_int8_entries(pages)
+    return pages.flatten(1, 2)
+
+
+def _decode(
+    nope: torch.Tensor,  # one token a request
+    rope: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: AttentionMetadata,
+    up: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    n, num_heads, nope_dim = nope.shape
+    seq_lens = metadata.seq_lens[:n]
+    num_blocks = -(-int(seq_lens.max()) // cache.shape[1])
+    cached = _gather(cache, metadata.block_table[:n, :num_blocks])
+    mask = torch.arange(cached.shape[1], device=nope.device) < seq_lens[:, None]
+    # What lies behind a request's last token is another's leftover. Weight zero is not enough to
+    # keep it out: zero times infinity is no number.
+    cached = cached.masked_fill_(~mask[:, :, None], 0.0).to(nope.dtype)
+    query = torch.cat([absorb_keys(nope, up), rope], dim=-1)
+    # One key for all heads, which stand where a longer query's rows would.
+    latent = F.scaled_dot_product_attention(
+        query[:, None],
+        cached[:, None],
+        cached[:, None, :, : up.shape[2]],
+        attn_mask=mask[:, None, None, :],
+        scale=scale,
+    )
+    output = nope.new_empty(n, num_heads, up.shape[1] - nope_dim)
+    expand_values(latent[:, 0], up, output)
+    return output
+
+
+def _absorbed(
+    nope: torch.Tensor,  # [q, heads, nope_dim], the last q tokens
+    rope: torch.Tensor,
+    cached: torch.Tensor,  # [k, rank + rope_dim]
+    up: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    (q, num_heads, nope_dim), rank = nope.shape, up.shape[2]
+    cached = cached.to(nope.dtype)
+    query = torch.cat([absorb_keys(nope, up), rope], dim=-1).flatten(0, 1)  # [q * heads, entry]
+    mask = _causal_mask(q, len(cached), nope.device).repeat_interleave(num_heads, dim=0)
+    latent = F.scaled_dot_product_attention(
+        query[None, None], cached[None, None], cached[None, None, :, :rank],
+        attn_mask=mask, scale=scale,
+    )  # fmt: skip
+    output = nope.new_empty(q, num_heads, up.shape[1] - nope_dim)
+    expand_values(latent.view(q, num_heads, rank), up, output)
+    return output
+
+
+def _expanded(
+    nope: torch.Tensor,  # [q, heads, nope_dim], the last q tokens
+    rope: torch.Tensor,
+    cached: torch.Tensor,  # [k, rank + rope_dim]
+    up: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    num_heads, nope_dim = nope.shape[1:]
+    latent, key_rope = cached.to(nope.dtype).split([up.shape[2], rope.shape[2]], dim=-1)
+    both = F.linear(latent, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
+    key_rope = key_rope[:, None].expand(-1, num_heads, -1)
+    key = torch.cat([both[..., :nope_dim], key_rope], dim=-1)  # [k, heads, nope_dim + rope_dim]
+    output = F.scaled_dot_product_attention(
+        torch.cat([nope, rope], dim=-1).transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        both[..., nope_dim:].transpose(0, 1)[None],
+        attn_mask=_causal_mask(len(nope), len(cached), nope.device),
+        scale=scale,
+    )
+    return output[0].transpose(0, 1)
+
+
+def _causal_mask(q: int, k: int, device: torch.device) -> torch.Tensor:
+    """[q, k]: which of k tokens the last q see."""
+    tokens = torch.arange(k, device=device)
+    return tokens <= tokens[k - q :, None]

@@ -1,0 +1,455 @@
+"""Latent attention over the paged cache: absorbed for what has a past, expanded for prompts.
+
+Absorbed, a tile's rows are heads, or a few tokens by heads: a latent vector is loaded once for all
+of them, and is their key and their value. Lengths are read on the device, so that a captured launch
+stays right as sequences grow. `penstock.ops.latent_attention` says what the two ways are.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from penstock.ops.attention import AttentionMetadata
+from penstock.ops.latent_attention import absorb_keys, expand_values
+from penstock.ops.triton.lookup import find_request
+from penstock.ops.triton.tuning import latent_decode_plan, latent_prefill_tile, latent_prompt_tile
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _latent_tiles(
+    acc, best, total, q, q_rope, cache_ptr, table_ptr, positions, low, high, page_stride, scale,
+    MASKED: tl.constexpr, RANK: tl.constexpr, DIMS: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over cached tokens low..high; unmasked where every row sees them all."""
+    dims, rope_dims = tl.arange(0, DIMS), tl.arange(0, ROPE_DIMS)
+    for at in range(low, high, TILE):
+        tokens = at + tl.arange(0, TILE)
+        there = tokens < high
+        page = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        base = cache_ptr + page * page_stride + (tokens % BLOCK_SIZE) * (RANK + ROPE)
+        latent = tl.load(
+            base[:, None] + dims[None, :], mask=there[:, None] & (dims < RANK)[None, :], other=0.0
+        ).to(q.dtype)
+        rope = tl.load(
+            base[:, None] + RANK + rope_dims[None, :],
+            mask=there[:, None] & (rope_dims < ROPE)[None, :], other=0.0,
+        ).to(q.dtype)  # fmt: skip
+        s = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
+        s = tl.dot(q_rope, tl.trans(rope), s, input_precision=PRECISION) * scale
+        if MASKED:
+            s = tl.where(there[None, :] & (tokens[None, :] <= positions[:, None]), s, float("-inf"))
+        new_best = tl.maximum(best, tl.max(s, axis=1))
+        weight = tl.exp2(best - new_best)
+        p = tl.exp2(s - new_best[:, None])
+        total = total * weight + tl.sum(p, axis=1)
+        acc = acc * weight[:, None]
+        acc = tl.dot(p.to(q.dtype), latent, acc, input_precision=PRECISION)
+        best = new_best
+    return acc, best, total
+
+
+@triton.jit
+def _load_queries(
+    q_ptr, q_rope_ptr, rows, heads, row_mask, HEADS: tl.constexpr, RANK: tl.constexpr,
+    DIMS: tl.constexpr, ROPE: tl.constexpr, ROPE_DIMS: tl.constexpr,
+):  # fmt: skip
+    """Queries of those rows and heads: [n, DIMS] to meet latent vectors, and [n, ROPE_DIMS]."""
+    dims, rope_dims = tl.arange(0, DIMS), tl.arange(0, ROPE_DIMS)
+    at = rows.to(tl.int64) * HEADS + heads
+    q = tl.load(
+        q_ptr + at[:, None] * RANK + dims[None, :],
+        mask=row_mask[:, None] & (dims < RANK)[None, :], other=0.0,
+    )  # fmt: skip
+    q_rope = tl.load(
+        q_rope_ptr + at[:, None] * ROPE + rope_dims[None, :],
+        mask=row_mask[:, None] & (rope_dims < ROPE)[None, :], other=0.0,
+    )  # fmt: skip
+    return q, q_rope
+
+
+@triton.jit
+def _decode_kernel(
+    q_ptr,  # [rows, HEADS, RANK]
+    q_rope_ptr,  # [rows, HEADS, ROPE]
+    cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr,
+    out_ptr,  # [rows, HEADS, RANK]
+    partial_ptr,  # [requests, HEADS, SPLITS, RANK] float32
+    lse_ptr,  # [requests, HEADS, SPLITS] float32, base 2
+    arrived_ptr,  # [requests, head groups] int32, zero before and after
+    page_stride, table_stride, scale,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, DIMS: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One request, ROWS heads, one part of its cache. Requests of other lengths are skipped.
+
+    The program that is done last with a request's parts puts them together.
+    """
+    request, head_group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_starts_ptr + request)
+    if tl.load(query_starts_ptr + request + 1) - start != 1:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    num_tiles = (seq_len + TILE - 1) // TILE
+    tiles_each = tl.maximum((num_tiles + SPLITS - 1) // SPLITS, MIN_TILES)
+    num_parts = (num_tiles + tiles_each - 1) // tiles_each
+    if split >= num_parts:
+        return
+    low = split * tiles_each * TILE
+    high = tl.minimum(low + tiles_each * TILE, seq_len)
+
+    heads = head_group * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    row_mask = heads < HEADS
+    mask = row_mask[:, None] & (dims < RANK)[None, :]
+    rows = tl.full([ROWS], 0, tl.int32) + start
+    q, q_rope = _load_queries(
+        q_ptr, q_rope_ptr, rows, heads, row_mask, HEADS, RANK, DIMS, ROPE, ROPE_DIMS
+    )
+    best = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    positions = tl.full([ROWS], 0, tl.int32) + seq_len - 1
+    acc, best, total = _latent_tiles(
+        acc, best, total, q, q_rope, cache_ptr, table_ptr + request.to(tl.int64) * table_stride,
+        positions, low, high, page_stride, scale, True, RANK, DIMS, ROPE, ROPE_DIMS, BLOCK_SIZE,
+        TILE, PRECISION,
+    )  # fmt: skip
+    acc = acc / total[:, None]
+    at_out = out_ptr + (start.to(tl.int64) * HEADS + heads)[:, None] * RANK + dims[None, :]
+    if num_parts == 1:
+        tl.store(at_out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        # A part's share of the softmax is 2 ** lse.
+        at_part = (request.to(tl.int64) * HEADS + heads) * SPLITS
+        tl.store(lse_ptr + at_part + split, best + tl.log2(total), mask=row_mask)
+        at_partial = partial_ptr + at_part[:, None] * RANK + dims[None, :]
+        tl.store(at_partial + split * RANK, acc, mask=mask)
+        tl.debug_barrier()  # the whole program has written before one thread says so
+        arrived = arrived_ptr + request * tl.num_programs(1) + head_group
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == num_parts - 1:
+            # What other programs wrote is in the L2 cache, perhaps not in this processor's own.
+            splits = tl.arange(0, SPLITS)
+            lse = tl.load(
+                lse_ptr + at_part[:, None] + splits[None, :],
+                mask=row_mask[:, None] & (splits < num_parts)[None, :], other=float("-inf"),
+                cache_modifier=".cg",
+            )  # fmt: skip
+            top = tl.max(tl.where(row_mask[:, None], lse, 0.0), axis=1)
+            norm = tl.sum(tl.exp2(lse - top[:, None]), axis=1)
+            acc = tl.zeros([ROWS, DIMS], tl.float32)
+            for part in range(num_parts):
+                share = tl.load(
+                    lse_ptr + at_part + part, mask=row_mask, other=float("-inf"),
+                    cache_modifier=".cg",
+                )  # fmt: skip
+                value = tl.load(
+                    at_partial + part * RANK, mask=mask, other=0.0, cache_modifier=".cg"
+                )
+                acc += value * tl.exp2(share - top)[:, None]
+            acc = acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
+            tl.store(at_out, acc.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(arrived, 0)
+
+
+# Numbers that change from step to step must not make new variants of the kernel.
+@triton.jit(do_not_specialize=["first_request", "num_requests", "first_row"])
+def _prefill_kernel(
+    q_ptr, q_rope_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, out_ptr,
+    page_stride, table_stride, first_request, num_requests, first_row, scale,
+    SKIP_SINGLE: tl.constexpr, HEADS: tl.constexpr, HEAD_ROWS: tl.constexpr,
+    QUERIES: tl.constexpr, RANK: tl.constexpr, DIMS: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """QUERIES tokens of one request by HEAD_ROWS heads; queries begin at the step's `first_row`."""
+    # The last tiles of a long prompt see the most: start them first.
+    number = tl.num_programs(1) - 1 - tl.program_id(1)
+    request, tile = find_request(query_starts_ptr, number, first_request, num_requests, QUERIES)
+    start = tl.load(query_starts_ptr + request)
+    query_len = tl.load(query_starts_ptr + request + 1) - start
+    first_query = tile * QUERIES
+    if first_query >= query_len:
+        return
+    if SKIP_SINGLE:  # noqa: SIM102  known when compiled, unlike the length
+        if query_len == 1:
+            return
+    seq_len = tl.load(seq_lens_ptr + request)
+    past = seq_len - query_len
+
+    rows = tl.arange(0, QUERIES * HEAD_ROWS)
+    dims = tl.arange(0, DIMS)
+    queries = first_query + rows // HEAD_ROWS
+    heads = tl.program_id(0) * HEAD_ROWS + rows % HEAD_ROWS
+    row_mask = (queries < query_len) & (heads < HEADS)
+    at = start - first_row + queries
+    q, q_rope = _load_queries(
+        q_ptr, q_rope_ptr, at, heads, row_mask, HEADS, RANK, DIMS, ROPE, ROPE_DIMS
+    )
+    positions = past + queries
+    best = tl.full([QUERIES * HEAD_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * HEAD_ROWS], tl.float32)
+    acc = tl.zeros([QUERIES * HEAD_ROWS, DIMS], tl.float32)
+    # Tokens before `clear` are seen by every row; from there on each row sees its own.
+    clear = (past + first_query + 1) // TILE * TILE
+    high = tl.minimum(past + first_query + QUERIES, seq_len)
+    table = table_ptr + request.to(tl.int64) * table_stride
+    acc, best, total = _latent_tiles(
+        acc, best, total, q, q_rope, cache_ptr, table, positions, 0, clear, page_stride, scale,
+        False, RANK, DIMS, ROPE, ROPE_DIMS, BLOCK_SIZE, TILE, PRECISION,
+    )  # fmt: skip
+    acc, best, total = _latent_tiles(
+        acc, best, total, q, q_rope, cache_ptr, table, positions, clear, high, page_stride, scale,
+        True, RANK, DIMS, ROPE, ROPE_DIMS, BLOCK_SIZE, TILE, PRECISION,
+    )  # fmt: skip
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    at_out = (at.to(tl.int64) * HEADS + heads)[:, None] * RANK + dims[None, :]
+    tl.store(out_ptr + at_out, out, mask=row_mask[:, None] & (dims < RANK)[None, :])
+
+
+@triton.jit
+def _prompt_tiles(
+    acc, best, total, q, q_rope, key_ptr, key_rope_ptr, queries, length, low, high, scale,
+    both_stride, entry_stride,
+    MASKED: tl.constexpr, NOPE: tl.constexpr, NOPE_DIMS: tl.constexpr, ROPE: tl.constexpr,
+    ROPE_DIMS: tl.constexpr, VALUE: tl.constexpr, VALUE_DIMS: tl.constexpr, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over a prompt's tokens low..high; unmasked where every row sees them."""
+    nope_dims, rope_dims = tl.arange(0, NOPE_DIMS), tl.arange(0, ROPE_DIMS)
+    value_dims = tl.arange(0, VALUE_DIMS)
+    for at in range(low, high, TILE):
+        tokens = at + tl.arange(0, TILE)
+        there = (tokens < length)[:, None]
+        both = key_ptr + tokens.to(tl.int64)[:, None] * both_stride
+        key = tl.load(
+            both + nope_dims[None, :], mask=there & (nope_dims < NOPE)[None, :], other=0.0
+        )
+        key_rope = tl.load(
+            key_rope_ptr + tokens.to(tl.int64)[:, None] * entry_stride + rope_dims[None, :],
+            mask=there & (rope_dims < ROPE)[None, :], other=0.0,
+        )  # fmt: skip
+        s = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+        s = tl.dot(q_rope, tl.trans(key_rope), s, input_precision=PRECISION) * scale
+        if MASKED:
+            s = tl.where(tokens[None, :] <= queries[:, None], s, float("-inf"))
+        new_best = tl.maximum(best, tl.max(s, axis=1))
+        p = tl.exp2(s - new_best[:, None])
+        weight = tl.exp2(best - new_best)
+        total = total * weight + tl.sum(p, axis=1)
+        acc = acc * weight[:, None]
+        value = tl.load(
+            both + NOPE + value_dims[None, :],
+            mask=there & (value_dims < VALUE)[None, :], other=0.0,
+        )  # fmt: skip
+        acc = tl.dot(p.to(q.dtype), value, acc, input_precision=PRECISION)
+        best = new_best
+    return acc, best, total
+
+
+@triton.jit(do_not_specialize=["first_request", "num_requests", "first_row"])
+def _prompt_kernel(
+    q_ptr,  # [n, heads, NOPE], any strides but the last
+    q_rope_ptr,  # [n, heads, ROPE]
+    both_ptr,  # [prompt rows, heads, NOPE + VALUE]: keys and values, of rows from first_row on
+    key_rope_ptr,  # [n, ...]
+    query_starts_ptr,
+    out_ptr,  # [n, heads, VALUE]
+    q_stride, q_head_stride, entry_stride, first_request, num_requests, first_row, scale,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, NOPE: tl.constexpr, NOPE_DIMS: tl.constexpr,
+    ROPE: tl.constexpr, ROPE_DIMS: tl.constexpr, VALUE: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """QUERIES tokens of one prompt, one head."""
+    number = tl.num_programs(1) - 1 - tl.program_id(1)
+    head = tl.program_id(0)
+    request, tile = find_request(query_starts_ptr, number, first_request, num_requests, QUERIES)
+    start = tl.load(query_starts_ptr + request).to(tl.int64)
+    length = (tl.load(query_starts_ptr + request + 1) - start).to(tl.int32)
+    first = tile * QUERIES
+    if first >= length:
+        return
+    queries = first + tl.arange(0, QUERIES)
+    nope_dims, rope_dims = tl.arange(0, NOPE_DIMS), tl.arange(0, ROPE_DIMS)
+    value_dims = tl.arange(0, VALUE_DIMS)
+    row_mask = (queries < length)[:, None]
+    at = (start + queries)[:, None]
+    q = tl.load(
+        q_ptr + at * q_stride + head * q_head_stride + nope_dims[None, :],
+        mask=row_mask & (nope_dims < NOPE)[None, :], other=0.0,
+    )  # fmt: skip
+    q_rope = tl.load(
+        q_rope_ptr + (at * HEADS + head) * ROPE + rope_dims[None, :],
+        mask=row_mask & (rope_dims < ROPE)[None, :], other=0.0,
+    )  # fmt: skip
+    best = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, VALUE_DIMS], tl.float32)
+    both_stride = HEADS * (NOPE + VALUE)
+    key = both_ptr + (start - first_row) * both_stride + head * (NOPE + VALUE)
+    key_rope = key_rope_ptr + start * entry_stride
+    # Tokens before `clear` are seen by every row; from there on each row sees its own.
+    clear = (first + 1) // TILE * TILE
+    high = tl.minimum(first + QUERIES, length)
+    acc, best, total = _prompt_tiles(
+        acc, best, total, q, q_rope, key, key_rope, queries, length, 0, clear, scale,
+        both_stride, entry_stride, False, NOPE, NOPE_DIMS, ROPE, ROPE_DIMS, VALUE, VALUE_DIMS,
+        TILE, PRECISION,
+    )  # fmt: skip
+    acc, best, total = _prompt_tiles(
+        acc, best, total, q, q_rope, key, key_rope, queries, length, clear, high, scale,
+        both_stride, entry_stride, True, NOPE, NOPE_DIMS, ROPE, ROPE_DIMS, VALUE, VALUE_DIMS,
+        TILE, PRECISION,
+    )  # fmt: skip
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    at_out = (at * HEADS + head) * VALUE + value_dims[None, :]
+    tl.store(out_ptr + at_out, out, mask=row_mask & (value_dims < VALUE)[None, :])
+
+
+def latent_attention(
+    nope: torch.Tensor,  # [num_tokens, heads, nope_dim]
+    rope: torch.Tensor,  # [num_tokens, heads, rope_dim]
+    cache: torch.Tensor,  # [num_blocks, block_size, rank + rope_dim]
+    metadata: AttentionMetadata,
+    up: torch.Tensor,  # [heads, nope_dim + value_dim, rank]
+    scale: float,
+    entries: torch.Tensor | None = None,  # [num_tokens, rank + rope_dim]: the step's own
+) -> torch.Tensor:
+    """As the reference: [num_tokens, heads, value_dim].
+
+    Prompts without anything before them are expanded from the step's own entries, everything else
+    is absorbed.
+    """
+    num_tokens, num_heads, nope_dim = nope.shape
+    rope = rope.contiguous()
+    output = torch.empty(
+        (num_tokens, num_heads, up.shape[1] - nope_dim), dtype=nope.dtype, device=nope.device
+    )
+    decodes, requests = metadata.num_decodes, len(metadata.seq_lens)
+    step = _Step(nope, rope, cache, metadata, up, scale * LOG2_E, output)
+    if not metadata.num_prompts or entries is None:
+        has_longer = metadata.max_query_len > 1 and (metadata.any_order or decodes < requests)
+        step.absorbed(slice(0, num_tokens), decodes > 0, has_longer)
+        return output
+    end = decodes + metadata.num_prompt_rows
+    step.expanded(entries)
+    if decodes:
+        step.absorbed(slice(0, decodes), True, False)
+    if decodes + metadata.num_prompts < requests:
+        step.absorbed(slice(end, num_tokens), False, True)
+    return output
+
+
+class _Step:
+    """One call's tensors; `scale` is for scores in base 2."""
+
+    def __init__(
+        self,
+        nope: torch.Tensor,
+        rope: torch.Tensor,
+        cache: torch.Tensor,
+        metadata: AttentionMetadata,
+        up: torch.Tensor,
+        scale: float,
+        output: torch.Tensor,
+    ) -> None:
+        self.nope, self.rope, self.cache, self.metadata = nope, rope, cache, metadata
+        self.up, self.scale, self.output = up, scale, output
+        self.rank, self.rope_dim = up.shape[2], rope.shape[2]
+        # Float32 means float32: the tensor cores' short form would not match the reference.
+        self.precision = "ieee" if nope.dtype == torch.float32 else "tf32"
+
+    def absorbed(self, rows: slice, has_single: bool, has_longer: bool) -> None:
+        """Requests whose queries are these rows: those of one token, those of more."""
+        query, rope = absorb_keys(self.nope[rows], self.up), self.rope[rows]
+        latent = torch.empty_like(query)
+        if has_single:
+            self._decode(query, rope, latent)
+        if has_longer:
+            self._prefill(query, rope, latent, rows.start)
+        expand_values(latent, self.up, self.output[rows])
+
+    def _decode(self, query: torch.Tensor, rope: torch.Tensor, latent: torch.Tensor) -> None:
+        metadata, num_heads = self.metadata, query.shape[1]
+        requests = metadata.num_decodes
+        plan = latent_decode_plan(num_heads, query.element_size(), requests)
+        groups = triton.cdiv(num_heads, plan.rows)
+        shape = (requests, num_heads, plan.splits)
+        is_split = plan.splits > 1
+        partial = torch.empty(
+            (*shape, self.rank) if is_split else 1, dtype=torch.float32, device=query.device
+        )
+        lse = torch.empty(shape if is_split else 1, dtype=torch.float32, device=query.device)
+        arrived = metadata.arrived
+        if arrived is None or len(arrived) < requests * groups:
+            arrived = torch.zeros(requests * groups, dtype=torch.int32, device=query.device)
+        _decode_kernel[(requests, groups, plan.splits)](
+            query, rope, self.cache, metadata.block_table, metadata.seq_lens,
+            metadata.query_starts, latent, partial, lse, arrived,
+            self.cache.stride(0), metadata.block_table.stride(0), self.scale,
+            HEADS=num_heads, ROWS=plan.rows, SPLITS=plan.splits, MIN_TILES=plan.min_tiles,
+            TILE=plan.tile, **self._sizes(),
+            num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
+        )  # fmt: skip
+
+    def _prefill(
+        self, query: torch.Tensor, rope: torch.Tensor, latent: torch.Tensor, first_row: int
+    ) -> None:
+        metadata, num_heads = self.metadata, query.shape[1]
+        tile = latent_prefill_tile(query.element_size())
+        head_rows = min(triton.next_power_of_2(num_heads), tile.rows)
+        queries = tile.rows // head_rows
+        # Where single tokens may stand anywhere, all requests are looked at and those skipped.
+        first = rows_done = 0
+        if not metadata.any_order:
+            first = rows_done = metadata.num_decodes
+            if first_row:
+                first, rows_done = first + metadata.num_prompts, first_row
+        requests = len(metadata.seq_lens) - first
+        num_tiles = (first_row + len(query) - rows_done) // queries + requests
+        _prefill_kernel[(triton.cdiv(num_heads, head_rows), num_tiles)](
+            query, rope, self.cache, metadata.block_table, metadata.seq_lens,
+            metadata.query_starts, latent, self.cache.stride(0), metadata.block_table.stride(0),
+            first, requests, first_row, self.scale,
+            SKIP_SINGLE=metadata.any_order, HEADS=num_heads, HEAD_ROWS=head_rows, QUERIES=queries,
+            TILE=tile.tokens, **self._sizes(),
+            num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
+        )  # fmt: skip
+
+    def expanded(self, entries: torch.Tensor) -> None:
+        """The step's prompts that have nothing in the cache before them."""
+        metadata, nope = self.metadata, self.nope
+        num_heads, nope_dim = nope.shape[1:]
+        value_dim = self.up.shape[1] - nope_dim
+        first_row = metadata.num_decodes
+        own = entries[first_row : first_row + metadata.num_prompt_rows, : self.rank]
+        both = F.linear(own, self.up.flatten(0, 1))  # [prompt rows, heads * (nope + value)]
+        tile = latent_prompt_tile(nope.element_size(), _padded(max(nope_dim, value_dim)))
+        num_tiles = metadata.num_prompt_rows // tile.rows + metadata.num_prompts
+        _prompt_kernel[(num_heads, num_tiles)](
+            nope, self.rope, both, entries[:, self.rank :], metadata.query_starts, self.output,
+            nope.stride(0), nope.stride(1), entries.stride(0),
+            metadata.num_decodes, metadata.num_prompts, first_row, self.scale,
+            HEADS=num_heads, QUERIES=tile.rows, NOPE=nope_dim, NOPE_DIMS=_padded(nope_dim),
+            ROPE=self.rope_dim, ROPE_DIMS=_padded(self.rope_dim), VALUE=value_dim,
+            VALUE_DIMS=_padded(value_dim), TILE=tile.tokens, PRECISION=self.precision,
+            num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
+        )  # fmt: skip
+
+    def _sizes(self) -> dict[str, int | str]:
+        return {
+            "RANK": self.rank, "DIMS": _padded(self.rank), "ROPE": self.rope_dim,
+            "ROPE_DIMS": _padded(self.rope_dim), "BLOCK_SIZE": self.cache.shape[1],
+            "PRECISION": self.precision,
+        }  # fmt: skip
+
+
+def _padded(size: int) -> int:
+    return max(triton.next_power_of_2(size), 16)
