@@ -19,10 +19,12 @@ from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.observer import Observer, RequestRecord
 from penstock.engine.supervisor import Aftermath, Quarantine, Supervisor
 from penstock.protocol.delta import EngineDelta, FinishReason
-from penstock.protocol.errors import CrashFault, EngineDeadError
+from penstock.protocol.errors import CrashFault, EngineDeadError, waited_too_long
 from penstock.protocol.request import EngineRequest
 
 logger = logging.getLogger(__name__)
+
+LOOKS_PER_WAIT = 8  # how finely the time is measured that requests wait here
 
 
 class DeltaStream:
@@ -96,6 +98,8 @@ class AsyncEngineClient:
         self._quarantine = Quarantine(self._config.max_request_crashes)
         self._held: dict[str, None] = {}  # not on the engine, or only there for a trial
         self._streams: dict[str, DeltaStream] = {}
+        self._queue_timeout_s: float | None = None
+        self._waits_timer: asyncio.TimerHandle | None = None
         self._had_progress = False  # on this engine
         self._is_closing = False
 
@@ -109,12 +113,15 @@ class AsyncEngineClient:
 
     async def load(self, config: EngineConfig) -> EngineInfo:
         """Have the engine load its model. Raises what kept it from that."""
+        self._queue_timeout_s = config.scheduler.queue_timeout_s
         return await self._supervisor.load(config)
 
     async def close(self) -> None:
         """Stop the process; requests that are left get `EngineDeadError`."""
         self._is_closing = True
         self._fail_all(EngineDeadError("the server is shutting down"))
+        if self._waits_timer is not None:
+            self._waits_timer.cancel()
         await self._supervisor.close()
 
     def kill(self) -> None:
@@ -183,15 +190,21 @@ class AsyncEngineClient:
         """The request as it must be sent to go on after the tokens that have come for it."""
         record = self.records[request_id]
         seen = record.request.output_token_ids + record.token_ids
-        return msgspec.structs.replace(record.request, output_token_ids=seen)
+        return msgspec.structs.replace(
+            record.request, output_token_ids=seen, has_run=record.has_run
+        )
 
     def _dispatch(self) -> None:
-        """Send what may be sent: everything, or one suspect alone."""
-        if not self._held or not self.is_healthy:
+        """Send what may be sent: everything, or one suspect alone. The others wait here."""
+        if not self._held:
+            return
+        if not self.is_healthy:
+            self._watch_waits()
             return
         if self._quarantine:
             if self._quarantine.on_trial is None:
                 self._add(self._quarantine.next_trial())
+            self._watch_waits()
             return
         held, self._held = self._held, {}
         for request_id in held:
@@ -210,6 +223,28 @@ class AsyncEngineClient:
         """Have the engine end these requests, whether it has them or not."""
         if request_ids and self.is_healthy:
             self._engine.send(messages.FINISH, messages.encode(messages.Finish(request_ids)))
+
+    def _watch_waits(self) -> None:
+        """See to it that nobody waits here for too long; who is on an engine, that looks after."""
+        if self._queue_timeout_s is not None and self._waits_timer is None:
+            self._waits_timer = asyncio.get_running_loop().call_later(
+                self._queue_timeout_s / LOOKS_PER_WAIT, self._end_long_waits
+            )
+
+    def _end_long_waits(self) -> None:
+        assert self._queue_timeout_s is not None
+        self._waits_timer = None
+        latest = time.monotonic() - self._queue_timeout_s
+        for record in [self.records[request_id] for request_id in self._held]:
+            if record.is_new and record.request.arrival_time < latest:
+                delta = EngineDelta(
+                    request_id=record.request_id,
+                    finish_reason=FinishReason.ERROR,
+                    error=waited_too_long(self._queue_timeout_s),
+                    can_retry=True,
+                )
+                self._on_delta(record, delta, time.monotonic())
+        self._dispatch()
 
     # -- what comes back
 
@@ -298,9 +333,11 @@ class AsyncEngineClient:
         for request_id in on_engine:
             self.records[request_id].num_deaths += 1
             self.records[request_id].is_interrupted = True
+            self.records[request_id].has_run |= request_id in death.executing
         for record in self.records.values():
             record.num_tokens_at_death = len(record.token_ids)
         self._held = dict.fromkeys(self.records)
+        self._watch_waits()
         accused, convict, was_alone = self._quarantine.on_death(suspects)
         if accused:
             logger.warning("Requests that may have killed the engine: %s", ", ".join(accused))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from penstock.engine.messages import EngineInfo, Outputs
 
 logger = logging.getLogger(__name__)
 
+SOCKET_NAME = "engine"
 CLOSE_TIMEOUT_S = 10.0
 LAST_WORDS_TIMEOUT_S = 1.0
 SILENCE_MS = 20  # after which a dead engine has said all that will arrive
@@ -87,7 +87,10 @@ class EngineHandle:
     """
 
     def __init__(self, on_outputs: Callable[[Outputs], None], hang_watch: HangWatch) -> None:
-        """Start the process: it imports what it needs while the caller does other things."""
+        """Start the process: it imports what it needs while the caller does other things.
+
+        Raises OSError where there is no process, memory or file to be had.
+        """
         self.info: EngineInfo | None = None
         self._on_outputs = on_outputs
         self._hang_watch = hang_watch
@@ -99,27 +102,36 @@ class EngineHandle:
         self._ready_at: float | None = None
         self._failure: messages.Failed | None = None
         self._has_exited = False
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
-        address = f"ipc://{self._folder}/engine"
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.set_hwm(0)
-        self._socket.bind(address)
-        self._box = BlackBox.create()
-        try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "penstock.engine.process", address, str(self._box.fd)],
-                stdin=subprocess.PIPE,  # it ends when this pipe closes, however we end
-                pass_fds=[self._box.fd],
-                start_new_session=True,  # Ctrl-C in a terminal is for us alone
-            )
-        except OSError:
-            self._give_back()
-            raise
+        self._is_heard = True
+        with contextlib.ExitStack() as on_failure:
+            self._open(on_failure)
+            self._give_back = on_failure.pop_all().close
         self._receiver = asyncio.ensure_future(self._receive())
         self._receiver.add_done_callback(self._on_deafness)
         self._looking = asyncio.ensure_future(self._look_for_hangs())
         threading.Thread(target=self._wait_for_exit, name="engine-watch", daemon=True).start()
+
+    def _open(self, stack: contextlib.ExitStack) -> None:
+        """Get all that a process needs, and the process; `stack` gives back what there is."""
+        self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
+        stack.callback(self._remove_socket_file)
+        self._box = BlackBox.create()
+        stack.callback(self._box.close)
+        address = f"ipc://{self._folder / SOCKET_NAME}"
+        try:
+            context = zmq.asyncio.Context()
+            stack.callback(context.destroy, linger=0)
+            self._socket = context.socket(zmq.DEALER)
+            self._socket.set_hwm(0)
+            self._socket.bind(address)
+        except zmq.ZMQError as error:  # an OSError by rights
+            raise OSError(error.errno, f"no socket to an engine: {error}") from error
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "penstock.engine.process", address, str(self._box.fd)],
+            stdin=subprocess.PIPE,  # it ends when this pipe closes, however we end
+            pass_fds=[self._box.fd],
+            start_new_session=True,  # Ctrl-C in a terminal is for us alone
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -176,6 +188,7 @@ class EngineHandle:
     def _on_deafness(self, receiver: asyncio.Task[None]) -> None:
         """An engine that nobody listens to would seem well, and its requests wait forever."""
         if not receiver.cancelled() and (error := receiver.exception()) is not None:
+            self._is_heard = False  # what came later would not follow on what was taken in
             logger.critical("What the engine sent was not taken in: it is killed", exc_info=error)
             self.kill()
 
@@ -194,7 +207,9 @@ class EngineHandle:
 
     def _remove_socket_file(self) -> None:
         """A connection outlives the file that it was made through."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (self._folder / SOCKET_NAME).unlink(missing_ok=True)
+            self._folder.rmdir()  # unlike shutil.rmtree, where no file can be opened, too
 
     # -- its end
 
@@ -218,7 +233,8 @@ class EngineHandle:
         self._looking.cancel()
         self._receiver.cancel()
         await asyncio.gather(self._looking, self._receiver, return_exceptions=True)
-        await self._hear_last_words(may_have_some=code == 1)
+        if self._is_heard:
+            await self._hear_last_words(may_have_some=code == 1)
         ready_at, now = self._ready_at, time.monotonic()
         death = Death(
             how=self._hang or (f"signal {-code}" if code < 0 else f"exit code {code}"),
@@ -240,8 +256,3 @@ class EngineHandle:
                 self._take(frame)
             elif not may_have_some or self._failure or time.monotonic() > deadline:
                 return
-
-    def _give_back(self) -> None:
-        self._remove_socket_file()
-        self._context.destroy(linger=0)
-        self._box.close()

@@ -21,6 +21,7 @@ class RequestRecord:
     num_deaths: int = 0  # of engines that it was on
     num_tokens_at_death: int = 0  # how many there were when the last engine died
     is_interrupted: bool = False  # its engine died, and no other has it yet
+    has_run: bool = False  # it was in a step of an engine that died
     num_cached_tokens: int = 0
     prefill_s: float = 0.0  # from its first step to its first token
     first_token_at: float | None = None
@@ -31,6 +32,11 @@ class RequestRecord:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has yet to have its first turn, as far as is known here."""
+        return not self.token_ids and not self.has_run and self.request.is_new
 
     @property
     def has_tokens_since_death(self) -> bool:

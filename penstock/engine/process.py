@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.1
 LINGER_MS = 1000  # for the last words to get out
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux's prctl
+PROCESS_NAME = b"penstock-engine"  # as top shows it, once it has a model; the most that fits
 IDLE_CHECK_MS = 500  # between looks at the workers, which steps find dead otherwise
 STALLED_WAIT_MS = 1  # between looks at requests that something outside keeps waiting
 
@@ -109,18 +110,26 @@ class EngineServer:
             raise AssertionError(f"unknown message {kind!r}")
 
     def _add(self, request_id: str, body: bytes) -> None:
+        field = None
         try:
             self._core.add(self._decode_request(body))
+            return
         except (msgspec.MsgspecError, InputError) as error:
             logger.warning("Request %s is refused: %s", request_id, error)
-            self._deltas.append(
-                EngineDelta(
-                    request_id=request_id,
-                    finish_reason=FinishReason.ERROR,
-                    error=str(error),
-                    error_field=error.field if isinstance(error, InputError) else None,
-                )
+            field = error.field if isinstance(error, InputError) else None
+            message = str(error)
+        except Exception:  # it has not run yet: nobody else is concerned
+            logger.exception("Request %s cannot be taken in", request_id)
+            self._core.abort([request_id])
+            message = "the engine failed to take this request in"
+        self._deltas.append(
+            EngineDelta(
+                request_id=request_id,
+                finish_reason=FinishReason.ERROR,
+                error=message,
+                error_field=field,
             )
+        )
 
     def _send(self) -> None:
         stats = self._stats_if_due()
@@ -157,6 +166,7 @@ def run(socket: zmq.Socket[bytes], box: BlackBox) -> None:
     if kind == messages.CLOSE:
         return
     assert kind == messages.LOAD
+    prctl(PR_SET_NAME, PROCESS_NAME)
     config = messages.decode_config(frames[0])
     setup_logging(config.observability.log_level)
     core = build_engine(config, resolve_source(config.model, config.load))
@@ -187,8 +197,13 @@ def exit_with_parent(address: str) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-    if sys.platform == "linux":  # a process that is stopped watches nothing
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a process that is stopped watches nothing
+
+
+def prctl(option: int, value: int | bytes) -> None:
+    """Ask the kernel for something about this process, where it is Linux's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def main() -> int:

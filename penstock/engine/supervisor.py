@@ -8,6 +8,7 @@ when to give up.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 QUICK_DEATH_S = 10.0  # after a start
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
+# A spare engine is made when the one that runs has got going. One that follows a death needs it
+# sooner: deaths seldom come alone.
+SPARE_DELAY_S = 10.0
+SPARE_DELAY_AFTER_DEATH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,11 @@ class Quarantine:
 
 class Supervisor:
     """Starts engines, one after the other. `on_outputs` gets what the current one sends,
-    `on_death` is asked what a death meant, `on_ready` is told that another engine is there."""
+    `on_death` is asked what a death meant, `on_ready` is told that another engine is there.
+
+    Beside an engine that runs there is a spare: a process that has imported all it needs and waits
+    to be told which model to load. To import takes longer than to load a small model.
+    """
 
     def __init__(
         self,
@@ -137,6 +146,7 @@ class Supervisor:
         self._on_loss = on_loss
         self._policy = RestartPolicy(config.restart_engine, config.max_engine_failures)
         self._running: asyncio.Task[None] | None = None
+        self._spare: EngineHandle | None = None
         self.engine = self._start_engine()
 
     def _start_engine(self) -> EngineHandle:
@@ -165,7 +175,7 @@ class Supervisor:
         return info
 
     async def _run(self, config: EngineConfig) -> None:
-        death = await self.engine.died()
+        death = await self._death_of_engine(SPARE_DELAY_S)
         while True:
             logger.error("The engine died (%s)", death)
             delay_s = self._policy.delay_after(death, self._on_death(death))
@@ -180,13 +190,32 @@ class Supervisor:
     async def _live(self, config: EngineConfig) -> Death:
         """Start another engine; how that one ends."""
         try:
-            self.engine = self._start_engine()
+            self.engine = self._take_spare() or self._start_engine()
         except OSError as error:  # no process, no memory, no file to be had
             return Death(f"it cannot be started: {error}", None, frozenset(), None)
         info = await self.engine.load(config)
         if info is not None:
             self._on_ready(info)
+        return await self._death_of_engine(SPARE_DELAY_AFTER_DEATH_S)
+
+    async def _death_of_engine(self, spare_delay_s: float) -> Death:
+        """How the engine ended, once it has. While it lives, a spare is made."""
+        if self._config.restart_engine:
+            with contextlib.suppress(asyncio.TimeoutError):
+                return await asyncio.wait_for(self.engine.died(), spare_delay_s)
+            self._make_spare()
         return await self.engine.died()
+
+    def _make_spare(self) -> None:
+        if self._spare is None or self._spare.death.done():
+            try:
+                self._spare = self._start_engine()
+            except OSError as error:
+                logger.warning("There is no spare engine, it cannot be started: %s", error)
+
+    def _take_spare(self) -> EngineHandle | None:
+        spare, self._spare = self._spare, None
+        return None if spare is None or spare.death.done() else spare
 
     def _give_up(self, death: Death) -> None:
         num_failures = self._policy.num_failures
@@ -212,6 +241,9 @@ class Supervisor:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
+        if self._spare is not None:
+            self._spare.kill()
+            await self._spare.died()
         await self.engine.close()
 
 

@@ -33,3 +33,8 @@ class CrashFault(RequestFault):
 
 class EngineDeadError(PenstockError):
     """The engine is gone; nothing more can be run on it."""
+
+
+def waited_too_long(limit_s: float) -> str:
+    """What a request is told that was never begun."""
+    return f"the request waited longer than {limit_s:g} s for its turn; try again later"

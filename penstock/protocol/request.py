@@ -40,7 +40,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tenant: str = ""  # whose it is, where tenants take turns
     read_prefix_cache: bool = True  # off where every prompt row's results are wanted
     output_token_ids: list[int] = []
+    has_run: bool = False  # on an engine that died: nobody may say that it waited for too long
     thinking: ThinkingFormat | None = None  # with params.thinking_token_budget
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has yet to have its first turn."""
+        return not self.output_token_ids and not self.has_run
 
     @property
     def max_tokens(self) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, InputError
+from penstock.protocol.request import EngineRequest
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,21 @@ class SchedulerLimits:
                 f"({self.max_num_batched_tokens}) must be at least max_model_len "
                 f"({self.max_model_len}): a request of any length must fit into one step"
             )
+
+
+def check_length(request: EngineRequest, longest: int) -> None:
+    """Raise InputError for a request that leaves nothing to compute or has no room to do so."""
+    num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
+    if num_prompt == 0:
+        raise InputError("the prompt must hold at least 1 token, got 0", "prompt_token_ids")
+    if num_prompt >= longest:
+        raise InputError(
+            f"the prompt must be shorter than max_model_len ({longest} tokens), got {num_prompt}",
+            "prompt_token_ids",
+        )
+    if num_output >= min(request.max_tokens, longest - num_prompt):
+        raise InputError(
+            f"output_token_ids must leave at least 1 token to generate (max_tokens is "
+            f"{request.max_tokens}, max_model_len {longest}), got {num_output}",
+            "output_token_ids",
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.protocol.step import NewRequest, ScheduledRequest, StepPlan
+from penstock.protocol.step import NewRequest, RequestResult, ScheduledRequest, StepPlan
 from penstock.scheduler.request import RequestState
 
 
@@ -52,3 +52,12 @@ class Step:
             released_ids=released_ids,
             masked=any(row.samples and state.request.params.is_masked for state, row in self.rows),
         )
+
+
+def why_malformed(planned: ScheduledRequest, result: RequestResult) -> str | None:
+    """What is wrong with the number of tokens that came back, if anything."""
+    num_tokens = len(result.token_ids)
+    most = 1 + planned.num_drafts if planned.samples else 0
+    if min(most, 1) <= num_tokens <= most:
+        return None
+    return f"the step brought {num_tokens} tokens where {min(most, 1)} to {most} were due"

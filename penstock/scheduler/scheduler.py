@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,13 +14,14 @@ from penstock.kvcache.connector import BlockFate, Connector
 from penstock.kvcache.manager import CachedPrefix, KVCacheManager
 from penstock.protocol.choice import why_no_token, why_no_token_of_grammar
 from penstock.protocol.delta import EngineDelta, FinishReason
-from penstock.protocol.errors import ConfigError, InputError, RequestFault
+from penstock.protocol.errors import ConfigError, InputError, RequestFault, waited_too_long
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import RequestResult, ScheduledRequest, StepPlan, StepResult
 from penstock.scheduler.gates import Gate, Gatekeeper
 from penstock.scheduler.grammars import Grammars
-from penstock.scheduler.limits import SchedulerLimits
-from penstock.scheduler.plan import Step
+from penstock.scheduler.limits import SchedulerLimits, check_length
+from penstock.scheduler.newcomers import Newcomers
+from penstock.scheduler.plan import Step, why_malformed
 from penstock.scheduler.policy import POLICIES, WaitingQueue
 from penstock.scheduler.request import RequestState, RequestStatus
 from penstock.scheduler.setbacks import Setbacks
@@ -72,13 +72,13 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}  # unfinished
         self._gatekeeper = Gatekeeper(gates if grammars is None else [grammars, *gates])
         self._waiting = WaitingQueue(self._policy)
-        self._setbacks = Setbacks(self._policy, limits.max_num_batched_tokens)
+        self._setbacks = Setbacks(self._policy, limits)
         self._running: list[RequestState] = []  # from the most to the least deserving
         self._in_flight: deque[Step] = deque()
         self._released_ids: list[str] = []  # rows of the runner that the next plan gives up
         self._deltas: list[EngineDelta] = []  # of requests that ended outside of a step
         self._sequence = itertools.count()
-        self._newcomers: deque[tuple[float, RequestState]] = deque()  # since when they wait
+        self._newcomers = Newcomers(limits.queue_timeout_s)
         self._last_step_id = 0
         self._refused: RequestState | None = None  # the last that found no room
         self._num_free_when_refused = 0
@@ -88,12 +88,13 @@ class Scheduler:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises InputError, and changes nothing, for one that cannot run."""
-        self._check(request)
+        if request.request_id in self._requests:
+            raise InputError(f"request_id {request.request_id!r} is in use", "request_id")
+        check_length(request, self.limits.max_model_len)
         state = RequestState(request, next(self._sequence), self.limits.max_model_len)
         self._requests[request.request_id] = state
         self._gatekeeper.push(state)
-        if self.limits.queue_timeout_s is not None and not request.output_token_ids:
-            self._newcomers.append((time.monotonic(), state))
+        self._newcomers.add(state)
 
     def finish(
         self,
@@ -127,9 +128,10 @@ class Scheduler:
         return self._kv.pool.num_usable
 
     def stats(self) -> SchedulerStats:
+        num_held = sum(state.status is RequestStatus.WAITING for state in self._setbacks)
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._gatekeeper) + self._num_held,
+            num_waiting=len(self._waiting) + len(self._gatekeeper) + num_held,
             num_steps_in_flight=len(self._in_flight),
             num_preemptions=self._num_preemptions,
             kv_cache_usage=self._kv.usage,
@@ -177,21 +179,11 @@ class Scheduler:
 
     def _end_long_waits(self) -> None:
         """Send away requests that have waited for too long, before anything is done for them."""
-        if not self._newcomers:
-            return
-        assert self.limits.queue_timeout_s is not None
-        latest = time.monotonic() - self.limits.queue_timeout_s
-        while self._newcomers:
-            since, state = self._newcomers[0]
-            is_new = state.status is RequestStatus.WAITING and state.incarnation == 0
-            if is_new and since >= latest:
-                break  # and so are all behind it
-            self._newcomers.popleft()
-            if is_new:
-                limit = self.limits.queue_timeout_s
-                error = f"the request waited longer than {limit:g} s for its turn; try again later"
-                delta = self._end(state, FinishReason.ERROR, error=error)
-                self._deltas.append(msgspec.structs.replace(delta, can_retry=True))
+        for state in self._newcomers.take_late():
+            assert self._newcomers.timeout_s is not None
+            error = waited_too_long(self._newcomers.timeout_s)
+            delta = self._end(state, FinishReason.ERROR, error=error)
+            self._deltas.append(msgspec.structs.replace(delta, can_retry=True))
 
     def _continue_running(self, step: Step) -> bool:
         """Give each running request its share; False if blocks ran out on the way."""
@@ -313,18 +305,9 @@ class Scheduler:
         """
         failed = [state for state, _ in self._in_flight[-1].rows if not state.is_finished]
         self._released_ids = plan.released_ids + self._released_ids  # the runner may have them yet
-        if out_of_memory:
-            may_help = plan.num_tokens > 1 and self.limits.enable_chunked_prefill
-            error = "there is not enough memory to run this request, with nothing else beside it"
-        else:
-            may_help = len(plan.scheduled) > 1
-            error = "the engine failed to run this request"
-        if not may_help and len(plan.scheduled) == 1:
+        error = self._setbacks.take_in(plan, failed, out_of_memory)
+        if error is not None:
             return [self._end(state, FinishReason.ERROR, error=error) for state in failed]
-        if out_of_memory and self.limits.enable_chunked_prefill:
-            self._setbacks.shrink(plan.num_tokens)
-        else:
-            self._setbacks.accuse(failed)
         for state in reversed(self._running):  # so that the most deserving comes first again
             self._take_back(state)
             state.rank = self._policy.rank_preempted(state)
@@ -332,12 +315,6 @@ class Scheduler:
                 self._waiting.put_back(state)
         self._running.clear()
         return []
-
-    @property
-    def _num_held(self) -> int:
-        """Suspects that do not run now."""
-        on_trial = self._setbacks.on_trial
-        return len(self._setbacks) - (on_trial is not None and on_trial in self._running)
 
     def _try_alone(self, step: Step) -> None:
         """Run the request that is on trial; nothing else is in flight meanwhile."""
@@ -382,7 +359,7 @@ class Scheduler:
         """Move a request on by what one step brought it."""
         if result is None:
             result = RequestResult(request_id=state.request_id, incarnation=planned.incarnation)
-        fault = result.fault or _malformed(planned, result)
+        fault = result.fault or why_malformed(planned, result)
         if fault is not None:
             return self._fault(state, fault, result.token_ids)
         token_ids = result.token_ids
@@ -507,32 +484,3 @@ class Scheduler:
             return False
         block_ids = self._kv.block_ids(state)
         return any(block_ids) and self._connector.on_finish(state, block_ids) is BlockFate.KEEP
-
-    def _check(self, request: EngineRequest) -> None:
-        num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
-        longest = self.limits.max_model_len
-        if request.request_id in self._requests:
-            raise InputError(f"request_id {request.request_id!r} is in use", "request_id")
-        if num_prompt == 0:
-            raise InputError("the prompt must hold at least 1 token, got 0", "prompt_token_ids")
-        if num_prompt >= longest:
-            raise InputError(
-                f"the prompt must be shorter than max_model_len ({longest} tokens), "
-                f"got {num_prompt}",
-                "prompt_token_ids",
-            )
-        if num_output >= min(request.max_tokens, longest - num_prompt):
-            raise InputError(
-                f"output_token_ids must leave at least 1 token to generate (max_tokens is "
-                f"{request.max_tokens}, max_model_len {longest}), got {num_output}",
-                "output_token_ids",
-            )
-
-
-def _malformed(planned: ScheduledRequest, result: RequestResult) -> str | None:
-    """What is wrong with the number of tokens that came back, if anything."""
-    num_tokens = len(result.token_ids)
-    most = 1 + planned.num_drafts if planned.samples else 0
-    if min(most, 1) <= num_tokens <= most:
-        return None
-    return f"the step brought {num_tokens} tokens where {min(most, 1)} to {most} were due"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 
+from penstock.protocol.step import StepPlan
+from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.policy import Policy, WaitingQueue
 from penstock.scheduler.request import RequestState
 
@@ -18,15 +20,19 @@ class Setbacks:
     which that fails, too, is the culprit. Suspects are neither waiting nor running meanwhile.
     """
 
-    def __init__(self, policy: Policy, max_num_batched_tokens: int) -> None:
+    def __init__(self, policy: Policy, limits: SchedulerLimits) -> None:
         self._policy = policy
         self._suspects: deque[RequestState] = deque()
-        self._max_num_tokens = max_num_batched_tokens
+        self._can_shrink = limits.enable_chunked_prefill
+        self._max_num_tokens = limits.max_num_batched_tokens
         self._num_good_steps = 0
-        self.num_tokens = max_num_batched_tokens  # that a step may have now
+        self.num_tokens = limits.max_num_batched_tokens  # that a step may have now
 
     def __len__(self) -> int:
         return len(self._suspects)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._suspects)
 
     @property
     def on_trial(self) -> RequestState | None:
@@ -36,9 +42,26 @@ class Setbacks:
     def __contains__(self, state: RequestState) -> bool:
         return state in self._suspects
 
-    def accuse(self, states: Iterable[RequestState]) -> None:
-        """Add the requests of a step that failed, which is no trial."""
-        self._suspects.extend(states)
+    def take_in(
+        self, plan: StepPlan, failed: Sequence[RequestState], out_of_memory: bool
+    ) -> str | None:
+        """A step failed for these requests. How they are to be run from now on is noted here.
+
+        After a want of memory that is in smaller steps, after anything else one by one. What is
+        wrong with the step's only request, if that has failed already, or is of no use; else None.
+        """
+        is_alone = len(plan.scheduled) == 1
+        if not out_of_memory:
+            if is_alone:
+                return "the engine failed to run this request"
+            self._suspects.extend(failed)
+        elif self._can_shrink and (plan.num_tokens > 1 or not is_alone):
+            self._shrink(plan.num_tokens)
+        elif is_alone:
+            return "there is not enough memory to run this request, with nothing else beside it"
+        else:
+            self._suspects.extend(failed)
+        return None
 
     def acquit(self, state: RequestState) -> None:
         """It has got its token, or is over; one that is no suspect is ignored."""
@@ -52,7 +75,7 @@ class Setbacks:
             queue.put_back(self._suspects[0])
         return queue
 
-    def shrink(self, num_tokens: int) -> None:
+    def _shrink(self, num_tokens: int) -> None:
         """A step with so many tokens did not fit into memory: the next have half of them."""
         self.num_tokens = max(num_tokens // 2, 1)
         self._num_good_steps = 0

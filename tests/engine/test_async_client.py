@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
+import zmq.asyncio
 
-from penstock.config import ServerConfig
+from penstock.config import EngineConfig, ServerConfig
 from penstock.engine import messages
 from penstock.engine.async_client import AsyncEngineClient, DeltaStream
 from penstock.engine.handle import Death, EngineHandle, HangWatch
 from penstock.engine.messages import EngineInfo, Outputs
+from penstock.engine.supervisor import Aftermath, Supervisor
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import CrashFault, EngineDeadError
 from penstock.protocol.request import EngineRequest
@@ -70,10 +79,12 @@ class Bench:
         return self.supervisor.engine
 
     def submit(self, *request_ids: str) -> DeltaStream:
-        params = SamplingParams(max_tokens=16)
+        params, now = SamplingParams(max_tokens=16), time.monotonic()
         return self.client.submit(
             [
-                EngineRequest(request_id=i, prompt_token_ids=[1], params=params, seed=1)
+                EngineRequest(
+                    request_id=i, prompt_token_ids=[1], params=params, seed=1, arrival_time=now
+                )
                 for i in request_ids
             ]
         )
@@ -93,6 +104,10 @@ class Bench:
         self.supervisor.engine = FakeEngine()
         self.client._on_ready(INFO)
         return self.engine.take()
+
+
+async def ends_of(stream: DeltaStream) -> list[EngineDelta]:
+    return [delta async for deltas in stream for delta in deltas if delta.finish_reason]
 
 
 def on_a_loop(test: Any) -> Any:
@@ -252,3 +267,60 @@ async def test_an_engine_that_is_no_longer_listened_to_is_killed() -> None:
     engine = Deaf(lambda outputs: None, HangWatch(60, 60))
     death = await asyncio.wait_for(engine.died(), 60)
     assert death.how == "signal 9"
+
+
+@on_a_loop
+async def test_while_there_is_no_engine_nobody_waits_longer_than_the_queue_allows() -> None:
+    bench = Bench()
+    bench.client._queue_timeout_s = 0.05
+    ran, waits = bench.submit("ran"), bench.submit("waits")
+    talks = bench.submit("talks")
+    bench.say("talks", 5)
+    bench.die("ran")
+    late = bench.submit("late")
+    (end,), (late_end,) = await asyncio.wait_for(asyncio.gather(ends_of(waits), ends_of(late)), 5)
+    for delta in (end, late_end):
+        assert delta.can_retry
+        assert delta.error == "the request waited longer than 0.05 s for its turn; try again later"
+    assert list(bench.client.records) == ["ran", "talks"], "who has had a turn may wait for more"
+    assert bench.revive() == [("add", "ran", [])]  # a suspect, alone
+    behind = bench.submit("behind")
+    assert [delta.can_retry for delta in await asyncio.wait_for(ends_of(behind), 5)] == [True]
+    bench.say("ran", 6, finish_reason=FinishReason.STOP)
+    assert [delta.token_ids for delta in await ends_of(ran)] == [[6]]
+    assert bench.engine.take() == [("add", "talks", [5])]
+    talks.close()
+
+
+@pytest.mark.parametrize("scarce", ["files", "sockets"])
+def test_an_engine_that_cannot_be_started_leaves_nothing_behind(
+    scarce: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    num_files = 3 if scarce == "files" else None
+
+    def refuse(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)  # which is no OSError
+
+    async def start() -> Death:
+        aftermath = Aftermath(had_progress=False, is_explained=False)
+        supervisor = Supervisor(
+            ServerConfig(), lambda _: None, lambda _: aftermath, lambda _: None, lambda _: None
+        )
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if num_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
+        else:
+            monkeypatch.setattr(zmq.asyncio.Context, "socket", refuse)
+        try:
+            return await supervisor._live(EngineConfig())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await supervisor.close()
+
+    num_fds = len(os.listdir("/proc/self/fd"))
+    death = asyncio.run(start())
+    assert death.how.startswith("it cannot be started: ")
+    assert death.uptime_s is None
+    assert os.listdir(tmp_path) == []
+    assert len(os.listdir("/proc/self/fd")) <= num_fds

@@ -184,7 +184,7 @@ async def kill_and_wait(server: ServerProcess, number: int = signal.SIGKILL) -> 
     os.kill(pid, number)
     async with httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
         while True:
-            has_died = pid not in server.child_pids()
+            has_died = pid not in server.engine_pids()
             if has_died and (await client.get("/health")).status_code == 200:
                 return time.monotonic() - started
             await asyncio.sleep(0.01)

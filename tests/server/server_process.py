@@ -79,10 +79,14 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """The one child of the server; waits for it while the server starts another."""
-        eventually(lambda: len(self.child_pids()) == 1)
-        (pid,) = self.child_pids()
+        """The engine; waits for it while the server starts another."""
+        eventually(lambda: len(self.engine_pids()) == 1)
+        (pid,) = self.engine_pids()
         return pid
+
+    def engine_pids(self) -> set[int]:
+        """Children that have, or load, a model: a spare engine does not."""
+        return {pid for pid in self.child_pids() if name_of(pid) == "penstock-engine"}
 
     def child_pids(self) -> set[int]:
         pids: set[int] = set()
@@ -120,6 +124,14 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"still not so after {timeout_s} s"
         time.sleep(0.02)
+
+
+def name_of(pid: int) -> str:
+    """As top shows it; nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def is_running(pid: int) -> bool:

@@ -253,7 +253,7 @@ def test_two_deaths_in_a_row_and_a_sigterm_between_them_lose_nothing(serve: Serv
         await streams.chunks_more(10)
         first = server.engine_pid
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: server.child_pids() not in ({first}, set()))
+        eventually(lambda: server.engine_pids() not in ({first}, set()))
         server.process.send_signal(signal.SIGTERM)
         os.kill(server.engine_pid, signal.SIGKILL)  # while it loads
 
@@ -284,7 +284,7 @@ def test_a_killed_server_leaves_no_engine_behind(serve: Serve, number: int) -> N
     server = serve()
     first = server.engine_pid
     os.kill(first, number)
-    eventually(lambda: number == signal.SIGSTOP or server.child_pids() not in ({first}, set()))
+    eventually(lambda: number == signal.SIGSTOP or server.engine_pids() not in ({first}, set()))
     engine = server.engine_pid
     server.process.kill()
     server.process.wait()
