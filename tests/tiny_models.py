@@ -20,6 +20,24 @@ COMMON = {
     "bos_token_id": 1,
 }
 
+MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16}
+FALCON_H1 = {
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.8,
+    "mlp_multipliers": [0.7, 0.6],
+    "attention_in_multiplier": 0.9,
+    "attention_out_multiplier": 0.8,
+    "ssm_in_multiplier": 1.1,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.9, 1.2, 0.7, 0.8, 1.1],
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama_tied_biased": (
@@ -128,12 +146,64 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "mamba2": ("Mamba2", MAMBA2),
+    "mamba2_biased": (
+        "Mamba2",
+        {
+            **MAMBA2,
+            "n_groups": 1,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon_h1": ("FalconH1", FALCON_H1),
+    "falcon_h1_normed": (
+        "FalconH1",
+        {
+            **FALCON_H1,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            "head_dim": 32,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 48,
+            "mlp_only_layers": [2],
+        },
+    ),
     "starcoder2": ("Starcoder2", {"sliding_window": 24}),
     "starcoder2_unbiased": ("Starcoder2", {"use_bias": False, "hidden_act": "gelu"}),
 }
 
 # Not everywhere: some tests count on what the older variants generate.
-UNEVEN_NORMS = {"Cohere", "Glm4", "Granite", "Olmo2", "Phi3", "SmolLM3", "Starcoder2"}
+UNEVEN_NORMS = {
+    "Cohere",
+    "FalconH1",
+    "Glm4",
+    "Granite",
+    "Mamba2",
+    "Olmo2",
+    "Phi3",
+    "Qwen3Next",
+    "SmolLM3",
+    "Starcoder2",
+}
 
 
 def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:

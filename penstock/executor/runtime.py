@@ -76,7 +76,8 @@ def longest_context(model_config: Mapping[str, Any]) -> int:
 def _max_model_len(config: EngineConfig, model_config: Mapping[str, Any]) -> int:
     longest = longest_context(model_config)
     asked = config.model.max_model_len
-    if asked is not None and asked > longest:
+    says_so = model_config.get("max_position_embeddings") is not None  # a Mamba has no positions
+    if says_so and asked is not None and asked > longest:
         raise ConfigError(f"max_model_len must be at most the model's own {longest}, got {asked}")
     return asked or longest
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -11,6 +11,16 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.context import current_context
 from penstock.protocol.kv import FullAttentionSpec, KVCacheSpec
+
+
+@runtime_checkable
+class CachedLayer(Protocol):
+    """A layer that keeps something of its requests, whatever it is."""
+
+    name: str  # in the forward context
+
+    def kv_spec(self, dtype: str) -> KVCacheSpec | None:
+        """What it keeps, where keys and values are of this type; None if nothing."""
 
 
 class Attention(nn.Module):

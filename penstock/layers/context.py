@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.ops.attention import AttentionMetadata
+from penstock.ops.recurrent import StateStep, state_step
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,16 @@ class ForwardContext:
     token_slots: torch.Tensor  # [num_tokens] int64: the request table's row of each token
     # A recurrent layer's states by its name, part by part: [num_blocks, *shape].
     states: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    state_block_sizes: Mapping[str, int] = field(default_factory=dict)  # of the same layers
+    _state_steps: dict[tuple[int, int], StateStep] = field(default_factory=dict)
+
+    def state_step(self, name: str) -> StateStep:
+        """Where the step's states of a recurrent layer lie: found once for a group's layers."""
+        metadata, block_size = self.attention[name], self.state_block_sizes[name]
+        key = (id(metadata), block_size)
+        if key not in self._state_steps:
+            self._state_steps[key] = state_step(metadata, block_size)
+        return self._state_steps[key]
 
 
 _current: ForwardContext | None = None

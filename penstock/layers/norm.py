@@ -37,6 +37,28 @@ class RMSNorm(nn.Module):
         self.weight.copy_(tensor)
 
 
+class ZeroCentredNorm(RMSNorm):
+    """An RMSNorm whose weight is 1 more than the checkpoint's; float32, to lose none of it."""
+
+    def __init__(self, build: Build, size: int, eps: float) -> None:
+        super().__init__(build, size, eps)
+        data = torch.empty(size, dtype=torch.float32, device=build.device)
+        self.weight = nn.Parameter(data, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).to(x.dtype)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = super().add(x, residual)
+        return normed.to(x.dtype), residual
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
+        self.weight.copy_(tensor.float() + 1.0)
+
+
 class LayerNorm(nn.Module):
     """Subtracts the mean, too; used like RMSNorm. It is the last dimension that is normalized."""
 

@@ -27,6 +27,12 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_own(
         "CohereForCausalLM", "cohere", "Command R, Command R+, Aya 23", ("cohere", "cohere_qk_norm")
     ),
+    **_own(
+        "FalconH1ForCausalLM",
+        "falcon_h1",
+        "Falcon-H1",
+        ("falcon_h1", "falcon_h1_normed"),
+    ),
     **_own("Glm4ForCausalLM", "glm4", "GLM-4-0414 9B and 32B", ("glm4",)),
     **_own("GraniteForCausalLM", "granite", "Granite 3 (dense)", ("granite",)),
     **_own(
@@ -41,6 +47,13 @@ ARCHITECTURES: dict[str, Architecture] = {
             "llama_rope_llama3",
             "llama_rope_yarn",
         ),
+    ),
+    **_own(
+        "Mamba2ForCausalLM",
+        "mamba2",
+        "Mamba-2, Mamba Codestral 7B",
+        ("mamba2", "mamba2_biased"),
+        "The model knows no longest context: it is 2048 unless `max_model_len` says otherwise.",
     ),
     **_own("MistralForCausalLM", "mistral", "Mistral 7B", ("mistral", "mistral_windowed")),
     **_own("MixtralForCausalLM", "mixtral", "Mixtral 8x7B and 8x22B", ("mixtral",)),
@@ -58,6 +71,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     **_own("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen 1.5 and 2 with experts", ("qwen2_moe",)),
     **_own("Qwen3ForCausalLM", "qwen3", "Qwen 3 (dense)", ("qwen3", "qwen3_tied")),
     **_own("Qwen3MoeForCausalLM", "qwen3_moe", "Qwen 3 with experts", ("qwen3_moe",)),
+    **_own(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        "Qwen3-Next-80B-A3B",
+        ("qwen3_next",),
+        "Layers that foretell further tokens (MTP) are not loaded.",
+    ),
     **_own("SmolLM3ForCausalLM", "smollm3", "SmolLM3", ("smollm3", "smollm3_windowed")),
     **_own(
         "Starcoder2ForCausalLM", "starcoder2", "StarCoder2", ("starcoder2", "starcoder2_unbiased")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from penstock.layers.attention import Attention
+from penstock.layers.attention import CachedLayer
 from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
@@ -85,6 +85,11 @@ class DecoderLM(nn.Module):
     defaults: ClassVar[Mapping[str, Any]] = {}  # what config.json means where it says nothing
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # that `mlp` can compute
     interleaved_rotary: ClassVar[bool] = False
+
+    @classmethod
+    def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """What a config.json says, in the words of `DecoderConfig`."""
+        return {**cls.defaults, **raw}
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         super().__init__()
@@ -184,6 +189,6 @@ class DecoderLM(nn.Module):
         return head.project(hidden.states[rows], out)
 
     def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
-        attentions = [module for module in self.modules() if isinstance(module, Attention)]
-        specs = {attention.name: attention.kv_spec(dtype) for attention in attentions}
+        layers = [module for module in self.modules() if isinstance(module, CachedLayer)]
+        specs = {layer.name: layer.kv_spec(dtype) for layer in layers}
         return {name: spec for name, spec in specs.items() if spec is not None}

@@ -24,7 +24,7 @@ def build_model(raw: Mapping[str, Any], build: Build) -> DecoderLM:
     """The model that a config.json describes, its weights still to be loaded."""
     model_class = find_model(raw.get("architectures"))
     given = {key: value for key, value in raw.items() if value is not None}
-    config = DecoderConfig.from_raw({**model_class.defaults, **given})
+    config = DecoderConfig.from_raw(model_class.settings(given))
     return model_class(build, config).eval()
 
 

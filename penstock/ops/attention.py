@@ -10,10 +10,20 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from penstock.protocol.kv import INT8_SCALE_BYTES
+
+
+@dataclass(frozen=True)
+class HostLens:
+    """What the host knows of a step's lengths."""
+
+    query_starts: npt.NDArray[np.int64]  # [num_requests + 1]
+    seq_lens: npt.NDArray[np.int64]  # [num_requests], exact if there are no drafts
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,7 @@ class AttentionMetadata:
     num_prompts: int = 0  # behind the decodes, so many requests have nothing in the cache before
     num_prompt_rows: int = 0  # tokens of those
     arrived: torch.Tensor | None = None  # [requests * kv_heads] int32 zeros, for kernels to count
+    host_lens: HostLens | None = None  # without it, who must know waits for the device
 
 
 def write_kv(

@@ -7,8 +7,10 @@ import torch.nn.functional as F
 
 from penstock.ops.attention import AttentionMetadata, paged_attention, varlen_attention
 from penstock.ops.attention import write_kv as write_kv
+from penstock.ops.delta_net import gated_delta_rule
 from penstock.ops.experts import experts, route
 from penstock.ops.latent_attention import latent_attention, write_latent
+from penstock.ops.mamba2 import mamba2_scan
 from penstock.ops.quantized import (
     fp4_experts,
     fp4_linear,
@@ -18,21 +20,25 @@ from penstock.ops.quantized import (
     w4_experts,
     w4_linear,
 )
+from penstock.ops.recurrent import causal_conv
 
 __all__ = [
     "ROW_INVARIANT",
     "AttentionMetadata",
     "add_rms_norm",
+    "causal_conv",
     "embed",
     "experts",
     "fp4_experts",
     "fp4_linear",
     "fp8_experts",
     "fp8_linear",
+    "gated_delta_rule",
     "int8_linear",
     "latent_attention",
     "layer_norm",
     "linear",
+    "mamba2_scan",
     "paged_attention",
     "rms_norm",
     "rotate",

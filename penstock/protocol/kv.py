@@ -130,6 +130,11 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     max_step_tokens: int = UNBOUNDED  # that a request gets in one step, at most
 
     @property
+    def is_recurrent(self) -> bool:
+        """Whether some layer keeps a state, which cannot go back to an earlier token."""
+        return any(isinstance(group.spec, RecurrentSpec) for group in self.groups)
+
+    @property
     def layers_per_page(self) -> int:
         return max((len(group.layer_names) for group in self.groups), default=0)
 

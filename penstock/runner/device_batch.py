@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.ops.attention import AttentionMetadata
+from penstock.ops.attention import AttentionMetadata, HostLens
 from penstock.ops.triton import inputs
 from penstock.protocol.kv import AttentionSpec
 from penstock.protocol.step import ScheduledRequest, StepPlan
@@ -111,6 +111,7 @@ class StepBuffers:
         any_order: bool = False,
         num_prompts: int = 0,
         num_prompt_rows: int = 0,
+        host_lens: HostLens | None = None,
     ) -> list[AttentionMetadata]:
         """One for each KV group, on the buffers' first rows."""
         return [
@@ -126,6 +127,7 @@ class StepBuffers:
                 num_prompts=num_prompts,
                 num_prompt_rows=num_prompt_rows,
                 arrived=self.arrived,
+                host_lens=host_lens,
             )
             for group, table, mapping in zip(
                 self.tables.groups, self.block_tables, self.slot_mappings, strict=True
@@ -176,6 +178,7 @@ class StepBuffers:
                 max(counts),
                 num_prompts=num_prompts,
                 num_prompt_rows=num_prompt_rows,
+                host_lens=HostLens(host_starts, tables.computed_bound[host_slots]),
             ),
             sampling=sampling,
             rows_per_sample=rows_per_sample,

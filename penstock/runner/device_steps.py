@@ -37,7 +37,15 @@ class DeviceSteps:
         size = decode_sizes(self.buffers.max_num_seqs)[-1]
         # Where the logits lie, of steps that have no more rows of them.
         self.logits = torch.zeros((size, vocab_size), dtype=dtype, device=tables.device)
-        self.graphs = GraphRunner(model, self.buffers, self.logits, self._context, self.pool)
+        self.graphs = GraphRunner(
+            model,
+            self.buffers,
+            self.logits,
+            self._context,
+            self.pool,
+            # How recurrent layers cut longer queries is decided on the host.
+            decodes_only=memory.layout.is_recurrent,
+        )
 
     def run(
         self, plan: StepPlan, model_states: Sequence[ModelState]

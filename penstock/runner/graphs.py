@@ -53,13 +53,15 @@ class GraphRunner:
         logits: torch.Tensor,  # [rows, vocab_size]: where decode buckets leave theirs
         context: Callable[[list[AttentionMetadata], Bucket], ForwardContext],
         graphs: GraphPool,
+        decodes_only: bool = False,
     ) -> None:
         self.model = model
         self.buffers = buffers
         self._logits = logits
         self._context = context
         self._graphs = graphs
-        self._mixed_sizes = [size for size in MIXED_SIZES if size <= buffers.max_rows]
+        mixed_sizes = () if decodes_only else MIXED_SIZES
+        self._mixed_sizes = [size for size in mixed_sizes if size <= buffers.max_rows]
         self._decode_sizes = decode_sizes(buffers.max_num_seqs)
         self._captured: dict[Bucket, Captured] = {}
 

@@ -42,10 +42,12 @@ class KVMemory:
         self.layer_names = [group.layer_names for group in layout.groups]
         self.caches: dict[str, torch.Tensor] = {}
         self.states: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._state_block_sizes: dict[str, int] = {}
         for group in layout.groups:
             for name, buffer in zip(group.layer_names, self._buffers, strict=False):
                 if isinstance(group.spec, RecurrentSpec):
                     self.states[name] = _view_state(buffer, group.spec)
+                    self._state_block_sizes[name] = group.block_size
                 else:
                     self.caches[name] = _view_tokens(buffer, group)
 
@@ -59,7 +61,9 @@ class KVMemory:
         attention = {
             name: groups[group] for group, names in enumerate(self.layer_names) for name in names
         }
-        return ForwardContext(self.caches, attention, query_starts, token_slots, self.states)
+        return ForwardContext(
+            self.caches, attention, query_starts, token_slots, self.states, self._state_block_sizes
+        )
 
 
 def _view_tokens(buffer: torch.Tensor, group: KVCacheGroup) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from penstock.layers.context import forward_context
 from penstock.models.base import Model
 from penstock.ops.attention import AttentionMetadata
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.batch import StepBatch
@@ -60,6 +61,11 @@ class ModelRunner:
         dtype: torch.dtype = torch.float32,
         routed_experts: RoutedExpertsRecorder | None = None,
     ) -> None:
+        if drafter is not None and layout.is_recurrent:
+            raise ConfigError(
+                "speculative decoding is not for models with recurrent layers, whose state cannot "
+                "go back behind a draft that does not hold: leave the drafter out"
+            )
         self.model = model
         self.routed_experts = routed_experts
         self.memory = KVMemory(layout, device)

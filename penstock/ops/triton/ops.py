@@ -7,6 +7,7 @@ from penstock.ops.triton.latent_attention import latent_attention
 from penstock.ops.triton.latent_rotary import norm_rotate_latent
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.pointwise import add_rms_norm, embed, rms_norm, silu_mul
+from penstock.ops.triton.recurrent import causal_conv, gated_delta_rule, mamba2_scan
 from penstock.ops.triton.rotary import norm_rotate_write
 from penstock.ops.triton.routing import route
 from penstock.ops.triton.sampling import choose_tokens
@@ -14,10 +15,13 @@ from penstock.ops.triton.sampling import choose_tokens
 __all__ = [
     "ROW_INVARIANT",
     "add_rms_norm",
+    "causal_conv",
     "choose_tokens",
     "embed",
+    "gated_delta_rule",
     "latent_attention",
     "linear",
+    "mamba2_scan",
     "norm_rotate_latent",
     "norm_rotate_write",
     "paged_attention",

@@ -1,0 +1,121 @@
+"""What recurrent layers share: their states, the convolution in front, parameters of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from penstock.layers.build import Build
+from penstock.layers.context import current_context
+from penstock.layers.linear import Part
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.recurrent import StateStep
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.kv import RecurrentSpec
+
+DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class RecurrentLayer(nn.Module):
+    """Keeps two states a request: the last tokens before its convolution, and its memory."""
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        memory: tuple[int, ...],  # the memory's shape on this rank
+        conv: CausalConv,
+    ) -> None:
+        super().__init__()
+        self.build = build
+        self.name = name
+        self.memory_shape = memory
+        self.conv1d = conv
+
+    def states(self) -> tuple[torch.Tensor, torch.Tensor, StateStep]:
+        """This layer's memories and tokens, [num_blocks, ...] each, and where the step's lie."""
+        context = current_context()
+        memory, tokens = context.states[self.name]
+        return memory, tokens, context.state_step(self.name)
+
+    def kv_spec(self, dtype: str) -> RecurrentSpec:
+        """`dtype` is that of keys and values. Memories are float32: their errors would add up."""
+        return RecurrentSpec(
+            shapes=(self.memory_shape, (self.conv1d.width - 1, self.conv1d.channels)),
+            dtypes=("float32", DTYPE_NAMES[self.build.dtype]),
+        )
+
+
+class CausalConv(nn.Module):
+    """A convolution of each channel by itself, over its last `width` tokens, and silu.
+
+    Channels come in sections, each sharded over ranks by itself.
+    """
+
+    def __init__(self, build: Build, sections: Sequence[Part], width: int, bias: bool) -> None:
+        super().__init__()
+        self.build = build
+        self.sections = sections
+        self.full_channels = sum(part.out_features for part in sections)
+        self.channels = sum(part.out_features // part.num_shards for part in sections)
+        self.width = width
+        self.weight = build.empty(self.channels, width)
+        self.bias = build.empty(self.channels) if bias else None
+
+    def forward(self, x: torch.Tensor, states: torch.Tensor, step: StateStep) -> torch.Tensor:
+        """[n, channels] -> the same; `states` [num_blocks, width - 1, channels] go on."""
+        output: torch.Tensor = self.build.ops.causal_conv(x, self.weight, self.bias, states, step)
+        return output
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        shapes: dict[tuple[str, str], tuple[int, ...]] = {
+            ("weight", ""): (self.full_channels, 1, self.width)
+        }
+        if self.bias is not None:
+            shapes["bias", ""] = (self.full_channels,)
+        return shapes
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "a convolution's weight is not a matrix"
+        pieces, start = [], 0
+        for section in self.sections:
+            rows = section.out_features // section.num_shards
+            shard = self.build.tp.rank * section.num_shards // self.build.tp.size
+            pieces.append(tensor[start + shard * rows : start + (shard + 1) * rows])
+            start += section.out_features
+        own = torch.cat(pieces)
+        self.get_parameter(parameter).copy_(own if parameter == "bias" else own[:, 0])
+
+
+class HeadParameters(nn.Module):
+    """Numbers of each head, float32, which checkpoints keep in the layer itself.
+
+    A layer that has them is its own loader: it calls `expected` and `load`.
+    """
+
+    def __init__(self, build: Build, num_heads: int, names: Sequence[str]) -> None:
+        super().__init__()
+        self.build = build
+        self.full_size = num_heads
+        self.size = num_heads // build.tp.size
+        for name in names:
+            data = torch.empty(self.size, dtype=torch.float32, device=build.device)
+            self.register_parameter(name, nn.Parameter(data, requires_grad=False))
+
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {(name, ""): (self.full_size,) for name, _ in self.named_parameters()}
+
+    def take(self, name: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "these are not a matrix"
+        first = self.build.tp.rank * self.size
+        self.get_parameter(name).copy_(tensor[first : first + self.size])
+
+
+def check_heads(ranks: int, kind: str, num_heads: int) -> None:
+    """Refuse a number of tensor-parallel ranks that does not divide a layer's heads."""
+    if num_heads % ranks:
+        raise ConfigError(
+            f"tensor_parallel_size must divide the model's {num_heads} {kind} heads, got {ranks}"
+        )

@@ -1,0 +1,148 @@
+"""Falcon-H1: attention and a Mamba-2 side by side in every layer, and multipliers everywhere."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
+from penstock.layers.build import Build
+from penstock.layers.mamba2 import Mamba2, Mamba2Config
+from penstock.layers.norm import Norm
+from penstock.models.base import Hidden, WeightTable
+from penstock.models.config import DecoderConfig, read_float, read_int
+from penstock.models.decoder import DecoderLM
+from penstock.models.mamba2 import read_dt_limit, read_num_groups
+from penstock.protocol.errors import ModelError
+
+
+class FalconH1MLP(GatedMLP):
+    """With multipliers of the gate, in front of its activation, and of the output."""
+
+    def __init__(
+        self, build: Build, config: DecoderConfig, gate_multiplier: float, multiplier: float
+    ) -> None:
+        bias = bool(config.raw.get("mlp_bias", False))
+        super().__init__(build, config.hidden_size, config.intermediate_size, bias)
+        self.gate_multiplier = gate_multiplier
+        self.multiplier = multiplier
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self.gate_up_proj(x)
+        gate_up[:, : gate_up.shape[1] // 2] *= self.gate_multiplier
+        output: torch.Tensor = self.down_proj(self.ops.silu_mul(gate_up)) * self.multiplier
+        return output
+
+
+class FalconH1Layer(nn.Module):
+    """x + mamba(norm(x)) + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self,
+        mamba: Mamba2,
+        attention: RotaryAttention,
+        mlp: FalconH1MLP,
+        input_norm: Norm,
+        mlp_norm: Norm,
+        config: DecoderConfig,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_norm
+        self.mamba = mamba
+        self.self_attn = attention
+        self.pre_ff_layernorm = mlp_norm
+        self.feed_forward = mlp
+        raw = config.raw
+        self.mamba_in = read_float(raw, "ssm_in_multiplier", 1.0)
+        self.mamba_out = read_float(raw, "ssm_out_multiplier", 1.0)
+        self.attention_in = read_float(raw, "attention_in_multiplier", 1.0)
+        self.attention_out = read_float(raw, "attention_out_multiplier", 1.0)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        mixed = self.mamba(x * self.mamba_in) * self.mamba_out
+        attended = self.self_attn(x * self.attention_in, angles) * self.attention_out
+        x, residual = self.pre_ff_layernorm.add(mixed + attended, residual)
+        return self.feed_forward(x), residual
+
+
+class FalconH1ForCausalLM(DecoderLM):
+    weights = WeightTable(renamed={r"^model\.final_layernorm\.": "model.norm."})
+    defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 8}
+
+    def __init__(self, build: Build, config: DecoderConfig) -> None:
+        super().__init__(build, config)
+        self.embedding_multiplier = read_float(config.raw, "embedding_multiplier", 1.0)
+        self.logits_multiplier = read_float(config.raw, "lm_head_multiplier", 1.0)
+
+    def layer(self, index: int) -> FalconH1Layer:
+        return FalconH1Layer(
+            Mamba2(self.build, f"model.layers.{index}.mamba", self._mamba()),
+            self.attention(index),
+            FalconH1MLP(self.build, self.config, *self._multipliers("mlp_multipliers", 2)),
+            self.norm(),
+            self.norm(),
+            self.config,
+        )
+
+    def attention(self, index: int) -> RotaryAttention:
+        config = self.config
+        bias = bool(config.raw.get("attention_bias", False))
+        # Keys have a multiplier, which does the same to the products.
+        scale = config.head_dim**-0.5 * read_float(config.raw, "key_multiplier", 1.0)
+        return self.rotary_attention(index, qkv_bias=bias, output_bias=bias, scale=scale)
+
+    def _mamba(self) -> Mamba2Config:
+        config, raw = self.config, self.config.raw
+        expanded = read_int(raw, "mamba_expand", 2) * config.hidden_size
+        inner = read_int(raw, "mamba_d_ssm", expanded)
+        heads = read_int(raw, "mamba_n_heads", 128)
+        if inner % heads:
+            raise ModelError(
+                f"config.json: mamba_n_heads ({heads}) must divide the size of the Mamba layers "
+                f"({inner})"
+            )
+        groups = read_num_groups(config, "mamba_n_groups", 1, heads)
+        return Mamba2Config(
+            hidden_size=config.hidden_size,
+            num_heads=heads,
+            head_dim=inner // heads,
+            state_size=read_int(raw, "mamba_d_state", 256),
+            num_groups=groups,
+            conv_width=read_int(raw, "mamba_d_conv", 4, low=2),
+            conv_bias=bool(raw.get("mamba_conv_bias", True)),
+            input_bias=bool(raw.get("mamba_proj_bias", False)),
+            output_bias=bool(raw.get("projectors_bias", False)),
+            dt_limit=read_dt_limit(raw),
+            norm_eps=config.rms_norm_eps if raw.get("mamba_rms_norm", False) else None,
+            norm_groups=groups,
+            norm_before_gate=bool(raw.get("mamba_norm_before_gate", True)),
+            multipliers=self._multipliers("ssm_multipliers", 5),
+        )
+
+    def _multipliers(self, name: str, count: int) -> list[float]:
+        values = self.config.raw.get(name)
+        if values is None:
+            return [1.0] * count
+        is_list = isinstance(values, list) and len(values) == count
+        if not is_list or not all(isinstance(value, (int, float)) for value in values):
+            raise ModelError(f"config.json: {name} must be {count} numbers, got {values!r:.80}")
+        return [float(value) for value in values]
+
+    def embed(
+        self,
+        token_ids: torch.Tensor,
+        media: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return super().embed(token_ids, media, mask) * self.embedding_multiplier
+
+    def logits(
+        self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        # Hidden states are smaller than logits, and both ways give the same.
+        return super().logits(
+            Hidden(hidden.states[rows] * self.logits_multiplier), slice(None), out
+        )

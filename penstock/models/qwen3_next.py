@@ -1,0 +1,158 @@
+"""Qwen3-Next: gated delta nets, every fourth layer gated attention, and experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.layers.attention import Attention
+from penstock.layers.blocks import Angles
+from penstock.layers.build import Build
+from penstock.layers.experts import Experts, ExpertsConfig
+from penstock.layers.gated_delta_net import DeltaNetConfig, GatedDeltaNet
+from penstock.layers.linear import Linear, Part, row_linear
+from penstock.layers.norm import Norm, ZeroCentredNorm
+from penstock.layers.rotary import Rotary
+from penstock.models.base import WeightTable
+from penstock.models.config import DecoderConfig, read_int
+from penstock.models.decoder import DecoderLM
+from penstock.models.qwen3_moe import is_sparse, read_num_experts
+from penstock.ops.experts import Routing
+from penstock.protocol.errors import ModelError
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+class GatedAttention(nn.Module):
+    """Attention whose output is gated; the gates are projected with the queries, head by head."""
+
+    def __init__(self, build: Build, name: str, config: DecoderConfig, rotary: Rotary) -> None:
+        super().__init__()
+        ranks, head_dim = build.tp.size, config.head_dim
+        kv_shards = min(ranks, config.num_kv_heads)
+        bias = bool(config.raw.get("attention_bias", False))
+        self.head_dim = head_dim
+        self.num_heads = config.num_heads // ranks
+        self.num_kv_heads = config.num_kv_heads // kv_shards
+        self.rotary = rotary
+        parts = [
+            Part("q_proj", config.num_heads * 2 * head_dim, ranks),
+            Part("k_proj", config.num_kv_heads * head_dim, kv_shards),
+            Part("v_proj", config.num_kv_heads * head_dim, kv_shards),
+        ]
+        self.qkv_proj = Linear(build, config.hidden_size, parts, bias)
+        self.o_proj = row_linear(build, config.num_heads * head_dim, config.hidden_size, bias)
+        self.q_norm = ZeroCentredNorm(build, head_dim, config.rms_norm_eps)
+        self.k_norm = ZeroCentredNorm(build, head_dim, config.rms_norm_eps)
+        self.attention = Attention(build, name, self.num_heads, self.num_kv_heads, head_dim)
+
+    def forward(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [n, heads, head_dim]
+        counts = [2 * self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        both, key, value = heads.split(counts, dim=1)
+        query, gate = both.unflatten(1, (-1, 2)).unbind(2)
+        query, key = self.rotary(self.q_norm(query), self.k_norm(key), angles)
+        attended = self.attention(query, key, value) * torch.sigmoid(gate.flatten(1))
+        output: torch.Tensor = self.o_proj(attended)
+        return output
+
+
+class Qwen3NextLayer(nn.Module):
+    """A usual layer, but for what stands in attention's place."""
+
+    def __init__(
+        self,
+        mixer: GatedDeltaNet | GatedAttention,
+        mlp: nn.Module,
+        input_norm: Norm,
+        mlp_norm: Norm,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_norm
+        self.linear_attn = mixer if isinstance(mixer, GatedDeltaNet) else None
+        self.self_attn = mixer if isinstance(mixer, GatedAttention) else None
+        self.post_attention_layernorm = mlp_norm
+        self.mlp = mlp
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        if self.linear_attn is not None:
+            x = self.linear_attn(x)
+        else:
+            assert self.self_attn is not None
+            x = self.self_attn(x, angles)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Qwen3NextForCausalLM(DecoderLM):
+    weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$", r"^mtp\."))
+    defaults = {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+    }
+
+    def norm(self) -> Norm:
+        return ZeroCentredNorm(self.build, self.config.hidden_size, self.config.rms_norm_eps)
+
+    def layer(self, index: int) -> Qwen3NextLayer:
+        name = f"model.layers.{index}"
+        mixer: GatedDeltaNet | GatedAttention
+        if layer_kind(self.config, index) == LINEAR:
+            mixer = GatedDeltaNet(self.build, name, self._delta_net())
+        else:
+            mixer = GatedAttention(self.build, name, self.config, self.rotary)
+        return Qwen3NextLayer(mixer, self.mlp(index), self.norm(), self.norm())
+
+    def mlp(self, index: int) -> nn.Module:
+        config = self.config
+        if not is_sparse(config, index):
+            return super().mlp(index)
+        num_experts, top_k = read_num_experts(config)
+        experts = ExpertsConfig(
+            num_experts=num_experts,
+            hidden_size=config.hidden_size,
+            intermediate_size=read_int(config.raw, "moe_intermediate_size"),
+            routing=Routing(top_k, renormalize=bool(config.raw.get("norm_topk_prob", True))),
+            shared_size=read_int(config.raw, "shared_expert_intermediate_size"),
+            shared_gate=True,
+        )
+        return Experts(self.build, experts)
+
+    def _delta_net(self) -> DeltaNetConfig:
+        config, raw = self.config, self.config.raw
+        keys = read_int(raw, "linear_num_key_heads", 16)
+        values = read_int(raw, "linear_num_value_heads", 32)
+        if values % keys:
+            raise ModelError(
+                f"config.json: linear_num_value_heads ({values}) must be a multiple of "
+                f"linear_num_key_heads ({keys})"
+            )
+        return DeltaNetConfig(
+            hidden_size=config.hidden_size,
+            num_key_heads=keys,
+            num_value_heads=values,
+            key_dim=read_int(raw, "linear_key_head_dim", 128),
+            value_dim=read_int(raw, "linear_value_head_dim", 128),
+            conv_width=read_int(raw, "linear_conv_kernel_dim", 4, low=2),
+            norm_eps=config.rms_norm_eps,
+        )
+
+
+def layer_kind(config: DecoderConfig, index: int) -> str:
+    """What mixes tokens in layer `index`: one of LINEAR and FULL."""
+    kinds = config.raw.get("layer_types")
+    if kinds is None:
+        interval = read_int(config.raw, "full_attention_interval", 4)
+        return FULL if (index + 1) % interval == 0 else LINEAR
+    known = isinstance(kinds, list) and all(kind in (LINEAR, FULL) for kind in kinds)
+    if not known or len(kinds) != config.num_layers:
+        raise ModelError(
+            f"config.json: layer_types must be {LINEAR} or {FULL} for each of {config.num_layers} "
+            f"layers, got {kinds!r:.80}"
+        )
+    return str(kinds[index])

@@ -1,0 +1,116 @@
+"""The gated delta rule: one token at a time, or a chunk at a time as a matmul. In plain torch.
+
+A head's state S [key_dim, value_dim] maps keys to values. With every token it fades by exp(g), then
+what it has for the token's key moves towards the token's value by the share beta:
+S' = exp(g) S + k (beta (v - k^T exp(g) S)); the output is q^T S'. Queries and keys have length 1.
+All of it is float32: a state lives for as long as its request.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.ops.recurrent import StateChunks, StateStep, fresh_or
+
+EPS = 1e-6  # under the root of a query's or key's length
+
+
+def gated_delta_rule(
+    query: torch.Tensor,  # [num_tokens, key_heads, key_dim]
+    key: torch.Tensor,  # the same
+    value: torch.Tensor,  # [num_tokens, heads, value_dim]; heads / key_heads of them share a key
+    g: torch.Tensor,  # [num_tokens, heads] float32: logarithm of what is kept
+    beta: torch.Tensor,  # [num_tokens, heads] float32
+    states: torch.Tensor,  # [num_blocks, heads, key_dim, value_dim] float32
+    step: StateStep,
+) -> torch.Tensor:
+    """Each token's output [num_tokens, heads, value_dim], float32; the states go on by the step."""
+    output = torch.empty(value.shape, dtype=torch.float32, device=value.device)
+    n = step.num_decodes
+    if n:
+        output[:n] = _update(query[:n], key[:n], value[:n], g[:n], beta[:n], states, step)
+    if step.chunks is not None:
+        first = step.chunks.first_row
+        rows = slice(first, first + len(step.chunks.row_offsets))
+        output[rows] = delta_chunks(
+            query[rows], key[rows], value[rows], g[rows], beta[rows], states, step.chunks
+        )
+    return output
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+def _update(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    step: StateStep,
+) -> torch.Tensor:
+    shared_by = value.shape[1] // key.shape[1]
+    query = _unit(query) * query.shape[-1] ** -0.5
+    query = query.repeat_interleave(shared_by, dim=1)[:, :, None]  # [n, heads, 1, key_dim]
+    key = _unit(key).repeat_interleave(shared_by, dim=1)
+    state = fresh_or(states[step.read_blocks], step.is_fresh) * g.exp()[..., None, None]
+    known = (key[:, :, None] @ state)[:, :, 0]  # [n, heads, value_dim]
+    change = (value.float() - known) * beta[..., None]
+    state = state + key[..., None] * change[:, :, None]
+    states[step.write_blocks] = state
+    return (query @ state)[:, :, 0]
+
+
+def delta_chunks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    states: torch.Tensor,
+    chunks: StateChunks,
+) -> torch.Tensor:
+    """`gated_delta_rule` of a step's longer queries, whose rows these are.
+
+    Each token's change depends on the changes before it in its chunk: together they are the
+    solution of a triangular system, for the state that the chunk comes with still unknown.
+    """
+    shared_by = value.shape[1] // key.shape[1]
+
+    def heads_first(x: torch.Tensor) -> torch.Tensor:  # [chunks, heads, size, ...]
+        return chunks.take(x).transpose(1, 2)
+
+    query = heads_first(_unit(query) * query.shape[-1] ** -0.5)
+    query = query.repeat_interleave(shared_by, dim=1)
+    key = heads_first(_unit(key)).repeat_interleave(shared_by, dim=1)
+    beta = heads_first(beta)[..., None]  # zero in padding, which changes nothing
+    value = heads_first(value.float()) * beta
+    # Sums in float64: their differences are what counts, and those can be much smaller.
+    faded = torch.cumsum(heads_first(g).double(), dim=-1)  # [chunks, heads, size]
+    between = (faded[..., :, None] - faded[..., None, :]).float()
+    future = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=g.device).triu(1)
+    decay = between.masked_fill_(future, float("-inf")).exp_()
+    since_start = faded.exp().float()[..., None]
+
+    overlap = (key * beta) @ key.transpose(-1, -2) * decay  # its diagonal is taken for ones
+    wanted = torch.cat([value, key * beta * since_start], dim=-1)
+    solved = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
+    change, known = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    scores = query @ key.transpose(-1, -2) * decay
+    query = query * since_start
+    key = key * (faded[..., -1:] - faded).exp().float()[..., None]
+    whole = faded[..., -1].exp().float()[..., None, None]
+
+    output = torch.empty_like(value)
+    state = chunks.initial(states)
+    for part in chunks.rounds:
+        own = part.chunks
+        state = state[: part.count]
+        changed = change[own] - known[own] @ state
+        output[own] = query[own] @ state + scores[own] @ changed
+        state = state * whole[own] + key[own].transpose(-1, -2) @ changed
+        part.store(states, state)
+    return chunks.restore(output.transpose(1, 2))

@@ -1,0 +1,115 @@
+"""Mamba-2's state space: one token at a time, or a chunk at a time as a matmul. In plain torch.
+
+A head's state S [head_dim, state_size] goes to exp(dt * a) * S + dt * x b^T with every token, and
+its output is S c + d * x. All of it is float32: a state lives for as long as its request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.recurrent import StateChunks, StateStep, fresh_or
+
+
+@dataclass(frozen=True)
+class SpaceWeights:
+    """What a layer's heads are made of, all float32."""
+
+    a: torch.Tensor  # [heads], negative
+    d: torch.Tensor  # [heads]
+    dt_bias: torch.Tensor  # [heads]
+    dt_limit: tuple[float, float]
+
+    def time_steps(self, dt: torch.Tensor) -> torch.Tensor:
+        """[n, heads] as projected -> how far time goes on with each token."""
+        return F.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)
+
+
+def mamba2_scan(
+    x: torch.Tensor,  # [num_tokens, heads, head_dim]
+    dt: torch.Tensor,  # [num_tokens, heads], as projected
+    b: torch.Tensor,  # [num_tokens, groups, state_size]; heads / groups heads share one
+    c: torch.Tensor,  # the same
+    weights: SpaceWeights,
+    states: torch.Tensor,  # [num_blocks, heads, head_dim, state_size] float32
+    step: StateStep,
+) -> torch.Tensor:
+    """Each token's output [num_tokens, heads, head_dim], float32; the states go on by the step."""
+    output = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    n = step.num_decodes
+    if n:
+        output[:n] = _update(x[:n], dt[:n], b[:n], c[:n], weights, states, step)
+    if step.chunks is not None:
+        first = step.chunks.first_row
+        rows = slice(first, first + len(step.chunks.row_offsets))
+        output[rows] = mamba2_chunks(
+            x[rows], dt[rows], b[rows], c[rows], weights, states, step.chunks
+        )
+    return output
+
+
+def _update(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    weights: SpaceWeights,
+    states: torch.Tensor,
+    step: StateStep,
+) -> torch.Tensor:
+    heads_per_group = x.shape[1] // b.shape[1]
+    x, dt = x.float(), weights.time_steps(dt)
+    b = b.float().repeat_interleave(heads_per_group, dim=1)  # [n, heads, state_size]
+    c = c.float().repeat_interleave(heads_per_group, dim=1)
+    decay = torch.exp(dt * weights.a)[..., None, None]
+    state = fresh_or(states[step.read_blocks], step.is_fresh) * decay
+    state = state + (x * dt[..., None])[..., None] * b[:, :, None]
+    states[step.write_blocks] = state
+    return (state @ c[..., None])[..., 0] + weights.d[:, None] * x
+
+
+def mamba2_chunks(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    weights: SpaceWeights,
+    states: torch.Tensor,
+    chunks: StateChunks,
+) -> torch.Tensor:
+    """`mamba2_scan` of a step's longer queries, whose rows these are.
+
+    In the letters of the products: m chunks, t and s tokens of one, g groups of h heads each,
+    p head_dim, n state_size.
+    """
+    num, groups = len(x), b.shape[1]
+    x32 = chunks.take(x.float().reshape(num, groups, -1, x.shape[-1]))  # [m, t, g, h, p]
+    b, c = chunks.take(b.float()), chunks.take(c.float())  # [m, t, g, n]
+    dt = weights.time_steps(dt)
+    # Sums in float64: their differences are what counts, and those can be much smaller.
+    rate = chunks.take((dt * weights.a).double().view(num, groups, -1))  # no time in padding
+    passed = rate.cumsum(dim=1).permute(0, 2, 3, 1)  # [m, g, h, t]
+    between = (passed[..., :, None] - passed[..., None, :]).float()  # [m, g, h, t, s]
+    future = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=x.device).triu(1)
+    decay = between.masked_fill_(future, float("-inf")).exp_()
+
+    moved = x32 * chunks.take(dt.view(num, groups, -1, 1))  # [m, t, g, h, p]
+    scores = torch.einsum("mtgn,msgn->mgts", c, b)[:, :, None] * decay
+    output = torch.einsum("mghts,msghp->mtghp", scores, moved)
+    since_start = passed.exp().float().permute(0, 3, 1, 2)[..., None]  # [m, t, g, h, 1]
+    to_end = (passed[..., -1:] - passed).exp().float().permute(0, 3, 1, 2)[..., None]
+    whole = passed[..., -1].exp().float()[..., None, None]  # [m, g, h, 1, 1]
+    moved = moved * to_end
+
+    state = chunks.initial(states)
+    state = state.view(len(state), groups, -1, *state.shape[2:])  # [requests, g, h, p, n]
+    for part in chunks.rounds:
+        own = part.chunks
+        state = state[: part.count]
+        output[own] += torch.einsum("mtgn,mghpn->mtghp", c[own], state) * since_start[own]
+        state = state * whole[own] + torch.einsum("mtghp,mtgn->mghpn", moved[own], b[own])
+        part.store(states, state.flatten(1, 2))
+    return chunks.restore((output + weights.d.view(groups, -1, 1) * x32).flatten(2, 3))

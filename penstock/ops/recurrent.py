@@ -1,0 +1,300 @@
+"""States of a fixed size that a step reads and writes through a block table, and the convolution
+that stands in front of every such state: the torch reference.
+
+Block i of a request's table is the place of the state after token (i + 1) * block_size - 1, or, for
+the last one, of the running state. A step that computes tokens [a, b) reads the state in block
+(a - 1) // block_size, or starts from zeros at a = 0, whatever lies in memory, and writes the state
+after b - 1 and those at the block boundaries before it. So a block that was full before the step,
+which others may share, is never written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.attention import AttentionMetadata, HostLens
+
+MAX_CHUNK = 64  # tokens that are computed as one matmul
+
+
+@dataclass(frozen=True)
+class StateStep:
+    """Where one step's states lie, for all layers of a KV group."""
+
+    num_decodes: int  # requests, and rows, at the beginning: one token each
+    seq_lens: torch.Tensor  # [num_decodes] int32: tokens after this step; 0 is padding
+    block_table: torch.Tensor  # [num_decodes, max_blocks] int32
+    block_size: int
+    chunks: StateChunks | None  # of the longer queries behind them
+
+    @cached_property
+    def is_fresh(self) -> torch.Tensor:
+        """[num_decodes] bool: there is no token before."""
+        return self.seq_lens <= 1
+
+    @cached_property
+    def read_blocks(self) -> torch.Tensor:
+        """[num_decodes] int64: where the state before the token is; any block for a first one."""
+        return self._blocks((self.seq_lens - 2).clamp(min=0))
+
+    @cached_property
+    def write_blocks(self) -> torch.Tensor:
+        """[num_decodes] int64; the null block for padding, whose row of the table is stale."""
+        blocks = self._blocks((self.seq_lens - 1).clamp(min=0))
+        return blocks.masked_fill(self.seq_lens <= 0, 0)
+
+    def _blocks(self, positions: torch.Tensor) -> torch.Tensor:
+        columns = (positions // self.block_size).long()[:, None]
+        return self.block_table.gather(1, columns)[:, 0].long()
+
+
+@dataclass(frozen=True)
+class StateChunks:
+    """Queries of more than one token, cut where positions are multiples of a chunk's size.
+
+    A block boundary is such a place. Requests with more chunks come first; chunks are ordered by
+    their number inside a request, then by request, so that those which can be computed at the same
+    time stand together and continue the states of the first so many requests.
+    """
+
+    first_row: int  # of the batch: decodes stand before it
+    size: int
+    rows: torch.Tensor  # [num_chunks, size] int64, from first_row on; one past the last is padding
+    is_token: torch.Tensor  # [num_chunks, size] bool: not padding
+    positions: torch.Tensor  # [num_rows] int64: where each row stands in `rows`, flattened
+    rounds: list[Round]
+    read_blocks: torch.Tensor  # [num_requests] int64
+    is_fresh: torch.Tensor  # [num_requests] bool
+    row_requests: torch.Tensor  # [num_rows] int64: the place of each row's request
+    row_offsets: torch.Tensor  # [num_rows] int64: of each row, in its request's query
+    store_rows: torch.Tensor  # [num_stores] int64: rows after which a state is stored,
+    store_blocks: torch.Tensor  # [num_stores] int64: in these blocks
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [num_rows, ...] in chunks [num_chunks, size, ...], zeros for padding."""
+        padding = x.new_zeros((1, *x.shape[1:]))
+        return torch.cat([x, padding])[self.rows]
+
+    def restore(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_chunks, size, ...] in rows again."""
+        return x.flatten(0, 1)[self.positions]
+
+    def initial(self, states: torch.Tensor) -> torch.Tensor:
+        """The states that requests come with, [num_requests, ...]."""
+        return fresh_or(states[self.read_blocks], self.is_fresh)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Chunks that are computed at the same time: one of each of the first `count` requests."""
+
+    start: int  # of the chunks
+    count: int
+    store_places: torch.Tensor | None  # [n] int64: requests whose new state is stored,
+    store_blocks: torch.Tensor  # [n] int64: in these blocks
+
+    @property
+    def chunks(self) -> slice:
+        return slice(self.start, self.start + self.count)
+
+    def store(self, states: torch.Tensor, new: torch.Tensor) -> None:
+        """Write the new states [count, ...] where they are to be found later."""
+        if self.store_places is not None:
+            states[self.store_blocks] = new[self.store_places].to(states.dtype)
+
+
+def fresh_or(state: torch.Tensor, is_fresh: torch.Tensor) -> torch.Tensor:
+    """Zeros where there is nothing before, whatever memory holds. [n, ...], a copy."""
+    shape = (len(is_fresh), *[1] * (state.dim() - 1))
+    return state.masked_fill(is_fresh.view(shape), 0.0)
+
+
+# -- a step's layout
+
+
+def state_step(metadata: AttentionMetadata, block_size: int) -> StateStep:
+    """What a step's layers share. The host must know the lengths of queries of several tokens."""
+    assert not metadata.any_order, "steps of unknown order are not captured for recurrent layers"
+    num_decodes = metadata.num_decodes
+    chunks = None
+    if num_decodes < len(metadata.seq_lens):
+        chunks = _cut(metadata, block_size)
+    return StateStep(
+        num_decodes,
+        metadata.seq_lens[:num_decodes],
+        metadata.block_table[:num_decodes],
+        block_size,
+        chunks,
+    )
+
+
+def chunk_size(block_size: int) -> int:
+    """The largest divisor that is not too large for one matmul."""
+    return next(size for size in range(min(block_size, MAX_CHUNK), 0, -1) if block_size % size == 0)
+
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Cuts:
+    """All chunks of some queries, in the order of their rounds. [num_chunks] each."""
+
+    place: IntArray  # the request
+    round: IntArray
+    row: IntArray  # the first one
+    length: IntArray
+    end: IntArray  # position behind the last token
+
+
+def _cut(metadata: AttentionMetadata, block_size: int) -> StateChunks:
+    decodes, size = metadata.num_decodes, chunk_size(block_size)
+    known = metadata.host_lens or HostLens(
+        metadata.query_starts.long().numpy(force=True), metadata.seq_lens.long().numpy(force=True)
+    )
+    starts, ends = known.query_starts[decodes:], known.seq_lens[decodes:]
+    first_row, starts = int(starts[0]), starts - starts[0]
+    begins = ends - np.diff(starts)  # position of each query's first token
+    num_chunks = (ends - 1) // size - begins // size + 1
+    order = np.argsort(-num_chunks, kind="stable")  # requests, by place
+    cuts = _cut_queries(order, starts[:-1], begins, ends, num_chunks, size)
+
+    num_rows = int(starts[-1])
+    offsets = np.arange(size)
+    rows = cuts.row[:, None] + offsets
+    is_token = offsets < cuts.length[:, None]
+    rows[~is_token] = num_rows
+    positions = np.empty(num_rows, dtype=np.int64)
+    positions[rows[is_token]] = np.flatnonzero(is_token)
+    row_requests = np.empty(num_rows, dtype=np.int64)
+    row_requests[rows[is_token]] = np.repeat(cuts.place, cuts.length)
+
+    is_last = cuts.round == num_chunks[order][cuts.place] - 1
+    stores = np.flatnonzero(is_last | (cuts.end % block_size == 0))
+    device = metadata.block_table.device
+
+    def put(array: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    requests = put(order + decodes)
+    blocks = metadata.block_table[requests].long()
+    columns = put((cuts.end[stores] - 1) // block_size)
+    store_blocks = blocks[put(cuts.place[stores]), columns]
+    read_columns = put(np.maximum(begins[order] - 1, 0) // block_size)
+    return StateChunks(
+        first_row=first_row,
+        size=size,
+        rows=put(rows),
+        is_token=torch.from_numpy(is_token).to(device, non_blocking=True),
+        positions=put(positions),
+        rounds=_rounds(cuts, stores, put(cuts.place[stores]), store_blocks),
+        read_blocks=blocks.gather(1, read_columns[:, None])[:, 0],
+        is_fresh=put(begins[order]) == 0,
+        row_requests=put(row_requests),
+        row_offsets=put(np.arange(num_rows) - np.repeat(starts[:-1], np.diff(starts))),
+        store_rows=put(cuts.row[stores] + cuts.length[stores] - 1),
+        store_blocks=store_blocks,
+    )
+
+
+def _cut_queries(
+    order: IntArray,
+    rows: IntArray,  # each query's first row
+    begins: IntArray,
+    ends: IntArray,
+    num_chunks: IntArray,
+    size: int,
+) -> _Cuts:
+    counts = num_chunks[order]
+    place = np.repeat(np.arange(len(order)), counts)
+    number = np.arange(len(place)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin, end, row = begins[order][place], ends[order][place], rows[order][place]
+    first = np.maximum(begin, (begin // size + number) * size)
+    last = np.minimum(end, (begin // size + number + 1) * size)
+    by_round = np.lexsort((place, number))
+    fields = (place, number, row + first - begin, last - first, last)
+    return _Cuts(*(field[by_round] for field in fields))
+
+
+def _rounds(
+    cuts: _Cuts, stores: IntArray, store_places: torch.Tensor, store_blocks: torch.Tensor
+) -> list[Round]:
+    num_rounds = int(cuts.round[-1]) + 1
+    starts = np.searchsorted(cuts.round, np.arange(num_rounds + 1)).tolist()
+    bounds = np.searchsorted(stores, starts).tolist()
+    rounds = []
+    for index in range(num_rounds):
+        own = slice(bounds[index], bounds[index + 1])
+        is_stored = bounds[index] < bounds[index + 1]
+        rounds.append(
+            Round(
+                start=starts[index],
+                count=starts[index + 1] - starts[index],
+                store_places=store_places[own] if is_stored else None,
+                store_blocks=store_blocks[own],
+            )
+        )
+    return rounds
+
+
+# -- the convolution
+
+
+def causal_conv(
+    x: torch.Tensor,  # [num_tokens, channels]
+    weight: torch.Tensor,  # [channels, width]
+    bias: torch.Tensor | None,  # [channels]
+    states: torch.Tensor,  # [num_blocks, width - 1, channels]: the last tokens, oldest first
+    step: StateStep,
+) -> torch.Tensor:
+    """silu of each channel's sum over its last `width` tokens: [num_tokens, channels]."""
+    output = torch.empty_like(x)
+    decodes = step.num_decodes
+    if decodes:
+        before = fresh_or(states[step.read_blocks], step.is_fresh)
+        window = torch.cat([before, x[:decodes, None].to(states.dtype)], dim=1)
+        states[step.write_blocks] = window[:, 1:]
+        output[:decodes] = _weigh(window.unbind(1), weight, bias)
+    if step.chunks is not None:
+        rows = slice(step.chunks.first_row, step.chunks.first_row + len(step.chunks.row_offsets))
+        output[rows] = conv_chunks(x[rows], weight, bias, states, step.chunks)
+    return output
+
+
+def conv_chunks(
+    x: torch.Tensor,  # [num_rows, channels]
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    chunks: StateChunks,
+) -> torch.Tensor:
+    """`causal_conv` of a step's longer queries."""
+    reach = weight.shape[1] - 1
+    before = chunks.initial(states).flatten(0, 1)  # [num_requests * reach, channels]
+    everything = torch.cat([before, x.to(states.dtype)])
+    offsets = chunks.row_offsets
+    rows = torch.arange(len(before), len(everything), device=x.device)
+    own_before = chunks.row_requests * reach + reach + offsets
+    sources = [  # where the token `shift` before each row's is, oldest first
+        torch.where(offsets >= shift, rows, own_before) - shift for shift in range(reach, -1, -1)
+    ]
+    for index, source in enumerate(sources[1:]):
+        states[chunks.store_blocks, index] = everything[source[chunks.store_rows]]
+    return _weigh([everything[source] for source in sources], weight, bias).to(x.dtype)
+
+
+def _weigh(
+    tokens: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """silu(bias + the weighted sum of tokens [n, channels], oldest first), in float32."""
+    total = tokens[0].float() * weight[:, 0].float()
+    for index, token in enumerate(tokens[1:], start=1):
+        total = total + token.float() * weight[:, index].float()
+    return F.silu(total if bias is None else total + bias.float())

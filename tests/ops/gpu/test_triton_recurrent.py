@@ -1,0 +1,57 @@
+"""The kernels for single tokens, against the recurrence; longer queries go through as well."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from recurrent_steps import Conv, Delta, Layer, Mamba, Steps
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from penstock.ops.triton import recurrent
+
+LAYERS = {
+    "conv": Conv,
+    "mamba": Mamba,
+    "mamba_larger": lambda: Mamba(heads=6, groups=1, head_dim=40, state_size=128),
+    "delta": Delta,
+    "delta_larger": lambda: Delta(key_heads=1, heads=2, key_dim=96, value_dim=72),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_single_tokens_beside_longer_queries(device: torch.device, name: str) -> None:
+    torch.manual_seed(0)
+    layer: Layer = LAYERS[name]()
+    steps = Steps(layer, [12, 9, 7], 4, recurrent, device)
+    steps.run({0: 6, 1: 1, 2: 3})
+    for _ in range(4):
+        steps.run({0: 1, 1: 1, 2: 1})
+    steps.run({0: 1, 1: 4})
+    steps.run({0: 1})
+    steps.check()
+
+
+@pytest.mark.parametrize("name", ["conv", "mamba", "delta"])
+def test_padding_gives_zeros_and_writes_nothing(device: torch.device, name: str) -> None:
+    torch.manual_seed(1)
+    steps = Steps(LAYERS[name](), [8, 3], 4, recurrent, device)
+    steps.run({0: 8})
+    before = steps.states.clone()
+    steps.run({1: 1}, num_padding=2)
+    assert (steps.padding == 0).all()
+    changed = (steps.states != before) & ~(steps.states.isnan() & before.isnan())
+    assert changed.flatten(1).any(1).nonzero().flatten().tolist() == [int(steps.table[1, 0])]
+    steps.check()
+
+
+def test_a_small_time_step_is_exact(device: torch.device) -> None:
+    torch.manual_seed(2)
+    layer = Mamba()
+    layer.dt_bias = torch.full((4,), -12.0)
+    steps = Steps(layer, [6], 4, recurrent, device)
+    for _ in range(6):
+        steps.run({0: 1})
+    _, states = layer.naive(steps.inputs[0])
+    block = int(steps.table[0, 1])
+    torch.testing.assert_close(steps.states[block].cpu().double(), states[5], rtol=1e-5, atol=1e-12)

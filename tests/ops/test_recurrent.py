@@ -1,0 +1,87 @@
+"""Recurrent layers give the same, however tokens come: alone, in batches, in chunks of any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recurrent_steps import Conv, Delta, Layer, Mamba, Steps
+
+from penstock.ops import reference
+from penstock.ops.recurrent import MAX_CHUNK, chunk_size
+
+LAYERS: list[type[Layer]] = [Conv, Mamba, Delta]
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_schedule_gives_the_recurrence(kind: type[Layer], data: st.DataObject) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    block_size = data.draw(st.sampled_from([1, 2, 7, 16, 64]))
+    lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
+    steps = Steps(kind(), lengths, block_size, reference)
+    while steps.computed != lengths:
+        left = [length - done for length, done in zip(lengths, steps.computed, strict=True)]
+        counts = {}
+        for index, missing in enumerate(left):
+            asked = data.draw(st.sampled_from([60, 17, 5, 2, 1, 1, 0]))
+            if min(asked, missing):
+                counts[index] = min(asked, missing)
+        if not counts:
+            continue
+        shared = steps.full_blocks()
+        before = steps.states[shared]
+        steps.run(counts)
+        assert torch.equal(steps.states[shared], before), "a block that others read was written"
+    steps.check()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_long_prompt_beside_others(kind: type[Layer]) -> None:
+    torch.manual_seed(1)
+    steps = Steps(kind(), [300, 5, 130, 2], 128, reference)
+    steps.run({0: 300, 1: 5, 2: 129, 3: 1})
+    steps.run({2: 1, 3: 1})
+    steps.check()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_request_goes_on_from_a_state_that_another_left_and_does_not_touch_it(
+    kind: type[Layer],
+) -> None:
+    torch.manual_seed(3)
+    layer = kind()
+    steps = Steps(layer, [37, 50], 8, reference)
+    for ours, theirs in zip(steps.inputs[1], steps.inputs[0], strict=True):
+        ours[:32] = theirs[:32]
+    steps.run({0: 37})
+    steps.table[1, :4] = torch.tensor([0, 0, 0, steps.table[0, 3]])  # gaps, then the shared one
+    steps.computed[1] = 32
+    own = steps.table[0, :5].long()
+    before = steps.states[own]
+    for count in (1, 4, 13):
+        steps.run({1: count})
+    assert torch.equal(steps.states[own], before)
+    expected, _ = layer.naive(steps.inputs[1])
+    torch.testing.assert_close(steps.outputs[1][32:].double(), expected[32:], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_padding_writes_no_block_of_anybody(kind: type[Layer]) -> None:
+    torch.manual_seed(4)
+    steps = Steps(kind(), [20, 3], 4, reference)
+    steps.run({0: 20})
+    own = steps.table[0, :5].long()
+    before = steps.states[own]
+    steps.run({1: 1}, num_padding=3)
+    assert torch.equal(steps.states[own], before)
+    steps.check()
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 48, 100, 128, 67])
+def test_blocks_are_whole_chunks(block_size: int) -> None:
+    size = chunk_size(block_size)
+    assert block_size % size == 0
+    assert size <= MAX_CHUNK
