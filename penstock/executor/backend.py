@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.config import EngineConfig
 from penstock.layers.quantization import DenseMethod, LinearMethod
+from penstock.layers.quantized.checkpoints import choose_quantization
+from penstock.layers.quantized.linear import Finish
+from penstock.layers.quantized.plan import Quantization
 from penstock.models.plugins import find_plugins, plugin_ops
 from penstock.ops.cpu import library
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import Platform
-from penstock.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Backend:
     ops: Ops
-    linear_method: LinearMethod
+    linear_method: LinearMethod  # of layers that are not quantized
     dtype: torch.dtype  # of activations
     native_types: Collection[str] = ()  # GGUF types whose blocks layers take as they are
     native_layers: bool = False  # whether layers run whole in the C++ library
     kv_dtype: str | None = None  # of the cache, where nobody asked for one; None: the model's
+    quantization: Quantization | None = None  # which layers are, and how
+    take_over: Finish | None = None  # quantized layers that the device computes in its own way
 
     def finish(self, model: nn.Module) -> None:
         """Called once the weights are loaded."""
@@ -35,30 +40,37 @@ class Backend:
 
 
 def choose_backend(
-    config: EngineConfig, platform: Platform, dtype: torch.dtype, is_gguf: bool
+    config: EngineConfig,
+    platform: Platform,
+    dtype: torch.dtype,
+    is_gguf: bool,
+    model_config: Mapping[str, Any],
 ) -> Backend:
     """The C++ library on a CPU that has it, else torch. Sets how many threads each may use."""
+    quantization = choose_quantization(model_config, config.load.quantization)
     device = platform.device.type
     native = None
     if device == "cpu" and config.device.cpu_backend == "auto":
         native = library.load()
+    if device == "cuda":
+        from penstock.ops.triton.cache import use_checked_cache  # needs Triton
+
+        use_checked_cache()
     if native is None:
-        if config.load.quantization is not None:
-            raise ConfigError(
-                f"quantization={config.load.quantization} needs a CPU and the C++ library "
-                "(`penstock collect-env` says whether it is built)"
-            )
-        return Backend(_ops(device), DenseMethod(), dtype)
+        return Backend(_ops(device), DenseMethod(), dtype, quantization=quantization)
     native.penstock_set_threads(platform.cpu_threads)
     torch.set_num_threads(1)  # two pools would fight for the cores
     # Imported here because both need the library.
     from penstock.layers.native import NativeMethod
+    from penstock.layers.quantized.native import NativeFinish
     from penstock.ops.cpu.dtypes import NATIVE_TYPES
 
     types = NATIVE_TYPES if config.load.gguf_compute == "auto" else ()
     # The library computes in float32; a shorter type that was asked for is that of the weights.
+    int8 = config.load.quantization == "int8"
+    quantization = None if int8 else quantization  # the library does that one itself
     method = NativeMethod(
-        int8=config.load.quantization == "int8",
+        int8=int8,
         float_dtype=None if dtype == torch.float32 else dtype,
     )
     # Weights of 8 bits and less: keys and values of 16 lose nothing that shows, and halve what
@@ -72,6 +84,8 @@ def choose_backend(
         types,
         native_layers=True,
         kv_dtype="float16" if in_blocks else None,
+        quantization=quantization,
+        take_over=NativeFinish(method),
     )
 
 
