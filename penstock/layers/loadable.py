@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from penstock.ops.blocks import Weight
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One checkpoint tensor that a layer needs."""
+
+    shape: tuple[int, ...]  # before sharding; () also stands for one number in any shape
+    rows: int | None = 0  # the dimension of outputs, stacked in fused tensors; None: parts share it
+    columns: int | None = 1  # the dimension of inputs; None: it has none, or every rank has all
+    cut: bool = True  # False: the layer gets it whole, and takes its own share
+
+
+Shape = tuple[int, ...]
 
 
 @runtime_checkable
@@ -15,7 +30,7 @@ class Loadable(Protocol):
     of the fused layer; an unfused layer has the one part ``""``.
     """
 
-    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+    def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
         """Every tensor it needs, with the checkpoint's shape, before sharding."""
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:

@@ -10,6 +10,8 @@ from torch import nn
 if TYPE_CHECKING:
     from penstock.layers.build import Build
     from penstock.layers.native import NativeWeights
+    from penstock.layers.quantization import LinearMethod
+    from penstock.layers.quantized.linear import QuantizedWeights
 
 
 class MatrixLayer(nn.Module):
@@ -17,6 +19,7 @@ class MatrixLayer(nn.Module):
 
     weight: nn.Parameter  # where the linear method is DenseMethod
     native: NativeWeights  # where it is NativeMethod
+    quantized: QuantizedWeights  # where it is QuantizedMethod
     may_quantize = True  # by a linear method that does so while weights load
 
     def __init__(self, build: Build, in_features: int, part_rows: dict[str, int]) -> None:
@@ -25,7 +28,12 @@ class MatrixLayer(nn.Module):
         self.in_features = in_features
         self.part_rows = part_rows
         self.out_features = sum(part_rows.values())
-        build.linear_method.create_weights(self)
+        self.use(build.linear_method)
+
+    def use(self, method: LinearMethod) -> None:
+        """Keep the matrix as this method does; before anything is loaded."""
+        self.method = method
+        method.create_weights(self)
 
     def rows_of(self, parameter: torch.Tensor, part: str) -> torch.Tensor:
         """The rows of a fused parameter that belong to `part`."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from penstock.layers.loadable import Expected
+from penstock.layers.quantization import Shard, check_floats
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.cpu.packed import PackedLinear, PackedMatrix, quantize_int8
 
@@ -39,15 +42,25 @@ class NativeMethod:
     def create_weights(self, layer: MatrixLayer) -> None:
         layer.native = NativeWeights()
 
-    def load(self, layer: MatrixLayer, part: str, shard: Weight) -> None:
+    def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
+        return {"weight": Expected(shape)}
+
+    def load(
+        self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
+    ) -> None:
+        own = shard.cut(tensor)
+        if not isinstance(own, BlockTensor):
+            check_floats(part, own)
+            if self.int8 and layer.may_quantize and own.shape[1] % INT8_COLUMNS == 0:
+                own = quantize_int8(own)
+            elif self.float_dtype is not None:
+                own = own.to(self.float_dtype)
+        self.pack(layer, part, own)
+
+    def pack(self, layer: MatrixLayer, part: str, weight: Weight) -> None:
+        """Take this rank's weight of a part."""
         native = layer.native
-        quantize = self.int8 and layer.may_quantize and not isinstance(shard, BlockTensor)
-        if quantize and shard.shape[1] % INT8_COLUMNS == 0:
-            assert not isinstance(shard, BlockTensor)
-            shard = quantize_int8(shard)
-        elif self.float_dtype is not None and not isinstance(shard, BlockTensor):
-            shard = shard.to(self.float_dtype)
-        native.parts[part] = PackedMatrix(shard)
+        native.parts[part] = PackedMatrix(weight)
         # A buffer, so that the model's size counts it.
         layer.register_buffer(f"packed_{part}", native.parts[part].data, persistent=False)
         if len(native.parts) == len(layer.part_rows):

@@ -1,15 +1,82 @@
-"""How a layer holds its matrix and multiplies with it: one strategy a format."""
+"""How a layer holds its matrix and multiplies with it: the strategy, and plain floats."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from penstock.ops.blocks import BlockTensor, Weight
+from penstock.layers.loadable import Expected
+from penstock.ops.blocks import BlockTensor, Weight, pad_rows, take_columns, take_rows
+from penstock.protocol.errors import ModelError
 
 if TYPE_CHECKING:
     from penstock.layers.matrix import MatrixLayer
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's rows and columns of a part, which the checkpoint has as [out, in].
+
+    Rows past the part's own (of a vocabulary that does not divide) are zero.
+    """
+
+    shape: tuple[int, int]  # of the whole part
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+
+    @property
+    def num_own_rows(self) -> int:
+        """Rows that the part really has."""
+        return max(min(self.num_rows, self.shape[0] - self.first_row), 0)
+
+    def cut(self, weight: Weight) -> Weight:
+        """[out, in] -> [num_rows, num_columns], padded."""
+        weight = take_rows(weight, self.first_row, self.first_row + self.num_own_rows)
+        if self.num_columns != self.shape[1]:
+            last = self.first_column + self.num_columns
+            weight = take_columns(weight, self.first_column, last)
+        return pad_rows(weight, self.num_rows)
+
+    def cut_packed(self, name: str, tensor: torch.Tensor, expected: Expected) -> torch.Tensor:
+        """The share of a tensor that has some rows or columns in each of its elements.
+
+        Without padding. ModelError where a border falls inside an element or a group.
+        """
+        if not expected.cut:
+            return tensor
+        out_features, in_features = self.shape
+        if expected.rows is not None:
+            tensor = _cut(
+                name, tensor, expected.rows, out_features, self.first_row, self.num_own_rows
+            )
+        has_one_group = expected.columns is not None and tensor.shape[expected.columns] == 1
+        if expected.columns is not None and not has_one_group:
+            tensor = _cut(
+                name, tensor, expected.columns, in_features, self.first_column, self.num_columns
+            )
+        return tensor
+
+
+def _cut(
+    name: str, tensor: torch.Tensor, dim: int, total: int, first: int, count: int
+) -> torch.Tensor:
+    size = tensor.shape[dim]
+    if count == total:
+        return tensor
+    start, length = first * size, count * size
+    if start % total or length % total:
+        raise ModelError(
+            f"a shard's border, {first} or {first + count} of {total}, falls inside an element of "
+            f"{name} {list(tensor.shape)}: use fewer ranks (tensor_parallel_size)"
+        )
+    return tensor.narrow(dim, start // total, length // total)
 
 
 class LinearMethod(Protocol):
@@ -20,8 +87,13 @@ class LinearMethod(Protocol):
     def create_weights(self, layer: MatrixLayer) -> None:
         """Register the layer's parameters."""
 
-    def load(self, layer: MatrixLayer, part: str, shard: Weight) -> None:
-        """Store one part's weight, already cut to this rank's shard [out, in]."""
+    def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
+        """The checkpoint's tensors of one part [out, in], by parameter."""
+
+    def load(
+        self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
+    ) -> None:
+        """Take this rank's share of one of them."""
 
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, in] -> [n, out]."""
@@ -38,9 +110,17 @@ class DenseMethod:
     def create_weights(self, layer: MatrixLayer) -> None:
         layer.weight = layer.build.empty(layer.out_features, layer.in_features)
 
-    def load(self, layer: MatrixLayer, part: str, shard: Weight) -> None:
-        assert not isinstance(shard, BlockTensor), "blocks are for methods that compute with them"
-        layer.rows_of(layer.weight, part).copy_(shard)
+    def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
+        return {"weight": Expected(shape)}
+
+    def load(
+        self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
+    ) -> None:
+        assert not isinstance(tensor, BlockTensor), "blocks are for methods that compute with them"
+        check_floats(part, tensor)
+        own = shard.cut(tensor)
+        assert not isinstance(own, BlockTensor)
+        layer.rows_of(layer.weight, part).copy_(own)
 
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         output: torch.Tensor = layer.build.ops.linear(x, layer.weight, bias)
@@ -49,3 +129,36 @@ class DenseMethod:
     def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = layer.build.ops.embed(rows, layer.weight)
         return embedded
+
+
+class Undecided:
+    """Stands in for the methods of a quantized checkpoint's layers until the plan has chosen."""
+
+    packs = True
+
+    def create_weights(self, layer: MatrixLayer) -> None:
+        pass
+
+    def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
+        raise AssertionError("the plan chooses a method before anything is loaded")
+
+    def load(
+        self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
+    ) -> None:
+        raise AssertionError("the plan chooses a method before anything is loaded")
+
+    def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        raise AssertionError("the plan chooses a method before anything is computed")
+
+    def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("the plan chooses a method before anything is computed")
+
+
+def check_floats(part: str, tensor: torch.Tensor) -> None:
+    """Quantized numbers taken for floats would give nonsense without a word."""
+    if tensor.dtype not in _FLOATS:
+        where = f" of {part}" if part else ""
+        raise ModelError(
+            f"the weight{where} is stored as {str(tensor.dtype).removeprefix('torch.')}, but the "
+            "checkpoint has no scales for it, or its quantization_config leaves the layer out"
+        )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from tqdm import tqdm
 
-from penstock.layers.loadable import Loadable
+from penstock.layers.loadable import Expected, Loadable
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.norm import LayerNorm, RMSNorm
+from penstock.layers.quantized.dummy import fill_quantized
+from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.ops.blocks import Weight, take_rows
 from penstock.protocol.errors import ModelError
 
@@ -27,6 +29,13 @@ class NamingRules(Protocol):
     def renamed(self) -> dict[str, str]: ...
 
 
+@runtime_checkable
+class Finishing(Protocol):
+    """A layer that has something to do once all of its weights, and its parts', are there."""
+
+    def finish_loading(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Target:
     """Where one checkpoint tensor goes."""
@@ -35,7 +44,11 @@ class Target:
     path: str  # the layer's own
     parameter: str
     part: str
-    shape: tuple[int, ...]
+    expected: Expected
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.expected.shape
 
 
 def load_weights(
@@ -44,10 +57,12 @@ def load_weights(
     tensors: Iterable[tuple[str, Weight]],
     total: int,
     show_progress: bool = True,
+    ignored: tuple[str, ...] = (),
 ) -> None:
     """Stream tensors into the model. Missing, surplus and mis-shaped ones are named.
 
     What a layer fuses may come as its parts, or as the one tensor that has them in this order.
+    Surplus tensors that match an `ignored` pattern, or one of the model's own, are passed over.
     """
     targets = dict(_targets(model))
     fused = _fused(targets)
@@ -59,26 +74,15 @@ def load_weights(
         disable=None if show_progress else True, leave=False, delay=1.0,
     )  # fmt: skip
     for name, tensor in progress:
-        own_name = _own_name(name, naming)
-        parts = fused.get(own_name, [own_name])
+        model_name = own_name(name, naming)
+        parts = fused.get(model_name, [model_name])
         if parts[0] not in targets:
-            if not any(re.search(pattern, name) for pattern in naming.ignored):
+            if not any(re.search(pattern, name) for pattern in (*naming.ignored, *ignored)):
                 surplus.append(name)
             continue
-        _, *columns = targets[parts[0]].shape
-        shape = [sum(targets[part].shape[0] for part in parts), *columns]
-        if list(tensor.shape) != shape:
-            raise ModelError(
-                f"tensor {name} has shape {list(tensor.shape)}, "
-                f"but the model's configuration asks for {shape}"
-            )
-        start = 0
-        for part in parts:
-            target = targets[part]
-            rows = target.shape[0]
-            piece = tensor if len(parts) == 1 else take_rows(tensor, start, start + rows)
+        own = [targets[part] for part in parts]
+        for target, piece in zip(own, _pieces(name, tensor, own), strict=True):
             target.layer.load(target.parameter, target.part, piece)
-            start += rows
         missing.difference_update(parts)
     if missing:
         raise ModelError(f"the checkpoint lacks {_some(sorted(missing))}")
@@ -86,13 +90,15 @@ def load_weights(
         raise ModelError(
             f"the checkpoint holds tensors that the model has no place for: {_some(surplus)}"
         )
+    _finish(model)
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
     """Small random weights, made on the device itself; norms are neutral."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, (RMSNorm, LayerNorm)):
+            is_norm = isinstance(module, (RMSNorm, LayerNorm))
+            if is_norm or "Norm" in type(module).__name__:  # transformers' have no common class
                 parameter.fill_(0.0 if name == "bias" else 1.0)
                 continue
             generator = torch.Generator(parameter.device).manual_seed(seed)
@@ -102,11 +108,22 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
         layer = target.layer
         if not isinstance(layer, MatrixLayer) or target.parameter != "weight":
             continue
-        if layer.build.linear_method.packs:  # it keeps no parameter that could be filled
+        if isinstance(layer.method, QuantizedMethod):
+            continue
+        if layer.method.packs:  # it keeps no parameter that could be filled
             generator = torch.Generator().manual_seed(seed)
             weight = torch.empty(target.shape).normal_(0.0, DUMMY_SCALE, generator=generator)
             layer.load("weight", target.part, weight)
             seed += 1
+    for module in model.modules():
+        seed += fill_quantized(module, DUMMY_SCALE, seed)
+    _finish(model)
+
+
+def _finish(model: nn.Module) -> None:
+    for module in [*model.modules()]:  # which may replace their parts
+        if isinstance(module, Finishing):
+            module.finish_loading()
 
 
 def _targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
@@ -114,9 +131,10 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
         if not isinstance(module, Loadable):
             continue
         parent = path.rpartition(".")[0]
-        for (parameter, part), shape in module.expected().items():
+        for (parameter, part), known in module.expected().items():
+            expected = known if isinstance(known, Expected) else Expected(known)
             owner = f"{parent}.{part}" if part else path
-            yield f"{owner}.{parameter}", Target(module, path, parameter, part, shape)
+            yield f"{owner}.{parameter}", Target(module, path, parameter, part, expected)
 
 
 def _fused(targets: dict[str, Target]) -> dict[str, list[str]]:
@@ -128,7 +146,33 @@ def _fused(targets: dict[str, Target]) -> dict[str, list[str]]:
     return fused
 
 
-def _own_name(name: str, naming: NamingRules) -> str:
+def _pieces(name: str, tensor: Weight, targets: list[Target]) -> list[Weight]:
+    """A tensor's share for each of the parts that it has. ModelError if it has another shape."""
+    first = targets[0].expected
+    rows, shape = first.rows, list(first.shape)
+    sizes = [0 if rows is None else target.shape[rows] for target in targets]
+    if rows is not None:
+        shape[rows] = sum(sizes)
+    if list(tensor.shape) != shape:
+        # Scales are written as [], [1] or [out, 1], as their writer likes.
+        is_scale = isinstance(tensor, torch.Tensor) and targets[0].parameter != "weight"
+        if not is_scale or [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
+            raise ModelError(
+                f"tensor {name} has shape {list(tensor.shape)}, "
+                f"but the model's configuration asks for {shape}"
+            )
+        assert isinstance(tensor, torch.Tensor)
+        tensor = tensor.reshape(shape)
+    if len(targets) == 1 or rows is None:
+        return [tensor] * len(targets)
+    if isinstance(tensor, torch.Tensor):
+        return list(torch.split(tensor, sizes, dim=rows))
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [take_rows(tensor, at, at + size) for at, size in zip(starts, sizes, strict=True)]
+
+
+def own_name(name: str, naming: NamingRules) -> str:
+    """What the model calls a checkpoint's tensor."""
     for pattern, replacement in naming.renamed.items():
         name = re.sub(pattern, replacement, name)
     return name

@@ -35,19 +35,20 @@ def fuse_layers(model: nn.Module) -> None:
 
 
 def _can_fuse(layer: DecoderLayer) -> bool:
+    if type(layer) is not DecoderLayer or type(layer.self_attn) is not RotaryAttention:
+        return False
     rotary, q_norm = layer.self_attn.rotary, layer.self_attn.q_norm
     return (
-        type(layer) is DecoderLayer
-        and type(layer.input_layernorm) is RMSNorm
+        type(layer.input_layernorm) is RMSNorm
         and type(layer.post_attention_layernorm) is RMSNorm
         and rotary is not None
         and not rotary.interleaved
         and (q_norm is None or type(q_norm) is RMSNorm)
-        and type(layer.self_attn) is RotaryAttention
         and type(layer.mlp) is GatedMLP
         and layer.self_attn.attention.kind == "causal"
+        and not layer.self_attn.attention.extras
         and all(
-            isinstance(linear.build.linear_method, NativeMethod) and linear.build.tp.size == 1
+            isinstance(linear.method, NativeMethod) and linear.build.tp.size == 1
             for linear in _linears(layer)
         )
     )
@@ -55,6 +56,7 @@ def _can_fuse(layer: DecoderLayer) -> bool:
 
 def _linears(layer: DecoderLayer) -> list[Linear]:
     attention, mlp = layer.self_attn, layer.mlp
+    assert isinstance(attention, RotaryAttention)
     assert isinstance(mlp, GatedMLP)
     return [attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj]
 
@@ -79,6 +81,7 @@ class NativeDecoderLayer:
 
     def __init__(self, layer: DecoderLayer, steps: _Steps) -> None:
         attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(attention, RotaryAttention)
         assert isinstance(mlp, GatedMLP)
         self._name = attention.attention.name
         self._linears = _linears(layer)

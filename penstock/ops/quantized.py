@@ -356,8 +356,8 @@ def _round_fp8(
         return _to_fp8(x32 / scale).float() * scale
     if group is not None and x32.shape[1] > group:
         columns = x32.shape[1]
-        grouped = F.pad(x32, (0, -columns % group)).unflatten(1, (-1, group))
-        return _round_fp8(grouped.flatten(0, 1), None).view(len(x), -1)[:, :columns]
+        grouped = F.pad(x32, (0, -columns % group)).view(-1, group)
+        return _round_fp8(grouped, None).view(len(x), -1)[:, :columns]
     own = _scale_of(x32.abs().amax(-1, keepdim=True), FP8_MAX)
     return _to_fp8(x32 / own).float() * own
 

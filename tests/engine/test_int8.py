@@ -15,7 +15,6 @@ from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock import LLM, SamplingParams
-from penstock.protocol.errors import ConfigError
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -112,6 +111,12 @@ def test_the_command_line_gives_the_librarys_tokens(checkpoint: Path, int8: LLM)
     assert done.stdout.split() == [f"t{token}" for token in tokens]
 
 
-def test_it_needs_the_library(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="quantization=int8 needs a CPU and the C"):
-        LLM(str(checkpoint), quantization="int8", cpu_backend="torch", **OPTIONS)
+def test_without_the_library_it_is_by_row(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), cpu_backend="torch", max_logprobs=-1, **OPTIONS) as llm:
+        floats = first_rows(generate(llm, PROMPTS))
+    with LLM(
+        str(checkpoint), quantization="int8", cpu_backend="torch", max_logprobs=-1, **OPTIONS
+    ) as llm:
+        quantized = first_rows(generate(llm, PROMPTS))
+    error = (quantized - floats).std() / floats.std()
+    assert 1e-5 < error < 0.15  # a token may change its experts

@@ -1,0 +1,232 @@
+"""Reads `quantization_config`: one class a format, each of which says which scheme a layer has."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.config.quantization import CHECKPOINT, ONLINE, REFUSED
+from penstock.layers.quantized.compressed_tensors import CompressedTensors
+from penstock.layers.quantized.packed import AwqScheme, GptqScheme
+from penstock.layers.quantized.plan import Kind, Quantization
+from penstock.layers.quantized.schemes import (
+    Fp4Scheme,
+    Fp8Scheme,
+    OnlineScheme,
+    Scheme,
+)
+from penstock.ops.quantized import BLOCK
+from penstock.protocol.errors import ConfigError, ModelError
+
+# Scales of keys, values and queries: read where the cache is fp8, of no use elsewhere.
+KV_SCALES = (r"\.(k|v|q|kv|prob_output|output)_scale$", r"\.[kvq]_zero_point$")
+
+
+def choose_quantization(config: Mapping[str, Any], option: str | None) -> Quantization | None:
+    """From a model's config.json and --quantization; None: nothing is quantized.
+
+    ModelError for a checkpoint that cannot be read, ConfigError for an option that contradicts it.
+    """
+    raw = _quantization_config(config)
+    if raw is None:
+        if option is None:
+            return None
+        if option in ONLINE:
+            return _online(option)
+        raise ConfigError(
+            f"quantization={option} is for checkpoints that are quantized so, but config.json has "
+            f"no quantization_config: leave it out, or choose one of {', '.join(ONLINE)}"
+        )
+    method = _method(raw)
+    if option is not None and CHECKPOINT.get(option) != method:
+        raise ConfigError(
+            f"quantization={option}, but the checkpoint is quantized with {method}: leave it out"
+        )
+    readers = {
+        "fp8": _read_fp8,
+        "fbgemm_fp8": _read_fbgemm,
+        "compressed-tensors": CompressedTensors.read,
+        "gptq": _read_gptq,
+        "awq": _read_awq,
+        "modelopt": _read_modelopt,
+    }
+    if method == "mxfp4":
+        return None  # the architectures that have it read it themselves
+    return readers[method](raw)
+
+
+def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            raw = place.get(key)
+            if isinstance(raw, Mapping) and raw:
+                return raw
+    return None
+
+
+def _method(raw: Mapping[str, Any]) -> str:
+    name = raw.get("quant_method") or raw.get("method")
+    if name is None and raw.get("load_in_8bit") | raw.get("load_in_4bit", False):
+        name = "bitsandbytes"
+    if name is None and "config_groups" in raw:
+        name = "compressed-tensors"
+    if name in CHECKPOINT:
+        return CHECKPOINT[name]
+    if name in REFUSED:
+        raise ModelError(f"config.json: quant_method {name!r} is not supported: {REFUSED[name]}")
+    known = ", ".join(dict.fromkeys(CHECKPOINT.values()))
+    raise ModelError(
+        f"config.json: quant_method {name!r} is not known, supported are {known}: take a "
+        "checkpoint in one of these, or the unquantized one with --quantization fp8 or int8"
+    )
+
+
+# -- made while loading
+
+
+@dataclass(frozen=True)
+class Online:
+    """Every linear layer; not routers, embeddings and the output projection."""
+
+    own: OnlineScheme
+    ignored: tuple[str, ...] = ()
+
+    def scheme(self, name: str, kind: Kind) -> Scheme | None:
+        return self.own if kind == "linear" else None
+
+
+def _online(option: str) -> Online:
+    kinds = {
+        "fp8": OnlineScheme("fp8", "channel"),
+        "fp8_per_channel": OnlineScheme("fp8", "channel"),
+        "fp8_per_tensor": OnlineScheme("fp8", "tensor"),
+        "fp8_per_block": OnlineScheme("fp8", "block"),
+        "int8": OnlineScheme("int8"),
+        "int8_per_channel": OnlineScheme("int8"),
+        "int8_per_channel_weight_only": OnlineScheme("int8_weight_only"),
+    }
+    return Online(kinds[option])
+
+
+# -- one scheme for all but some layers
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """All layers but those that `skipped` names."""
+
+    own: Scheme
+    skipped: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = KV_SCALES
+
+    def scheme(self, name: str, kind: Kind) -> Scheme | None:
+        return None if is_skipped(name, self.skipped) else self.own
+
+
+def is_skipped(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a list of modules not to convert has this layer, or a module that holds it.
+
+    An entry names consecutive steps of the path (``mlp.gate`` is not ``mlp.gate_proj``); stars
+    stand for anything, and ``re:`` begins a regular expression.
+    """
+    path = f".{name}."
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            if re.match(pattern[3:], name):
+                return True
+        elif "*" in pattern:
+            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*"):
+                return True
+        elif f".{pattern.strip('.')}." in path:
+            return True
+    return False
+
+
+def _skipped(raw: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    return tuple(name for key in keys for name in raw.get(key) or ())
+
+
+def _read_fp8(raw: Mapping[str, Any]) -> Quantization:
+    activations = _one_of(raw, "activation_scheme", ("dynamic", "static"), "dynamic")
+    block = raw.get("weight_block_size")
+    skipped = _skipped(raw, "modules_to_not_convert", "ignored_layers")
+    if block is not None:
+        if list(block) != [BLOCK, BLOCK]:
+            raise ModelError(
+                f"config.json: weight_block_size {block} is not supported, only [{BLOCK}, {BLOCK}]"
+            )
+        if activations == "static":
+            raise ModelError("config.json: fp8 by block has dynamic activations, not static ones")
+        return Uniform(Fp8Scheme("block", False, "weight_scale_inv"), skipped)
+    return Uniform(Fp8Scheme("tensor", activations == "static"), skipped)
+
+
+def _read_fbgemm(raw: Mapping[str, Any]) -> Quantization:
+    return Uniform(Fp8Scheme("channel", False), _skipped(raw, "modules_to_not_convert"))
+
+
+def _read_modelopt(raw: Mapping[str, Any]) -> Quantization:
+    algorithm = _one_of(raw, "quant_algo", ("FP8", "NVFP4"), None)
+    skipped = _skipped(raw, "exclude_modules", "ignore")
+    if algorithm == "FP8":
+        return Uniform(Fp8Scheme("tensor", True), skipped)
+    return Uniform(Fp4Scheme("nvfp4", "weight", "weight_scale_2", divides=False), skipped)
+
+
+def _read_awq(raw: Mapping[str, Any]) -> Quantization:
+    bits = _one_of(raw, "bits", (4,), raw.get("w_bit", 4))
+    _one_of(raw, "version", ("gemm", "GEMM"), "gemm")
+    group = raw.get("group_size", raw.get("q_group_size", 128))
+    scheme = AwqScheme(bits, group, bool(raw.get("zero_point", True)))
+    return Uniform(scheme, _skipped(raw, "modules_to_not_convert"))
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """One scheme, and others for layers that match the patterns of `dynamic`."""
+
+    own: GptqScheme
+    dynamic: tuple[tuple[str, Mapping[str, Any]], ...]
+    skipped: tuple[str, ...]
+    ignored: tuple[str, ...] = (*KV_SCALES, r"\.qzeros_extra$")
+
+    def scheme(self, name: str, kind: Kind) -> Scheme | None:
+        if is_skipped(name, self.skipped):
+            return None
+        for pattern, changes in self.dynamic:
+            if re.match(pattern[2:] if pattern[:2] in ("+:", "-:") else pattern, name):
+                if pattern.startswith("-:"):
+                    return None
+                bits = _one_of(changes, "bits", (4, 8), self.own.bits)
+                group = changes.get("group_size", self.own.group_size)
+                order = changes.get("desc_act", self.own.act_order)
+                return replace(self.own, bits=bits, group_size=group, act_order=order)
+        return self.own
+
+
+def _read_gptq(raw: Mapping[str, Any]) -> Quantization:
+    bits = _one_of(raw, "bits", (4, 8), None)
+    form = _one_of(raw, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    scheme = GptqScheme(
+        bits,
+        raw.get("group_size", 128),
+        act_order=bool(raw.get("desc_act", False)),
+        zero_offset=1 if form == "gptq" else 0,
+    )
+    dynamic = tuple((raw.get("dynamic") or {}).items())
+    return Gptq(scheme, dynamic, _skipped(raw, "modules_to_not_convert"))
+
+
+def _one_of(raw: Mapping[str, Any], key: str, known: Sequence[Any], default: Any) -> Any:
+    value = raw.get(key)
+    value = default if value is None else value
+    if value not in known:
+        options = " or ".join(str(each) for each in known)
+        raise ModelError(
+            f"config.json: quantization_config's {key} must be {options}, got {value!r}"
+        )
+    return value

@@ -1,0 +1,110 @@
+"""The configuration of compressed-tensors: groups of layers, each with a scheme."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.layers.quantized.packed import PackedScheme
+from penstock.layers.quantized.plan import Kind
+from penstock.layers.quantized.schemes import Fp4Scheme, Fp8Scheme, Int8Scheme, Scheme
+from penstock.ops.quantized import BLOCK
+from penstock.protocol.errors import ModelError
+
+_KINDS: dict[Kind, str] = {"linear": "Linear", "router": "Linear", "vocabulary": "Linear"}
+_SPARSE = ("sparse-24-bitmask", "sparse-bitmask", "marlin-24", "24")
+
+
+@dataclass(frozen=True)
+class Group:
+    targets: tuple[str, ...]  # names, "re:" and a pattern, or classes
+    scheme: Scheme
+
+    def specificity(self, name: str, kind: Kind) -> int:
+        """0 if it does not have the layer; names count more than patterns, those than classes."""
+        if name in self.targets:
+            return 3
+        if any(target[:3] == "re:" and re.match(target[3:], name) for target in self.targets):
+            return 2
+        return 1 if _KINDS[kind] in self.targets and not name.endswith("embed_tokens") else 0
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    groups: tuple[Group, ...]
+    skipped: tuple[str, ...]  # of the same three sorts as targets
+    ignored: tuple[str, ...] = (
+        r"\.(k|v|q|kv|prob_output|output)_(scale|zero_point)$",
+        r"\.(k|v|q)_(global_scale|observer.*)$",
+    )
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> CompressedTensors:
+        sparsity = raw.get("sparsity_config") or {}
+        form = sparsity.get("format", "dense")
+        if form != "dense" or raw.get("format") in _SPARSE:
+            raise ModelError(
+                f"config.json: sparse weights ({form!r}) are not supported: take a checkpoint "
+                "without 2:4 sparsity"
+            )
+        if raw.get("transform_config"):
+            raise ModelError(
+                "config.json: transform_config (rotated weights) is not supported: take a "
+                "checkpoint without transforms"
+            )
+        status = raw.get("quantization_status", "compressed")
+        if status not in ("compressed", "frozen"):
+            raise ModelError(f"config.json: quantization_status must be compressed, got {status!r}")
+        groups = raw.get("config_groups") or {}
+        made = tuple(
+            Group(tuple(group.get("targets") or ("Linear",)), _scheme(name, group))
+            for name, group in groups.items()
+        )
+        return cls(made, tuple(raw.get("ignore") or ()))
+
+    def scheme(self, name: str, kind: Kind) -> Scheme | None:
+        for entry in self.skipped:
+            if entry == name or (entry[:3] == "re:" and re.match(entry[3:], name)):
+                return None
+            if entry == _KINDS[kind]:
+                return None
+        found = [(group.specificity(name, kind), group.scheme) for group in self.groups]
+        best = max((rank for rank, _ in found), default=0)
+        return next((scheme for rank, scheme in found if rank == best), None) if best else None
+
+
+def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
+    weights = group.get("weights")
+    inputs = group.get("input_activations")
+    if not isinstance(weights, Mapping):
+        raise ModelError(f"config.json: {name} of config_groups quantizes no weights")
+    bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
+    strategy: Any = weights.get("strategy")
+    size: Any = weights.get("group_size")
+    if strategy is None:
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    static = inputs is not None and not inputs.get("dynamic", False)
+    symmetric = weights.get("symmetric", True)
+    if (bits, kind) == (8, "float") and symmetric and strategy in ("tensor", "channel", "block"):
+        if strategy == "block" and list(weights.get("block_structure") or []) != [BLOCK, BLOCK]:
+            raise ModelError(
+                f"config.json: {name} has fp8 blocks of {weights.get('block_structure')}, "
+                f"supported are [{BLOCK}, {BLOCK}]"
+            )
+        return Fp8Scheme(strategy, static)
+    if (bits, kind) == (4, "float") and size in (16, 32):
+        return Fp4Scheme("nvfp4" if size == 16 else "mxfp4")
+    if kind == "int" and (bits, inputs is None) == (8, False) and strategy in ("tensor", "channel"):
+        return Int8Scheme(strategy, "static" if static else "dynamic")
+    if kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):
+        if bits == 8 and group.get("format") in ("int-quantized", "naive-quantized"):
+            return Int8Scheme("channel", "none")
+        order = weights.get("actorder") in ("group", True)
+        columns = -1 if strategy == "channel" else int(size)
+        return PackedScheme(bits, columns, not symmetric, order)
+    raise ModelError(
+        f"config.json: {name} of config_groups has {bits}-bit {kind} weights by {strategy}, which "
+        "is not supported: take fp8, int8, 4- or 8-bit integers by group, NVFP4 or MXFP4"
+    )

@@ -1,0 +1,218 @@
+"""Quantized experts on a GPU: all of a layer's matrices in one tensor each, for one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from penstock.layers.build import Build
+from penstock.layers.experts import ExpertsConfig, UndecidedExperts, choose_implementation
+from penstock.layers.loadable import Expected, Shape
+from penstock.layers.quantization import LinearMethod, Shard
+from penstock.layers.quantized.schemes import Scheme
+from penstock.layers.quantized.weights import (
+    Fp4Weight,
+    Fp8Weight,
+    Int8Weight,
+    QuantizedWeight,
+    W4Weight,
+    fuse,
+)
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.protocol.errors import ModelError
+
+
+def decide_experts(
+    undecided: UndecidedExperts,
+    plain: LinearMethod,
+    scheme: Scheme | None,
+    present: Mapping[str, Collection[str]],
+) -> tuple[nn.Module, str]:
+    """What takes the place of experts that waited for their scheme, and why it is that."""
+    build, config = replace(undecided.build, linear_method=plain), undecided.config
+    if scheme is None:
+        implementation, choice = choose_implementation(build, config)
+        return implementation.make(build, config), choice
+    return QuantizedExperts(build, config, scheme, present), f"quantized: {scheme.label}"
+
+
+class QuantizedExperts(nn.Module):
+    """As StackedExperts, with the weights of a scheme: one op computes all experts."""
+
+    def __init__(
+        self,
+        build: Build,
+        config: ExpertsConfig,
+        scheme: Scheme,
+        present: Mapping[str, Collection[str]],
+    ) -> None:
+        super().__init__()
+        self.build = build
+        self.config = config
+        self.scheme = scheme
+        self.present = present
+        self.size = config.intermediate_size // build.tp.size  # on this rank
+        count, hidden = config.num_experts, config.hidden_size
+        self.gate_up_bias = build.empty(count, 2 * self.size) if config.bias else None
+        self.down_bias = build.empty(count, hidden) if config.bias else None
+        self._staged: dict[str, dict[str, torch.Tensor]] = {}
+        self._halves: dict[int, dict[str, QuantizedWeight]] = {}  # gate or up without the other
+        self.gate_up = Stack(count)
+        self.down = Stack(count)
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        down_bias = self.down_bias if self.build.tp.rank == 0 else None  # in the sum only once
+        first, second = self.gate_up.weight, self.down.weight
+        biases = (self.gate_up_bias, down_bias)
+        ops, activation = self.build.ops, self.config.activation
+        output: torch.Tensor
+        if isinstance(first, Fp8Weight):
+            assert isinstance(second, Fp8Weight)
+            output = ops.fp8_experts(
+                x, weights, ids, first.weight, first.scale, second.weight, second.scale,
+                first.input_scale, second.input_scale, activation, *biases,
+            )  # fmt: skip
+        elif isinstance(first, W4Weight):
+            assert isinstance(second, W4Weight)
+            output = ops.w4_experts(
+                x, weights, ids, first.packed, first.scales, first.zeros,
+                second.packed, second.scales, second.zeros,
+                max(first.group_size, second.group_size), activation, *biases, first.bits,
+            )  # fmt: skip
+        else:
+            assert isinstance(first, Fp4Weight)
+            assert isinstance(second, Fp4Weight)
+            output = ops.fp4_experts(
+                x, weights, ids, first.packed, first.scales, first.global_scale,
+                second.packed, second.scales, second.global_scale,
+                first.group_size, activation, *biases,
+            )  # fmt: skip
+        return output
+
+    def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
+        expected: dict[tuple[str, str], Shape | Expected] = {}
+        for expert in range(self.config.num_experts):
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                part = f"experts.{expert}.{name}"
+                for parameter, tensor in self._tensors(part).items():
+                    expected[parameter, part] = tensor
+                if self.config.bias:
+                    expected["bias", part] = (self._shape(part)[0],)
+        return expected
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        if isinstance(tensor, BlockTensor):
+            raise ModelError("a GGUF file is quantized already: leave --quantization out")
+        _, index, name = part.split(".")
+        expert = int(index)
+        if parameter == "bias":
+            self._load_bias(expert, name, tensor)
+            return
+        expected = self._tensors(part)
+        shard = self._shard(part)
+        staged = self._staged.setdefault(part, {})
+        own = shard.cut_packed(parameter, tensor, expected[parameter])
+        staged[parameter] = own.to(self.build.device)
+        if len(staged) < len(expected):
+            return
+        del self._staged[part]
+        self.put(expert, name, self.scheme.convert(staged, shard, self.build.dtype))
+
+    def put(self, expert: int, name: str, weight: QuantizedWeight) -> None:
+        """Take one matrix of an expert, this rank's share."""
+        if name == "down_proj":
+            self.down.put(expert, weight)
+            return
+        halves = self._halves.setdefault(expert, {})
+        halves[name] = weight
+        if len(halves) == 2:
+            del self._halves[expert]
+            fused = fuse([halves["gate_proj"], halves["up_proj"]])
+            if len(fused) != 1:
+                raise ModelError(
+                    f"gate_proj and up_proj of expert {expert} have their columns in different "
+                    "orders, which experts cannot have here: quantize with desc_act=False"
+                )
+            self.gate_up.put(expert, fused[0])
+
+    def _shape(self, part: str) -> tuple[int, int]:
+        hidden, size = self.config.hidden_size, self.config.intermediate_size
+        return (hidden, size) if part.endswith("down_proj") else (size, hidden)
+
+    def _shard(self, part: str) -> Shard:
+        first, hidden = self.build.tp.rank * self.size, self.config.hidden_size
+        if part.endswith("down_proj"):
+            return Shard(self._shape(part), 0, hidden, first, self.size)
+        return Shard(self._shape(part), first, self.size, 0, hidden)
+
+    def _tensors(self, part: str) -> dict[str, Expected]:
+        missing = self.scheme.optional.difference(self.present.get(part, ()))
+        tensors = self.scheme.expected(self._shape(part))
+        return {name: tensor for name, tensor in tensors.items() if name not in missing}
+
+    def _load_bias(self, expert: int, name: str, tensor: torch.Tensor) -> None:
+        if name == "down_proj":
+            assert self.down_bias is not None
+            self.down_bias[expert].copy_(tensor)
+            return
+        assert self.gate_up_bias is not None
+        first, size = self.build.tp.rank * self.size, self.size
+        start = 0 if name == "gate_proj" else size
+        self.gate_up_bias[expert, start : start + size].copy_(tensor[first : first + size])
+
+
+class Stack(nn.Module):
+    """One matrix of each expert, every field of them in one tensor [experts, ...]."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.weight: QuantizedWeight | None = None
+
+    def put(self, expert: int, weight: QuantizedWeight) -> None:
+        if isinstance(weight, Int8Weight):  # there is no int8 op for experts
+            packed, scales = weight.weight.view(torch.uint8) ^ 128, weight.scale[:, None]
+            weight = W4Weight(packed, scales, None, packed.shape[1], bits=8)
+        if isinstance(weight, W4Weight) and weight.perm is not None:
+            raise ModelError(
+                "experts in GPTQ's activation order are not supported: quantize with desc_act=False"
+            )
+        weight = self._matching(weight)
+        if self.weight is None:
+            self.weight = self._empty_like(weight)
+        own = self.weight.tensors()
+        for name, tensor in weight.tensors().items():
+            if name == "input_scale":  # one for all experts, which must overflow in none
+                own[name].copy_(torch.maximum(own[name], tensor))
+            else:
+                own[name][expert].copy_(tensor)
+
+    def _empty_like(self, weight: QuantizedWeight) -> QuantizedWeight:
+        fields = {}
+        for name, tensor in weight.tensors().items():
+            if name == "input_scale":
+                fields[name] = torch.zeros_like(tensor)
+            else:
+                shape = (self.count, *tensor.shape)
+                fields[name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            # A buffer, so that the model's size counts it.
+            self.register_buffer(name, fields[name], persistent=False)
+        return replace(weight, **fields)  # type: ignore[type-var]
+
+    def _matching(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """With zeros if other experts have them: only some matrices may be symmetric."""
+        if not isinstance(weight, W4Weight) or self.weight is None:
+            return weight
+        assert isinstance(self.weight, W4Weight)
+        half = 1 << (weight.bits - 1)
+        if weight.zeros is None and self.weight.zeros is not None:
+            return replace(weight, zeros=torch.full_like(self.weight.zeros[0], half))
+        if weight.zeros is not None and self.weight.zeros is None:
+            shape = (self.count, *weight.zeros.shape)
+            zeros = torch.full(shape, half, dtype=torch.uint8, device=weight.zeros.device)
+            self.register_buffer("zeros", zeros, persistent=False)
+            self.weight = replace(self.weight, zeros=zeros)
+        return weight

@@ -1,0 +1,185 @@
+"""Integer weights for the C++ library, where its blocks hold them exactly.
+
+A block is 32 columns under a float16 scale. What does not fit in there is done around the product:
+factors of whole rows, zero points, the order of columns. Weights whose scales no block can hold,
+and other kinds of weights, stay with `penstock.ops.quantized`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from penstock.layers.loadable import Expected
+from penstock.layers.matrix import MatrixLayer
+from penstock.layers.native import NativeMethod
+from penstock.layers.quantization import Shard
+from penstock.layers.quantized.weights import Int8Weight, QuantizedWeight, W4Weight
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.cpu.packed import PackedLinear
+from penstock.ops.quantized import unpack_nibbles
+
+COLUMNS = 32  # of a block
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix in blocks: row_factor * (blocks + offsets), its columns in the order of `perm`."""
+
+    blocks: BlockTensor
+    row_factor: torch.Tensor | None = None  # [out]
+    offsets: torch.Tensor | None = None  # [out, groups]: added to every weight of a group
+    perm: torch.Tensor | None = None
+
+
+def to_blocks(weight: QuantizedWeight) -> Blocks | None:
+    """The same numbers in blocks, or None where they have no exact place there."""
+    if isinstance(weight, Int8Weight):
+        whole = weight.weight.shape[1]
+        return _blocks(weight.weight, weight.scale[:, None], None, whole, 8, None)
+    if not isinstance(weight, W4Weight):
+        return None
+    if weight.bits == 4:
+        numbers = unpack_nibbles(weight.packed)
+    else:
+        numbers = (weight.packed ^ 128).view(torch.int8)
+    return _blocks(
+        numbers, weight.scales, weight.zeros, weight.group_size, weight.bits, weight.perm
+    )
+
+
+def _blocks(
+    numbers: torch.Tensor,  # [out, in] uint8 of 4 bits, or int8
+    scales: torch.Tensor,  # [out, groups]
+    zeros: torch.Tensor | None,
+    group_size: int,
+    bits: int,
+    perm: torch.Tensor | None,
+) -> Blocks | None:
+    if group_size % COLUMNS:
+        return None
+    found = _float16(scales.float())
+    if found is None:
+        return None
+    halves, factor = found
+    rows, columns = numbers.shape
+    by_block = numbers.view(rows, columns // COLUMNS, COLUMNS)
+    if bits == 4:
+        by_block = by_block[..., :16] | (by_block[..., 16:] << 4)
+    repeated = halves.repeat_interleave(group_size // COLUMNS, dim=1)[..., None].contiguous()
+    data = torch.cat([repeated.view(torch.uint8), by_block.view(torch.uint8)], dim=-1).flatten(1)
+    type_name = "Q4_0" if bits == 4 else "Q8_0"
+    blocks = BlockTensor(type_name, COLUMNS, 18 if bits == 4 else 34, data)
+    offsets = None
+    if zeros is not None:
+        offsets = (float(1 << (bits - 1)) - zeros.float()) * halves.float()
+    return Blocks(blocks, factor, offsets, perm)
+
+
+def _float16(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """[out, groups] as float16 times a factor for each row [out], exactly; None: impossible."""
+    halves = scales.half()
+    if torch.equal(halves.float(), scales):
+        return halves, None
+    if scales.shape[1] == 1:
+        return torch.ones_like(halves), scales[:, 0].contiguous()
+    # Powers of two bring a row's largest scale near one, far from float16's small end.
+    exponent = scales.abs().amax(1).clamp_min(1e-30).log2().floor()
+    factor = torch.exp2(exponent)
+    near_one = scales / factor[:, None]
+    halves = near_one.half()
+    return (halves, factor) if torch.equal(halves.float(), near_one) else None
+
+
+class NativeFinish:
+    """Gives a layer to the library as soon as its parts are there, if all are exact in blocks."""
+
+    def __init__(self, plain: NativeMethod) -> None:
+        self._plain = plain
+
+    def __call__(self, layer: MatrixLayer, parts: list[QuantizedWeight]) -> bool:
+        found = [blocks for part in parts if (blocks := to_blocks(part)) is not None]
+        if len(found) < len(parts) or not _same_order(found):
+            return False
+        layer.use(self._plain)
+        for part, blocks in zip(layer.part_rows, found, strict=True):
+            self._plain.pack(layer, part, blocks.blocks)
+        if any(each.row_factor is not None or each.offsets is not None for each in found) or (
+            found[0].perm is not None
+        ):
+            layer.method = NativeBlocksMethod(layer, found)
+        return True
+
+
+def _same_order(parts: list[Blocks]) -> bool:
+    first = parts[0].perm
+    if first is None:
+        return all(part.perm is None for part in parts)
+    return all(part.perm is not None and torch.equal(part.perm, first) for part in parts)
+
+
+class NativeBlocksMethod:
+    """The library's product of one layer, with what blocks cannot hold done around it."""
+
+    packs = True
+
+    def __init__(self, layer: MatrixLayer, parts: list[Blocks]) -> None:
+        self._perm = parts[0].perm
+        self._row_factor: torch.Tensor | None = None
+        self._offsets: torch.Tensor | None = None
+        rows = [part.blocks.shape[0] for part in parts]
+        if any(part.row_factor is not None for part in parts):
+            ones = [torch.ones(count) for count in rows]
+            factors = [part.row_factor for part in parts]
+            self._row_factor = torch.cat(
+                [one if own is None else own for one, own in zip(ones, factors, strict=True)]
+            )
+        offsets = [part.offsets for part in parts]
+        groups = next((own.shape[1] for own in offsets if own is not None), 0)
+        if groups:
+            self._offsets = torch.cat(
+                [
+                    torch.zeros(count, groups) if own is None else own
+                    for count, own in zip(rows, offsets, strict=True)
+                ]
+            )
+        for name, tensor in (("row_factor", self._row_factor), ("offsets", self._offsets)):
+            if tensor is not None:
+                layer.register_buffer(name, tensor, persistent=False)
+
+    def create_weights(self, layer: MatrixLayer) -> None:
+        raise AssertionError("made from a layer that has its weights")
+
+    def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
+        raise AssertionError("made from a layer that has its weights")
+
+    def load(
+        self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
+    ) -> None:
+        raise AssertionError("made from a layer that has its weights")
+
+    def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        linear = layer.native.linear
+        assert isinstance(linear, PackedLinear)
+        if self._perm is not None:
+            x = x[:, self._perm]
+        output = linear(x, bias if self._row_factor is None else None)
+        if self._offsets is not None:
+            sums = x.reshape(len(x), self._offsets.shape[1], -1).sum(-1)  # [n, groups]
+            output += sums @ self._offsets.t()
+        if self._row_factor is not None:
+            output *= self._row_factor
+            if bias is not None:
+                output += bias
+        return output
+
+    def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
+        assert self._perm is None, "an embedding's columns are in order"
+        (matrix,) = layer.native.parts.values()
+        embedded = matrix.embed(rows)
+        if self._offsets is not None:
+            groups = self._offsets.shape[1]
+            embedded += self._offsets[rows].repeat_interleave(embedded.shape[1] // groups, dim=1)
+        return embedded if self._row_factor is None else embedded * self._row_factor[rows, None]

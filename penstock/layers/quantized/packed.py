@@ -1,0 +1,231 @@
+"""Weights of 4 and 8 bits with scales by group: GPTQ, AWQ, and compressed-tensors' own packing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from penstock.layers.loadable import Expected
+from penstock.layers.quantization import Shard
+from penstock.layers.quantized.schemes import Tensors
+from penstock.layers.quantized.weights import QuantizedWeight, W4Weight
+from penstock.ops.quantized import pack_nibbles, unpack_nibbles
+from penstock.protocol.errors import ModelError
+
+_WORD = 32  # bits
+# AWQ's words have the columns 0, 2, 4, 6, 1, 3, 5, 7 from the low bits up: where each column is.
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+_SMALL_GROUP = 32
+
+
+@dataclass(frozen=True)
+class _Grouped:
+    bits: int
+    group_size: int  # columns that share a scale; -1: all of a row
+
+    def check(self, shape: tuple[int, int]) -> tuple[int, int, int]:
+        """Rows, columns and groups. ModelError where they do not fit whole words."""
+        rows, columns = shape
+        group = columns if self.group_size == -1 else self.group_size
+        if columns % group or columns * self.bits % _WORD or rows * self.bits % _WORD:
+            raise ModelError(
+                f"a matrix of {rows} x {columns} cannot have {self.bits}-bit weights in groups of "
+                f"{group}: the groups, or words of {_WORD} bits, do not divide it"
+            )
+        return rows, columns, columns // group
+
+
+@dataclass(frozen=True)
+class GptqScheme(_Grouped):
+    """Numbers packed along the input, zeros along the output; g_idx names each column's group."""
+
+    act_order: bool = False
+    zero_offset: int = 1  # the first format stores zeros less one
+
+    @property
+    def label(self) -> str:
+        order = ", act-order" if self.act_order else ""
+        return f"GPTQ {self.bits} bits by {self.group_size}{order}"
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return frozenset({"g_idx"})
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return frozenset({"qweight"})
+
+    def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
+        rows, columns, groups = self.check(shape)
+        per_word = _WORD // self.bits
+        # In activation order, any column may belong to any group: all ranks keep them all.
+        cut = None if self.act_order else 0
+        return {
+            "qweight": Expected((columns // per_word, rows), rows=1, columns=0),
+            "qzeros": Expected((groups, rows // per_word), rows=1, columns=cut),
+            "scales": Expected((groups, rows), rows=1, columns=cut),
+            "g_idx": Expected((columns,), rows=None, columns=0),
+        }
+
+    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+        words = tensors["qweight"].contiguous()  # [in / per_word, out]
+        packed = words.view(torch.uint8).view(*words.shape, 4).transpose(0, 1).flatten(1)
+        zeros = self._zeros(tensors["qzeros"])
+        scales = tensors["scales"].t().to(dtype).contiguous()
+        weight = _weight(packed, scales, zeros, self.group_size, self.bits)
+        if not self.act_order or "g_idx" not in tensors:
+            return weight
+        group_size = shard.shape[1] if self.group_size == -1 else self.group_size
+        return order_columns(weight, tensors["g_idx"].long(), group_size)
+
+    def _zeros(self, words: torch.Tensor) -> torch.Tensor:
+        """[groups, out / per_word] int32 -> [out, groups] uint8."""
+        # Writers subtract from whole words, borrows and all; adding to whole words undoes it.
+        ones = sum(self.zero_offset << shift for shift in range(0, _WORD, self.bits))
+        whole = ((words.long() + ones) & 0xFFFFFFFF).to(torch.uint32)
+        numbers = whole.contiguous().view(torch.uint8)
+        if self.bits == 4:
+            numbers = unpack_nibbles(numbers)
+        return numbers.t().contiguous()
+
+
+@dataclass(frozen=True)
+class AwqScheme(_Grouped):
+    """Numbers and zeros packed along the output, in an order of their own."""
+
+    has_zeros: bool = True
+
+    @property
+    def label(self) -> str:
+        return f"AWQ {self.bits} bits by {self.group_size}"
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return frozenset() if self.has_zeros else frozenset({"qzeros"})
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return frozenset({"qweight"})
+
+    def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
+        rows, columns, groups = self.check(shape)
+        per_word = _WORD // self.bits
+        return {
+            "qweight": Expected((columns, rows // per_word), rows=1, columns=0),
+            "qzeros": Expected((groups, rows // per_word), rows=1, columns=0),
+            "scales": Expected((groups, rows), rows=1, columns=0),
+        }
+
+    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+        packed = pack_nibbles(_from_awq(tensors["qweight"]))
+        zeros = _from_awq(tensors["qzeros"]) if self.has_zeros else None
+        scales = tensors["scales"].t().to(dtype).contiguous()
+        return _weight(packed, scales, zeros, self.group_size, self.bits)
+
+
+def _from_awq(words: torch.Tensor) -> torch.Tensor:
+    """[n, out / 8] int32 -> [out, n] uint8."""
+    stored = unpack_nibbles(words.contiguous().view(torch.uint8))  # [n, out]
+    ordered = stored.view(len(stored), -1, 8)[..., _AWQ_PLACES].flatten(1)
+    return ordered.t().contiguous()
+
+
+@dataclass(frozen=True)
+class PackedScheme(_Grouped):
+    """compressed-tensors' pack-quantized: words along the input, zeros' words along the output."""
+
+    has_zeros: bool = False
+    act_order: bool = False
+
+    @property
+    def label(self) -> str:
+        order = ", act-order" if self.act_order else ""
+        zeros = ", zero points" if self.has_zeros else ""
+        return f"compressed-tensors {self.bits} bits by {self.group_size}{zeros}{order}"
+
+    @property
+    def optional(self) -> frozenset[str]:
+        unused = {"weight_shape", "input_scale", "input_zero_point", "weight_g_idx"}
+        return frozenset(unused if self.has_zeros else {*unused, "weight_zero_point"})
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return frozenset({"weight_packed"})
+
+    def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
+        rows, columns, groups = self.check(shape)
+        per_word = _WORD // self.bits
+        cut = None if self.act_order else 1
+        one = Expected((), rows=None, columns=None)
+        return {
+            "weight_packed": Expected((rows, columns // per_word)),
+            "weight_scale": Expected((rows, groups), columns=cut),
+            "weight_zero_point": Expected((rows // per_word, groups), columns=cut),
+            "weight_shape": Expected((2,), rows=None, columns=None),
+            "weight_g_idx": Expected((columns,), rows=None, columns=0),
+            "input_scale": one,
+            "input_zero_point": one,
+        }
+
+    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+        packed = tensors["weight_packed"].contiguous().view(torch.uint8)
+        scales = tensors["weight_scale"].to(dtype).contiguous()
+        zeros = None
+        if self.has_zeros:
+            words = tensors["weight_zero_point"].t().contiguous()  # [groups, out / per_word]
+            numbers = words.view(torch.uint8)
+            zeros = (unpack_nibbles(numbers) if self.bits == 4 else numbers).t().contiguous()
+        weight = _weight(packed, scales, zeros, self.group_size, self.bits)
+        if not self.act_order or "weight_g_idx" not in tensors:
+            return weight
+        return order_columns(weight, tensors["weight_g_idx"].long(), self.group_size)
+
+
+def _weight(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group_size: int,
+    bits: int,
+) -> W4Weight:
+    if zeros is not None and (zeros == 1 << (bits - 1)).all():
+        zeros = None  # symmetric
+    own = packed.shape[1] * 8 // bits if group_size == -1 else group_size
+    return W4Weight(packed, scales, zeros, own, bits)
+
+
+def order_columns(weight: W4Weight, groups: torch.Tensor, group_size: int) -> W4Weight:
+    """Columns brought together by group; `groups` [in] names each one's, of the scales' columns.
+
+    A shard may have any number of a group's columns: they are filled up to small groups of one
+    size with columns of zeros.
+    """
+    columns = len(groups)
+    in_order = torch.arange(columns, device=groups.device) // group_size
+    if torch.equal(groups, in_order) and weight.scales.shape[1] * group_size == columns:
+        return weight
+    counts = torch.bincount(groups, minlength=weight.scales.shape[1])
+    size = group_size
+    if ((counts != 0) & (counts != group_size)).any():
+        size = math.gcd(_SMALL_GROUP, group_size)
+    lengths = -(-counts // size) * size  # of each group, filled up
+    owners = torch.repeat_interleave(torch.arange(len(counts), device=groups.device), lengths)
+    perm = torch.zeros(len(owners), dtype=torch.int64, device=groups.device)
+    order = groups.argsort(stable=True)
+    # Where a group's columns begin, among the sorted ones and among the filled-up ones.
+    shift = (lengths.cumsum(0) - lengths) - (counts.cumsum(0) - counts)
+    places = torch.arange(columns, device=groups.device) + shift[groups[order]]
+    perm[places] = order
+    is_real = torch.zeros(len(owners), dtype=torch.bool, device=groups.device)
+    is_real[places] = True
+    numbers = unpack_nibbles(weight.packed) if weight.bits == 4 else weight.packed
+    kept = owners[::size]  # the group of each small group
+    scales = weight.scales[:, kept]
+    zeros = None if weight.zeros is None else weight.zeros[:, kept]
+    half = torch.tensor(1 << (weight.bits - 1), dtype=torch.uint8, device=groups.device)
+    nothing = half if zeros is None else zeros.repeat_interleave(size, dim=1)
+    numbers = torch.where(is_real, numbers[:, perm], nothing)
+    packed = pack_nibbles(numbers) if weight.bits == 4 else numbers
+    return W4Weight(packed.contiguous(), scales.contiguous(), zeros, size, weight.bits, perm)

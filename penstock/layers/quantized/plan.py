@@ -1,0 +1,148 @@
+"""Which layer of a model has which scheme: as a checkpoint says, or as the user asks."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import nn
+
+from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.experts import Experts, ExpertsConfig, UndecidedExperts
+from penstock.layers.matrix import MatrixLayer
+from penstock.layers.quantization import LinearMethod, Undecided
+from penstock.layers.quantized.experts import decide_experts
+from penstock.layers.quantized.linear import Finish, QuantizedMethod
+from penstock.layers.quantized.schemes import Scheme
+from penstock.protocol.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["linear", "router", "vocabulary"]
+
+
+class Quantization(Protocol):
+    """What a configuration says of its layers."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Patterns of tensors that have no place in the model."""
+
+    def scheme(self, name: str, kind: Kind) -> Scheme | None:
+        """Of the layer that checkpoints call `name`; None: plain floats."""
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """What a checkpoint has of one layer."""
+
+    name: str  # under the checkpoint's own name
+    tensors: frozenset[str]  # parameters
+
+
+class StoredLayers:
+    """A checkpoint's layers, under the names that the model has for them."""
+
+    def __init__(self, names: Iterable[tuple[str, str]]) -> None:
+        """`names` are pairs: a tensor's name in the model, and in the checkpoint."""
+        tensors: dict[str, set[str]] = {}
+        stored: dict[str, str] = {}
+        for own, name in names:
+            layer, _, parameter = own.rpartition(".")
+            tensors.setdefault(layer, set()).add(parameter)
+            stored[layer] = name.rpartition(".")[0]
+        self._layers = {
+            layer: StoredLayer(stored[layer], frozenset(parameters))
+            for layer, parameters in tensors.items()
+        }
+
+    def find(self, own_name: str) -> StoredLayer | None:
+        return self._layers.get(own_name)
+
+
+def assign_methods(
+    model: nn.Module,
+    quantization: Quantization,
+    plain: LinearMethod,
+    stored: StoredLayers | None = None,
+    finish: Finish | None = None,
+) -> None:
+    """Give every layer of a model that was built undecided its method.
+
+    Layers that are stored as floats get `plain`. Without `stored` (weights that are made up) the
+    configuration alone decides. ModelError for fused layers whose parts are stored differently.
+    """
+    counts: Counter[str] = Counter()
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Experts) and isinstance(module.experts, UndecidedExperts):
+            names = _expert_names(path, module.experts.config)
+            own, present = _agreed(quantization, stored, f"{path}.experts", names, "linear")
+            module.experts, module.choice = decide_experts(module.experts, plain, own, present)
+            counts[own.label if own else "not quantized"] += 1
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, MatrixLayer) or not isinstance(module.method, Undecided):
+            continue
+        names = {part: _sibling(path, part) for part in module.part_rows}
+        own, present = _agreed(quantization, stored, path, names, _kind(module))
+        if own is None or (stored is None and not module.may_quantize):
+            module.use(plain)
+        else:
+            embeds = path.rpartition(".")[2] == "embed_tokens"
+            module.use(QuantizedMethod(own, present, finish, embeds))
+        counts[own.label if own else "not quantized"] += 1
+    summary = ", ".join(f"{count} {label}" for label, count in counts.most_common())
+    logger.info("Layers by quantization: %s", summary)
+
+
+def _kind(module: MatrixLayer) -> Kind:
+    if isinstance(module, VocabEmbedding):
+        return "vocabulary"
+    return "linear" if module.may_quantize else "router"
+
+
+def _agreed(
+    quantization: Quantization,
+    stored: StoredLayers | None,
+    path: str,
+    names: Mapping[str, str],  # by part
+    kind: Kind,
+) -> tuple[Scheme | None, dict[str, Collection[str]]]:
+    """The one scheme of all parts, and which of its tensors the checkpoint has of each."""
+    whole = stored.find(path) if stored is not None else None  # as one tensor, already fused
+    schemes: dict[str, Scheme | None] = {}
+    present: dict[str, Collection[str]] = {}
+    for part, own_name in names.items():
+        layer = whole if whole is not None else stored.find(own_name) if stored else None
+        scheme = quantization.scheme(layer.name if layer is not None else own_name, kind)
+        if scheme is not None and layer is not None:
+            present[part] = layer.tensors
+            if "weight" in layer.tensors and scheme.marks and not scheme.marks & layer.tensors:
+                scheme = None  # whatever the configuration says, these are floats
+        schemes[part] = scheme
+    kinds = list(dict.fromkeys(schemes.values()))
+    if len(kinds) == 1:
+        return kinds[0], present
+    said = "; ".join(
+        f"{part}: {scheme.label if scheme else 'not quantized'}" for part, scheme in schemes.items()
+    )
+    raise ModelError(
+        f"the parts of {path} are computed as one matrix, but the checkpoint has them quantized "
+        f"differently ({said:.400}): quantize the model with the same scheme for all of them"
+    )
+
+
+def _sibling(path: str, part: str) -> str:
+    return f"{path.rpartition('.')[0]}.{part}" if part else path
+
+
+def _expert_names(path: str, config: ExpertsConfig) -> dict[str, str]:
+    """The experts' matrices by part, as StackedExperts names them."""
+    parts = [
+        f"experts.{expert}.{name}"
+        for expert in range(config.num_experts)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    return {part: f"{path}.{part}" for part in parts}

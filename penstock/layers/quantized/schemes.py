@@ -1,0 +1,271 @@
+"""How each format's tensors lie in a checkpoint, and how they become the weights of their kind.
+
+A scheme is a value: layers whose schemes are equal are stored alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from penstock.layers.loadable import Expected
+from penstock.layers.quantization import Shard, check_floats
+from penstock.layers.quantized.weights import (
+    Fp4Weight,
+    Fp8Weight,
+    Int8Weight,
+    QuantizedWeight,
+    W4Weight,
+)
+from penstock.ops.quantized import (
+    BLOCK,
+    FP8,
+    quantize_fp8_by_block,
+    quantize_fp8_by_row,
+    quantize_fp8_whole,
+    quantize_int8_by_row,
+)
+from penstock.protocol.errors import ModelError
+
+Tensors = Mapping[str, torch.Tensor]
+Granularity = Literal["tensor", "channel", "block"]
+
+
+class Scheme(Protocol):
+    """The format of one layer."""
+
+    @property
+    def label(self) -> str:
+        """In a few words, for errors and logs."""
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """Parameters that a checkpoint may leave out."""
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """Parameters that a layer of floats does not have."""
+
+    def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
+        """The tensors of a part [out, in], optional ones too."""
+
+    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+        """This rank's share, from tensors that `Shard.cut_packed` has cut, on their device.
+
+        `dtype` is that of activations.
+        """
+
+
+@dataclass(frozen=True)
+class Fp8Scheme:
+    """e4m3 weights under a scale a matrix, a row, or a block of 128 x 128."""
+
+    granularity: Granularity
+    static: bool  # activations have the checkpoint's scale
+    scale_name: str = "weight_scale"
+    input_name: str = "input_scale"
+
+    @property
+    def label(self) -> str:
+        return f"fp8 by {self.granularity}, {'static' if self.static else 'dynamic'} activations"
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return frozenset() if self.static else frozenset({self.input_name})
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return frozenset({self.scale_name})
+
+    def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
+        rows, columns = shape
+        scale = {
+            "tensor": Expected((), rows=None, columns=None),
+            "channel": Expected((rows,), columns=None),
+            "block": Expected((-(-rows // BLOCK), -(-columns // BLOCK)), cut=False),
+        }[self.granularity]
+        return {
+            "weight": Expected(shape),
+            self.scale_name: scale,
+            self.input_name: Expected((), rows=None, columns=None),
+        }
+
+    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+        weight = tensors["weight"]
+        if weight.dtype != FP8:
+            raise ModelError(
+                f"an fp8 weight is stored as {str(weight.dtype).removeprefix('torch.')}, "
+                "supported is float8_e4m3fn"
+            )
+        scale = tensors[self.scale_name].float()
+        if self.granularity == "block":
+            scale = _own_blocks(scale, shard)
+        elif self.granularity == "tensor":
+            scale = scale.expand(len(weight)).contiguous()
+        input_scale = tensors[self.input_name].float() if self.static else None
+        return Fp8Weight(weight, scale, input_scale)
+
+
+def _own_blocks(scale: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """The scales of a shard's blocks; once for each row, where it does not begin between blocks."""
+    last_column = shard.first_column + shard.num_columns
+    if shard.first_column % BLOCK or (last_column % BLOCK and last_column != shard.shape[1]):
+        raise ModelError(
+            f"a shard's border, column {shard.first_column} or {last_column} of {shard.shape[1]}, "
+            f"falls inside an fp8 block of {BLOCK}: use fewer ranks (tensor_parallel_size)"
+        )
+    scale = scale[:, shard.first_column // BLOCK : -(-last_column // BLOCK)]
+    last_row = shard.first_row + shard.num_own_rows
+    if shard.first_row % BLOCK:
+        rows = torch.arange(shard.first_row, last_row, device=scale.device)
+        return scale[rows // BLOCK]
+    return scale[shard.first_row // BLOCK : -(-last_row // BLOCK)].contiguous()
+
+
+@dataclass(frozen=True)
+class Int8Scheme:
+    """int8 weights under a scale a matrix or a row; activations in int8, or as they are."""
+
+    granularity: Literal["tensor", "channel"]
+    activations: Literal["static", "dynamic", "none"]
+
+    @property
+    def label(self) -> str:
+        return f"int8 by {self.granularity}, {self.activations} activations"
+
+    @property
+    def optional(self) -> frozenset[str]:
+        unused = {"input_zero_point", "weight_zero_point"}
+        return frozenset(unused if self.activations == "static" else {*unused, "input_scale"})
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return frozenset({"weight_scale"})
+
+    def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
+        one = Expected((), rows=None, columns=None)
+        by_row = Expected((shape[0],), columns=None)
+        scale = one if self.granularity == "tensor" else by_row
+        return {
+            "weight": Expected(shape),
+            "weight_scale": scale,
+            "weight_zero_point": scale,
+            "input_scale": one,
+            "input_zero_point": one,
+        }
+
+    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+        for name in ("weight_zero_point", "input_zero_point"):
+            if name in tensors and tensors[name].any():
+                raise ModelError(
+                    f"{name} is not zero: int8 weights and activations must be symmetric here; "
+                    "quantize the model with symmetric: true"
+                )
+        weight = tensors["weight"]
+        if weight.dtype != torch.int8:
+            raise ModelError(
+                f"an int8 weight is stored as {str(weight.dtype).removeprefix('torch.')}"
+            )
+        scale = tensors["weight_scale"].float().expand(len(weight)).contiguous()
+        if self.activations == "none":
+            packed = (weight.view(torch.uint8) ^ 128).contiguous()
+            return W4Weight(packed, scale[:, None].to(dtype), None, weight.shape[1], bits=8)
+        input_scale = tensors["input_scale"].float() if self.activations == "static" else None
+        return Int8Weight(weight, scale, input_scale)
+
+
+@dataclass(frozen=True)
+class Fp4Scheme:
+    """e2m1 weights: MXFP4 with exponents for scales, NVFP4 with e4m3 scales and one over all."""
+
+    kind: Literal["mxfp4", "nvfp4"]
+    packed_name: str = "weight_packed"
+    global_name: str = "weight_global_scale"
+    divides: bool = True  # whether the global scale divides (else it multiplies)
+
+    @property
+    def label(self) -> str:
+        return self.kind
+
+    @property
+    def group_size(self) -> int:
+        return 32 if self.kind == "mxfp4" else 16
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return frozenset({"input_global_scale", "input_scale"})
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return frozenset({"weight_scale"})
+
+    def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
+        rows, columns = shape
+        one = Expected((), rows=None, columns=None)
+        expected = {
+            self.packed_name: Expected((rows, columns // 2)),
+            "weight_scale": Expected((rows, columns // self.group_size)),
+            "input_global_scale": one,
+            "input_scale": one,
+        }
+        if self.kind == "nvfp4":
+            expected[self.global_name] = one
+        return expected
+
+    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+        packed, scales = tensors[self.packed_name], tensors["weight_scale"]
+        if self.kind == "mxfp4":
+            return Fp4Weight(packed, scales.view(torch.uint8), None, self.group_size)
+        if scales.dtype != FP8:
+            raise ModelError(
+                f"NVFP4 scales are stored as {str(scales.dtype).removeprefix('torch.')}, "
+                "supported is float8_e4m3fn"
+            )
+        one = tensors[self.global_name].float()
+        rows = (1.0 / one if self.divides else one).expand(len(packed)).contiguous()
+        return Fp4Weight(packed, scales, rows, self.group_size)
+
+
+# -- quantized here, while loading
+
+
+@dataclass(frozen=True)
+class OnlineScheme:
+    """Float weights, quantized as they come."""
+
+    kind: Literal["fp8", "int8", "int8_weight_only"]
+    granularity: Granularity = "channel"
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind} by {self.granularity}, made while loading"
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return frozenset()
+
+    def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
+        return {"weight": Expected(shape)}
+
+    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+        weight = tensors["weight"]
+        check_floats("", weight)
+        if self.kind != "fp8":
+            numbers, scale = quantize_int8_by_row(weight)
+            if self.kind == "int8":
+                return Int8Weight(numbers, scale)
+            packed = numbers.view(torch.uint8) ^ 128
+            return W4Weight(packed, scale[:, None].to(dtype), None, weight.shape[1], bits=8)
+        if self.granularity == "block":
+            return Fp8Weight(*quantize_fp8_by_block(weight))
+        if self.granularity == "channel":
+            return Fp8Weight(*quantize_fp8_by_row(weight))
+        numbers, scale = quantize_fp8_whole(weight)
+        return Fp8Weight(numbers, scale.expand(len(numbers)).contiguous())

@@ -1,0 +1,253 @@
+"""Quantized matrices in memory: one class a kind, in the layouts of `penstock.ops.quantized`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.quantized import (
+    BLOCK,
+    FP8,
+    dequantize_fp4,
+    dequantize_fp8,
+    dequantize_w4,
+)
+from penstock.ops.registry import Ops
+
+
+class QuantizedWeight(Protocol):
+    """This rank's matrix [out, in] of one part or of several."""
+
+    def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [n, in] -> [n, out]."""
+
+    def floats(self, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows as float32: [n] -> [n, in]. Not after `prepare`."""
+
+    def padded(self, num_rows: int) -> QuantizedWeight:
+        """With rows of zeros at its end."""
+
+    def prepare(self, ops: Ops) -> QuantizedWeight:
+        """In the layout that these ops multiply fastest with."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its parts, by field."""
+
+
+class _Fields:
+    """What is the same for all kinds: a frozen dataclass whose tensors have a row an output."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+
+
+@dataclass(frozen=True)
+class Fp8Weight(_Fields):
+    weight: torch.Tensor  # [out, in] float8_e4m3fn
+    scale: torch.Tensor  # [out] float32, or by block
+    input_scale: torch.Tensor | None = None  # scalar
+
+    def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output: torch.Tensor = ops.fp8_linear(x, self.weight, self.scale, self.input_scale, bias)
+        return output
+
+    def floats(self, rows: torch.Tensor) -> torch.Tensor:
+        scale = self.scale
+        if scale.ndim == 2 and len(scale) != len(self.weight):
+            scale = scale[rows // BLOCK]
+        else:
+            scale = scale[rows]
+        return dequantize_fp8(_rows_of_bytes(self.weight, rows), scale)
+
+    def padded(self, num_rows: int) -> Fp8Weight:
+        scale = self.scale
+        if scale.ndim == 1 or len(scale) == len(self.weight):
+            scale = _pad(scale, num_rows)
+        elif -(-num_rows // BLOCK) != len(scale):
+            scale = _pad(scale, -(-num_rows // BLOCK))
+        return dataclasses.replace(self, weight=_pad(self.weight, num_rows), scale=scale)
+
+    def prepare(self, ops: Ops) -> Fp8Weight:
+        prepare = ops.find("prepare_fp8")
+        if prepare is None:
+            return self
+        weight, scale = prepare(self.weight, self.scale)
+        return dataclasses.replace(self, weight=weight, scale=scale)
+
+    def by_row(self) -> Fp8Weight:
+        """Blocks' scales once for each row."""
+        rows = torch.arange(len(self.weight), device=self.scale.device) // BLOCK
+        return dataclasses.replace(self, scale=self.scale[rows])
+
+
+@dataclass(frozen=True)
+class Int8Weight(_Fields):
+    weight: torch.Tensor  # [out, in] int8
+    scale: torch.Tensor  # [out] float32
+    input_scale: torch.Tensor | None = None  # scalar
+
+    def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output: torch.Tensor = ops.int8_linear(x, self.weight, self.scale, self.input_scale, bias)
+        return output
+
+    def floats(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.weight[rows].float() * self.scale[rows, None]
+
+    def padded(self, num_rows: int) -> Int8Weight:
+        return dataclasses.replace(
+            self, weight=_pad(self.weight, num_rows), scale=_pad(self.scale, num_rows)
+        )
+
+    def prepare(self, ops: Ops) -> Int8Weight:
+        return self
+
+
+@dataclass(frozen=True)
+class W4Weight(_Fields):
+    packed: torch.Tensor  # [out, in * bits / 8] uint8
+    scales: torch.Tensor  # [out, in / group_size]
+    zeros: torch.Tensor | None  # [out, in / group_size] uint8
+    group_size: int
+    bits: int = 4
+    perm: torch.Tensor | None = None  # [in] int64: column i belongs to x[:, perm[i]]
+
+    def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output: torch.Tensor = ops.w4_linear(
+            x, self.packed, self.scales, self.zeros, self.group_size, bias, self.bits, self.perm
+        )
+        return output
+
+    def floats(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self.perm is None, "an embedding's columns are in order"
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return dequantize_w4(
+            self.packed[rows], self.scales[rows], zeros, self.group_size, self.bits
+        )
+
+    def padded(self, num_rows: int) -> W4Weight:
+        zeros = None if self.zeros is None else _pad(self.zeros, num_rows)
+        return dataclasses.replace(
+            self,
+            packed=_pad(self.packed, num_rows),
+            scales=_pad(self.scales, num_rows),
+            zeros=zeros,
+        )
+
+    def prepare(self, ops: Ops) -> W4Weight:
+        prepare = ops.find("prepare_w4")
+        if prepare is None:
+            return self
+        packed, scales, zeros = prepare(
+            self.packed, self.scales, self.zeros, self.group_size, self.bits
+        )
+        return dataclasses.replace(self, packed=packed, scales=scales, zeros=zeros)
+
+
+@dataclass(frozen=True)
+class Fp4Weight(_Fields):
+    packed: torch.Tensor  # [out, in / 2] uint8
+    scales: torch.Tensor  # [out, in / group_size] uint8 (e8m0) or float8_e4m3fn
+    global_scale: torch.Tensor | None  # [out] float32
+    group_size: int
+
+    def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output: torch.Tensor = ops.fp4_linear(
+            x, self.packed, self.scales, self.global_scale, self.group_size, bias
+        )
+        return output
+
+    def floats(self, rows: torch.Tensor) -> torch.Tensor:
+        scales = _rows_of_bytes(self.scales, rows)
+        own = None if self.global_scale is None else self.global_scale[rows]
+        return dequantize_fp4(self.packed[rows], scales, own, self.group_size)
+
+    def padded(self, num_rows: int) -> Fp4Weight:
+        whole = None if self.global_scale is None else _pad(self.global_scale, num_rows)
+        return dataclasses.replace(
+            self,
+            packed=_pad(self.packed, num_rows),
+            scales=_pad(self.scales, num_rows),
+            global_scale=whole,
+        )
+
+    def prepare(self, ops: Ops) -> Fp4Weight:
+        return self
+
+
+W = TypeVar("W", Fp8Weight, Int8Weight, W4Weight, Fp4Weight)
+
+
+def fuse(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
+    """One matrix of all parts, one above the other; parts that cannot be one stay by themselves."""
+    first = parts[0]
+    if len(parts) == 1:
+        return [first]
+    if isinstance(first, Fp8Weight):
+        return [_fuse_fp8([part for part in parts if isinstance(part, Fp8Weight)])]
+    if isinstance(first, W4Weight):
+        others = [part for part in parts if isinstance(part, W4Weight)]
+        alike = all(_same(first.perm, part.perm) for part in others)
+        alike = alike and len({(part.group_size, part.zeros is None) for part in others}) == 1
+        if not alike:
+            return list(parts)
+        return [_stack(first, others, perm=first.perm)]
+    if isinstance(first, Int8Weight):
+        ints = [part for part in parts if isinstance(part, Int8Weight)]
+        return [_stack(first, ints, input_scale=_largest([part.input_scale for part in ints]))]
+    assert isinstance(first, Fp4Weight)
+    return [_stack(first, [part for part in parts if isinstance(part, Fp4Weight)])]
+
+
+def _fuse_fp8(parts: list[Fp8Weight]) -> Fp8Weight:
+    if parts[0].scale.ndim == 2 and any(len(part.weight) % BLOCK for part in parts[:-1]):
+        parts = [part.by_row() for part in parts]  # blocks would reach over two parts
+    return _stack(parts[0], parts, input_scale=_largest([part.input_scale for part in parts]))
+
+
+def _stack(first: W, parts: Sequence[W], **given: torch.Tensor | None) -> W:
+    """`first` with every tensor that is not `given` stacked with the other parts' own."""
+    stacked = {
+        name: _cat([part.tensors()[name] for part in parts])
+        for name in first.tensors()
+        if name not in given
+    }
+    return dataclasses.replace(first, **stacked, **given)  # type: ignore[arg-type]
+
+
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if tensors[0].dtype != FP8:
+        return torch.cat(tensors)
+    return torch.cat([tensor.view(torch.uint8) for tensor in tensors]).view(FP8)
+
+
+def _rows_of_bytes(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Indexing that also works for types that torch only stores."""
+    return tensor.view(torch.uint8)[rows].view(tensor.dtype)
+
+
+def _pad(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    count = num_rows - len(tensor)
+    if not count:
+        return tensor
+    padding = [0, 0] * (tensor.ndim - 1) + [0, count]
+    if tensor.dtype == FP8:
+        return F.pad(tensor.view(torch.uint8), padding).view(FP8)
+    return F.pad(tensor, padding)
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return torch.equal(a, b)
+
+
+def _largest(scales: list[torch.Tensor | None]) -> torch.Tensor | None:
+    """Parts have one input, so one scale: the largest overflows nowhere."""
+    given = [scale for scale in scales if scale is not None]
+    return torch.stack(given).amax() if given else None
