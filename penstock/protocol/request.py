@@ -10,12 +10,12 @@ from penstock.protocol.sampling import SamplingParams
 class ThinkingFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a model writes its reasoning, for a request that limits it.
 
-    The output begins within the reasoning if `is_open`, else it may begin with `start`. The
-    reasoning ends at `end`, or is made to end with `closing_token_ids`.
+    The output begins within the reasoning if `is_open`, else it may begin with one of `starts`. The
+    reasoning ends at one of `ends`, or is made to end with `closing_token_ids`.
     """
 
-    start: str
-    end: str
+    starts: list[str]
+    ends: list[str]
     closing_token_ids: list[int]
     is_open: bool = False
 

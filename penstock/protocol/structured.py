@@ -42,11 +42,13 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
     """A regular expression of the white space that may stand between parts of JSON."""
     lenient: bool = False
     """Ignore what the backend does not know of a schema, rather than refuse the request."""
-    reasoning_end: str | None = None
-    """Leave the output free until this text has appeared in it; what follows must match."""
+    reasoning_end: str | list[str] | None = None
+    """Leave the output free until this text, or one of these, has appeared in it; what follows must
+    match."""
     reasoning_start: str | None = None
-    """The token with which reasoning begins, where an output may do without: with
-    `reasoning_end`, the output is free if it begins with this, and else must match at once."""
+    """What reasoning begins with. If the vocabulary has a token of this name, the output may do
+    without reasoning: it is free if it begins with this token, and else must match at once. If not,
+    the output must begin with this text. Counts with `reasoning_end`."""
 
     field: str = FIELD
     """What errors call it: the field that the client filled in."""
@@ -63,6 +65,12 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
         """Which of the first six fields is set."""
         return next(name for name in KINDS if _is_set(getattr(self, name)))
 
+    @property
+    def reasoning_ends(self) -> list[str]:
+        """`reasoning_end` as a list, which is empty if the answer begins at once."""
+        end = self.reasoning_end
+        return [] if end is None else list(end) if isinstance(end, (list, tuple)) else [end]
+
     def validate(self) -> None:
         """Raise `InputError` for what can be seen to be wrong without compiling it."""
         given = [name for name in KINDS if _is_set(getattr(self, name))]
@@ -70,7 +78,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
             found = ", ".join(given) or "none"
             raise InputError(f"{FIELD} must hold exactly one of {', '.join(KINDS)}, got {found}",
                              FIELD)  # fmt: skip
-        for name in ("regex", "grammar", "whitespace_pattern", "reasoning_end", "reasoning_start"):
+        for name in ("regex", "grammar", "whitespace_pattern", "reasoning_start"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InputError(f"{FIELD}.{name} must be a text, got {value!r:.80}", FIELD)
@@ -84,6 +92,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
                 f"{FIELD}.json_object must be True, got {self.json_object!r:.80}", FIELD
             )
         self._validate_choice()
+        self._validate_ends()
         self._validate_size()
 
     def _validate_choice(self) -> None:
@@ -102,24 +111,32 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
                 FIELD,
             )
 
+    def _validate_ends(self) -> None:
+        ends = self.reasoning_ends
+        is_given = self.reasoning_end is not None
+        if is_given and not (ends and all(isinstance(end, str) and end for end in ends)):
+            raise InputError(
+                f"{FIELD}.reasoning_end must be a text, or texts, got {self.reasoning_end!r:.80}",
+                FIELD,
+            )
+        if (length := sum(map(len, ends))) > MAX_MARKER_LENGTH:
+            raise InputError(
+                f"{FIELD}.reasoning_end may be at most {MAX_MARKER_LENGTH} characters long, "
+                f"got {length}",
+                FIELD,
+            )
+
     def _validate_size(self) -> None:
         texts = [self.json, self.regex, self.grammar, self.structural_tag, self.whitespace_pattern]
         texts += self.choice or []
-        for text in (*texts, self.reasoning_end, self.reasoning_start):
+        for text in (*texts, *self.reasoning_ends, self.reasoning_start):
             if text is not None:
                 _check_unicode(text)
         length = sum(len(text) for text in texts if text is not None)
         if length > MAX_SPEC_LENGTH:
+            name = f"{FIELD}.{self.kind}" if self.field == FIELD else self.field
             raise InputError(
-                f"{FIELD}.{self.kind} may be at most {MAX_SPEC_LENGTH} characters long, "
-                f"got {length}",
-                FIELD,
-            )
-        if self.reasoning_end is not None and len(self.reasoning_end) > MAX_MARKER_LENGTH:
-            raise InputError(
-                f"{FIELD}.reasoning_end may be at most {MAX_MARKER_LENGTH} characters long, "
-                f"got {len(self.reasoning_end)}",
-                FIELD,
+                f"{name} may be at most {MAX_SPEC_LENGTH} characters long, got {length}", self.field
             )
 
 

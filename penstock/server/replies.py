@@ -40,6 +40,24 @@ def gone() -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
+class Answer(Protocol):
+    """An answer on its way out, whole or in pieces: one of the two is asked for, once."""
+
+    async def whole(self) -> BaseModel: ...
+
+    def chunks(self) -> AsyncGenerator[str, None]: ...
+
+
+async def send_answer(
+    request: Request, answer: Answer, stream: bool | None, frame: StreamFrame | None = None
+) -> Response:
+    """Send an answer as the client asked for it."""
+    if stream:
+        return await event_stream(request, answer.chunks(), frame)
+    whole = await unless_gone(request, answer.whole())
+    return gone() if whole is None else json_response(whole)
+
+
 class StreamFrame(Protocol):
     """How an API writes server-sent events."""
 

@@ -32,10 +32,12 @@ from penstock.text.parsing.deltas import (
     ContentDelta,
     Delta,
     Message,
+    Part,
     ReasoningDelta,
     ToolCallBroken,
     ToolCallStart,
-    collect,
+    message_of,
+    parts_of,
 )
 from penstock.text.parsing.formats import Tool
 from penstock.text.parsing.parser import OutputParser, ParserContext, make_output_parser
@@ -110,12 +112,16 @@ class TurnAnswer:
     """One choice, whole."""
 
     index: int
-    message: Message
+    parts: list[Part]  # in the order in which they were written
     token_ids: list[int]
     logprobs: list[LogprobsAtPosition] | None
     finish_reason: FinishReason
     stop_reason: int | str | None
     routed_experts: npt.NDArray[np.int16] | None = None
+
+    @property
+    def message(self) -> Message:
+        return message_of(self.parts)
 
 
 @dataclass
@@ -222,9 +228,7 @@ class Turn:
     def _count(self, output: RequestOutput, item: CompletionOutput) -> None:
         self.usage.num_cached = output.num_cached_tokens
         self.usage.num_completion += len(item.token_ids)
-        self.usage.num_reasoning = sum(
-            choice.parser.num_reasoning_tokens for choice in self._choices
-        )
+        self.usage.num_reasoning += self._choices[item.index].num_new_reasoning_tokens()
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
 
@@ -237,7 +241,7 @@ def _join(steps: Sequence[TurnStep]) -> TurnAnswer:
         logprobs = [entry for step in steps for entry in step.logprobs or ()]
     return TurnAnswer(
         index=last.index,
-        message=collect(delta for step in steps for delta in step.deltas),
+        parts=parts_of(delta for step in steps for delta in step.deltas),
         token_ids=[token_id for step in steps for token_id in step.token_ids],
         logprobs=logprobs,
         finish_reason=last.finish_reason,
@@ -258,6 +262,7 @@ class _Parsing:
         self._tools = [] if choice == "none" else list(request.tools)
         if isinstance(choice, NamedTool):
             self._tools = [tool for tool in request.tools if tool.name == choice.name]
+        self._is_free = request.params.structured_outputs is None
         # Enforced calls need no parser of the model's own: then they are plain JSON.
         self._tool_parser = frontend.parsers.tools or ("json" if self._enforced else None)
 
@@ -268,6 +273,7 @@ class _Parsing:
             tools_offered=self._tools,
             context=self._context,
             enforced=self._enforced,
+            is_free=self._is_free,
         )
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
@@ -286,7 +292,9 @@ class _Parsing:
         elif wanted is not None and self._tools and self._tool_parser is not None:
             wanted = hold_to_format(wanted, self._tool_parser, self._tools, source, tokenizer)
         if wanted is not None:
-            wanted = after_reasoning(wanted, reasoning, self._context, tokenizer, self._enforced)
+            wanted = after_reasoning(
+                wanted, reasoning, self._context, tokenizer, source, self._enforced
+            )
         return msgspec.structs.replace(params, structured_outputs=wanted)
 
 
@@ -299,6 +307,7 @@ class _Choice:
         self._allows_several = parsing.allows_several_calls
         self._calls: set[int] = set()
         self._only: int | None = None  # the one call there may be, where there may be one
+        self._num_reasoning_tokens = 0
 
     def take(self, item: CompletionOutput) -> TurnStep:
         deltas = self.parser.feed(item.text, item.token_ids)
@@ -323,6 +332,13 @@ class _Choice:
             stop_reason=item.stop_reason,
             routed_experts=item.routed_experts,
         )
+
+    def num_new_reasoning_tokens(self) -> int:
+        """How many there are more than when this was last asked; a negative number can be."""
+        before, self._num_reasoning_tokens = (
+            self._num_reasoning_tokens, self.parser.num_reasoning_tokens
+        )  # fmt: skip
+        return self._num_reasoning_tokens - before
 
     def _first_call_alone(self, deltas: list[Delta]) -> Iterator[Delta]:
         """Without calls after the first; one that turns out to be none makes room for the next."""

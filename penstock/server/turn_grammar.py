@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.structured.schemas import read_schema
-from penstock.structured.tags import call_structure
+from penstock.structured.tags import call_structure, params_for_calls
 from penstock.text.parsing.formats import Tool
 from penstock.text.parsing.parser import (
     ParserContext,
@@ -27,11 +27,7 @@ def hold_to_calls(
 ) -> StructuredOutputsParams:
     """Nothing but calls of `tools`, as the tool-call parser `parser` reads them."""
     grammar = call_grammar(parser, tools, parallel, template)
-    return StructuredOutputsParams(
-        structural_tag=call_structure(grammar, tokenizer.is_special),
-        lenient=True,  # tools come with whatever schemas their authors wrote
-        field="tools",
-    )
+    return params_for_calls(grammar, tokenizer.is_special)
 
 
 def hold_to_format(
@@ -49,10 +45,7 @@ def hold_to_format(
     answer: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
     either = {"type": "or", "elements": [answer, calls["format"]]}
     tag = {"type": "structural_tag", "format": either}
-    lenient = wanted.lenient or wanted.kind == "json_object"  # which leaves the tools' schemas
-    return msgspec.structs.replace(
-        wanted, json=None, json_object=None, structural_tag=tag, lenient=lenient
-    )
+    return msgspec.structs.replace(wanted, json=None, json_object=None, structural_tag=tag)
 
 
 def after_reasoning(
@@ -60,24 +53,27 @@ def after_reasoning(
     reasoning: str | None,
     context: ParserContext,
     tokenizer: Tokenizer,
+    template: str,
     is_calls: bool,
 ) -> StructuredOutputsParams:
     """The same, from where the reasoning ends, if the output begins with some."""
     if reasoning is None:
         return wanted
-    marker = reasoning_format(reasoning)
-    is_over = bool(context.continued) or context.prompt.rstrip().endswith(marker.end)
+    form = reasoning_format(reasoning, template)
+    is_over = bool(context.continued) or context.prompt.rstrip().endswith(form.ends)
     is_open = thinking_is_open(reasoning, context)
     if is_over and not is_open:
         return wanted
-    start, end = None, marker.end
-    if marker.answer_prefix:
+    start, ends = None, list(form.ends)
+    if form.answer_prefix:
         if not is_calls:
-            end = marker.answer_prefix.removeprefix("<|start|>assistant")
+            ends = [form.answer_prefix.removeprefix("<|start|>assistant")]
     elif not is_open:
-        # The model decides by itself whether to think: it may also begin with the answer. Where
-        # no token tells which it does, the answer's form counts for more, unless it was asked to.
-        start = marker.start if tokenizer.is_token(marker.start) else None
-        if start is None and not any(map(context.template_kwargs.get, ASKED_TO_THINK)):
+        # The model decides by itself whether to think. Where no token tells what it does, it is
+        # what the template was asked for that counts.
+        start = form.start
+        if not tokenizer.is_token(start) and not any(
+            map(context.template_kwargs.get, ASKED_TO_THINK)
+        ):
             return wanted
-    return msgspec.structs.replace(wanted, reasoning_end=end, reasoning_start=start)
+    return msgspec.structs.replace(wanted, reasoning_end=ends, reasoning_start=start)

@@ -21,7 +21,9 @@ import numpy as np
 
 from penstock.protocol.errors import InputError, PenstockError
 from penstock.protocol.structured import FIELD, StructuredOutputsParams
-from penstock.structured.backend import make_backend
+from penstock.structured.backend import Backend, Bits, make_backend
+from penstock.structured.schemas import read_schema
+from penstock.structured.tags import tool_schemas
 from penstock.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -52,9 +54,11 @@ class Passed(msgspec.Struct, tag=True):
 
 class Refused(msgspec.Struct, tag=True):
     error: str
+    field: str = FIELD
 
 
 Answer = Ready | Passed | Refused
+TOO_MUCH = (InputError, RecursionError, MemoryError)
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 _decode_question = msgspec.msgpack.Decoder(Setup | Check).decode
 
@@ -87,7 +91,7 @@ class Checker:
                 FIELD,
             ) from None
         if isinstance(answer, Refused):
-            raise InputError(answer.error, FIELD)
+            raise InputError(answer.error, answer.field)
         assert isinstance(answer, Passed)
         return answer.lowered
 
@@ -154,18 +158,41 @@ def serve(connection: Connection) -> None:
         # If the engine dies meanwhile, nobody kills this process: the alarm does.
         signal.setitimer(signal.ITIMER_REAL, setup.timeout_s + 1.0)
         try:
-            lowered = backend.lower(question.params)
-            matcher = backend.compile(lowered).matcher()
-            backend.fill([matcher], bits)
-            if matcher.error is not None:
-                raise InputError(f"{FIELD} cannot be used: {matcher.error}", FIELD)
-            if not bits.any():
-                raise InputError(f"{FIELD} cannot be used: no text matches it", FIELD)
-            answer(Passed(lowered))
-        except (InputError, RecursionError, MemoryError) as error:
-            answer(Refused(str(error) or f"{FIELD} is too complex: {type(error).__name__}"))
+            answer(_try(backend, question.params, bits))
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _try(backend: Backend, params: StructuredOutputsParams, bits: Bits) -> Passed | Refused:
+    try:
+        lowered = backend.lower(params)
+        matcher = backend.compile(lowered).matcher()
+        backend.fill([matcher], bits)
+        if matcher.error is not None:
+            raise InputError(f"{FIELD} cannot be used: {matcher.error}", FIELD)
+        if not bits.any():
+            raise InputError(f"{FIELD} cannot be used: no text matches it", FIELD)
+        return Passed(lowered)
+    except TOO_MUCH as error:
+        refused = Refused(str(error) or f"{FIELD} is too complex: {type(error).__name__}")
+    with contextlib.suppress(*TOO_MUCH):  # what is refused need not be well-formed
+        return _blame_tool(backend, params, bits) or refused
+    return refused
+
+
+def _blame_tool(backend: Backend, params: StructuredOutputsParams, bits: Bits) -> Refused | None:
+    """Why the schema of one of the tools is refused, where what is refused holds tools."""
+    if params.kind != "structural_tag":
+        return None
+    tag = read_schema(params.structural_tag, f"{FIELD}.structural_tag")
+    for name, schema in tool_schemas(tag.get("format") if isinstance(tag, dict) else None):
+        alone = StructuredOutputsParams(json=schema, lenient=True)
+        found = _try(backend, alone, bits)
+        if isinstance(found, Refused):
+            what = f"the parameters of the tool {name!r}"
+            why = found.error.replace(f"{FIELD}.json", what).replace(FIELD, what)
+            return Refused(why, "tools")
+    return None
 
 
 def limit_memory(num_bytes: int) -> None:

@@ -74,9 +74,9 @@ class GuidanceBackend:
                     tag_to_lark(
                         read_schema(params.structural_tag, f"{FIELD}.structural_tag"),
                         self._vocabulary,
-                        lambda schema: {
+                        lambda schema, is_tool: {
                             **self._prepare_schema(schema, params),
-                            "x-guidance": _json_options(params),
+                            "x-guidance": _json_options(params, is_tool),
                         },
                     )
                 )
@@ -177,13 +177,14 @@ def _make_tokenizer(vocabulary: Vocabulary, tokenize: Tokenize | None) -> LLToke
     return tokenizer
 
 
-def _json_options(params: StructuredOutputsParams) -> Any:
+def _json_options(params: StructuredOutputsParams, is_tool: bool = False) -> Any:
     pattern = params.whitespace_pattern or WHITESPACE
+    lenient = params.lenient or is_tool
     return {
         "whitespace_flexible": not params.disable_any_whitespace,
         "whitespace_pattern": None if params.disable_any_whitespace else pattern,
-        "lenient": params.lenient,
-        "coerce_one_of": params.lenient,
+        "lenient": lenient,
+        "coerce_one_of": lenient,
     }
 
 

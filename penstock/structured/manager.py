@@ -54,6 +54,7 @@ class GrammarManager:
         self._read_vocabulary = read_vocabulary
         self._lock = threading.Lock()  # of what is built when it is first needed
         self._built: tuple[Backend, Vocabulary] | None = None
+        self._tokenize: Tokenize | None = None
         self._idle_checkers: queue.SimpleQueue[Checker] = queue.SimpleQueue()
         self._checkers: list[Checker] = []
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammar")
@@ -81,6 +82,8 @@ class GrammarManager:
         try:
             result = future.result()
         except InputError as error:
+            if error.field == "tools":
+                return Failed(str(error), error.field)
             kind, field = (params.kind, params.field) if params is not None else ("", error.field)
             why = str(error).replace(f"{FIELD}.{kind}", str(field))
             return Failed(why.replace(FIELD, str(field)), field)
@@ -102,14 +105,15 @@ class GrammarManager:
     def _begin(self, request: EngineRequest, grammar: Grammar | None) -> OutputGrammar:
         """Where a request's output stands to begin with; without a grammar, its answer is free."""
         _, vocabulary = self._backend()
+        assert self._tokenize is not None
         params = request.params.structured_outputs
-        start_id = None
-        if params is not None and params.reasoning_start is not None:
-            start_id = vocabulary.token_id(params.reasoning_start)
+        start = None if params is None else params.reasoning_start
+        start_id = None if start is None else vocabulary.token_id(start)
+        opening = [] if start is None or start_id is not None else self._tokenize(start)
         output = OutputGrammar(
             None if grammar is None else grammar.matcher(),
             vocabulary.tokens,
-            reasoning=reasoning_of(request, vocabulary.tokens),
+            reasoning=reasoning_of(request, vocabulary.tokens, opening),
             start_id=start_id,
         )
         output.accept(request.output_token_ids)  # of a replay
@@ -152,10 +156,10 @@ class GrammarManager:
             if self._built is None:
                 if self._read_vocabulary is None:
                     raise InputError(f"{FIELD} needs a tokenizer: drop skip_tokenizer_init", FIELD)
-                vocabulary, tokenize = self._read_vocabulary()
+                vocabulary, self._tokenize = self._read_vocabulary()
                 threads = min(MAX_MASK_THREADS, max(1, (os.cpu_count() or 1) // 2))
                 self._built = (
-                    make_backend(self._name, vocabulary, tokenize, threads), vocabulary
+                    make_backend(self._name, vocabulary, self._tokenize, threads), vocabulary
                 )  # fmt: skip
             return self._built
 
@@ -291,22 +295,31 @@ class GrammarManager:
             checker.close()
 
 
-def reasoning_of(request: EngineRequest, tokens: Sequence[bytes]) -> Reasoning | None:
-    """What comes before the answer of a request, if it says anything about that."""
+def reasoning_of(
+    request: EngineRequest, tokens: Sequence[bytes], opening: Sequence[int] = ()
+) -> Reasoning | None:
+    """What comes before the answer of a request, if it says anything about that.
+
+    `opening` are the tokens of `reasoning_start`, where it is forced.
+    """
     params, thinking = request.params.structured_outputs, request.thinking
-    end = None if params is None else params.reasoning_end
-    start = "" if params is None else params.reasoning_start or ""
-    if end is None and (thinking is None or params is not None):
+    starts: list[str] = []
+    if params is not None:
+        ends = params.reasoning_ends
+        if params.reasoning_start is not None and not opening:
+            starts = [params.reasoning_start]
+    elif thinking is not None:
+        ends, starts = thinking.ends, [] if thinking.is_open else thinking.starts
+    else:
+        ends = []
+    if not ends:
         return None  # the answer begins at once
-    budget = None if thinking is None else request.params.thinking_token_budget
-    if thinking is not None and end is None:
-        end, start = thinking.end, "" if thinking.is_open else thinking.start
-    assert end is not None
     return Reasoning(
         tokens,
-        end.encode(),
-        start.encode(),
-        budget,
+        ends=tuple(end.encode() for end in ends),
+        starts=tuple(start.encode() for start in starts),
+        budget=None if thinking is None else request.params.thinking_token_budget,
+        opening=tuple(opening),
         closing=() if thinking is None else tuple(thinking.closing_token_ids),
         closes_at_end=params is not None,
     )

@@ -37,7 +37,7 @@ class OutputGrammar:
         self.matcher = matcher
         self.drafts: list[int] = []  # tokens that are proposed to come next
         if reasoning is None and marker:
-            reasoning = Reasoning(tokens, marker)
+            reasoning = Reasoning(tokens, (marker,))
         self._reasoning = reasoning
         self._start_id = start_id
         self._state = State(Phase.OVER) if reasoning is None else reasoning.begin()
@@ -48,7 +48,7 @@ class OutputGrammar:
         """Whether any token may come next."""
         if self._state.phase is Phase.OVER or self._may_begin_answer:
             return self.matcher is None
-        return self._state.phase is not Phase.CLOSING
+        return self._state.phase not in (Phase.OPENING, Phase.CLOSING)
 
     @property
     def is_answer(self) -> bool:

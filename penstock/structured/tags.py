@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.protocol.errors import InputError
@@ -17,7 +17,9 @@ from penstock.structured.vocabulary import Vocabulary
 from penstock.text.parsing.formats import CallGrammar, CallShape
 
 Schema = dict[str, Any]
+Prepare = Callable[[Any, bool], Mapping[str, Any]]
 NAME = f"{FIELD}.structural_tag"
+TOOL = "tool"  # says of a json_schema format whose arguments it describes
 TEXT_RULE = r"TEXT: /(.|\n)*/"
 
 
@@ -38,7 +40,12 @@ def call_structure(grammar: CallGrammar, is_special: Callable[[str], bool]) -> S
         ]
 
     def call(shape: CallShape) -> Schema:
-        body = {"type": "json_schema", "json_schema": dict(shape.schema)}
+        # Tools come with whatever schemas their authors wrote: what is not known there is ignored.
+        body = {
+            "type": "json_schema",
+            "json_schema": dict(shape.schema),
+            TOOL: shape.name,
+        }
         return _sequence([*text(shape.prefix), body, *text(shape.suffix)])
 
     calls = [call(shape) for shape in grammar.calls]
@@ -52,14 +59,22 @@ def call_structure(grammar: CallGrammar, is_special: Callable[[str], bool]) -> S
 
 
 def params_for_calls(
-    grammar: CallGrammar, is_special: Callable[[str], bool], reasoning_end: str | None = None
+    grammar: CallGrammar, is_special: Callable[[str], bool]
 ) -> StructuredOutputsParams:
-    """What holds an output to calls of `grammar`, after the reasoning if there is any."""
-    return StructuredOutputsParams(
-        structural_tag=call_structure(grammar, is_special),
-        lenient=True,  # tools come with whatever schemas their authors wrote
-        reasoning_end=reasoning_end,
-    )
+    """What holds an output to calls of `grammar`."""
+    tag = call_structure(grammar, is_special)
+    return StructuredOutputsParams(structural_tag=tag, field="tools")
+
+
+def tool_schemas(form: Any) -> Iterator[tuple[str, Any]]:
+    """The names of tools in a format of `call_structure`, each with the schema of its arguments."""
+    if not isinstance(form, dict):
+        return
+    if form.get("type") == "json_schema" and TOOL in form:
+        yield str(form[TOOL]), form.get("json_schema")
+    elements = form.get("elements")
+    for part in (*(elements if isinstance(elements, list) else ()), form.get("content")):
+        yield from tool_schemas(part)
 
 
 def _sequence(elements: Sequence[Schema]) -> Schema:
@@ -94,12 +109,10 @@ def modern_form(tag: Any) -> Schema:
     return {"type": "structural_tag", "format": form}
 
 
-def tag_to_lark(
-    tag: Any, vocabulary: Vocabulary, prepare: Callable[[Any], Mapping[str, Any]]
-) -> str:
+def tag_to_lark(tag: Any, vocabulary: Vocabulary, prepare: Prepare) -> str:
     """A structural tag, in today's form or the older one, as a Lark grammar.
 
-    `prepare` is applied to every schema.
+    `prepare` is applied to every schema; it is told whether that is of a tool's arguments.
     """
     writer = _Writer(vocabulary, prepare)
     start = writer.write(modern_form(tag)["format"])
@@ -110,7 +123,7 @@ def tag_to_lark(
 
 
 class _Writer:
-    def __init__(self, vocabulary: Vocabulary, prepare: Callable[[Any], Mapping[str, Any]]) -> None:
+    def __init__(self, vocabulary: Vocabulary, prepare: Prepare) -> None:
         self.rules: list[str] = []
         self._prepare = prepare
         self._special = {vocabulary.tokens[i].decode(): i for i in vocabulary.special_ids}
@@ -145,7 +158,7 @@ class _Writer:
         return f"<[{token_id}]>"
 
     def _json_schema(self, form: Schema) -> str:
-        schema = self._prepare(form.get("json_schema", {}))
+        schema = self._prepare(form.get("json_schema", {}), TOOL in form)
         return self._rule(f"%json {json.dumps(schema)}")
 
     def _regex(self, form: Schema) -> str:

@@ -13,7 +13,7 @@ from penstock.protocol.errors import InputError
 from penstock.protocol.structured import FIELD, StructuredOutputsParams
 from penstock.structured.backend import Bits, Grammar, Matcher
 from penstock.structured.schemas import forbid_additional_properties, read_schema
-from penstock.structured.tags import modern_form
+from penstock.structured.tags import TOOL, modern_form
 from penstock.structured.vocabulary import Vocabulary
 
 MAX_WHITESPACE = 20
@@ -63,20 +63,23 @@ class XGrammarBackend:
                 text = f"root ::= {' | '.join(quoted)}"
             case "structural_tag":
                 tag = read_schema(params.structural_tag, f"{FIELD}.structural_tag")
-                text = json.dumps(self._with_token_ids(modern_form(tag)))
+                text = json.dumps(self._in_its_words(modern_form(tag)))
             case kind:
                 text = getattr(params, kind)
         return json.dumps([params.kind, text, params.disable_any_whitespace])
 
-    def _with_token_ids(self, tag: Any) -> Any:
-        """Special tokens by their ids: the library does not see their names."""
+    def _in_its_words(self, tag: Any) -> Any:
+        """Special tokens by their ids, since the library does not see their names; and no names of
+        tools."""
         if isinstance(tag, list):
-            return [self._with_token_ids(item) for item in tag]
+            return [self._in_its_words(item) for item in tag]
         if not isinstance(tag, dict):
             return tag
+        if tag.get("type") == "json_schema":
+            return {key: value for key, value in tag.items() if key != TOOL}
         if tag.get("type") == "token" and tag.get("token") in self._special:
             return {"type": "token", "token": self._special[tag["token"]]}
-        return {key: self._with_token_ids(value) for key, value in tag.items()}
+        return {key: self._in_its_words(value) for key, value in tag.items()}
 
     def compile(self, lowered: str) -> Grammar:
         kind, text, no_whitespace = json.loads(lowered)

@@ -221,7 +221,7 @@ class Frontend:
                 "engine a reasoning_parser",
                 name,
             )
-        form = reasoning_format(parser)
+        form = reasoning_format(parser, self.renderer.source if self.renderer else "")
         if prompt is None:
             prompt = self.tokenizer.decode(token_ids[-PROMPT_TAIL:], skip_special_tokens=False)
         closing = self.tokenizer.encode(form.closing, add_special_tokens=False)
@@ -232,8 +232,8 @@ class Frontend:
                 "allowed_token_ids",
             )
         return ThinkingFormat(
-            start=form.start,
-            end=form.end,
+            starts=list(form.starts),
+            ends=list(form.ends),
             closing_token_ids=closing,
             is_open=thinking_is_open(parser, ParserContext(prompt=prompt)),
         )

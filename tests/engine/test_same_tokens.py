@@ -6,10 +6,9 @@ import random
 from typing import Any
 
 import pytest
-import torch
+from drafters import Oracle
 
 from penstock import LLM, SamplingParams
-from penstock.runner.tables import RequestTables
 
 PROMPT_LENGTHS = (3, 17, 40, 90)
 KINDS = {
@@ -125,43 +124,11 @@ def test_with_steps_in_flight(tiny_llama: str, alone: list[list[int]]) -> None:
         assert run(llm) == alone
 
 
-class EchoDrafter:
-    """Drafts that are sometimes right: the tokens that followed the last token's last occurrence
-    in an undisturbed run, damaged now and then."""
-
-    num_drafts = 3
-
-    def __init__(self, continuations: list[list[int]]) -> None:
-        self.following: dict[tuple[int, int], list[int]] = {}
-        for tokens in continuations:
-            for index in range(1, len(tokens) - 3):
-                self.following[tokens[index - 1], tokens[index]] = tokens[index + 1 : index + 4]
-        self.num_accepted = 0
-
-    def propose(
-        self,
-        tables: RequestTables,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
-        slots: torch.Tensor,
-        num_accepted: torch.Tensor,
-    ) -> torch.Tensor:
-        self.num_accepted += int(num_accepted.sum())
-        drafts = []
-        for slot, count in zip(slots.tolist(), tables.num_tokens[slots].tolist(), strict=True):
-            pair = tuple(tables.token_ids[slot, count - 2 : count].tolist())
-            draft = list(self.following.get(pair, [1, 2, 3]))
-            if count % 3 == 0:
-                draft[1] = 0
-            drafts.append(draft)
-        return torch.tensor(drafts)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_drafts_that_hold_and_drafts_that_do_not(
     tiny_llama: str, alone: list[list[int]], overlap: bool
 ) -> None:
-    drafter = EchoDrafter(alone)
+    drafter = Oracle(alone, wrong=0)
     options = {"max_model_len": 160, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 48}
     with open_llm(tiny_llama, drafter=drafter, async_scheduling=overlap, **options) as llm:
         assert run(llm, neighbours=6) == alone

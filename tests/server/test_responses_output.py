@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.protocol.errors import InputError
 from penstock.server.openai.logprobs import LogprobFormat
-from penstock.server.openai.tools import check_names_differ
+from penstock.server.openai.tools import MAX_TOOLS, MAX_TOOLS_LENGTH, check_tools
 from penstock.server.responses.convert import check_body
 from penstock.server.responses.output import Output
 from penstock.server.responses.protocol import ResponseRequest
@@ -174,8 +174,13 @@ def test_what_is_kept_must_be_json(field: str) -> None:
         check_body(ResponseRequest.model_validate(given))
 
 
-def test_many_tools_are_told_apart_in_no_time() -> None:
-    tools = [Tool(f"tool_{index}") for index in range(200_000)]
-    check_names_differ(tools)
+def test_tools_that_are_too_many_or_too_large_or_named_alike_are_refused() -> None:
+    tools = [Tool(f"tool_{index}") for index in range(MAX_TOOLS)]
+    check_tools(tools)
     with pytest.raises(InputError, match="'tool_7' twice"):
-        check_names_differ([*tools, Tool("tool_7")])
+        check_tools([*tools[:-1], Tool("tool_7")])
+    with pytest.raises(InputError, match="at most 1024, got 1025"):
+        check_tools([*tools, Tool("more")])
+    large = Tool("large", {"type": "object", "description": "x" * MAX_TOOLS_LENGTH})
+    with pytest.raises(InputError, match="characters long together"):
+        check_tools([large])

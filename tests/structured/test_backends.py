@@ -48,8 +48,8 @@ TAG = {
 CALLS = CallGrammar(
     begin="<call>[",
     calls=(
-        CallShape('{"name": "f", "arguments": ', OBJECT, "}"),
-        CallShape('{"name": "g", "arguments": ', {"type": "object"}, "}"),
+        CallShape("f", '{"name": "f", "arguments": ', OBJECT, "}"),
+        CallShape("g", '{"name": "g", "arguments": ', {"type": "object"}, "}"),
     ),
     separator=", ",
     end="]",

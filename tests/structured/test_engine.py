@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
+from drafters import Oracle
 
 from penstock import LLM, SamplingParams
 from penstock import StructuredOutputsParams as Structured
 from penstock.runner import generation
-from penstock.runner.tables import RequestTables
 
 SCHEMA = {
     "type": "object",
@@ -254,40 +253,9 @@ def test_a_replay_of_a_complete_document_ends(llm: LLM) -> None:
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("abc", "stop")
 
 
-class Oracle:
-    """Drafts what an undisturbed run gave, damaged now and then: in the grammar and out of it."""
-
-    num_drafts = 3
-
-    def __init__(self, outputs: list[list[int]]) -> None:
-        self.following: dict[tuple[int, ...], list[int]] = {}
-        for tokens in outputs:
-            for end in range(2, len(tokens)):
-                self.following[tuple(tokens[end - 2 : end])] = tokens[end : end + 3]
-        self.num_accepted = 0
-
-    def propose(
-        self,
-        tables: RequestTables,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
-        slots: torch.Tensor,
-        num_accepted: torch.Tensor,
-    ) -> torch.Tensor:
-        self.num_accepted += int(num_accepted.sum())
-        drafts = []
-        for slot, count in zip(slots.tolist(), tables.num_tokens[slots].tolist(), strict=True):
-            pair = tuple(tables.token_ids[slot, count - 2 : count].tolist())
-            draft = [*self.following.get(pair, []), 9, 9, 9][:3]
-            if count % 4 == 0:
-                draft[1] = 100
-            drafts.append(draft)
-        return torch.tensor(drafts)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_same_tokens_with_drafts(byte_model: str, alone: list[Any], overlap: bool) -> None:
-    oracle = Oracle([tokens for tokens, _ in alone])
+    oracle = Oracle([tokens for tokens, _ in alone], wrong=100)
     with open_llm(byte_model, drafter=oracle, async_scheduling=overlap) as llm:
         assert run(llm) == alone
     assert oracle.num_accepted > 100

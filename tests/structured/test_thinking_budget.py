@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
+from drafters import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import LLM, SamplingParams
 from penstock import StructuredOutputsParams as Structured
 from penstock.protocol.errors import InputError
-from penstock.runner.tables import RequestTables
 from penstock.structured.reasoning import Phase, Reasoning
 
 CLOSING = "\n</think>\n\n"  # of the reasoning parser
@@ -31,8 +30,8 @@ CLOSE = [*range(6, 9), 0]  # </end>a
 def test_what_is_forced_follows_from_the_tokens(
     tokens: list[int], budget: int, is_open: bool
 ) -> None:
-    start = b"" if is_open else b"<start>"
-    reasoning = Reasoning(PIECES, b"</end>", start, budget, tuple(CLOSE))
+    starts = () if is_open else (b"<start>",)
+    reasoning = Reasoning(PIECES, (b"</end>",), starts, budget, closing=tuple(CLOSE))
     state = reasoning.begin()
     text, num_thought = b"", 0
     for token_id in tokens:
@@ -54,7 +53,7 @@ def test_what_is_forced_follows_from_the_tokens(
 
 
 def test_the_end_waits_for_a_whole_character() -> None:
-    reasoning = Reasoning(PIECES, b"</end>", budget=1, closing=tuple(CLOSE))
+    reasoning = Reasoning(PIECES, (b"</end>",), budget=1, closing=tuple(CLOSE))
     state = reasoning.after(reasoning.begin(), 3)  # the first of three bytes
     assert reasoning.forced(state) is None
     for token_id in (4, 5):
@@ -149,37 +148,8 @@ def test_the_same_tokens_whatever_the_engine_does(
             assert llm.engine.stats().num_preemptions > 0
 
 
-class Oracle:
-    """Drafts what an undisturbed run gave, wrong now and then."""
-
-    num_drafts = 3
-
-    def __init__(self, outputs: list[list[int]]) -> None:
-        self.following: dict[tuple[int, ...], list[int]] = {}
-        for tokens in outputs:
-            for end in range(2, len(tokens)):
-                self.following[tuple(tokens[end - 2 : end])] = tokens[end : end + 3]
-        self.num_accepted = 0
-
-    def propose(
-        self,
-        tables: RequestTables,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
-        slots: torch.Tensor,
-        num_accepted: torch.Tensor,
-    ) -> torch.Tensor:
-        self.num_accepted += int(num_accepted.sum())
-        drafts = []
-        for slot, count in zip(slots.tolist(), tables.num_tokens[slots].tolist(), strict=True):
-            pair = tuple(tables.token_ids[slot, count - 2 : count].tolist())
-            draft = [*self.following.get(pair, []), 9, 9, 9][:3]
-            drafts.append([draft[0], 100, draft[2]] if count % 5 == 0 else draft)
-        return torch.tensor(drafts)
-
-
 def test_the_same_tokens_with_drafts(byte_model: str, alone: list[list[int]]) -> None:
-    oracle = Oracle(alone)
+    oracle = Oracle(alone, wrong=100)
     prompts, params = zip(*requests(), strict=True)
     with open_llm(byte_model, drafter=oracle) as llm:
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)

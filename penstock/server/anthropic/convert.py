@@ -23,7 +23,7 @@ from penstock.server.anthropic.protocol import (
     ToolUseBlock,
 )
 from penstock.server.openai.prompts import check_template_kwargs
-from penstock.server.openai.tools import check_names_differ
+from penstock.server.openai.tools import check_tools
 from penstock.server.prepare import RunOptions
 from penstock.server.service import Service
 from penstock.server.turn import NamedTool, ToolChoice, TurnRequest
@@ -35,7 +35,7 @@ def turn_request(service: Service, body: CountTokensRequest) -> TurnRequest:
     tools = [
         Tool(tool.name, tool.input_schema, tool.description or "") for tool in body.tools or ()
     ]
-    check_names_differ(tools)
+    check_tools(tools)
     check_template_kwargs(body.chat_template_kwargs or {})
     messages = list(_messages(body))
     goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -20,17 +20,18 @@ from penstock.server.anthropic.protocol import (
     OutputBlock,
 )
 from penstock.server.openai.stream import EVENT_STREAM
-from penstock.server.replies import event_stream, gone, json_response, unless_gone
+from penstock.server.replies import send_answer
 from penstock.server.service import Service
 from penstock.server.turn import Turn, prepare_turn, render_turn
 from penstock.text.parsing.deltas import (
     ContentDelta,
     Delta,
-    Message,
+    Part,
     ReasoningDelta,
     ToolCallArguments,
     ToolCallBroken,
     ToolCallStart,
+    joined,
 )
 
 router = APIRouter(tags=["Anthropic"])
@@ -55,11 +56,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
     turn = await service.in_thread(prepare)
     answer = MessageAnswer(body, turn, model, message_id)
-    if body.stream:
-        frame = AnthropicFrame(request.state.request_id)
-        return await event_stream(request, answer.events(), frame)
-    message = await unless_gone(request, answer.whole())
-    return gone() if message is None else json_response(message)
+    return await send_answer(request, answer, body.stream, AnthropicFrame(request.state.request_id))
 
 
 @router.post("/v1/messages/count_tokens", responses=describe_errors(400, 401, 404, 413, 500, 503))
@@ -89,9 +86,9 @@ class MessageAnswer:
         """Everything at once, when it is finished."""
         (answer,) = await self._turn.whole()
         reason, sequence = _stop(answer.finish_reason, answer.stop_reason)
-        return self._message(self._blocks(answer.message), reason, sequence)
+        return self._message(self._blocks(answer.parts), reason, sequence)
 
-    async def events(self) -> AsyncGenerator[str, None]:
+    async def chunks(self) -> AsyncGenerator[str, None]:
         """The events of a stream, each as JSON whose type is the event's name."""
         blocks = _BlockEvents(self._shows_thinking)
         has_begun = False
@@ -137,16 +134,21 @@ class MessageAnswer:
             cache_read_input_tokens=usage.num_cached,
         )
 
-    def _blocks(self, said: Message) -> list[OutputBlock]:
-        blocks = []
-        if said.reasoning and self._shows_thinking:
-            blocks.append(OutputBlock(type="thinking", thinking=said.reasoning, signature=""))
-        if said.content:
-            blocks.append(OutputBlock(type="text", text=said.content))
-        for call in said.tool_calls:
-            given = json.loads(call.arguments) if call.complete else {}
-            blocks.append(OutputBlock(type="tool_use", id=call.id, name=call.name, input=given))
-        return blocks
+    def _blocks(self, parts: Sequence[Part]) -> list[OutputBlock]:
+        if not self._shows_thinking:
+            shown = (part for part in parts if not isinstance(part, ReasoningDelta))
+            parts = list(joined(shown))
+        return [_block(part) for part in parts]
+
+
+def _block(part: Part) -> OutputBlock:
+    match part:
+        case ReasoningDelta(text):
+            return OutputBlock(type="thinking", thinking=text, signature="")
+        case ContentDelta(text):
+            return OutputBlock(type="text", text=text)
+    given = json.loads(part.arguments) if part.complete else {}
+    return OutputBlock(type="tool_use", id=part.id, name=part.name, input=given)
 
 
 class _BlockEvents:

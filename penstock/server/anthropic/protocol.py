@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from penstock.server.openai.base import Body, Reply, Text
-from penstock.server.openai.tools import ToolName
+from penstock.server.openai.tools import ToolName, Tools
 
 # -- requests
 
@@ -91,7 +91,7 @@ class CountTokensRequest(Body):
     model: Text
     messages: Annotated[list[InputMessage], Field(min_length=1)]
     system: Text | list[TextBlock] | None = None
-    tools: list[ToolParam] | None = None
+    tools: Tools[ToolParam] | None = None
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
     output_config: OutputConfig | None = None

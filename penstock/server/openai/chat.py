@@ -24,7 +24,7 @@ from penstock.server.openai.protocol import (
 from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import EVENT_STREAM
 from penstock.server.openai.tools import FunctionCall, ToolCallDelta, ToolCallReply
-from penstock.server.replies import event_stream, gone, json_response, unless_gone
+from penstock.server.replies import send_answer
 from penstock.server.service import Service
 from penstock.server.turn import Turn, TurnAnswer, TurnStep
 from penstock.text.parsing.deltas import (
@@ -53,10 +53,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     request_id = "chatcmpl-" + (body.request_id or request.state.request_id)
     turn = await service.in_thread(prepare_chat, service, body, request_id)
     answer = ChatAnswer(service, body, turn, model, request_id)
-    if body.stream:
-        return await event_stream(request, answer.chunks())
-    completion = await unless_gone(request, answer.whole())
-    return gone() if completion is None else json_response(completion)
+    return await send_answer(request, answer, body.stream)
 
 
 class ChatAnswer:

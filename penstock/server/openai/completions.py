@@ -20,7 +20,7 @@ from penstock.server.openai.protocol import (
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import EVENT_STREAM, UsageCounter
-from penstock.server.replies import event_stream, gone, json_response, unless_gone
+from penstock.server.replies import send_answer
 from penstock.server.service import Service
 from penstock.text.frontend import PreparedRequest
 
@@ -40,10 +40,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     request_id = "cmpl-" + (body.request_id or request.state.request_id)
     prepared = await service.in_thread(prepare_completions, service, body, request_id)
     answer = CompletionAnswer(service, body, prepared, model, request_id)
-    if body.stream:
-        return await event_stream(request, answer.chunks())
-    completion = await unless_gone(request, answer.whole())
-    return gone() if completion is None else json_response(completion)
+    return await send_answer(request, answer, body.stream)
 
 
 class CompletionAnswer:

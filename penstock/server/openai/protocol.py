@@ -17,6 +17,7 @@ from penstock.server.openai.tools import (
     ToolCallDelta,
     ToolCallReply,
     ToolDefinition,
+    Tools,
 )
 
 # -- requests
@@ -168,7 +169,7 @@ class ChatTemplateBody(Body):
     chat_template: Text | None = Field(
         None, description="A Jinja template, where the server trusts requests with that."
     )
-    tools: list[ToolDefinition] | None = Field(None, description="Functions the model may call.")
+    tools: Tools[ToolDefinition] | None = Field(None, description="Functions the model may call.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         Field(None, description="For the chat template; none: do not think, where it can be told.")
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -13,6 +14,12 @@ from penstock.server.turn import NamedTool, ToolChoice
 from penstock.text.parsing.formats import Tool
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
+
+# No request of good faith comes near these; a prompt with more in it fits no context.
+MAX_TOOLS = 1024
+MAX_TOOLS_LENGTH = 1024 * 1024  # characters of all names, descriptions and schemas
+T = TypeVar("T")
+Tools = Annotated[list[T], Field(max_length=MAX_TOOLS)]
 
 
 class FunctionDefinition(Body):
@@ -72,17 +79,26 @@ class ToolCallDelta(Reply):
 
 
 def read_tools(given: Sequence[ToolDefinition] | None) -> list[Tool]:
-    """The tools of a request; InputError if two have one name."""
+    """The tools of a request; InputError for what `check_tools` refuses."""
     tools = []
     for definition in given or ():
         function = definition.function
         parameters = function.parameters or {"type": "object", "properties": {}}
         tools.append(Tool(function.name, parameters, function.description or ""))
-    check_names_differ(tools)
+    check_tools(tools)
     return tools
 
 
-def check_names_differ(tools: Sequence[Tool]) -> None:
+def check_tools(tools: Sequence[Tool]) -> None:
+    """InputError if two have one name, or they are too many or too large."""
+    if len(tools) > MAX_TOOLS:
+        raise InputError(f"tools may be at most {MAX_TOOLS}, got {len(tools)}", "tools")
+    length = sum(len(tool.name) + len(tool.description) + _length(tool) for tool in tools)
+    if length > MAX_TOOLS_LENGTH:
+        raise InputError(
+            f"tools may be at most {MAX_TOOLS_LENGTH} characters long together, got {length}",
+            "tools",
+        )
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
@@ -90,6 +106,15 @@ def check_names_differ(tools: Sequence[Tool]) -> None:
                 f"tools must have names of their own, got {tool.name!r} twice", "tools"
             )
         names.add(tool.name)
+
+
+def _length(tool: Tool) -> int:
+    try:
+        return len(json.dumps(tool.parameters))
+    except RecursionError:
+        raise InputError(
+            f"the parameters of the tool {tool.name!r} are nested too deeply", "tools"
+        ) from None
 
 
 def read_tool_choice(given: str | NamedToolChoice | None, has_tools: bool) -> ToolChoice:

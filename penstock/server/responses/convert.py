@@ -13,7 +13,7 @@ from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.server.openai.prompts import check_template_kwargs
-from penstock.server.openai.tools import check_names_differ
+from penstock.server.openai.tools import check_tools
 from penstock.server.prepare import RunOptions
 from penstock.server.responses.items import Item, as_messages
 from penstock.server.responses.protocol import (
@@ -90,7 +90,7 @@ def offer_tools(body: ResponseRequest, known: ToolServers) -> OfferedTools:
             server, offered = _built_in(given, known, where)
         tools += offered
         servers |= {tool.name: server for tool in offered}
-    check_names_differ(tools)
+    check_tools(tools)
     return _allowed(body, OfferedTools(tuple(tools), servers))
 
 

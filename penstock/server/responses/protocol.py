@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Discriminator, Field, Tag
 
 from penstock.server.openai.base import Body, Reply, Text
-from penstock.server.openai.tools import ToolName
+from penstock.server.openai.tools import ToolName, Tools
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete", "calling", "failed"]
@@ -280,7 +280,7 @@ class ResponseRequest(Body):
     store: bool | None = Field(None, description="On by default.")
     background: bool | None = Field(None, description="Answer at once, and go on; needs store.")
     stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
-    tools: list[ToolParam] | None = None
+    tools: Tools[ToolParam] | None = None
     tool_choice: ToolChoiceParam | None = Field(
         None, description="auto by default: the model decides. required and a function: enforced."
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -78,24 +79,56 @@ class Message:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
 
-def collect(deltas: Iterable[Delta]) -> Message:
-    """The message that all `deltas` of an output make. Broken calls are in its content."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    calls: dict[int, ToolCall] = {}
+Part = ContentDelta | ReasoningDelta | ToolCall
+
+
+def parts_of(deltas: Iterable[Delta]) -> list[Part]:
+    """What all `deltas` of an output say, in its order; neighbouring texts are one.
+
+    Broken calls are text.
+    """
+    parts: list[Part | None] = []
+    calls: dict[int, int] = {}  # where in `parts` each is
+    arguments: dict[int, list[str]] = {}
     for delta in deltas:
         match delta:
-            case ContentDelta(text):
-                content.append(text)
-            case ReasoningDelta(text):
-                reasoning.append(text)
+            case ContentDelta() | ReasoningDelta():
+                parts.append(delta)
             case ToolCallStart(index, id, name):
-                calls[index] = ToolCall(id, name, "")
+                calls[index], arguments[index] = len(parts), []
+                parts.append(ToolCall(id, name, ""))
             case ToolCallArguments(index, text):
-                calls[index].arguments += text
+                arguments[index].append(text)
             case ToolCallEnd(index):
-                calls[index].complete = True
+                call = parts[calls[index]]
+                assert isinstance(call, ToolCall)
+                call.complete = True
             case ToolCallBroken(index, text):
-                del calls[index]
-                content.append(text)
-    return Message("".join(content), "".join(reasoning), list(calls.values()))
+                parts[calls[index]] = None
+                parts.append(ContentDelta(text))
+    for index, at in calls.items():
+        if isinstance(call := parts[at], ToolCall):
+            call.arguments = "".join(arguments[index])
+    return list(joined(part for part in parts if part is not None))
+
+
+def joined(parts: Iterable[Part]) -> Iterator[Part]:
+    """Neighbouring texts of one kind as one."""
+    for kind, group in groupby(parts, type):
+        if kind is ToolCall:
+            yield from group
+        else:
+            yield kind("".join(part.text for part in group if not isinstance(part, ToolCall)))
+
+
+def collect(deltas: Iterable[Delta]) -> Message:
+    """The message that all `deltas` of an output make. Broken calls are in its content."""
+    return message_of(parts_of(deltas))
+
+
+def message_of(parts: Sequence[Part]) -> Message:
+    return Message(
+        content="".join(part.text for part in parts if isinstance(part, ContentDelta)),
+        reasoning="".join(part.text for part in parts if isinstance(part, ReasoningDelta)),
+        tool_calls=[part for part in parts if isinstance(part, ToolCall)],
+    )

@@ -7,7 +7,8 @@ the message's: it is dropped.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from itertools import groupby
 
 from penstock.text.parsing.deltas import (
@@ -19,22 +20,32 @@ from penstock.text.parsing.deltas import (
     ToolCallEnd,
     ToolCallStart,
 )
-from penstock.text.parsing.stream import Stream
+from penstock.text.parsing.stream import Malformed, Stream
 
 logger = logging.getLogger(__name__)
 
 
 class Emitter:
-    """The deltas of one output. `next_index` is the number of calls that have begun."""
+    """The deltas of one output. `next_index` is the number of calls that have begun.
 
-    def __init__(self, stream: Stream, new_call_id: Callable[[], str]) -> None:
-        self.next_index = 0
+    With `only`, a call of another name is Malformed.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        new_call_id: Callable[[], str],
+        next_index: int = 0,
+        only: Collection[str] | None = None,
+    ) -> None:
+        self.next_index = next_index
         self.reasoning_is_over = False
-        self.reasoning_spans: list[tuple[int, int | None]] = []  # in bytes of the text
+        self.reasoning_spans: deque[tuple[int, int | None]] = deque()  # in bytes of the text
         self._stream = stream
         self._new_call_id = new_call_id
+        self._only = only
         self._deltas: list[Delta] = []
-        self._space = ""  # held back until it is known what follows
+        self._space: list[str] = []  # held back until it is known what follows
         self._space_before_call = ""
         self._drop_space = False  # what comes next is not preceded by any of the message's own
         self._in_reasoning = False
@@ -52,8 +63,8 @@ class Emitter:
 
     def finish(self) -> None:
         """The output has ended: what was held back is no format's."""
-        space, self._space = self._space, ""
-        if space and not self._drop_space and not self._in_reasoning:
+        space = self._take_space()
+        if space and not self._in_reasoning:
             self._deltas.append(ContentDelta(space))
 
     def content(self, text: str) -> None:
@@ -77,11 +88,14 @@ class Emitter:
         begin, _ = self.reasoning_spans[-1]
         self.reasoning_spans[-1] = (begin, self._stream.num_bytes_read - num_bytes_since)
         self._in_reasoning = False
-        self._space, self._drop_space = "", True
+        self._take_space()
+        self._drop_space = True
 
     def start_call(self, name: str, call_id: str | None = None) -> None:
-        self._space_before_call = "" if self._drop_space else self._space
-        self._space, self._drop_space = "", True
+        if self._only is not None and name not in self._only:
+            raise Malformed(f"there is no tool {name!r}")
+        self._space_before_call = self._take_space()
+        self._drop_space = True
         self._in_call = True
         self._deltas.append(ToolCallStart(self.next_index, call_id or self._new_call_id(), name))
         self.next_index += 1
@@ -108,16 +122,40 @@ class Emitter:
         self._drop_space = False
         self._deltas.append(ToolCallBroken(self.next_index - 1, self._space_before_call + text))
 
+    def trial(self, stream: Stream, only: Collection[str]) -> Emitter:
+        """One for calls that may turn out to be none, until they are adopted."""
+        return Emitter(stream, self._new_call_id, self.next_index, only)
+
+    def adopt(self, trial: Emitter, num_bytes: int) -> None:
+        """Take the calls that are whole in `trial`, if any: they are no part of the reasoning,
+        of which they are the last `num_bytes`. It goes on after them."""
+        ends = [at for at, delta in enumerate(trial._deltas) if isinstance(delta, ToolCallEnd)]
+        if not ends:
+            return
+        self.end_reasoning(num_bytes)
+        self._deltas += trial._deltas[: ends[-1] + 1]
+        self.next_index += len(ends)
+        self.begin_reasoning()
+
+    def _take_space(self) -> str:
+        """The space that was held back, if it is the message's own."""
+        space = "" if self._drop_space else "".join(self._space)
+        self._space = []
+        return space
+
     def _trim(self, text: str) -> str:
         """`text` with the space held before, less the space at its end, which is held now."""
-        text = self._space + text
         if self._drop_space:
             text = text.lstrip()
         kept = text.rstrip()
-        self._space = text[len(kept) :]
         if kept:
+            text, space = self._take_space() + kept, text[len(kept) :]
+            self._space = [space]
             self._drop_space = False
-        return kept
+            return text
+        if text:
+            self._space.append(text)
+        return ""
 
 
 def _joined(deltas: list[Delta]) -> list[Delta]:

@@ -21,8 +21,10 @@ class Tool:
 
 @dataclass(frozen=True)
 class CallShape:
-    """One tool's call as text: `prefix`, then JSON that satisfies `schema`, then `suffix`."""
+    """The call of the tool `name` as text: `prefix`, then JSON that satisfies `schema`, then
+    `suffix`."""
 
+    name: str
     prefix: str
     schema: Mapping[str, Any]
     suffix: str
@@ -49,12 +51,23 @@ class CallGrammar:
 class ReasoningFormat:
     """How reasoning is framed.
 
-    `start` and `end` are the markers. `closing` ends the reasoning gracefully where a budget is
-    spent: generation goes on after it with the answer. `answer_prefix` is what the model writes
-    between `end` and the answer itself, beyond white space (harmony's header of a message).
+    `start` and `end` are the markers; some families have others that mean the same. `closing` ends
+    the reasoning gracefully where a budget is spent: generation goes on after it with the answer.
+    `answer_prefix` is what the model writes between `end` and the answer itself, beyond white space
+    (harmony's header of a message).
     """
 
     start: str
     end: str
     closing: str
     answer_prefix: str = ""
+    other_starts: tuple[str, ...] = ()
+    other_ends: tuple[str, ...] = ()
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        return (self.start, *self.other_starts)
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        return (self.end, *self.other_ends)

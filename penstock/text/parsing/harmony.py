@@ -18,8 +18,16 @@ from penstock.text.parsing.tool_format import ToolFormat
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
+FOR_THE_USER = ("final", "commentary")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_CHANNEL = re.compile(
+    r"<\|channel\|>\s*(?P<name>\w+)"
+    # The marker may be missing.
+    r"|\A\s*(?:<\|start\|>\w*)?\s*(?P<bare>analysis|commentary|final)\s*(?=<\||\Z)"
+)
+_WORD = re.compile(r"\s{0,32}\w{0,32}")
+_ROLE = re.compile(r"\A\s*<\|start\|>\w*")
+_MARKERS = re.compile(r"<\|(?:start|channel|constrain)\|>")
 
 FORMAT = ReasoningFormat(
     start=f"{CHANNEL}analysis{MESSAGE}",
@@ -30,64 +38,78 @@ FORMAT = ReasoningFormat(
 
 
 class Harmony(ToolFormat):
-    """Reads the whole output, reasoning included; calls only if tools were offered."""
+    """Reads the whole output, reasoning included; calls only if tools were offered.
+
+    A message whose header names no channel is in the same one as the message before it; text that
+    has no header at all is the answer. A header that never ends counts for what it has said.
+    """
 
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
     reads_reasoning = True
     _name = ""  # the tool that the message at hand calls
+    _channel = "final"  # of the message at hand
 
     def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
         """The prompt ends with `<|start|>assistant`, so the output begins within a header."""
         while True:
             stream.record()
             try:
-                header = yield from self._read_header(stream)
+                marker = yield from self._read_header(stream)
             except Malformed:
-                # Without a header this is no message: pass it on, and look for the next one.
-                out.reasoning_is_over = True
-                out.content(stream.stop_recording())
-                if (yield from stream.until((START,), out.content)) is None:
-                    return
-                continue
+                marker = ""  # what comes next is text already
             except Truncated:
                 text = stream.stop_recording() + stream.take_rest()
                 if not any(marker in text for marker in self.markers):
-                    out.content(text)  # else it is the beginning of a header
+                    self._say(out, text)  # else it is the beginning of a header
                 return
-            stream.stop_recording()
-            yield from self._read_message(stream, out, header)
+            header = stream.stop_recording().removesuffix(marker)
+            if not marker and header.endswith(CHANNEL):
+                header += stream.take_match(_WORD)
+            yield from self._read_message(stream, out, header, marker)
             yield from stream.skip_space()
             if stream.ended and not (yield from stream.peek()):
                 return
 
     def _read_header(self, stream: Stream) -> Steps[str]:
+        """Read a header and the marker that ends it, which should be that of a message."""
         yield from stream.skip_space()
         yield from stream.accept(START)
-        pieces = []
         while True:
-            text, marker = yield from stream.read_until(self.markers)
-            pieces.append(text)
-            if marker == MESSAGE:
-                return "".join(pieces)
-            if marker in ENDS:
-                raise Malformed("a header ended without a message")
-            pieces.append(marker)
+            _, marker = yield from stream.read_until(self.markers)
+            if marker == MESSAGE or marker in ENDS:
+                return marker
 
-    def _read_message(self, stream: Stream, out: Emitter, header: str) -> Steps[None]:
-        channel = _CHANNEL.search(header)
+    def _read_message(self, stream: Stream, out: Emitter, header: str, marker: str) -> Steps[None]:
+        if channel := _CHANNEL.search(header):
+            self._channel = channel["name"] or channel["bare"]
+        if marker != MESSAGE:  # what else the header holds was meant to be the message
+            text = _CHANNEL.sub("", header, count=1) if channel else _ROLE.sub("", header)
+            self._say(out, _MARKERS.sub("", text))
+        if marker in ENDS:
+            return
         name = self._called(header)
         if name is not None:
             out.reasoning_is_over = True
             yield from self._read_call(stream, out, name)
-        elif channel is not None and channel[1] == "analysis":
-            out.begin_reasoning()
-            marker = yield from stream.until((*ENDS, START), out.reasoning)
-            if marker is not None:
-                out.end_reasoning(len(marker))
-            _put_back_start(stream, marker)
-        else:
+        elif self._channel in FOR_THE_USER:
             out.reasoning_is_over = True
             _put_back_start(stream, (yield from stream.until((*ENDS, START), out.content)))
+        else:
+            out.begin_reasoning()
+            end = yield from stream.until((*ENDS, START), out.reasoning)
+            if end is not None:
+                out.end_reasoning(len(end))
+            _put_back_start(stream, end)
+
+    def _say(self, out: Emitter, text: str) -> None:
+        """Text outside of messages belongs to the channel at hand."""
+        if self._channel in FOR_THE_USER:
+            out.reasoning_is_over = True
+            out.content(text)
+        elif text:
+            out.begin_reasoning()
+            out.reasoning(text)
+            out.end_reasoning()
 
     def _called(self, header: str) -> str | None:
         """The tool that a message with this header is addressed to."""

@@ -242,6 +242,7 @@ def object_shapes(
     """A shape for each tool: an object with its name and its arguments."""
     return tuple(
         CallShape(
+            tool.name,
             f'{before}{{"name": {json.dumps(tool.name)}, "{arguments_key}": ',
             arguments_schema(tool),
             f"}}{after}",
@@ -253,7 +254,7 @@ def object_shapes(
 def named_shapes(tools: Sequence[Tool], prefix: str, suffix: str) -> tuple[CallShape, ...]:
     """A shape for each tool: its name in place of `{name}`, then its arguments."""
     return tuple(
-        CallShape(prefix.replace("{name}", tool.name), arguments_schema(tool), suffix)
+        CallShape(tool.name, prefix.replace("{name}", tool.name), arguments_schema(tool), suffix)
         for tool in tools
     )
 

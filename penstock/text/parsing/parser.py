@@ -121,27 +121,29 @@ def make_output_parser(
     tools_offered: Sequence[Tool] = (),
     context: ParserContext | None = None,
     enforced: bool = False,
+    is_free: bool = True,
 ) -> OutputParser:
     """The parser for one output. Names are those of REASONING_PARSERS and TOOL_PARSERS.
 
     Without `tools_offered` nothing is taken for a call. `enforced` says that the output follows
     `call_grammar(tools, ...)` (tool_choice required or named), which for some families is not
-    the form they write by themselves. ConfigError for names that do not exist or do not go
-    together.
+    the form they write by themselves. Unless the answer `is_free`, but held to some form, all of it
+    is content: reasoning does not come again in it. ConfigError for names that do not exist or do
+    not go together.
     """
     check_names(reasoning, tools)
     context = context or ParserContext()
     if reasoning == "openai_gptoss" or tools == HARMONY:
-        return StreamParser(None, _tool_format(HARMONY)(tools_offered), context)
+        return StreamParser(None, _tool_format(HARMONY)(tools_offered), context, is_free)
     tags: ReasoningTags | None = _load(REASONING_PARSERS[reasoning]) if reasoning else None
     if tools is None or not tools_offered:
         from penstock.text.parsing.tool_format import PlainText
 
-        return StreamParser(tags, PlainText(()), context)
+        return StreamParser(tags, PlainText(()), context, is_free)
     family = _tool_format(tools)
     if enforced and family.grammar(tools_offered, parallel=True) is None:
         family = _tool_format("json")
-    return StreamParser(tags, family(tools_offered), context)
+    return StreamParser(tags, family(tools_offered), context, is_free and not enforced)
 
 
 def check_names(reasoning: str | None, tools: str | None) -> None:
@@ -181,10 +183,11 @@ def call_grammar(
     return grammar
 
 
-def reasoning_format(reasoning: str) -> ReasoningFormat:
-    """The markers of the reasoning parser called `reasoning`."""
+def reasoning_format(reasoning: str, chat_template: str = "") -> ReasoningFormat:
+    """The markers of the reasoning parser called `reasoning`; granite has dialects, which
+    `chat_template` tells apart."""
     found = _reasoning(reasoning)
-    return found if isinstance(found, ReasoningFormat) else found.format
+    return found if isinstance(found, ReasoningFormat) else found.format(chat_template)
 
 
 def thinking_is_open(reasoning: str, context: ParserContext) -> bool:
@@ -218,7 +221,11 @@ class StreamParser:
     """Runs a reasoning format and then a tool format over one stream."""
 
     def __init__(
-        self, reasoning: ReasoningTags | None, tools: ToolFormat, context: ParserContext
+        self,
+        reasoning: ReasoningTags | None,
+        tools: ToolFormat,
+        context: ParserContext,
+        is_free: bool,
     ) -> None:
         self.markers = frozenset(tools.markers) | (reasoning.markers if reasoning else frozenset())
         self._token_bytes = context.token_bytes
@@ -227,16 +234,23 @@ class StreamParser:
         self._out.reasoning_is_over = reasoning is None and not tools.reads_reasoning
         self._token_offsets: list[int] = []  # in bytes: where in the text each token begins
         self._num_bytes_fed = 0
-        is_open = reasoning is not None and _is_open(reasoning, context)
-        self._steps = self._parse(reasoning, is_open, tools)
+        self._num_reasoning_tokens = 0  # of spans that are over
+        self._steps = self._parse(reasoning, tools, context, is_free)
 
     def _parse(
-        self, reasoning: ReasoningTags | None, is_open: bool, tools: ToolFormat
+        self,
+        reasoning: ReasoningTags | None,
+        tools: ToolFormat,
+        context: ParserContext,
+        is_free: bool,
     ) -> Steps[None]:
+        stream, out = self._stream, self._out
         if reasoning is not None:
-            yield from reasoning.parse(self._stream, self._out, is_open)
-            self._out.reasoning_is_over = not self._stream.ended
-        yield from tools.parse(self._stream, self._out)
+            is_open = _is_open(reasoning, context)
+            is_framed = yield from reasoning.parse(stream, out, is_open, tools)
+            tools.interludes = reasoning.later(tools, is_free, is_framed)
+            out.reasoning_is_over = not stream.ended
+        yield from tools.parse(stream, out)
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -248,12 +262,12 @@ class StreamParser:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        offsets = self._token_offsets
-        return sum(
-            (len(offsets) if end is None else bisect_left(offsets, end))
-            - bisect_left(offsets, begin)
-            for begin, end in self._out.reasoning_spans
-        )
+        offsets, spans = self._token_offsets, self._out.reasoning_spans
+        while spans and (end := spans[0][1]) is not None:
+            begin, _ = spans.popleft()
+            self._num_reasoning_tokens += bisect_left(offsets, end) - bisect_left(offsets, begin)
+        running = len(offsets) - bisect_left(offsets, spans[0][0]) if spans else 0
+        return self._num_reasoning_tokens + running
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         self._place_tokens(text, token_ids)

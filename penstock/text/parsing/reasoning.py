@@ -1,4 +1,4 @@
-"""Reasoning before the answer, between markers.
+"""Reasoning between markers: before the answer, and again within it.
 
 Whether the output begins within the reasoning depends on the family and on the prompt: many
 templates write the opening marker themselves, or write both where thinking is off.
@@ -13,33 +13,44 @@ from typing import Any
 from penstock.text.parsing.emitter import Emitter
 from penstock.text.parsing.formats import ReasoningFormat
 from penstock.text.parsing.stream import Steps, Stream
+from penstock.text.parsing.tool_format import Interludes, ToolFormat
+
+QUOTES = ("`", '"', "'")
+FENCE = "```"
 
 
 @dataclass(frozen=True)
 class ReasoningTags:
     """One family's markers.
 
-    `starts` and `ends` are alternatives, the usual one first. `stops` end the reasoning too, but
-    belong to what follows. `begins_open` says that the output starts within the reasoning unless
-    the prompt shows otherwise, and `open_by` names template arguments that make it so where the
-    prompt is not known. `frame` encloses the answer.
+    `starts` and `ends` are dialects, the usual one first; in `closing`, which ends the reasoning
+    where a budget is spent, `{}` stands for the dialect's end. `begins_open` says that the output
+    starts within the reasoning unless the prompt shows otherwise, and `open_by` names template
+    arguments that make it so where the prompt is not known. `frame` encloses the answer.
     """
 
     starts: tuple[str, ...]
     ends: tuple[str, ...]
     closing: str
-    stops: tuple[str, ...] = ()
     begins_open: bool = False
     open_by: tuple[str, ...] = ()
-    frame: tuple[str, str] | None = None
+    frame: tuple[str, ...] = ()
 
     @property
     def markers(self) -> frozenset[str]:
-        return frozenset((*self.starts, *self.ends, *self.stops, *(self.frame or ())))
+        return frozenset((*self.starts, *self.ends, *self.frame))
 
-    @property
-    def format(self) -> ReasoningFormat:
-        return ReasoningFormat(self.starts[0], self.ends[0], self.closing)
+    def format(self, chat_template: str = "") -> ReasoningFormat:
+        """In the dialect that `chat_template` asks for, if it shows one."""
+        shown = (at for at, start in enumerate(self.starts) if start in chat_template)
+        at = next(shown, 0)
+        return ReasoningFormat(
+            start=self.starts[at],
+            end=self.ends[at],
+            closing=self.closing.replace("{}", self.ends[at]),
+            other_starts=tuple(start for start in self.starts if start != self.starts[at]),
+            other_ends=tuple(end for end in self.ends if end != self.ends[at]),
+        )
 
     def is_open(self, prompt: str, continued: str, kwargs: Mapping[str, Any]) -> bool:
         """Whether the output starts within the reasoning."""
@@ -55,38 +66,78 @@ class ReasoningTags:
             return True
         return self.begins_open
 
-    def parse(self, stream: Stream, out: Emitter, is_open: bool) -> Steps[None]:
-        """Read the reasoning, if there is any. What comes after it is left."""
+    def parse(self, stream: Stream, out: Emitter, is_open: bool, tools: ToolFormat) -> Steps[bool]:
+        """Read the reasoning before the answer, if there is any: whether `frame` has begun then."""
         space = yield from stream.skip_space()
         started = yield from stream.accept(*self.starts)
         if started is None and not is_open:
             out.content(space)
-            return
+            return False
+        yield from self.think(stream, out, tools)
+        if not self.frame:
+            return False
+        yield from stream.skip_space()
+        return (yield from stream.accept(self.frame[0])) is not None
+
+    def think(self, stream: Stream, out: Emitter, tools: ToolFormat) -> Steps[None]:
+        """Read reasoning that has begun, up to its end and over that."""
         out.begin_reasoning()
-        marker = yield from stream.until((*self.ends, *self.stops), out.reasoning)
-        if marker is None:
+        while True:
+            marker = yield from stream.until((*self.ends, *tools.begins), out.reasoning)
+            if marker is None:
+                return
+            if marker in self.ends:
+                out.end_reasoning(len(marker.encode()))
+                return
+            yield from tools.attempt_in_reasoning(stream, out, marker, self.ends)
+
+    def later(self, tools: ToolFormat, is_free: bool, is_framed: bool) -> Interludes:
+        """What may interrupt the answer: nothing but the frame's end, unless it `is_free`."""
+        return LaterReasoning(self, tools, is_free, is_framed)
+
+
+class LaterReasoning(Interludes):
+    """Reasoning that comes again after the answer has begun, if the answer `is_free` to hold any;
+    and what closes the answer's frame.
+
+    A start marker that is only spoken of is text: one right after a quotation mark, or in a block
+    of code.
+    """
+
+    def __init__(
+        self, tags: ReasoningTags, tools: ToolFormat, is_free: bool, is_framed: bool
+    ) -> None:
+        self._tags = tags
+        self._tools = tools
+        self._start = tags.starts[0]  # other dialects begin with words that an answer may hold
+        self._in_code = False
+        quoted = [f"{quote}{self._start}" for quote in QUOTES]
+        later = (self._start, FENCE, *quoted) if is_free else ()
+        self.markers = (*later, *(tags.frame[1:] if is_framed else ()))
+
+    def read(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+        if marker in self._tags.frame:
             return
-        out.end_reasoning(len(marker.encode()))
-        if marker in self.stops:
-            stream.put_back(marker)
-        if self.frame is not None:
-            yield from stream.skip_space()
-            if (yield from stream.accept(self.frame[0])):
-                stream.noise = (self.frame[1],)
+        if marker == self._start and not self._in_code:
+            yield from self._tags.think(stream, out, self._tools)
+            return
+        if marker == FENCE:
+            self._in_code = not self._in_code
+        out.content(marker)
 
 
-_START, _END, _CLOSING = ("<think>",), ("</think>",), "\n</think>\n\n"
+_START, _END, _CLOSING = ("<think>",), ("</think>",), "\n{}\n\n"
 
 DEEPSEEK_R1 = ReasoningTags(_START, _END, _CLOSING, begins_open=True)
 DEEPSEEK_V3 = ReasoningTags(_START, _END, _CLOSING, open_by=("thinking", "enable_thinking"))
 QWEN3 = ReasoningTags(_START, _END, _CLOSING)
-GLM45 = ReasoningTags(_START, _END, closing="</think>\n")
+GLM45 = ReasoningTags(_START, _END, closing="{}\n")
 MINIMAX_M2 = ReasoningTags(_START, _END, _CLOSING, begins_open=True)
-KIMI_K2 = ReasoningTags(_START, _END, "</think>", stops=("<|tool_calls_section_begin|>",))
-MISTRAL = ReasoningTags(("[THINK]",), ("[/THINK]",), closing="[/THINK]")
+KIMI_K2 = ReasoningTags(_START, _END, closing="{}")
+MISTRAL = ReasoningTags(("[THINK]",), ("[/THINK]",), closing="{}")
 GRANITE = ReasoningTags(
     ("<think>", "Here is my thought process:", "Here's my thought process:"),
     ("</think>", "Here is my response:", "Here's my response:"),
-    closing="</think>",
+    closing="\n\n{}",
     frame=("<response>", "</response>"),
 )

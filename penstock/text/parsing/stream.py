@@ -36,7 +36,6 @@ class Stream:
     def __init__(self) -> None:
         self.ended = False
         self.num_bytes_read = 0
-        self.noise: tuple[str, ...] = ()  # markers that frame the content and are no part of it
         self._text = ""
         self._at = 0  # what comes before has been read
         self._recorded: list[str] | None = None
@@ -71,7 +70,9 @@ class Stream:
         return self.take(self._num_unread)
 
     def put_back(self, text: str) -> None:
-        """Unread `text`, which must be what was taken just now."""
+        """Unread `text`, which must be what was taken last."""
+        if len(text) > self._at:  # more has come since some of it was taken
+            self._text, self._at = text + self._text[self._at :], len(text)
         self._at -= len(text)
         assert self._text.startswith(text, self._at)
         self.num_bytes_read -= len(text.encode())
@@ -162,6 +163,21 @@ class Stream:
                 sink(self.take(certain - self._at))
             if self.ended:
                 return None
+            yield
+
+    def text_before(self, markers: Sequence[str]) -> Steps[str]:
+        """Read what is there of the text before the first of `markers`; nothing: one of them comes
+        next, or the output has ended."""
+        pattern, prefixes, longest = _compile(tuple(markers))
+        while True:
+            match = pattern.search(self._text, self._at)
+            held = None if self.ended else self._partial(prefixes, longest)
+            starts = [found.start() for found in (match, held) if found is not None]
+            certain = min(starts, default=len(self._text))
+            if certain > self._at:
+                return self.take(certain - self._at)
+            if self.ended or (match is not None and match.start() == self._at):
+                return ""
             yield
 
     def read_until(self, markers: Sequence[str], at_most: int = 256) -> Steps[tuple[str, str]]:

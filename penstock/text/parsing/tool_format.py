@@ -15,6 +15,16 @@ from penstock.text.parsing.stream import Malformed, Steps, Stream, Truncated
 _NAME = re.compile(r"""[^\s<>{}()\[\]"'`|]{1,256}""")
 
 
+class Interludes:
+    """What may stand between parts of the content besides calls; here nothing."""
+
+    markers: tuple[str, ...] = ()
+
+    def read(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+        """Read what `marker`, which was just read, begins."""
+        raise AssertionError("no marker begins anything")
+
+
 class ToolFormat(ABC):
     """Reads content and calls in one family's format.
 
@@ -28,15 +38,19 @@ class ToolFormat(ABC):
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}
+        self.interludes = Interludes()
 
     def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
         """Everything up to the output's end."""
         while True:
-            marker = yield from stream.until((*self.begins, *stream.noise), out.content)
+            markers = (*self.begins, *self.interludes.markers)
+            marker = yield from stream.until(markers, out.content)
             if marker is None:
                 return
-            if marker not in stream.noise:
+            if marker in self.begins:
                 yield from self._attempt(stream, out, marker)
+            else:
+                yield from self.interludes.read(stream, out, marker)
 
     def _attempt(
         self, stream: Stream, out: Emitter, marker: str, promised: bool = True
@@ -57,6 +71,36 @@ class ToolFormat(ABC):
                 out.content(text)
         else:
             stream.stop_recording()
+
+    def attempt_in_reasoning(
+        self, stream: Stream, out: Emitter, marker: str, ends: tuple[str, ...]
+    ) -> Steps[None]:
+        """Read what `marker` began within the reasoning, before one of `ends`, which are left.
+
+        Models now and then forget to end their thinking before they call, and they also think
+        about calls. What is whole and of a tool that was offered is a call; anything else is
+        reasoning. What comes after a call still is.
+        """
+        start = stream.num_bytes_read - len(marker.encode())
+        thought = Stream()
+        trial = out.trial(thought, self._tools)
+        thought.record(marker)
+        calls, is_malformed = self.read_calls(thought, trial, marker), False
+        while True:
+            try:
+                next(calls)
+            except StopIteration:
+                break
+            except (Malformed, Truncated):
+                is_malformed = True
+                break
+            text = yield from stream.text_before(ends)
+            thought.push(text)
+            thought.ended = not text
+        rest = thought.stop_recording() if is_malformed else ""
+        stream.put_back(thought.take_rest())
+        out.adopt(trial, stream.num_bytes_read - start)
+        out.reasoning(rest)
 
     @abstractmethod
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:

@@ -38,6 +38,7 @@ def make_parser(
     tools: str | None = None,
     tools_offered: Sequence[Tool] = TOOLS,
     enforced: bool = False,
+    is_free: bool = True,
     **context: Any,
 ) -> OutputParser:
     """A parser whose call ids are `call0`, `call1`, ..., so that outputs can be compared."""
@@ -49,6 +50,7 @@ def make_parser(
         tools_offered=tools_offered,
         context=ParserContext(**context),
         enforced=enforced,
+        is_free=is_free,
     )
 
 

@@ -1,0 +1,40 @@
+"""A drafter for tests: right most of the time, and wrong now and then."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.runner.tables import RequestTables
+
+
+class Oracle:
+    """Drafts what followed the last two tokens in an undisturbed run. Every few positions the
+    second draft is `wrong` instead; `num_accepted` counts those that held."""
+
+    num_drafts = 3
+
+    def __init__(self, outputs: list[list[int]], wrong: int) -> None:
+        self.num_accepted = 0
+        self._wrong = wrong
+        self._following: dict[tuple[int, ...], list[int]] = {}
+        for tokens in outputs:
+            for end in range(2, len(tokens)):
+                self._following[tuple(tokens[end - 2 : end])] = tokens[end : end + 3]
+
+    def propose(
+        self,
+        tables: RequestTables,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor,
+        slots: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> torch.Tensor:
+        self.num_accepted += int(num_accepted.sum())
+        drafts = []
+        for slot, count in zip(slots.tolist(), tables.num_tokens[slots].tolist(), strict=True):
+            pair = tuple(tables.token_ids[slot, count - 2 : count].tolist())
+            draft = [*self._following.get(pair, []), 9, 9, 9][:3]
+            if count % 4 == 0:
+                draft[1] = self._wrong
+            drafts.append(draft)
+        return torch.tensor(drafts)
