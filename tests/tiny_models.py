@@ -20,6 +20,28 @@ COMMON = {
     "bos_token_id": 1,
 }
 
+ROUTED = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    **ROUTED,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+LATENT_YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "rope_theta": 10000.0,
+}
 MAMBA2 = {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16}
 FALCON_H1 = {
     "mamba_d_ssm": 96,
@@ -146,6 +168,65 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": 24,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 2,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek_v2_lite": (
+        "DeepseekV2",
+        {**LATENT, "q_lora_rank": None, "n_shared_experts": 2, "rope_scaling": LATENT_YARN},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": 24,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_scaling": LATENT_YARN,
+        },
+    ),
+    "deepseek_v3_halves": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **ROUTED,
+            "head_dim": 16,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 2,
+        },
+    ),
+    "glm4_moe_unnormed": ("Glm4Moe", {**ROUTED, "n_group": 4, "topk_group": 2}),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {**LATENT, "q_lora_rank": 24, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
     "mamba2": ("Mamba2", MAMBA2),
     "mamba2_biased": (
         "Mamba2",
@@ -189,16 +270,77 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "starcoder2": ("Starcoder2", {"sliding_window": 24}),
     "starcoder2_unbiased": ("Starcoder2", {"use_bias": False, "hidden_act": "gelu"}),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24, "pad_token_id": 0},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "pad_token_id": 0,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "pad_token_id": 0,
+        },
+    ),
+}
+
+# Architectures that Penstock has no file for: transformers' code runs them.
+OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "stablelm": (
+        "StableLm",
+        {
+            "use_qkv_bias": True,
+            "qk_layernorm": True,
+            "use_parallel_residual": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "cohere2": (
+        "Cohere2",
+        {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "logit_scale": 0.5,
+            "pad_token_id": 0,
+        },
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0}),
+    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5}),
 }
 
 # Not everywhere: some tests count on what the older variants generate.
 UNEVEN_NORMS = {
     "Cohere",
+    "Cohere2",
+    "Exaone4",
+    "DeepseekV2",
+    "DeepseekV3",
     "FalconH1",
     "Glm4",
+    "Glm4Moe",
+    "Glm4MoeLite",
     "Granite",
     "Mamba2",
+    "MiniMaxM2",
     "Olmo2",
+    "Olmoe",
     "Phi3",
     "Qwen3Next",
     "SmolLM3",
@@ -210,7 +352,7 @@ def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
     """Write a random checkpoint of the variant into the folder."""
     import transformers
 
-    name, settings = VARIANTS[variant]
+    name, settings = (VARIANTS | OUTSIDE)[variant]
     config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **overrides})
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float()
@@ -219,6 +361,9 @@ def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
             torch.nn.init.normal_(parameter, std=0.25)
         elif "norm" in parameter_name and name in UNEVEN_NORMS:  # and these at one
             torch.nn.init.normal_(parameter, mean=1.0, std=0.25)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.25)
     model.save_pretrained(folder)
     return folder
 

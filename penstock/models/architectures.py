@@ -83,3 +83,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Starcoder2ForCausalLM", "starcoder2", "StarCoder2", ("starcoder2", "starcoder2_unbiased")
     ),
 }
+
+# Architectures that transformers' code runs, with the checkpoints on which that was compared.
+RUN_BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
+    "StableLmForCausalLM": ("stablelm",),
+    "Cohere2ForCausalLM": ("cohere2",),
+    "OlmoeForCausalLM": ("olmoe",),
+    "GPTNeoXForCausalLM": ("gpt_neox",),
+}

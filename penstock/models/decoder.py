@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -19,6 +19,7 @@ from penstock.layers.norm import Norm, RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.models.base import Hidden, WeightTable
 from penstock.models.config import DecoderConfig
+from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
 from penstock.protocol.kv import KVCacheSpec
 
@@ -85,6 +86,7 @@ class DecoderLM(nn.Module):
     defaults: ClassVar[Mapping[str, Any]] = {}  # what config.json means where it says nothing
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # that `mlp` can compute
     interleaved_rotary: ClassVar[bool] = False
+    can_capture: ClassVar[bool] = True  # whether a GPU may record its steps and replay them
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,6 +170,13 @@ class DecoderLM(nn.Module):
         token_ids: torch.Tensor,
         media: torch.Tensor | None = None,
         mask: torch.Tensor | None = None,
+    def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, Weight]]:
+        """A checkpoint's tensors as `load_weights` takes them."""
+        return tensors
+
+    def check(self) -> None:
+        """Called once, with the weights loaded: refuse what only then can be seen."""
+
     ) -> torch.Tensor:
         x: torch.Tensor = self.model.embed_tokens(token_ids)
         return x if media is None or mask is None else torch.where(mask[:, None], media, x)

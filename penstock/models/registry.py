@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from penstock.models.architectures import ARCHITECTURES
 from penstock.models.config import DecoderConfig
@@ -16,16 +17,63 @@ from penstock.protocol.errors import ModelError
 if TYPE_CHECKING:
     from penstock.layers.build import Build
     from penstock.models.decoder import DecoderLM
+    from penstock.models.transformers_model import TransformersLM
+
+    LanguageModel: TypeAlias = DecoderLM | TransformersLM
 
 logger = logging.getLogger(__name__)
 
+ModelImpl = Literal["auto", "penstock", "transformers"]
 
-def build_model(raw: Mapping[str, Any], build: Build) -> DecoderLM:
-    """The model that a config.json describes, its weights still to be loaded."""
-    model_class = find_model(raw.get("architectures"))
+
+def build_model(
+    raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "auto"
+) -> LanguageModel:
+    """The model that a config.json describes, its weights still to be loaded.
+
+    Architectures that are not known here are run by transformers' code, if it knows them and
+    `model_impl` permits; all of them are with `model_impl` transformers.
+    """
+    names = raw.get("architectures")
+    theirs = find_in_transformers(names) if model_impl != "penstock" else None
+    if theirs is not None and (model_impl == "transformers" or not is_known(names)):
+        from penstock.models.transformers_model import TransformersLM  # needs the package
+
+        logger.info("%s is run by transformers' code, with Penstock's attention", theirs)
+        return TransformersLM(build, theirs, raw).eval()
+    if model_impl == "transformers":
+        raise ModelError(
+            f"config.json: architectures {names!r:.200}: model_impl=transformers needs "
+            + (
+                "a class for causal language models that transformers has"
+                if has_transformers()
+                else "transformers: pip install 'penstock[transformers]'"
+            )
+        )
+    model_class = find_model(names)
     given = {key: value for key, value in raw.items() if value is not None}
     config = DecoderConfig.from_raw(model_class.settings(given))
     return model_class(build, config).eval()
+
+
+def is_known(names: object) -> bool:
+    """Whether one of these architectures has a class here or in a plugin."""
+    known = ARCHITECTURES.keys() | plugin_models(find_plugins()).keys()
+    return any(name in known for name in _strings(names))
+
+
+def has_transformers() -> bool:
+    return importlib.util.find_spec("transformers") is not None
+
+
+def find_in_transformers(names: object) -> str | None:
+    """The first of these architectures that is a causal language model of transformers."""
+    if not _strings(names) or not has_transformers():
+        return None
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    theirs = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return next((name for name in _strings(names) if name in theirs), None)
 
 
 def find_model(names: object) -> type[DecoderLM]:
@@ -38,8 +86,8 @@ def find_model(names: object) -> type[DecoderLM]:
             )
     added = plugin_models(found)
     targets = {name: known.target for name, known in ARCHITECTURES.items()} | added
-    for name in names if isinstance(names, list) else []:
-        if isinstance(name, str) and name in targets:
+    for name in _strings(names):
+        if name in targets:
             if name in added:
                 logger.info("%s is the plugin class %s", name, added[name])
             module, _, attribute = targets[name].partition(":")
@@ -48,12 +96,22 @@ def find_model(names: object) -> type[DecoderLM]:
     raise ModelError(_unknown(names, sorted(targets), found))
 
 
+def _strings(names: object) -> list[str]:
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
 def _unknown(names: object, known: list[str], found: list[FoundPlugin]) -> str:
     message = f"config.json: architectures {names!r:.200} are not supported; "
-    asked = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    nearest = [near for name in asked for near in difflib.get_close_matches(name, known, 3, 0.7)]
+    close = [difflib.get_close_matches(name, known, 3, 0.7) for name in _strings(names)]
+    nearest = dict.fromkeys(near for names_near in close for near in names_near)
     if nearest:
-        message += f"the nearest are {', '.join(dict.fromkeys(nearest))}; "
+        message += f"the nearest are {', '.join(nearest)}; "
     message += f"supported are {', '.join(known)}"
+    if find_in_transformers(names) is not None:
+        message += "; transformers knows it: use --model-impl auto or transformers"
+    elif has_transformers():
+        message += "; transformers does not know it either"
+    else:
+        message += "; others may run on transformers' code: pip install 'penstock[transformers]'"
     broken = [f"{each.name!r} ({each.error})" for each in found if each.error is not None]
     return message + (f"; plugins that could not be loaded: {', '.join(broken)}" if broken else "")

@@ -1,0 +1,264 @@
+"""Decoders that have no file here, run by transformers' own modelling code.
+
+The modules are transformers'; attention and its cache are Penstock's, and so are linear layers and
+the embedding, so that weights stream in and are kept as for any other model. See docs/models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from penstock.layers.attention import Attention
+from penstock.layers.build import Build
+from penstock.models.base import Hidden, WeightTable
+from penstock.models.transformers_modules import (
+    make_loadable,
+    materialize,
+    replace_matrices,
+)
+from penstock.models.transformers_probe import PROBE, AttentionCall, Probe, probe_model
+from penstock.models.transformers_weights import CheckpointNames
+from penstock.ops.blocks import Weight
+from penstock.protocol.errors import ConfigError, ModelError
+from penstock.protocol.kv import KVCacheSpec
+
+PAGED, ALONE = "penstock", "penstock_alone"
+NUM_CHECKED = 8  # tokens
+LARGEST_DIFFERENCE = 0.05  # of a token's hidden state to itself elsewhere in a batch
+
+
+class TransformersLM(nn.Module):
+    """A model as the runner sees it, around one of transformers.
+
+    Refused, with the reason: what cannot be probed (`transformers_probe`), rotary frequencies that
+    change with the batch, several ranks, and, once the weights are there, layers through which
+    tokens reach each other on other ways than attention (`check`).
+    """
+
+    can_capture = False  # transformers' code may ask the device for numbers at any time
+
+    def __init__(self, build: Build, name: str, raw: Mapping[str, Any]) -> None:
+        super().__init__()
+        if build.tp.size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size must be 1 for {name}, which is run by transformers' code, "
+                f"got {build.tp.size}"
+            )
+        model = _construct(build, name, raw)
+        self.name = name
+        self.device = build.device
+        self.config = model.config.get_text_config()
+        _check_positions(self.config, name, build.max_model_len)
+        probe = probe_model(model, name)
+        self.names = CheckpointNames(model)
+        self.weights = WeightTable(ignored=_ignored(model))
+        for path, call in probe.attention.items():
+            model.get_submodule(path).paged_attention = _attention(build, path, call)
+        embedding = replace_matrices(build, model, probe.linears)
+        materialize(model, build.device)
+        self.whole = _Whole(model, probe, embedding)
+        for child_name, child in model.named_children():
+            self.add_module(child_name, child)
+        make_loadable(self)
+
+    def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        """A checkpoint's tensors as the modules have them."""
+        return self.names.convert(tensors)
+
+    def embed(
+        self,
+        token_ids: torch.Tensor,
+        media: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x: torch.Tensor = self.whole.embedding(token_ids)
+        return x if media is None or mask is None else torch.where(mask[:, None], media, x)
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, stage_in: torch.Tensor | None = None
+    ) -> Hidden:
+        return Hidden(self.whole.hidden(x, positions))
+
+    def logits(
+        self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits = self.whole.logits(hidden.states[rows])
+        return logits if out is None else out.copy_(logits)
+
+    def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
+        attentions = [module for module in self.modules() if isinstance(module, Attention)]
+        specs = {attention.name: attention.kv_spec(dtype) for attention in attentions}
+        return {name: spec for name, spec in specs.items() if spec is not None}
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Refuse a loaded model whose tokens reach each other on other ways than attention.
+
+        Without attention, a token's hidden state must not depend on which tokens stand around it.
+        """
+        ids = torch.arange(1, NUM_CHECKED + 1, device=self.device) % self.config.vocab_size
+        positions = torch.arange(NUM_CHECKED, device=self.device)
+        config = self.whole.model.config
+        config._attn_implementation = ALONE
+        try:
+            x = self.embed(ids)
+            there = self.whole.hidden(x, positions).float()
+            back = self.whole.hidden(x.flip(0), positions.flip(0)).flip(0).float()
+        except Exception as error:  # another's code may raise anything
+            raise ModelError(
+                f"{self.name} cannot be run by transformers' code with Penstock's layers: "
+                f"{type(error).__name__}: {error}"[:400]
+            ) from error
+        finally:
+            config._attn_implementation = PAGED
+        limit = LARGEST_DIFFERENCE * there.abs().amax(-1)
+        # Rounding may send a token to another expert; what mixes tokens changes most of them.
+        num_changed = int(((there - back).abs().amax(-1) > limit).sum())
+        if num_changed > NUM_CHECKED // 2:
+            raise ModelError(
+                f"{self.name} cannot be run by transformers' code (model_impl=transformers): "
+                "tokens reach each other on other ways than attention, so they cannot be computed "
+                "beside other requests'"
+            )
+
+
+class _Whole:
+    """The model of transformers. Not a module, since only its children are registered."""
+
+    def __init__(self, model: PreTrainedModel, probe: Probe, embedding: nn.Module) -> None:
+        self.model = model
+        self.embedding = embedding
+        self._output_type = probe.output_type
+        self._run_backbone = probe.backbone.forward
+        self._states: torch.Tensor | None = None
+        probe.backbone.__dict__["forward"] = self._forward_backbone
+        model.config._attn_implementation = PAGED
+
+    def hidden(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] at positions [n] -> the same shape, after the last norm."""
+        output = self._run_backbone(
+            inputs_embeds=x[None], position_ids=positions[None], use_cache=False
+        )
+        states: torch.Tensor = output[0][0]
+        return states
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] -> [n, vocab_size].
+
+        What stands around the head (scaling, soft caps) is in the model's own forward: it runs
+        with these states in place of what its backbone would give.
+        """
+        self._states = states[None]
+        try:
+            logits: torch.Tensor = self.model(inputs_embeds=self._states, use_cache=False).logits[0]
+        finally:
+            self._states = None
+        return logits
+
+    def _forward_backbone(self, *args: Any, **kwargs: Any) -> Any:
+        if self._states is not None:
+            return self._output_type(last_hidden_state=self._states)
+        return self._run_backbone(*args, **kwargs)
+
+
+def _construct(build: Build, name: str, raw: Mapping[str, Any]) -> PreTrainedModel:
+    """The model on the meta device: modules and shapes, without numbers."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
+        raise ModelError(f"config.json: transformers does not know the model_type {model_type!r}")
+    # How weights are quantized is the linear method's business.
+    settings = {key: value for key, value in raw.items() if key != "quantization_config"}
+    try:
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(settings)
+        with torch.device("meta"):
+            model: PreTrainedModel = getattr(transformers, name)._from_config(
+                config, dtype=build.dtype, attn_implementation=PROBE
+            )
+            model.train(False)
+    except Exception as error:  # another's code may raise anything
+        raise ModelError(
+            f"config.json: transformers cannot make {name} of it: {type(error).__name__}: {error}"
+        ) from error
+    return model
+
+
+def _check_positions(config: Any, name: str, max_model_len: int) -> None:
+    """Refuse positions that mean something else beside a longer request, or that are not there."""
+    rotary = list(_rotary_settings(getattr(config, "rope_parameters", None)))
+    longest = None if rotary else getattr(config, "max_position_embeddings", None)
+    for settings in rotary:
+        kind = settings["rope_type"]
+        if kind == "dynamic":
+            raise ModelError(
+                f"{name} cannot be run by transformers' code (model_impl=transformers): its rotary "
+                "frequencies (rope_type dynamic) change with the longest request of a batch"
+            )
+        if kind == "longrope":
+            longest = settings.get("original_max_position_embeddings")
+    if longest is not None and max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len must be at most {longest} for {name}, which is run by transformers' "
+            f"code, got {max_model_len}"
+        )
+
+
+def _rotary_settings(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The settings of all layers, or of each kind of layer."""
+    if isinstance(value, Mapping):
+        if isinstance(value.get("rope_type"), str):
+            yield value
+        for inner in value.values():
+            yield from _rotary_settings(inner)
+
+
+def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
+    tied = (rf"^{name}$".replace(".", r"\.") for name in model.all_tied_weights_keys)
+    return (
+        r"\.rotary_emb\.inv_freq$",
+        *sorted(model._keys_to_ignore_on_load_unexpected or ()),
+        *tied,
+    )
+
+
+def _attention(build: Build, path: str, call: AttentionCall) -> Attention:
+    return Attention(
+        build, path, call.num_heads, call.num_kv_heads, call.head_dim, call.scale, call.window
+    )
+
+
+def _attend_paged(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, n, head_dim]
+    key: torch.Tensor,  # [1, kv_heads, n, head_dim]
+    value: torch.Tensor,
+    attention_mask: None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    rows = [x[0].transpose(0, 1).contiguous() for x in (query, key, value)]
+    attention = module.paged_attention
+    assert isinstance(attention, Attention)
+    attended: torch.Tensor = attention(*rows)  # [n, heads * head_dim]
+    return attended.view(1, *rows[0].shape), None
+
+
+def _attend_alone(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Every token sees itself alone."""
+    repeated = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+    return repeated.transpose(1, 2), None
+
+
+AttentionInterface.register(PAGED, _attend_paged)
+AttentionInterface.register(ALONE, _attend_alone)

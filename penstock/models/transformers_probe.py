@@ -1,0 +1,209 @@
+"""What a decoder of transformers asks of attention, found by running it without weights.
+
+The model runs once on the meta device, which computes shapes alone. Its attention layers call a
+function that notes what they were called with, in place of a mask they get a description of it, and
+whatever cannot be done with Penstock's attention is refused here, with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from penstock.protocol.errors import ModelError
+
+PROBE = "penstock_probe"
+NUM_TOKENS = 3
+LONGEST = 2**20  # tokens; a window that is longer is none
+KINDS = ("full_attention", "sliding_attention")  # of layers, in config.json
+# Arguments of an attention function that would change what it computes.
+UNSUPPORTED = ("head_mask", "position_bias", "alibi", "bias", "score_mod", "block_mask")
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """What a model passes around in place of a mask while it is probed."""
+
+    window: int | None  # tokens that a token sees, itself among them; None: all before it
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one layer asks for."""
+
+    module: nn.Module
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    has_sinks: bool
+
+
+@dataclass(frozen=True)
+class Probe:
+    attention: dict[str, AttentionCall]  # by the module's path
+    linears: frozenset[str]  # paths of nn.Linear layers that are called, not read
+    backbone: PreTrainedModel  # gives the hidden states that the head takes
+    output_type: type[Any]  # of the backbone
+
+
+class Unsupported(Exception):
+    """Raised inside a probed model; the message completes the sentence "it ..."."""
+
+
+def probe_model(model: PreTrainedModel, name: str) -> Probe:
+    """Run a model that is on the meta device. ModelError where Penstock cannot run it."""
+    config = model.config.get_text_config()
+    config._attn_implementation = PROBE
+    experts = config._experts_implementation
+    config._experts_implementation = "batched_mm"  # asks for no numbers, which are not there
+    try:
+        _check_kinds(model)
+        with _Hooks(model) as hooks:
+            _run(model)
+    except Unsupported as error:
+        raise _refusal(name, str(error)) from error
+    except Exception as error:  # another's code may raise anything
+        reason = f"fails when it runs without weights: {type(error).__name__}: {error}"
+        raise _refusal(name, reason[:300]) from error
+    finally:
+        config._experts_implementation = experts
+    attention = {
+        path: module.__dict__.pop("_penstock_call")
+        for path, module in model.named_modules()
+        if "_penstock_call" in module.__dict__
+    }
+    num_layers = config.num_hidden_layers
+    if len(attention) != num_layers:
+        raise _refusal(
+            name,
+            f"has {num_layers} layers, but {len(attention)} that call transformers' attention "
+            "interface: the others are recurrent, or compute attention in a way of their own",
+        )
+    if hooks.backbone is None or hooks.output_type is None:
+        raise _refusal(name, "has no model inside that gives hidden states")
+    return Probe(attention, frozenset(hooks.linears), hooks.backbone, hooks.output_type)
+
+
+def _check_kinds(model: PreTrainedModel) -> None:
+    """What can be told without running it."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    unknown = sorted(map(str, kinds.difference(KINDS)))
+    if unknown:
+        raise Unsupported(f"has layers of the kind {', '.join(unknown)}")
+    if not model._can_set_attn_implementation():
+        raise Unsupported("computes attention in a way of its own, not through the interface")
+
+
+def _run(model: PreTrainedModel) -> None:
+    ids = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
+    model(
+        inputs_embeds=model.get_input_embeddings()(ids),
+        position_ids=torch.zeros_like(ids),
+        attention_mask=torch.ones_like(ids),  # else transformers would look for packed sequences
+        use_cache=False,
+    )
+
+
+def _refusal(name: str, reason: str) -> ModelError:
+    return ModelError(
+        f"{name} cannot be run by transformers' code (model_impl=transformers): it {reason}"
+    )
+
+
+class _Hooks:
+    """Notes which linear layers are called, and the outermost model inside the model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.linears: set[str] = set()
+        self.backbone: PreTrainedModel | None = None
+        self.output_type: type[Any] | None = None
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Hooks:
+        for path, module in self.model.named_modules():
+            if type(module) is nn.Linear:
+                self._handles.append(module.register_forward_hook(self._linear_hook(path)))
+            elif isinstance(module, PreTrainedModel) and path:
+                self._handles.append(module.register_forward_hook(self._model_hook))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _linear_hook(self, path: str) -> Any:
+        return lambda *_: self.linears.add(path)
+
+    def _model_hook(self, module: PreTrainedModel, _: Any, output: Any) -> None:
+        # Inner ones end first, so the last one is the outermost.
+        self.backbone, self.output_type = module, type(output)
+
+
+def _note_call(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, heads, n, head_dim]
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if "_penstock_call" in module.__dict__:
+        raise Unsupported("uses one attention layer several times")
+    if not isinstance(attention_mask, CausalMask):
+        raise Unsupported("makes its attention masks in a way of its own")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise Unsupported("has attention that is not causal")
+    if key.shape[2] != NUM_TOKENS or value.shape[2] != NUM_TOKENS:
+        raise Unsupported("has attention to another sequence")
+    if not query.shape[3] == key.shape[3] == value.shape[3]:
+        raise Unsupported(
+            f"has values of {value.shape[3]} and keys of {key.shape[3]} dimensions a head"
+        )
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise Unsupported(f"passes {name} to attention")
+    module.__dict__["_penstock_call"] = AttentionCall(
+        module=module,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        scale=scaling,
+        window=attention_mask.window,
+        softcap=softcap,
+        has_sinks=s_aux is not None,
+    )
+    return torch.empty_like(query).transpose(1, 2), None
+
+
+def describe_mask(*, mask_function: Any, **_: Any) -> CausalMask:
+    """Which causal mask a function of (batch, head, query, key) stands for, from samples of it."""
+    zero = torch.zeros((), dtype=torch.long)
+    keys = torch.arange(LONGEST)
+    num_seen = int(mask_function(zero, zero, torch.tensor(LONGEST - 1), keys).sum())
+    window = num_seen if num_seen < LONGEST else None
+    for query in (0, 1, num_seen // 2, num_seen - 1, num_seen, num_seen + 5, LONGEST - 2):
+        if query >= LONGEST:
+            continue
+        expected = keys <= query
+        if window is not None:
+            expected &= keys > query - window
+        if not torch.equal(mask_function(zero, zero, torch.tensor(query), keys), expected):
+            raise Unsupported("has attention masks that are neither causal nor a sliding window")
+    return CausalMask(window)
+
+
+AttentionInterface.register(PROBE, _note_call)
+AttentionMaskInterface.register(PROBE, describe_mask)
