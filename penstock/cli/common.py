@@ -45,6 +45,11 @@ def take_model_argument(args: argparse.Namespace) -> None:
         if hasattr(args, "model"):
             args.parser.error("the model is given twice: as MODEL and as --model")
         args.model = args.positional_model
+    elif args.flag_of_several and not hasattr(args, "model") and args.config is None:
+        args.parser.error(
+            f"the last value of {args.flag_of_several} may be one of several, or the model: give "
+            "the model before it, or as --model"
+        )
 
 
 def open_llm(options: dict[str, Any]) -> LLM:

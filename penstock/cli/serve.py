@@ -19,7 +19,7 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         subparsers, "serve", run, "Serve a model behind an OpenAI-compatible API.", "[MODEL]"
     )
     add_model_argument(parser)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, several=["served_model_name"])
     add_server_arguments(parser)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,13 @@ _NO_FLAG = {
 }
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag for every engine option, grouped by section, and ``--config``."""
+def add_engine_arguments(parser: argparse.ArgumentParser, several: Collection[str] = ()) -> None:
+    """One flag for every engine option, grouped by section, and ``--config``.
+
+    `several` names lists that may also be written behind one flag. Whether the last of such values
+    was meant for something else is for the command to ask: `flag_of_several` is that flag.
+    """
+    parser.set_defaults(flag_of_several=None)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -52,7 +57,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     for section, options in all_options().items():
         group = parser.add_argument_group(f"{section} options")
         for declared in options:
-            _add_flag(group, declared)
+            _add_flag(group, declared, takes_several=declared.name in several)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,8 +164,27 @@ def override(defaults: SamplingParams, options: dict[str, Any]) -> SamplingParam
 _UNSET = object()
 
 
+class _Extend(argparse.Action):
+    """Adds one value or several to a list."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *values])
+        if len(values) > 1:
+            namespace.flag_of_several = option_string
+
+
 def _add_flag(
-    group: argparse._ArgumentGroup, declared: Option, *, default: object = _UNSET
+    group: argparse._ArgumentGroup,
+    declared: Option,
+    *,
+    default: object = _UNSET,
+    takes_several: bool = False,
 ) -> None:
     shown = declared.default if default is _UNSET else default
     text = declared.help
@@ -178,7 +202,9 @@ def _add_flag(
         settings["choices"] = declared.choices
     else:
         settings["type"], settings["metavar"] = _parser_and_metavar(declared)
-    if declared.is_list:
+    if declared.is_list and takes_several:
+        settings |= {"action": _Extend, "nargs": "+"}
+    elif declared.is_list:
         # Once for each value: a flag that takes several would swallow the prompts after it.
         settings["action"] = "append"
         settings["help"] += " May be given several times."

@@ -12,8 +12,9 @@ import pytest
 
 import penstock
 from penstock.cli import collect_env
+from penstock.cli.common import take_model_argument
 from penstock.cli.generate import read_prompts
-from penstock.cli.main import main
+from penstock.cli.main import build_parser, main
 from penstock.protocol.errors import (
     ConfigError,
     EngineDeadError,
@@ -33,6 +34,8 @@ from penstock.protocol.errors import (
         (["generate", "--max-model-len", "x", "p"], "--max-model-len: invalid int value: 'x'"),
         (["generate", "p", "--max-modle-len=5"], "did you mean --max-model-len?"),
         (["generate", "p", "--max-model", "5"], "unrecognized arguments: --max-model 5"),
+        (["serve", "--served-model-name", "a", "b"], "or the model: give the model before it"),
+        (["serve", "--served-model-name", "a", "b", "c"], "of --served-model-name may be one"),
         (["bench", "latency", "--num-iters", "0"], "must be at least 1, got 0"),
         (["bench", "latency", "--workload", "thrr"], "invalid choice: 'thrr'"),
     ],
@@ -94,6 +97,23 @@ def test_each_kind_of_error_has_its_code(
     monkeypatch.setattr(collect_env, "collect", lambda: _raise(error))
     assert main(["collect-env"]) == code
     assert capsys.readouterr().err == "penstock: error: a b\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["m", "--served-model-name", "a", "b"],
+        ["--model", "m", "--served-model-name", "a", "b"],
+        ["--served-model-name", "a", "--served-model-name", "b", "--port", "1", "m"],
+        ["m", "--served-model-name=a", "--served-model-name=b"],
+    ],
+    ids=" ".join,
+)
+def test_a_model_may_be_served_under_several_names(arguments: list[str]) -> None:
+    args = build_parser().parse_args(["serve", *arguments])
+    take_model_argument(args)
+    assert args.model == "m"
+    assert args.served_model_name == ["a", "b"]
 
 
 def test_debug_logging_shows_the_traceback() -> None:
