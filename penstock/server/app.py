@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
 
 import penstock
 from penstock.server import admin, errors, metrics, playground
 from penstock.server.access import AdminGuard, TenantLabel
 from penstock.server.anthropic import messages
 from penstock.server.anthropic.errors import AnthropicErrors
-from penstock.server.middleware import ApiKeyGuard, BodyLimit, HeadAsGet, RequestContext
+from penstock.server.middleware import ApiKeyGuard, BodyLimit, Cors, HeadAsGet, RequestContext
 from penstock.server.openai import chat, completions, models, tokenize
 from penstock.server.responses import routes as responses
 from penstock.server.responses.desk import ResponseDesk
@@ -58,7 +57,7 @@ def build_app(service: Service) -> FastAPI:
     if service.config.scheduler.scheduling_policy == "fair":
         app.add_middleware(TenantLabel, keys=[*config.api_key, *config.admin_api_key])
     app.add_middleware(
-        CORSMiddleware,
+        Cors,
         allow_origins=config.allowed_origins,
         allow_methods=config.allowed_methods,
         allow_headers=config.allowed_headers,

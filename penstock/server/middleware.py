@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.access import KeyRing
@@ -50,6 +52,20 @@ class RequestContext:
             response = response_of(error, request_id)  # logs it, too
             if not has_started:
                 await response(scope, receive, send_with_id)
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, with refusals in the shape of all errors."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        message = (
+            f"{bytes(response.body).decode()}: the server's --allowed-origins, --allowed-methods "
+            "and --allowed-headers say which pages may do what"
+        )
+        return error_response(response.status_code, message, headers=self.preflight_headers)
 
 
 class ApiKeyGuard:

@@ -187,3 +187,18 @@ def test_pages_of_allowed_origins_may_ask(client: httpx.Client, guarded: ServerP
     assert response.headers["access-control-allow-origin"] == "https://page.example"
     other = client.get("/v1/models", headers={"Origin": "https://other.example"})
     assert "access-control-allow-origin" not in other.headers
+
+
+def test_pages_of_other_origins_are_told_so_in_the_shape_of_all_errors(
+    guarded: ServerProcess,
+) -> None:
+    headers = {"Origin": "https://other.example", "Access-Control-Request-Method": "POST"}
+    with guarded.client() as stranger:
+        preflight = stranger.options("/v1/completions", headers=headers)
+    assert preflight.status_code == 400
+    assert preflight.headers["content-type"] == "application/json"
+    assert "access-control-allow-origin" not in preflight.headers
+    error = preflight.json()["error"]
+    assert (error["code"], error["type"]) == (400, "BadRequestError")
+    assert error["message"].startswith("Disallowed CORS origin: ")
+    assert "--allowed-origins" in error["message"]
