@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,7 +25,7 @@ MAX_SEQS = 32
 MAX_LEN = 640  # of the longest prompt and its output
 
 
-class Engine:
+class Engine(ABC):
     """Generates greedily, exactly as many tokens as it is told, for all prompts at once."""
 
     is_peer = True
@@ -45,11 +46,13 @@ class Engine:
         """Make what `__init__` takes, if it is not the GGUF file itself."""
         return gguf
 
+    @abstractmethod
     def __init__(self, model: Path, threads: int) -> None:
-        raise NotImplementedError
+        """Load the model."""
 
+    @abstractmethod
     def run(self, prompts: Sequence[list[int]], output_lens: Sequence[int]) -> None:
-        raise NotImplementedError
+        """Generate, and return when all is done."""
 
 
 class Penstock(Engine):
