@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import os
 import signal
 import socket
 import stat
+import sys
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LOST_EXIT_CODE = 3  # the engine kept dying
 GRACE_S = 5.0  # for responses to get out after the drain has ended
+PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 30, 10, 3  # of clients that nothing is heard of
 
 
 async def serve(config: EngineConfig, server_config: ServerConfig) -> int:
@@ -166,17 +169,21 @@ async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
 
 
 def announce(service: Service, listener: socket.socket) -> None:
-    """Say where everything is, on standard output."""
+    """Say where everything is, on standard output if there is one."""
     config, url = service.server_config, service.server_config.url
     if config.uds is None:
         url = url.replace(f":{config.port}", f":{listener.getsockname()[1]}", 1)
-    print(
-        f"Penstock serves {', '.join(service.model_names)}\n"
-        f"  API   {url}/v1\n"
-        f"  docs  {url}/docs\n"
-        f"  page  {url}/",
-        flush=True,
-    )
+    try:
+        print(
+            f"Penstock serves {', '.join(service.model_names)}\n"
+            f"  API   {url}/v1\n"
+            f"  docs  {url}/docs\n"
+            f"  page  {url}/",
+            flush=True,
+        )
+    except OSError as error:  # a full disk, a reader that has left: no reason not to serve
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would fail
+        logger.warning("Serving at %s; standard output cannot be written to: %s", url, error)
 
 
 class StopSignals:
@@ -226,6 +233,7 @@ def listening_socket(config: ServerConfig) -> Iterator[socket.socket]:
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _notice_vanished_clients(listener, config.slow_reader_timeout_s)
         try:
             listener.bind((config.host, config.port))
         except OSError as error:
@@ -240,6 +248,24 @@ def listening_socket(config: ServerConfig) -> Iterator[socket.socket]:
         listener.close()
         if config.uds is not None:
             Path(config.uds).unlink(missing_ok=True)
+
+
+def _notice_vanished_clients(listener: socket.socket, slow_reader_timeout_s: float) -> None:
+    """Have the kernel end connections to machines that are gone without a word.
+
+    Else their requests would be computed to the end for nobody. Connections inherit this.
+    """
+    patience_s = PROBE_AFTER_S + NUM_PROBES * PROBE_EVERY_S
+    unread_s = max(slow_reader_timeout_s, patience_s)  # who does not read may be there
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", PROBE_AFTER_S),
+        ("TCP_KEEPINTVL", PROBE_EVERY_S),
+        ("TCP_KEEPCNT", NUM_PROBES),
+        ("TCP_USER_TIMEOUT", int(1000 * unread_s)),
+    ):
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _unix_socket(path: Path) -> socket.socket:

@@ -32,6 +32,7 @@ class ServerProcess:
         tls_ca: Path | None = None,
         env: Mapping[str, str] | None = None,
         log_to: Path | None = None,
+        banner_to: Path | None = None,
         max_open_files: int | None = None,
     ) -> None:
         self.uds = uds
@@ -44,7 +45,7 @@ class ServerProcess:
         with contextlib.ExitStack() as stack:
             self.process = subprocess.Popen(
                 [*limited, sys.executable, "-m", "penstock", "serve", *where, *flags],
-                stdout=subprocess.PIPE,
+                stdout=stack.enter_context(banner_to.open("w")) if banner_to else subprocess.PIPE,
                 stderr=stack.enter_context(log_to.open("w")) if log_to else subprocess.PIPE,
                 text=True,
                 env={**os.environ, **(env or {})},
@@ -52,7 +53,10 @@ class ServerProcess:
         self.log: list[str] = []
         if (lines := self.process.stderr) is not None:
             threading.Thread(target=self.log.extend, args=(lines,), daemon=True).start()
-        self._read_banner()
+        if banner_to is None:
+            self._read_banner()
+        else:
+            eventually(lambda: any("Serving at" in line for line in self.log), START_TIMEOUT_S)
 
     def _read_banner(self) -> None:
         assert self.process.stdout is not None

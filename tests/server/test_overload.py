@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from server_process import ServerProcess, events, eventually
+
+from penstock.server.run import PROBE_AFTER_S
 
 LIMIT_S = 1.0
 TINY = ("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
@@ -162,6 +165,19 @@ def test_connections_are_limited(strict: ServerProcess) -> None:
             return False
 
     eventually(is_open)
+
+
+def test_the_kernel_looks_for_clients_that_vanished(strict: ServerProcess) -> None:
+    """One whose machine lost its power, or its network, closes nothing."""
+    with connect(strict) as connection:
+        # The server's end of it in the kernel's table: which timer runs, and for how long yet.
+        port, ours = strict.port, connection.getsockname()[1]
+        ends = (f"0100007F:{port:04X}", f"0100007F:{ours:04X}")
+        table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        (timer,) = [row[5] for row in table if (row[1], row[2]) == ends]
+        kind, _, ticks = timer.partition(":")
+        assert kind == "02", "keepalive"
+        assert 0 < int(ticks, 16) / os.sysconf("SC_CLK_TCK") <= PROBE_AFTER_S
 
 
 # -- keys

@@ -245,6 +245,17 @@ def test_a_log_on_a_full_disk_stops_nobody(model: Path) -> None:
         server.close()
 
 
+def test_standard_output_on_a_full_disk_stops_nobody(model: Path) -> None:
+    server = ServerProcess(str(model), *SMALL, banner_to=Path("/dev/full"))
+    try:
+        assert_whole(Streams(server).run([GREEDY]))
+        assert server.stop() == 0
+    finally:
+        server.close()
+    assert "standard output cannot be written to" in "".join(server.log)
+    assert "Traceback" not in "".join(server.log)
+
+
 def test_two_deaths_in_a_row_and_a_sigterm_between_them_lose_nothing(serve: Serve) -> None:
     server = serve("--max-num-seqs", "1", "--max-queued-requests", "1", "--queue-timeout-s", "60")
     calm = Streams(server).run([GREEDY, SEEDED])  # as many as there is room for
