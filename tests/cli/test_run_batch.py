@@ -212,6 +212,25 @@ def test_a_result_that_a_crash_cut_short_is_run_again(files: Files) -> None:
         assert [item["custom_id"] for item in files.results()] == ["a", "b"]
 
 
+def test_a_slow_disk_costs_time_only(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, read = BatchOutput._append, batch_files.read_lines
+
+    def append_slowly(self: BatchOutput, data: bytes) -> None:
+        time.sleep(0.02)
+        append(self, data)
+
+    def read_slowly(path: Path) -> Iterator[tuple[int, bytes]]:
+        for numbered in read(path):
+            time.sleep(0.02)
+            yield numbered
+
+    monkeypatch.setattr(BatchOutput, "_append", append_slowly)
+    monkeypatch.setitem(globals(), "read_lines", read_slowly)
+    lines = [line(str(number)) for number in range(8)]
+    assert files.run(*lines, max_concurrency=4).num_completed == 8
+    assert sorted(item["custom_id"] for item in files.results()) == [str(n) for n in range(8)]
+
+
 def test_a_full_disk_ends_the_run_and_keeps_what_is_written(files: Files) -> None:
     files.run(line("a"))
     size = files.output.stat().st_size
@@ -316,7 +335,7 @@ def test_the_default_model_answers_a_batch_though_its_engine_dies(
     files.input.write_text("\n".join([*lines, long]))
     process = start(default_model, files)
     wait_for_results(files, 5, process)
-    os.kill(child_of(process.pid), signal.SIGKILL)
+    os.kill(engine_of(process.pid), signal.SIGKILL)
     out, log = process.communicate(timeout=120)
     assert process.returncode == 0, log
     assert out == ""
@@ -345,8 +364,10 @@ def wait_for_results(files: Files, count: int, process: subprocess.Popen[str]) -
         time.sleep(0.02)
 
 
-def child_of(pid: int) -> int:
-    """The one child process."""
+def engine_of(pid: int) -> int:
+    """The one child process that has a model: a spare has none."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
-    (child,) = {int(c) for task in tasks for c in (task / "children").read_text().split()}
-    return child
+    children = {int(child) for task in tasks for child in (task / "children").read_text().split()}
+    names = {child: Path(f"/proc/{child}/comm").read_text() for child in children}
+    (engine,) = [child for child, name in names.items() if name == "penstock-engine\n"]
+    return engine

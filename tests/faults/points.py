@@ -1,0 +1,46 @@
+"""Faults at named points of a real server: which functions can be made to fail, and how.
+
+A point is ``module:function``. `FaultPoints.raise_at` makes its next call raise, in whichever
+process that happens; `stall_at` makes it stand still for a while, with all that its process does.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from server_process import eventually
+
+INJECT = Path(__file__).parent / "inject"
+
+
+class FaultPoints:
+    """Give `env` to a `ServerProcess`; `folder` is where its processes look for faults."""
+
+    def __init__(self, folder: Path, *points: str) -> None:
+        self._folder = folder
+        self._points = points
+        paths = [str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.env = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "FAULT_FOLDER": str(folder),
+            "FAULT_POINTS": " ".join(points),
+        }
+
+    def raise_at(self, point: str) -> None:
+        self._arm(point, "")
+
+    def stall_at(self, point: str, seconds: float) -> None:
+        self._arm(point, str(seconds))
+
+    def _arm(self, point: str, what: str) -> None:
+        assert point in self._points
+        scratch = self._folder / "scratch"
+        scratch.write_text(what)
+        scratch.rename(self._folder / point)  # whole, or not there
+
+    def has_struck(self, point: str) -> bool:
+        return not (self._folder / point).exists()
+
+    def wait_for(self, point: str) -> None:
+        eventually(lambda: self.has_struck(point))
