@@ -1,0 +1,217 @@
+"""Models with recurrent layers: what chunks, cached states, preemption, backends and ranks must
+not change. Their parity with transformers, alone and batched, is in test_parity."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock.config import LoadConfig, ModelConfig
+from penstock.distributed.group import Group
+from penstock.executor.in_process import InProcessExecutor
+from penstock.layers.build import Build
+from penstock.layers.linear import Part
+from penstock.layers.recurrent import CausalConv
+from penstock.loading.source import resolve_source
+from penstock.models.config import DecoderConfig
+from penstock.models.qwen3_next import FULL, LINEAR, layer_kind
+from penstock.models.registry import build_model
+from penstock.ops.registry import Ops
+from penstock.protocol.errors import ConfigError, ModelError
+from penstock.protocol.kv import RecurrentSpec
+from penstock.runner.tables import RequestTables
+
+# Of each, how many blocks are so few that requests must give way.
+VARIANTS = {"mamba2": 5, "falcon_h1": 12, "falcon_h1_normed": 12, "qwen3_next": 18}
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+RNG = random.Random(4)
+PROMPTS = [
+    {"prompt_token_ids": [RNG.randrange(256) for _ in range(length)]} for length in (3, 17, 40, 90)
+]
+
+
+def open_llm(checkpoint: Path, **options: Any) -> LLM:
+    settings = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"} | options
+    return LLM(str(checkpoint), **settings)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def checkpoint_size(llm: LLM) -> int:
+    """Tokens between two states that are kept."""
+    executor = llm.engine.executor
+    assert isinstance(executor, InProcessExecutor)
+    assert executor.worker.runner is not None
+    groups = executor.worker.runner.memory.layout.groups
+    (size,) = {group.block_size for group in groups if isinstance(group.spec, RecurrentSpec)}
+    return size
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["mamba2", "falcon_h1", pytest.param("falcon_h1_normed", marks=pytest.mark.slow), "qwen3_next"],
+)
+def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        alone = tokens(llm)
+    with open_llm(checkpoint, cpu_backend="torch") as llm:
+        assert tokens(llm) == alone
+    with open_llm(checkpoint, max_num_batched_tokens=7) as llm:  # prompts in chunks
+        assert tokens(llm) == alone
+        assert tokens(llm) == alone  # from the prefix cache
+        hits = llm.engine.stats().num_prefix_hits
+        assert hits > 0
+        assert hits % checkpoint_size(llm) == 0
+    tight = {"num_gpu_blocks_override": VARIANTS[variant], "async_scheduling": True}
+    with open_llm(checkpoint, max_model_len=128, max_num_batched_tokens=32, **tight) as llm:
+        assert tokens(llm) == alone
+        assert llm.engine.stats().num_preemptions > 0
+
+
+def test_a_longer_prompt_goes_on_from_a_state_in_the_middle_of_another(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "qwen3_next")
+    prompt = PROMPTS[3]["prompt_token_ids"]
+    fork: Any = {"prompt_token_ids": [*prompt[:70], 5, 6, 7]}
+    with open_llm(checkpoint, enable_prefix_caching=False) as llm:
+        (expected,) = llm.generate(fork, GREEDY, use_tqdm=False)
+    with open_llm(checkpoint) as llm:
+        llm.generate(PROMPTS[3], GREEDY, use_tqdm=False)
+        before = llm.engine.stats().num_prefix_hits
+        (output,) = llm.generate(fork, GREEDY, use_tqdm=False)
+        size = checkpoint_size(llm)
+        assert llm.engine.stats().num_prefix_hits - before == 70 // size * size
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+class Drafter:
+    num_drafts = 2
+
+    def propose(
+        self,
+        tables: RequestTables,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor,
+        slots: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> torch.Tensor:
+        return torch.zeros((len(slots), 2), dtype=torch.int64)
+
+
+def test_drafts_are_refused(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "mamba2")
+    with pytest.raises(ConfigError, match="not for models with recurrent layers"):
+        open_llm(checkpoint, drafter=Drafter())
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "falcon_h1_normed",  # two groups, a rank has one
+        pytest.param("mamba2_biased", marks=pytest.mark.slow),  # one, which both share
+        pytest.param("qwen3_next", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint) as llm:
+        expected = tokens(llm)
+    with open_llm(checkpoint, tensor_parallel_size=2) as llm:
+        assert tokens(llm) == expected
+
+
+@torch.inference_mode()
+def test_a_rank_has_its_share_of_every_section_of_a_convolution() -> None:
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=Group(rank=3, size=4))
+    conv = CausalConv(build, [Part("x", 8, 4), Part("b", 4, 2)], 3, bias=True)
+    conv.load("weight", "", torch.arange(12.0)[:, None, None].expand(12, 1, 3))
+    conv.load("bias", "", torch.arange(12.0))
+    assert conv.bias is not None
+    assert conv.bias.tolist() == [6, 7, 10, 11]
+    assert conv.weight.tolist() == [[row] * 3 for row in (6, 7, 10, 11)]
+
+
+def test_a_mamba_says_no_word_of_attention_or_positions(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "mamba2")
+    with open_llm(checkpoint) as llm:
+        expected = tokens(llm)
+    config = json.loads((checkpoint / "config.json").read_text())
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        del config[name]
+    del config["max_position_embeddings"]
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with open_llm(checkpoint, max_model_len=5000) as llm:
+        assert tokens(llm) == expected
+
+
+def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
+    for variant in ("falcon_h1", "qwen3_next"):
+        checkpoint = make_checkpoint(tmp_path / variant, variant)
+        (checkpoint / "model.safetensors").unlink()
+        with open_llm(checkpoint, load_format="dummy") as llm:
+            assert all(len(own) == 16 for own in tokens(llm))
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("mamba2", {"num_heads": 7}, r"num_heads \(7\) times head_dim \(16\) must be expand"),
+        ("mamba2", {"n_groups": 3}, r"n_groups \(3\) must divide the number of Mamba heads \(8\)"),
+        ("mamba2", {"time_step_limit": [1]}, r"time_step_limit must be two numbers .* got \[1\]"),
+        ("mamba2", {"time_step_limit": [2, 1]}, "time_step_limit must be two numbers"),
+        ("mamba2", {"conv_kernel": 1}, "conv_kernel must be an integer from 2 on, got 1"),
+        ("falcon_h1", {"mamba_n_heads": 7}, r"mamba_n_heads \(7\) must divide the size"),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers"),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "must be a multiple of linear_num_key_heads"),
+        ("qwen3_next", {"layer_types": ["x"] * 3}, "layer_types must be linear_attention or full"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(
+    variant: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source = resolve_source(
+        ModelConfig(model=str(make_checkpoint(tmp_path, variant))), LoadConfig()
+    )
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
+    with pytest.raises(ModelError, match=message):
+        build_model({**source.config, **change}, build)
+
+
+@pytest.mark.parametrize(
+    ("variant", "ranks", "message"),
+    [
+        ("mamba2", 3, "must divide the model's 8"),
+        ("falcon_h1", 4, "must divide the model's 6 Mamba heads, got 4"),
+        ("qwen3_next", 4, "must divide the model's 2 linear key heads, got 4"),
+    ],
+)
+def test_ranks_that_cannot_share_the_heads_are_refused(
+    variant: str, ranks: int, message: str, tmp_path: Path
+) -> None:
+    source = resolve_source(
+        ModelConfig(model=str(make_checkpoint(tmp_path, variant))), LoadConfig()
+    )
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=Group(size=ranks))
+    with pytest.raises(ConfigError, match=message):
+        build_model(source.config, build)
+
+
+def test_every_fourth_layer_attends_where_the_file_lists_none(tmp_path: Path) -> None:
+    source = resolve_source(
+        ModelConfig(model=str(make_checkpoint(tmp_path, "qwen3_next"))), LoadConfig()
+    )
+    raw = {**source.config, "layer_types": None}
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
+    config = build_model(raw, build).config
+    assert isinstance(config, DecoderConfig)
+    assert [layer_kind(config, index) for index in range(4)] == [LINEAR, LINEAR, LINEAR, FULL]
