@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,7 @@ from penstock.layers.context import forward_context
 from penstock.models.base import Model
 from penstock.ops.attention import AttentionMetadata
 from penstock.platforms.platform import GIB
-from penstock.protocol.kv import KVCacheLayout, KVCacheSpec
+from penstock.protocol.kv import KVCacheLayout, KVCacheSpec, LatentSpec
 from penstock.runner.kv_memory import KVMemory
 
 FIXED_BYTES = 2 * GIB  # captured graphs, their logits, the request tables and the step's buffers
@@ -60,13 +61,19 @@ def measure_peak_step(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    context = memory.context([metadata] * len(groups), starts, torch.zeros_like(rows))
-    with forward_context(context):
-        hidden = model.forward(model.embed(torch.zeros_like(rows)), rows % longest)
-    logits = model.logits(hidden, rows[:max_num_seqs])
-    logits.float().argmax(-1)
+    steps = [metadata]
+    if any(isinstance(spec, LatentSpec) for spec in specs.values()):
+        # Tokens behind others take another way there, with other needs.
+        steps.append(replace(metadata, num_prompts=0, num_prompt_rows=0))
+    for step in steps:
+        context = memory.context([step] * len(groups), starts, torch.zeros_like(rows))
+        with forward_context(context):
+            hidden = model.forward(model.embed(torch.zeros_like(rows)), rows % longest)
+        logits = model.logits(hidden, rows[:max_num_seqs])
+        logits.float().argmax(-1)
+        del context, hidden, logits
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
-    del context, memory, hidden, logits
+    del memory
     torch.cuda.empty_cache()
     return peak + FIXED_BYTES

@@ -28,12 +28,39 @@ ARCHITECTURES: dict[str, Architecture] = {
         "CohereForCausalLM", "cohere", "Command R, Command R+, Aya 23", ("cohere", "cohere_qk_norm")
     ),
     **_own(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        "DeepSeek V2, V2.5 and V2-Lite, DeepSeek-Coder-V2",
+        ("deepseek_v2", "deepseek_v2_lite"),
+    ),
+    **_own(
+        "DeepseekV3ForCausalLM",
+        "deepseek_v3",
+        "DeepSeek V3, V3.1 and R1, Kimi K2, Moonlight",
+        ("deepseek_v3", "deepseek_v3_halves"),
+        "Layers that foretell further tokens (MTP) are not loaded.",
+    ),
+    **_own(
         "FalconH1ForCausalLM",
         "falcon_h1",
         "Falcon-H1",
         ("falcon_h1", "falcon_h1_normed"),
     ),
     **_own("Glm4ForCausalLM", "glm4", "GLM-4-0414 9B and 32B", ("glm4",)),
+    **_own(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
+        ("glm4_moe", "glm4_moe_unnormed"),
+        "Layers that foretell further tokens (MTP) are not loaded.",
+    ),
+    **_own(
+        "Glm4MoeLiteForCausalLM",
+        "glm4_moe_lite",
+        "GLM-4.7-Flash",
+        ("glm4_moe_lite",),
+        "Layers that foretell further tokens (MTP) are not loaded.",
+    ),
     **_own("GraniteForCausalLM", "granite", "Granite 3 (dense)", ("granite",)),
     **_own(
         "LlamaForCausalLM",
@@ -55,6 +82,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("mamba2", "mamba2_biased"),
         "The model knows no longest context: it is 2048 unless `max_model_len` says otherwise.",
     ),
+    **_own("MiniMaxM2ForCausalLM", "minimax_m2", "MiniMax-M2, M2.1", ("minimax_m2",)),
     **_own("MistralForCausalLM", "mistral", "Mistral 7B", ("mistral", "mistral_windowed")),
     **_own("MixtralForCausalLM", "mixtral", "Mixtral 8x7B and 8x22B", ("mixtral",)),
     **_own("Olmo2ForCausalLM", "olmo2", "OLMo 2", ("olmo2",)),

@@ -43,7 +43,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        attention: RotaryAttention,
+        attention: nn.Module,  # called like RotaryAttention
         mlp: nn.Module,
         input_norm: Norm,
         post_attention_norm: Norm,
@@ -131,8 +131,8 @@ class DecoderLM(nn.Module):
         """Layer `index`, called like a DecoderLayer: what it returns is still to be added up."""
         return DecoderLayer(self.attention(index), self.mlp(index), self.norm(), self.norm())
 
-    def attention(self, index: int) -> RotaryAttention:
-        """The attention block of layer `index`."""
+    def attention(self, index: int) -> nn.Module:
+        """The attention block of layer `index`, called like RotaryAttention."""
         raise NotImplementedError
 
     def mlp(self, index: int) -> nn.Module:

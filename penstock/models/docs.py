@@ -17,8 +17,8 @@ How each was verified: on every checkpoint named in the last column, which is sm
 (`tests/tiny_models.py`), greedy tokens in float32 on a CPU equal those of transformers, each
 request alone and all in one batch (`tests/models/test_parity.py`). One checkpoint of each
 architecture also gives the same tokens with prompts in chunks, from the prefix cache and after
-preemption (`tests/models/test_dense_models.py`, `tests/models/test_expert_models.py`). That says
-nothing of other precisions, of GPUs, or of how well a real checkpoint answers.
+preemption (`tests/models/test_*_models.py`). That says nothing of other precisions, of GPUs, or
+of how well a real checkpoint answers.
 
 [Adding a model](adding-a-model.md) says how to add one, here or in a package of your own.
 

@@ -1,0 +1,141 @@
+"""Multi-head latent attention (MLA): keys and values of all heads from one short vector a token.
+
+Only that vector and a rotated part that all heads share are kept. How queries meet it, absorbed or
+expanded, is the op's decision (`penstock.ops.latent_attention`): both need nothing but the one
+matrix of the checkpoint's ``kv_b_proj``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from penstock.layers.blocks import Angles
+from penstock.layers.build import Build
+from penstock.layers.context import current_context
+from penstock.layers.linear import Linear, Part, column_linear, row_linear
+from penstock.layers.norm import RMSNorm
+from penstock.layers.quantization import DenseMethod
+from penstock.layers.rotary import Rotary
+from penstock.protocol.kv import INT8_SCALE_BYTES, LatentSpec
+
+NORM_EPS = 1e-6  # of the norms on compressed vectors, whatever the model's other norms have
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """What an architecture says of its latent attention."""
+
+    hidden_size: int
+    num_heads: int
+    q_rank: int | None  # of compressed queries; None: they are not compressed
+    kv_rank: int  # of compressed keys and values
+    nope_dim: int  # of a head's query and key, without positions
+    rope_dim: int  # the same, rotated; the key's is one for all heads
+    value_dim: int
+    scale: float  # of the products
+    bias: bool = False  # of the projections from and to hidden states, save that of plain queries
+    interleaved: bool = True  # dimensions (2i, 2i + 1) rotate together, else (i, i + rope_dim / 2)
+
+
+class LatentAttention(nn.Module):
+    """Called like RotaryAttention; `rotary` spans the rotated part."""
+
+    def __init__(self, build: Build, name: str, config: LatentConfig, rotary: Rotary) -> None:
+        super().__init__()
+        self.ops = build.ops
+        self.name = name
+        self.config = config
+        self.rotary = rotary
+        self.num_heads = config.num_heads // build.tp.size
+        self.entry_size = config.kv_rank + config.rope_dim
+        query_size = config.num_heads * (config.nope_dim + config.rope_dim)
+        latent = Part("kv_a_proj_with_mqa", self.entry_size, 1)  # whole on every rank
+        if config.q_rank is None:
+            self.q_proj = column_linear(build, config.hidden_size, {"": query_size})
+            self.a_proj = Linear(build, config.hidden_size, [latent], config.bias)
+        else:
+            parts = [Part("q_a_proj", config.q_rank, 1), latent]
+            self.a_proj = Linear(build, config.hidden_size, parts, config.bias)
+            self.q_a_layernorm = RMSNorm(build, config.q_rank, NORM_EPS)
+            self.q_b_proj = column_linear(build, config.q_rank, {"": query_size})
+        self.kv_a_layernorm = RMSNorm(build, config.kv_rank, NORM_EPS)
+        up_size = config.num_heads * (config.nope_dim + config.value_dim)
+        self.kv_b_proj = column_linear(build, config.kv_rank, {"": up_size})
+        self.o_proj = row_linear(
+            build, config.num_heads * config.value_dim, config.hidden_size, config.bias
+        )
+        self.fused = build.ops.find("norm_rotate_latent")
+
+    def finish_loading(self) -> None:
+        """The op multiplies with kv_b_proj's floats: where they are packed, unpack them."""
+        packed, build = self.kv_b_proj, self.kv_b_proj.build
+        weight = getattr(packed, "weight", None)
+        shape = (packed.out_features, packed.in_features)
+        if isinstance(weight, torch.Tensor) and (weight.shape, weight.dtype) == (
+            shape,
+            build.dtype,
+        ):
+            return
+        identity = torch.eye(packed.in_features, dtype=build.dtype, device=build.device)
+        dense = Linear(
+            replace(build, linear_method=DenseMethod()),
+            packed.in_features,
+            [*packed.parts.values()],
+        )
+        dense.weight.copy_(packed(identity).t())
+        self.kv_b_proj = dense
+
+    def forward(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        config = self.config
+        compressed = self.a_proj(x)
+        if config.q_rank is None:
+            query = self.q_proj(x)
+        else:
+            query = self.q_b_proj(self.q_a_layernorm(compressed[:, : config.q_rank]))
+        query = query.unflatten(-1, (self.num_heads, -1))  # [n, heads, nope_dim + rope_dim]
+        entries = compressed[:, -self.entry_size :]
+        context = current_context()
+        cache, metadata = context.caches[self.name], context.attention[self.name]
+        if self.fused is not None:
+            rope, entries = self.fused(
+                query, entries, self.kv_a_layernorm.weight, NORM_EPS, *angles, config.interleaved,
+                cache, metadata.slot_mapping,
+            )  # fmt: skip
+        else:
+            rope, entries = self._norm_and_rotate(query, entries, angles)
+            self.ops.write_latent(entries, cache, metadata.slot_mapping)
+        attended = self.ops.latent_attention(
+            query[..., : config.nope_dim], rope, cache, metadata, self._up(), config.scale, entries
+        )
+        output: torch.Tensor = self.o_proj(attended.flatten(1))
+        return output
+
+    def _up(self) -> torch.Tensor:
+        """[heads, nope_dim + value_dim, kv_rank]: a view of kv_b_proj's weight."""
+        return self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+
+    def _norm_and_rotate(
+        self, query: torch.Tensor, compressed: torch.Tensor, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rotated part of queries, and the step's cache entries [n, kv_rank + rope_dim]."""
+        config = self.config
+        query_rope = query[..., config.nope_dim :]
+        latent, key_rope = compressed[:, : config.kv_rank], compressed[:, config.kv_rank :]
+        key_rope = key_rope[:, None]  # [n, 1, rope_dim]
+        if config.interleaved:
+            query_rope, key_rope = _to_halves(query_rope), _to_halves(key_rope)
+        query_rope, key_rope = self.ops.rotate_pair(query_rope, key_rope, *angles)
+        return query_rope, torch.cat([self.kv_a_layernorm(latent), key_rope[:, 0]], dim=-1)
+
+    def kv_spec(self, dtype: str) -> LatentSpec:
+        """What this layer keeps in the cache."""
+        scale_size = INT8_SCALE_BYTES if dtype == "int8" else 0
+        return LatentSpec(entry_size=self.entry_size + scale_size, dtype=dtype)
+
+
+def _to_halves(x: torch.Tensor) -> torch.Tensor:
+    """Pairs of neighbours apart: queries and keys alike, so that their products do not change."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)

@@ -1,0 +1,60 @@
+"""MiniMax-M2: norms on all queries and keys at once, and experts in every layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from penstock.layers.blocks import RotaryAttention
+from penstock.layers.build import Build
+from penstock.layers.experts import Experts, ExpertsConfig
+from penstock.models.base import WeightTable
+from penstock.models.config import DecoderConfig, read_int
+from penstock.models.decoder import DecoderLM
+from penstock.models.deepseek_v3 import without_extra_layers
+from penstock.models.mixtral import MixtralForCausalLM
+from penstock.models.olmo2 import AllHeadsNorm
+from penstock.models.qwen3_moe import read_num_experts
+from penstock.ops.experts import Routing
+
+
+class MiniMaxM2ForCausalLM(DecoderLM):
+    weights = WeightTable(
+        ignored=DecoderLM.weights.ignored,
+        renamed={
+            **MixtralForCausalLM.weights.renamed,
+            r"\.mlp\.e_score_correction_bias$": ".mlp.gate.e_score_correction_bias",
+        },
+    )
+    defaults = {"head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5000000.0}
+
+    def __init__(self, build: Build, config: DecoderConfig) -> None:
+        if config.raw.get("rotary_dim") is not None:  # what published files say instead of a factor
+            factor = min(read_int(config.raw, "rotary_dim") / config.head_dim, 1.0)
+            config = replace(config, raw={**config.raw, "partial_rotary_factor": factor})
+        super().__init__(build, config)
+        self.weights = without_extra_layers(self.weights, config)
+
+    def attention(self, index: int) -> RotaryAttention:
+        config = self.config
+        attention = self.rotary_attention(index)
+        if config.raw.get("use_qk_norm", True):
+            attention.use_norms(
+                AllHeadsNorm(self.build, config.num_heads, config.head_dim, config.rms_norm_eps),
+                AllHeadsNorm(self.build, config.num_kv_heads, config.head_dim, config.rms_norm_eps),
+            )
+        return attention
+
+    def mlp(self, index: int) -> nn.Module:
+        config = self.config
+        num_experts, top_k = read_num_experts(config)
+        experts = ExpertsConfig(
+            num_experts=num_experts,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            routing=Routing(top_k, scoring="sigmoid", renormalize=True),
+            router_float32=True,
+            correction=bool(config.raw.get("use_routing_bias", True)),
+        )
+        return Experts(self.build, experts)

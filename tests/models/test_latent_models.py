@@ -1,0 +1,180 @@
+"""Models with latent attention, and experts chosen as DeepSeek does: what chunks, cached prefixes,
+preemption, backends, ranks and the cache's type must not change. Their parity with transformers,
+alone and batched, is in test_parity."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from tiny_models import Reference, count_near_ties, make_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock.config import LoadConfig, ModelConfig
+from penstock.distributed.group import Group
+from penstock.executor.in_process import InProcessExecutor
+from penstock.layers.build import Build
+from penstock.layers.experts import Router
+from penstock.layers.latent_attention import LatentAttention
+from penstock.loading.source import resolve_source
+from penstock.models.decoder import DecoderLM
+from penstock.models.registry import build_model
+from penstock.ops.registry import Ops
+from penstock.protocol.errors import ConfigError, ModelError
+from penstock.protocol.kv import LatentSpec
+
+LATENT_VARIANTS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite")
+VARIANTS = (*LATENT_VARIANTS, "glm4_moe", "minimax_m2")
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+RNG = random.Random(6)  # under which no choice of experts is a near tie
+PROMPTS = [
+    {"prompt_token_ids": [RNG.randrange(256) for _ in range(length)]} for length in (3, 17, 40, 70)
+]
+
+
+def open_llm(checkpoint: Path, **options: Any) -> LLM:
+    settings = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"} | options
+    return LLM(str(checkpoint), **settings)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def model_of(llm: LLM) -> DecoderLM:
+    executor = llm.engine.executor
+    assert isinstance(executor, InProcessExecutor)
+    return executor.worker.model
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    reference = Reference(checkpoint)
+    with open_llm(checkpoint, cpu_backend="torch", max_num_batched_tokens=7) as llm:
+        chunked = tokens(llm)
+        assert tokens(llm) == chunked  # from the prefix cache
+        assert llm.engine.stats().num_prefix_hits > 0
+    tight = {"max_model_len": 128, "num_gpu_blocks_override": 12, "async_scheduling": True}
+    with open_llm(checkpoint, **tight) as llm:
+        assert tokens(llm) == chunked
+        assert llm.engine.stats().num_preemptions > 0
+    for prompt, own in zip(PROMPTS, chunked, strict=True):
+        theirs, margins = reference.greedy(prompt["prompt_token_ids"], 16)
+        assert count_near_ties(own, theirs, margins, 1e-3) == 0
+
+
+@pytest.mark.parametrize(
+    "variant", ["deepseek_v2", pytest.param("deepseek_v2_lite", marks=pytest.mark.slow)]
+)
+def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint) as llm:
+        expected = tokens(llm)
+    with open_llm(checkpoint, tensor_parallel_size=2) as llm:
+        assert tokens(llm) == expected
+
+
+def test_the_cache_holds_one_short_vector_a_token(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "deepseek_v3")
+    with open_llm(checkpoint) as llm:
+        specs = model_of(llm).kv_specs("bfloat16")
+        exact = tokens(llm)
+    assert set(specs.values()) == {LatentSpec(entry_size=32 + 8, dtype="bfloat16")}
+    assert len(specs) == 3
+    assert specs["model.layers.0"].bytes_per_token() == 80
+    with open_llm(checkpoint, kv_cache_dtype="int8") as llm:
+        rounded = tokens(llm)
+    agreeing = [own[0] == theirs[0] for own, theirs in zip(rounded, exact, strict=True)]
+    assert sum(agreeing) >= 2, "8 bits are near enough for most"
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_no_second_copy_of_a_matrix_is_kept(backend: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, "deepseek_v2")
+    stored = safetensors.torch.load_file(checkpoint / "model.safetensors")
+    name = "model.layers.1.self_attn.kv_b_proj"
+    with open_llm(checkpoint, cpu_backend=backend) as llm:
+        model = model_of(llm)
+        attention = model.model.layers[1].self_attn
+        assert isinstance(attention, LatentAttention)
+        kept = [*attention.kv_b_proj.named_parameters(), *attention.kv_b_proj.named_buffers()]
+        assert [key for key, _ in kept] == ["weight"]
+        assert torch.equal(attention.kv_b_proj.weight, stored[f"{name}.weight"])
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe"])
+def test_layers_that_foretell_further_tokens_are_left_out(variant: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint) as llm:
+        expected = tokens(llm)
+    path = checkpoint / "model.safetensors"
+    stored = safetensors.torch.load_file(path)
+    last = {name: tensor for name, tensor in stored.items() if "layers.2." in name}
+    extra = {name.replace("layers.2.", "layers.3."): own.clone() for name, own in last.items()}
+    extra["model.layers.3.eh_proj.weight"] = torch.randn(64, 128)
+    safetensors.torch.save_file({**extra, **stored}, path, metadata={"format": "pt"})
+    with open_llm(checkpoint) as llm:
+        assert tokens(llm) == expected
+    surplus = {**stored, "model.layers.2.eh_proj.weight": torch.randn(64, 128)}
+    safetensors.torch.save_file(surplus, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"no place for: model.layers.2.eh_proj.weight"):
+        open_llm(checkpoint)
+
+
+def test_scores_of_experts_are_float32_in_a_model_of_16_bits(tmp_path: Path) -> None:
+    source = resolve_source(
+        ModelConfig(model=str(make_checkpoint(tmp_path, "deepseek_v3"))), LoadConfig()
+    )
+    build = Build(torch.bfloat16, torch.device("cpu"), 64, Ops("cpu"))
+    routers = [m for m in build_model(source.config, build).modules() if isinstance(m, Router)]
+    assert len(routers) == 2
+    with torch.inference_mode():
+        for router in routers:
+            torch.nn.init.normal_(router.weight)
+            x = torch.randn(3, 64, dtype=torch.bfloat16)
+            expected = x.double() @ router.weight.double().t()
+            torch.testing.assert_close(router(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "made", "deepseek_v3")
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with open_llm(tmp_path, load_format="dummy") as llm:
+        assert all(len(own) == 16 for own in tokens(llm))
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("deepseek_v2", {"topk_method": "x"}, "topk_method must be greedy or group_limited_greedy"),
+        ("deepseek_v2", {"n_group": 3}, r"n_group \(3\) must divide n_routed_experts \(8\)"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, r"must be at most the 4 experts of topk_group"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank must be an integer from 1 on, got 0"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["x"]}, "kind of each of 3 layers, got"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(
+    variant: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source = resolve_source(
+        ModelConfig(model=str(make_checkpoint(tmp_path, variant))), LoadConfig()
+    )
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
+    with pytest.raises(ModelError, match=message):
+        build_model({**source.config, **change}, build)
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
+    source = resolve_source(
+        ModelConfig(model=str(make_checkpoint(tmp_path, "deepseek_v2"))), LoadConfig()
+    )
+    group = Group(rank=0, size=3)
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=group)
+    with pytest.raises(ConfigError, match="must divide the model's 4 attention heads"):
+        build_model(source.config, build)
