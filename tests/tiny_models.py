@@ -333,9 +333,12 @@ UNEVEN_NORMS = {
     "DeepseekV2",
     "DeepseekV3",
     "FalconH1",
+    "Gemma2",
+    "Gemma3",
     "Glm4",
     "Glm4Moe",
     "Glm4MoeLite",
+    "GptOss",
     "Granite",
     "Mamba2",
     "MiniMaxM2",
@@ -353,7 +356,8 @@ def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
     import transformers
 
     name, settings = (VARIANTS | OUTSIDE)[variant]
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **overrides})
+    config_name = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{config_name}Config")(**{**COMMON, **settings, **overrides})
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}ForCausalLM")(config).float()
     for parameter_name, parameter in model.named_parameters():

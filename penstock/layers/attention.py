@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.context import current_context
-from penstock.protocol.kv import FullAttentionSpec, KVCacheSpec
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.protocol.kv import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 
 
 @runtime_checkable
@@ -24,7 +25,11 @@ class CachedLayer(Protocol):
 
 
 class Attention(nn.Module):
-    """`causal` reads and writes the paged KV cache; `bidirectional` needs whole requests."""
+    """`causal` reads and writes the paged KV cache; `bidirectional` needs whole requests.
+
+    `window`, `softcap` and sinks, which are loaded as a parameter, are those of
+    `ops.paged_attention`. What lies behind the window is given back while a request runs.
+    """
 
     def __init__(
         self,
@@ -36,14 +41,26 @@ class Attention(nn.Module):
         scale: float | None = None,
         window: int | None = None,
         kind: Literal["causal", "bidirectional"] = "causal",
+        softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         super().__init__()
         self.ops = build.ops
+        self.tp = build.tp
         self.name = name
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.window = window
+        # A window that no request outgrows hides nothing, and needs no group of its own.
+        self.window = window if window is not None and window < build.max_model_len else None
         self.kind = kind
+        self.softcap = softcap
+        self.sinks = build.empty(num_heads) if has_sinks else None
+        # Not every implementation has these, and few models: only those that need them say so.
+        self.extras: dict[str, Any] = {}
+        if softcap is not None:
+            self.extras["softcap"] = softcap
+        if self.sinks is not None:
+            self.extras["sinks"] = self.sinks
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[n, heads, head_dim] each -> [n, heads * head_dim]."""
@@ -53,7 +70,9 @@ class Attention(nn.Module):
         else:
             cache, metadata = context.caches[self.name], context.attention[self.name]
             self.ops.write_kv(key, value, cache, metadata.slot_mapping)
-            output = self.ops.paged_attention(query, cache, metadata, self.scale, self.window)
+            output = self.ops.paged_attention(
+                query, cache, metadata, self.scale, self.window, **self.extras
+            )
         return output.flatten(1)  # type: ignore[no-any-return]
 
     def forward_fused(
@@ -72,7 +91,7 @@ class Attention(nn.Module):
             qkv, q_weight, k_weight, eps, *angles, cache, metadata.slot_mapping, self.num_heads
         )
         output = self.ops.paged_attention(
-            query, cache, metadata, self.scale, self.window, key=key, value=value
+            query, cache, metadata, self.scale, self.window, key=key, value=value, **self.extras
         )
         return output.flatten(1)  # type: ignore[no-any-return]
 
@@ -80,6 +99,16 @@ class Attention(nn.Module):
         """What this layer keeps in the cache; None if nothing."""
         if self.kind == "bidirectional":
             return None
-        return FullAttentionSpec(
-            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=dtype
-        )
+        heads = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        if self.window is not None:
+            return SlidingWindowSpec(**heads, dtype=dtype, window=self.window)
+        return FullAttentionSpec(**heads, dtype=dtype)
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {} if self.sinks is None else {("sinks", ""): (self.num_heads * self.tp.size,)}
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert self.sinks is not None
+        assert not isinstance(tensor, BlockTensor), "sinks are not a matrix"
+        first = self.tp.rank * self.num_heads
+        self.sinks.copy_(tensor[first : first + self.num_heads])

@@ -52,6 +52,8 @@ class RotaryAttention(nn.Module):
         qk_norm_eps: float | None = None,
         window: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -61,8 +63,9 @@ class RotaryAttention(nn.Module):
         self.qkv_proj = qkv_linear(build, hidden_size, num_heads, num_kv_heads, head_dim, qkv_bias)
         self.o_proj = row_linear(build, num_heads * head_dim, hidden_size, output_bias)
         self.attention = Attention(
-            build, name, self.num_heads, self.num_kv_heads, head_dim, scale, window
-        )
+            build, name, self.num_heads, self.num_kv_heads, head_dim, scale, window,
+            softcap=softcap, has_sinks=has_sinks,
+        )  # fmt: skip
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
         if qk_norm_eps is not None:

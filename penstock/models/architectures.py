@@ -46,6 +46,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Falcon-H1",
         ("falcon_h1", "falcon_h1_normed"),
     ),
+    **_own("Gemma2ForCausalLM", "gemma2", "Gemma 2", ("gemma2",)),
+    **_own("Gemma3ForCausalLM", "gemma3", "Gemma 3 1B, and others without their images", ("gemma3",)),
     **_own("Glm4ForCausalLM", "glm4", "GLM-4-0414 9B and 32B", ("glm4",)),
     **_own(
         "Glm4MoeForCausalLM",
@@ -60,6 +62,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "GLM-4.7-Flash",
         ("glm4_moe_lite",),
         "Layers that foretell further tokens (MTP) are not loaded.",
+    ),
+    **_own(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        "gpt-oss-20b and 120b",
+        ("gpt_oss",),
+        "Experts in MXFP4, as published, are unpacked to 16 bits while they load.",
     ),
     **_own("GraniteForCausalLM", "granite", "Granite 3 (dense)", ("granite",)),
     **_own(

@@ -148,6 +148,9 @@ class DecoderLM(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         has_positions: bool = True,
+        rotary: Rotary | None = None,  # another than the model's
+        softcap: float | None = None,
+        has_sinks: bool = False,
     ) -> RotaryAttention:
         config = self.config
         return RotaryAttention(
@@ -157,19 +160,16 @@ class DecoderLM(nn.Module):
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
-            self.rotary if has_positions else None,
+            (rotary or self.rotary) if has_positions else None,
             qkv_bias,
             output_bias,
             qk_norm_eps,
             window,
             scale,
+            softcap,
+            has_sinks,
         )
 
-    def embed(
-        self,
-        token_ids: torch.Tensor,
-        media: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, Weight]]:
         """A checkpoint's tensors as `load_weights` takes them."""
         return tensors
@@ -177,6 +177,11 @@ class DecoderLM(nn.Module):
     def check(self) -> None:
         """Called once, with the weights loaded: refuse what only then can be seen."""
 
+    def embed(
+        self,
+        token_ids: torch.Tensor,
+        media: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         x: torch.Tensor = self.model.embed_tokens(token_ids)
         return x if media is None or mask is None else torch.where(mask[:, None], media, x)

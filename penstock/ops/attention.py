@@ -2,7 +2,8 @@
 
 A layer's cache is ``[num_blocks, 2, block_size, num_kv_heads, entry]``: one page holds the keys and
 then the values of a block's tokens. An entry is a head's `head_dim` numbers; in an int8 cache the
-four bytes of a float32 follow, with which they are to be multiplied.
+four bytes of a float32 follow, with which they are to be multiplied. An fp8 cache (e4m3) has two
+scales for all of a layer's tokens, one of keys and one of values, which are not in it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from penstock.protocol.kv import INT8_SCALE_BYTES
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+UNSCALED = (1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,26 @@ class AttentionMetadata:
 
 
 def write_kv(
-    key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_scales: tuple[float, float] = UNSCALED,
 ) -> None:
-    """Store a step's keys and values [n, kv_heads, head_dim] at their slots in the cache."""
+    """Store a step's keys and values [n, kv_heads, head_dim] at their slots in the cache.
+
+    In fp8 they are divided by their scales, and what is too large is clipped.
+    """
     block_size = cache.shape[2]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    for index, x in enumerate((key, value)):
-        cache[block, index, offset] = (
-            to_int8_entries(x) if cache.dtype == torch.int8 else x.to(cache.dtype)
-        )
+    for index, (x, scale) in enumerate(zip((key, value), kv_scales, strict=True)):
+        if cache.dtype == FP8:  # bytes, since few ops are made for this type
+            numbers = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+            cache.view(torch.uint8)[block, index, offset] = numbers.view(torch.uint8)
+        elif cache.dtype == torch.int8:
+            cache[block, index, offset] = to_int8_entries(x)
+        else:
+            cache[block, index, offset] = x.to(cache.dtype)
 
 
 def to_int8_entries(x: torch.Tensor) -> torch.Tensor:
@@ -87,6 +103,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads]
+    kv_scales: tuple[float, float] = UNSCALED,  # of an fp8 cache
 ) -> torch.Tensor:
     """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim].
 
@@ -95,17 +112,23 @@ def paged_attention(
     softmax without a value. Decodes are computed together; longer queries one request at a time.
     """
     output = torch.empty_like(query)
+    block_size = cache.shape[2]
     plain = softcap is None and sinks is None
     decodes = metadata.num_decodes if plain else 0
     if decodes:
-        output[:decodes] = _decode(query[:decodes], cache, metadata, scale, window)
+        output[:decodes] = _decode(query[:decodes], cache, metadata, scale, window, kv_scales)
     starts = metadata.query_starts.tolist()
     seq_lens = metadata.seq_lens.tolist()
     for index in range(decodes, len(seq_lens)):
         rows = slice(starts[index], starts[index + 1])
-        num_blocks = -(-seq_lens[index] // cache.shape[2])
-        key, value = _gather(cache, metadata.block_table[index : index + 1, :num_blocks])
-        own = query[rows], key[0, : seq_lens[index]], value[0, : seq_lens[index]], scale, window
+        # What lies wholly before the window may be another request's by now.
+        length, past = seq_lens[index], seq_lens[index] - (rows.stop - rows.start)
+        first = 0 if window is None else max(past + 1 - window, 0)
+        gathered = first // block_size * block_size  # the first token of the blocks to look at
+        table = metadata.block_table[index : index + 1, : -(-length // block_size)]
+        key, value = _gather(cache, table[:, first // block_size :], kv_scales)
+        seen = slice(first - gathered, length - gathered)
+        own = query[rows], key[0, seen], value[0, seen], scale, window
         output[rows] = _attend(*own) if plain else _attend_in_full(*own, softcap, sinks)
     return output
 
@@ -126,9 +149,16 @@ def varlen_attention(
     return output
 
 
-def _gather(cache: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(
+    cache: torch.Tensor, table: torch.Tensor, kv_scales: tuple[float, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the blocks in table [n, blocks]: each [n, tokens, kv_heads, head_dim]."""
-    pages = cache[table]  # [n, blocks, 2, block_size, kv_heads, entry]
+    if cache.dtype == FP8:
+        pages = cache.view(torch.uint8)[table].view(FP8).float()
+        for index, scale in enumerate(kv_scales):
+            pages[:, :, index] *= scale
+    else:
+        pages = cache[table]  # [n, blocks, 2, block_size, kv_heads, entry]
     if pages.dtype == torch.int8:
         pages = from_int8_entries(pages)
     shape = (table.shape[0], -1, *pages.shape[4:])
@@ -141,21 +171,22 @@ def _decode(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None,
+    kv_scales: tuple[float, float],
 ) -> torch.Tensor:
     n, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[3]
     seq_lens = metadata.seq_lens[:n]
     num_blocks = -(-int(seq_lens.max()) // cache.shape[2])
-    key, value = _gather(cache, metadata.block_table[:n, :num_blocks])
+    key, value = _gather(cache, metadata.block_table[:n, :num_blocks], kv_scales)
     position = torch.arange(key.shape[1], device=query.device)
     mask = position < seq_lens[:, None]
-    # What lies behind a request's last token is another's leftover. Weight zero is not enough to
-    # keep it out: zero times infinity is no number.
-    unwritten = ~mask[:, :, None, None]
-    key.masked_fill_(unwritten, 0.0)
-    value.masked_fill_(unwritten, 0.0)
     if window is not None:
         mask &= position >= seq_lens[:, None] - window
+    # What lies behind a request's last token is another's leftover, and so may be what lies before
+    # its window. Weight zero is not enough to keep it out: zero times infinity is no number.
+    unseen = ~mask[:, :, None, None]
+    key.masked_fill_(unseen, 0.0)
+    value.masked_fill_(unseen, 0.0)
     # The heads that share a key head stand where a longer query's rows would.
     grouped = query.view(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
     output = F.scaled_dot_product_attention(

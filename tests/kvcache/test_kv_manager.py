@@ -386,4 +386,4 @@ TestManager.settings = settings(max_examples=100, stateful_step_count=40, deadli
 
 @pytest.mark.slow
 class TestManagerAtLength(ManagerMachine.TestCase):
-    settings = settings(max_examples=2000, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=600, stateful_step_count=80, deadline=None)

@@ -41,7 +41,7 @@ _SIGNATURES = {
     "penstock_silu_mul": ("piip", ""),
     "penstock_rotate": ("piiip", ""),
     "penstock_write_kv": ("pipippi", ""),
-    "penstock_attend": ("piippfip", ""),
+    "penstock_attend": ("piippfifpp", ""),
     "penstock_decoder_layer": ("pppppi", ""),
     "penstock_choose_tokens": ("piiipppipipipp", ""),
     "penstock_noise": ("piiip", ""),

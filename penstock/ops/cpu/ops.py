@@ -125,15 +125,19 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference, straight from the cache's blocks."""
     table = metadata.block_table
-    if not (_heads_are_dense(query) and _is_readable(cache) and table.stride(1) == 1):
-        return reference.paged_attention(query, cache, metadata, scale, window)
+    is_fit = _heads_are_dense(query) and _is_readable(cache) and table.stride(1) == 1
+    if not is_fit or (sinks is not None and sinks.dtype != _F32):
+        return reference.paged_attention(query, cache, metadata, scale, window, softcap, sinks)
     output = torch.empty(query.shape)
     _attend(
         query.data_ptr(), query.stride(0), query.shape[1], ctypes.byref(cache_of(cache)),
-        ctypes.byref(step_of(metadata)), scale, window or 0, output.data_ptr(),
+        ctypes.byref(step_of(metadata)), scale, window or 0, softcap or 0.0,
+        None if sinks is None else sinks.data_ptr(), output.data_ptr(),
     )  # fmt: skip
     return output
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.ops.attention import AttentionMetadata
+from penstock.ops.attention import UNSCALED, AttentionMetadata
 from penstock.ops.triton.lookup import find_request
 from penstock.ops.triton.prompt_attention import can_attend, prompt_attention
 from penstock.ops.triton.tuning import decode_plan, prefill_tile
@@ -34,7 +34,7 @@ def _decode_kernel(
     partial_ptr,  # [requests, heads, SPLITS, HEAD_DIM] float32
     lse_ptr,  # [requests, heads, SPLITS] float32, base 2
     arrived_ptr,  # [requests, KV_HEADS] int32, zero before and after
-    q_stride, out_stride, page_stride, table_stride, scale, softcap, window,
+    q_stride, out_stride, page_stride, table_stride, scale, softcap, window, value_scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
@@ -109,7 +109,7 @@ def _decode_kernel(
         best = new_best
     at_out = start.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     if num_parts == 1:
-        out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        out = (acc / total[:, None] * value_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at_out, out, mask=q_mask)
     else:
         # A part's share of the softmax is 2 ** lse; one that saw nothing has none, and 0 for sum.
@@ -140,7 +140,7 @@ def _decode_kernel(
                     at_partial + part * HEAD_DIM, mask=q_mask, other=0.0, cache_modifier=".cg"
                 )
                 acc += value * tl.exp2(share - top)[:, None]
-            out = acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
+            out = acc / tl.where(norm == 0.0, 1.0, norm)[:, None] * value_scale
             tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=q_mask)
             tl.store(arrived, 0)
 
@@ -167,6 +167,8 @@ def _prefill_tiles(
         v_at = cache_ptr + base[:, None] + BLOCK_SIZE * KV_HEADS * HEAD_DIM + dims[None, :]
         if MASKED or DIMS != HEAD_DIM:
             there = (tokens < seq_len) if MASKED else (tokens >= 0)
+            if WINDOW:  # what lies before every row's window may be another request's by now
+                there = there & (tokens > tl.min(positions, axis=0) - window)
             dim_mask = dims < HEAD_DIM
             k = tl.load(k_at, mask=there[None, :] & dim_mask[:, None], other=0.0)
             v = tl.load(v_at, mask=there[:, None] & dim_mask[None, :], other=0.0)
@@ -197,7 +199,7 @@ def _prefill_tiles(
 def _prefill_kernel(
     q_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, sinks_ptr, out_ptr,
     q_stride, out_stride, page_stride, table_stride, first_request, num_requests,
-    scale, softcap, window,
+    scale, softcap, window, value_scale,
     SKIP_SINGLE: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
     QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -255,7 +257,7 @@ def _prefill_kernel(
         page_stride, scale, softcap, window, True, HEAD_DIM, DIMS, KV_HEADS, BLOCK_SIZE, TILE,
         WINDOW, SOFTCAP, PRECISION,
     )  # fmt: skip
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    out = (acc / total[:, None] * value_scale).to(out_ptr.dtype.element_ty)
     at_out = at[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + at_out, out, mask=mask)
 
@@ -270,6 +272,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,  # [num_heads]
     key: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor | None = None,
+    kv_scales: tuple[float, float] = UNSCALED,  # of an fp8 cache
 ) -> torch.Tensor:
     """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim].
 
@@ -279,16 +282,17 @@ def paged_attention(
     num_tokens, num_heads, head_dim = query.shape
     output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
     if metadata.num_decodes:
-        _decode(query, cache, metadata, scale, window, softcap, sinks, output)
+        _decode(query, cache, metadata, scale, window, softcap, sinks, kv_scales, output)
     num_done = metadata.num_decodes
-    plain = window is None and softcap is None and sinks is None and cache.dtype == query.dtype
+    plain = window is None and softcap is None and sinks is None
+    plain = plain and cache.dtype in (query.dtype, torch.float8_e4m3fn)
     if metadata.num_prompts and plain and can_attend(query, key, value):
         assert key is not None
         assert value is not None
         prompt_attention(query, key, value, metadata, scale, output)
         num_done += metadata.num_prompts
     if metadata.max_query_len > 1 and (metadata.any_order or num_done < len(metadata.seq_lens)):
-        _prefill(query, cache, metadata, scale, window, softcap, sinks, output, num_done)
+        _prefill(query, cache, metadata, scale, window, softcap, sinks, kv_scales, output, num_done)
     return output
 
 
@@ -300,6 +304,7 @@ def _decode(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    kv_scales: tuple[float, float],
     output: torch.Tensor,
 ) -> None:
     num_heads, head_dim = query.shape[1:]
@@ -317,7 +322,7 @@ def _decode(
         query, cache, metadata.block_table, metadata.seq_lens, metadata.query_starts,
         output if sinks is None else sinks, output, partial, lse, arrived,
         query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
-        _in_base_2(scale, softcap), softcap or 0.0, window or 0,
+        _in_base_2(scale * kv_scales[0], softcap), softcap or 0.0, window or 0, kv_scales[1],
         GROUP=group, ROWS=max(triton.next_power_of_2(group), 16),
         HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
         KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=plan.tile, SPLITS=plan.splits,
@@ -336,6 +341,7 @@ def _prefill(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    kv_scales: tuple[float, float],
     output: torch.Tensor,
     num_done: int,  # requests, from the first, that need nothing more
 ) -> None:
@@ -357,7 +363,8 @@ def _prefill(
         query, cache, metadata.block_table, metadata.seq_lens, metadata.query_starts,
         output if sinks is None else sinks, output,
         query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
-        first, requests, _in_base_2(scale, softcap), softcap or 0.0, window or 0,
+        first, requests, _in_base_2(scale * kv_scales[0], softcap), softcap or 0.0, window or 0,
+        kv_scales[1],
         SKIP_SINGLE=metadata.any_order, GROUP=group, GROUP_ROWS=group_rows, QUERIES=queries,
         HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
         KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=tile.tokens,

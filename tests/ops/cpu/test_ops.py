@@ -80,6 +80,44 @@ def test_paged_attention(
     )
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(3.0, False), (None, True), (50.0, True)])
+def test_capped_scores_and_sinks(
+    isa: str,
+    generator: torch.Generator,
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+) -> None:
+    queries, contexts = [1, 1, 37, 70], [1, 200, 37, 131]
+    query, cache, metadata = paged(generator, torch.float32, 64, queries, contexts)
+    sinks = torch.randn(6, generator=generator) * 3 if has_sinks else None
+    torch.testing.assert_close(
+        ops.paged_attention(query, cache, metadata, 0.3, window, softcap, sinks),
+        reference.paged_attention(query, cache, metadata, 0.3, window, softcap, sinks),
+        atol=5e-5,
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_behind_the_window_are_not_read(
+    isa: str, generator: torch.Generator, dtype: torch.dtype
+) -> None:
+    window, queries, contexts = 20, [1, 1, 9, 70], [1, 200, 100, 131]
+    query, cache, metadata = paged(generator, dtype, 64, queries, contexts)
+    expected = ops.paged_attention(query, cache, metadata, 0.125, window)
+    for index, (count, context) in enumerate(zip(queries, contexts, strict=True)):
+        behind = max(context - count + 1 - window, 0) // cache.shape[2]
+        cache[metadata.block_table[index, :behind]] = float("nan")
+        metadata.block_table[index, : behind // 2] = 0
+    cache[0] = float("nan")
+    assert cache[1:].isnan().any()
+    for implementation in (ops, reference):
+        output = implementation.paged_attention(query, cache, metadata, 0.125, window)
+        torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_token_attends_the_same_however_its_request_was_cut(

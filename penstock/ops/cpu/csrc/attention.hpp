@@ -144,8 +144,18 @@ inline void add_values(const Tile& tile, const float* weights, int64_t low, int6
     for (int i = 0; i < count; ++i) Isa::store(output + d + kWide * i, out[i]);
 }
 
+// softcap * tanh(scores / softcap)
+void cap_scores(float* scores, float softcap) {
+    const F8 one = f8_set(1.0f), two = f8_set(2.0f), cap = f8_set(softcap);
+    for (int j = 0; j < kTile; j += 8) {
+        const F8 grown = f8_exp(f8_load(scores + j) * f8_set(2.0f / softcap));
+        f8_store(scores + j, cap * (one - two / (one + grown)));
+    }
+}
+
 // Positions [low, high) of the tile are visible.
-void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, const RowState& row) {
+void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, float softcap,
+                const RowState& row) {
     float scores[kTile];
     for (int j = 0; j < kTile; j += 8) {
         if (j >= high) {
@@ -164,6 +174,7 @@ void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, const 
         }
         f8_store(scores + j, Isa::sums_of_8(sums));
     }
+    if (softcap > 0.0f) cap_scores(scores, softcap);
     for (int64_t j = 0; j < low; ++j) scores[j] = -INFINITY;
     for (int64_t j = high; j < kTile; ++j) scores[j] = -INFINITY;
 
@@ -213,8 +224,9 @@ void attend(const AttentionTask& task) {
                 row.query[i] = i < dim ? query[i] * task.scale : 0.0f;
                 row.output[i] = 0.0f;
             }
-            *row.most = -INFINITY;
-            *row.total = 0.0f;
+            // A sink is a score without a value.
+            *row.most = task.sinks ? task.sinks[task.first_head + h] : -INFINITY;
+            *row.total = task.sinks ? 1.0f : 0.0f;
         }
     }
     const int64_t end = task.first_position + num_rows;
@@ -235,7 +247,9 @@ void attend(const AttentionTask& task) {
                 low = position + 1 - task.window - start;
             }
             if (low >= high) continue;
-            for (int64_t h = 0; h < num_heads; ++h) visit_tile(tile, width, low, high, state(r, h));
+            for (int64_t h = 0; h < num_heads; ++h) {
+                visit_tile(tile, width, low, high, task.softcap, state(r, h));
+            }
         }
     }
     for (int64_t r = 0; r < num_rows; ++r) {

@@ -76,7 +76,8 @@ void attention_block(const DecoderLayer& layer, const Cache& cache, const Step& 
     float *key = qkv + query_size, *value = key + key_size;
     rotate(qkv, layer.num_heads + cache.num_kv_heads, qkv_size, dim, step);
     write_kv(key, qkv_size, value, qkv_size, cache, step.slots, rows);
-    attend(qkv, qkv_size, layer.num_heads, cache, step, layer.scale, layer.window, wide);
+    const Scoring scoring{layer.scale, layer.window, 0.0f, nullptr};
+    attend(qkv, qkv_size, layer.num_heads, cache, step, scoring, wide);
     const Activations attended =
         activations(layer.output, wide, rows, query_size, [](int64_t, float*) {});
     linear(layer.output, attended, x, hidden);

@@ -58,6 +58,8 @@ struct AttentionTask {
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     float scale;
     int64_t window;  // 0: none
+    float softcap;   // 0: none
+    const float* sinks;  // [heads], or null
     float* output;   // [tokens, heads, head_dim], contiguous
     // which part:
     const int32_t* blocks;  // the request's block table

@@ -43,7 +43,7 @@ void rotate(float* x, int64_t heads, int64_t row_stride, int64_t head_dim, const
 }
 
 void attend(const float* query, int64_t query_stride, int64_t num_heads, const Cache& cache,
-            const Step& step, float scale, int64_t window, float* output) {
+            const Step& step, const Scoring& scoring, float* output) {
     const Kernels& isa = kernels();
     const int64_t group = num_heads / cache.num_kv_heads;
     AttentionTask whole{};
@@ -56,8 +56,10 @@ void attend(const float* query, int64_t query_stride, int64_t num_heads, const C
     whole.num_heads = num_heads;
     whole.num_kv_heads = cache.num_kv_heads;
     whole.head_dim = cache.head_dim;
-    whole.scale = scale;
-    whole.window = window;
+    whole.scale = scoring.scale;
+    whole.window = scoring.window;
+    whole.softcap = scoring.softcap;
+    whole.sinks = scoring.sinks;
     whole.output = output;
 
     // Heads that share keys go together, unless that leaves threads without work.
@@ -107,6 +109,7 @@ PENSTOCK_API void penstock_rotate(float* x, int64_t heads, int64_t row_stride, i
 
 PENSTOCK_API void penstock_attend(const float* query, int64_t query_stride, int64_t num_heads,
                                   const Cache* cache, const Step* step, float scale, int64_t window,
-                                  float* output) {
-    attend(query, query_stride, num_heads, *cache, *step, scale, window, output);
+                                  float softcap, const float* sinks, float* output) {
+    const Scoring scoring{scale, window, softcap, sinks};
+    attend(query, query_stride, num_heads, *cache, *step, scoring, output);
 }

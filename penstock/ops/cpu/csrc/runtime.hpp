@@ -122,9 +122,17 @@ struct Step {
 void write_kv(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
               const Cache& cache, const int64_t* slots, int64_t rows);
 
+// What becomes of the product of a query and a key before the softmax.
+struct Scoring {
+    float scale;
+    int64_t window;      // 0: none
+    float softcap;       // 0: none
+    const float* sinks;  // [heads], or null
+};
+
 // query [rows, heads, head_dim], rows query_stride apart -> output, contiguous.
 void attend(const float* query, int64_t query_stride, int64_t num_heads, const Cache& cache,
-            const Step& step, float scale, int64_t window, float* output);
+            const Step& step, const Scoring& scoring, float* output);
 
 // [rows, heads, head_dim], rows row_stride apart, in place.
 void rotate(float* x, int64_t heads, int64_t row_stride, int64_t head_dim, const Step& step);

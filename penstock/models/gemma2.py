@@ -1,0 +1,163 @@
+"""Gemma 2: every other layer sees a window, norms before and after each block, capped scores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
+from penstock.layers.build import Build
+from penstock.layers.norm import RMSNorm
+from penstock.models.base import Hidden
+from penstock.models.config import DecoderConfig, read_float
+from penstock.models.decoder import DecoderLM
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.protocol.errors import ModelError
+
+KINDS = ("sliding_attention", "full_attention")
+
+
+class GemmaNorm(RMSNorm):
+    """Checkpoints have what is to be added to 1: kept in float32, where the sum is exact enough."""
+
+    def __init__(self, build: Build, size: int, eps: float) -> None:
+        super().__init__(build, size, eps)
+        weight = torch.empty(size, dtype=torch.float32, device=build.device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
+        self.weight.copy_(1.0 + tensor.float())
+
+
+class GeluMLP(GatedMLP):
+    """down(gelu(gate(x)) * up(x))."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        output: torch.Tensor = self.down_proj(F.gelu(gate, approximate="tanh") * up)
+        return output
+
+
+class GemmaLayer(nn.Module):
+    """x + norm(attention(norm(x))), then the same with the MLP, its addition left to the next."""
+
+    def __init__(self, attention: RotaryAttention, mlp: nn.Module, norms: list[GemmaNorm]) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.mlp = mlp
+        self.input_layernorm, self.post_attention_layernorm = norms[:2]
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, angles))
+        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x)), residual
+
+
+class Gemma2ForCausalLM(DecoderLM):
+    defaults = {
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+    activations = ("gelu_pytorch_tanh",)
+
+    @classmethod
+    def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        settings = super().settings(raw)
+        # "hidden_act" is left over from Gemma 1, whose files had the wrong one.
+        settings["hidden_act"] = settings.get("hidden_activation") or cls.activations[0]
+        return settings
+
+    def __init__(self, build: Build, config: DecoderConfig) -> None:
+        super().__init__(build, config)
+        self.final_cap = read_cap(config, "final_logit_softcapping")
+        # In the weights' type, as the model was trained: the root is not exact in 16 bits.
+        scale = torch.tensor(math.sqrt(config.hidden_size), dtype=build.dtype)
+        self.embedding_scale = scale.item()
+
+    def norm(self) -> GemmaNorm:
+        return GemmaNorm(self.build, self.config.hidden_size, self.config.rms_norm_eps)
+
+    def layer(self, index: int) -> nn.Module:
+        norms = [self.norm() for _ in range(4)]
+        return GemmaLayer(self.attention(index), self.mlp(index), norms)
+
+    def mlp(self, index: int) -> nn.Module:
+        return GeluMLP(self.build, self.config.hidden_size, self.config.intermediate_size)
+
+    def is_windowed(self, index: int) -> bool:
+        """Whether layer `index` sees no more than the sliding window."""
+        return layer_is_windowed(self.config, index, period=2)
+
+    def attention(self, index: int) -> RotaryAttention:
+        return self.gemma_attention(index)
+
+    def gemma_attention(self, index: int, **options: Any) -> RotaryAttention:
+        config = self.config
+        bias = bool(config.raw.get("attention_bias", False))
+        scalar = read_float(config.raw, "query_pre_attn_scalar", config.head_dim)
+        if scalar <= 0:
+            raise ModelError(f"config.json: query_pre_attn_scalar must be above 0, got {scalar}")
+        return self.rotary_attention(
+            index,
+            qkv_bias=bias,
+            output_bias=bias,
+            window=config.sliding_window if self.is_windowed(index) else None,
+            scale=scalar**-0.5,
+            softcap=read_cap(config, "attn_logit_softcapping"),
+            **options,
+        )
+
+    def embed(
+        self,
+        token_ids: torch.Tensor,
+        media: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x: torch.Tensor = self.model.embed_tokens(token_ids) * self.embedding_scale
+        return x if media is None or mask is None else torch.where(mask[:, None], media, x)
+
+    def logits(
+        self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        logits = super().logits(hidden, rows, out)
+        if self.final_cap is None:
+            return logits
+        return logits.div_(self.final_cap).tanh_().mul_(self.final_cap)
+
+
+def layer_is_windowed(config: DecoderConfig, index: int, period: int) -> bool:
+    """What `layer_types` says of a layer; without it, the last of every `period` sees all."""
+    kinds = config.raw.get("layer_types")
+    if kinds is None:
+        return (index + 1) % period != 0
+    is_list = isinstance(kinds, list) and len(kinds) == config.num_layers
+    if not is_list or any(kind not in KINDS for kind in kinds):
+        raise ModelError(
+            f"config.json: layer_types must name {' or '.join(KINDS)} for each of "
+            f"{config.num_layers} layers, got {kinds!r:.80}"
+        )
+    return bool(kinds[index] == KINDS[0])
+
+
+def read_cap(config: DecoderConfig, name: str) -> float | None:
+    """A bound on scores or logits; None without one."""
+    if config.raw.get(name) is None:
+        return None
+    cap = read_float(config.raw, name, 0.0)
+    if cap <= 0:
+        raise ModelError(f"config.json: {name} must be above 0, got {cap}")
+    return cap

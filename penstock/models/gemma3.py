@@ -1,0 +1,74 @@
+"""Gemma 3 (text): Gemma 2 with norms on queries and keys, and two kinds of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from penstock.layers.blocks import RotaryAttention
+from penstock.layers.rotary import Rotary, rotary_parameters
+from penstock.models.base import Hidden
+from penstock.models.config import read_int
+from penstock.models.gemma2 import KINDS, Gemma2ForCausalLM, GemmaNorm, layer_is_windowed
+
+
+class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    defaults = {
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+    }
+
+    @classmethod
+    def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        settings = super().settings(raw)
+        settings["rope_parameters"], settings["local_rope"] = _rope_by_kind(settings)
+        settings["rope_scaling"] = None  # is in there by now
+        return settings
+
+    def is_windowed(self, index: int) -> bool:
+        period = read_int(self.config.raw, "sliding_window_pattern", 6)
+        return layer_is_windowed(self.config, index, period)
+
+    @cached_property
+    def local_rotary(self) -> Rotary:
+        """Of windowed layers."""
+        parameters = rotary_parameters({"rope_parameters": self.config.raw["local_rope"]})
+        config = self.config
+        return Rotary(self.build, config.head_dim, config.max_position, parameters)
+
+    def attention(self, index: int) -> RotaryAttention:
+        config = self.config
+        rotary = self.local_rotary if self.is_windowed(index) else self.rotary
+        attention = self.gemma_attention(index, rotary=rotary)
+        attention.q_norm = GemmaNorm(self.build, config.head_dim, config.rms_norm_eps)
+        attention.k_norm = GemmaNorm(self.build, config.head_dim, config.rms_norm_eps)
+        return attention
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, stage_in: torch.Tensor | None = None
+    ) -> Hidden:
+        everywhere, nearby = self.rotary.angles(positions), self.local_rotary.angles(positions)
+        residual = stage_in
+        for layer in self.model.layers:
+            is_local = layer.self_attn.rotary is self.local_rotary
+            x, residual = layer(x, residual, nearby if is_local else everywhere)
+        states, residual = self.model.norm.add(x, residual)
+        return Hidden(states, stage_out=residual)
+
+
+def _rope_by_kind(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rope settings of layers that see everything and of windowed ones, in either spelling."""
+    given = raw.get("rope_parameters") or {}
+    windowed, full = KINDS
+    if isinstance(given, Mapping) and (full in given or windowed in given):
+        rope, local = given.get(full) or {}, given.get(windowed) or {}
+    else:
+        rope, local = {**given, **(raw.get("rope_scaling") or {})}, {}
+    rope = {"rope_theta": raw.get("rope_theta", 1_000_000.0), **rope}
+    return rope, {"rope_theta": raw.get("rope_local_base_freq", 10_000.0), **local}

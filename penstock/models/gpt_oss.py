@@ -1,0 +1,138 @@
+"""GPT-OSS: every other layer sees a window, attention has sinks, experts have biases.
+
+The published checkpoints keep the experts in MXFP4, four bits a number: 32 numbers of a row share
+a power of two. They are unpacked while they load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from penstock.layers.blocks import RotaryAttention
+from penstock.layers.experts import Experts, ExpertsConfig
+from penstock.models.base import WeightTable
+from penstock.models.config import read_float
+from penstock.models.decoder import DecoderLM
+from penstock.models.gemma2 import layer_is_windowed
+from penstock.models.qwen3_moe import read_num_experts
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.experts import Routing
+from penstock.protocol.errors import ModelError
+
+EXPERTS = ".mlp.experts."
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits; the fourth is a sign
+SCALE_BIAS = 127
+
+
+class GptOssForCausalLM(DecoderLM):
+    weights = WeightTable(
+        ignored=DecoderLM.weights.ignored,
+        renamed={
+            r"\.self_attn\.sinks$": ".self_attn.attention.sinks",
+            r"\.mlp\.router\.": ".mlp.gate.",
+        },
+    )
+    defaults = {
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_experts_per_tok": 4,
+    }
+
+    def attention(self, index: int) -> RotaryAttention:
+        config = self.config
+        bias = bool(config.raw["attention_bias"])
+        return self.rotary_attention(
+            index,
+            qkv_bias=bias,
+            output_bias=bias,
+            window=config.sliding_window if layer_is_windowed(config, index, 2) else None,
+            has_sinks=True,
+        )
+
+    def mlp(self, index: int) -> nn.Module:
+        config = self.config
+        for name, fixed in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
+            if read_float(config.raw, name, fixed) != fixed:
+                raise ModelError(
+                    f"config.json: {name} must be {fixed}, got {config.raw[name]!r:.80}"
+                )
+        num_experts, top_k = read_num_experts(config)
+        experts = ExpertsConfig(
+            num_experts=num_experts,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            routing=Routing(top_k, renormalize=True),
+            activation="swiglu_clamped",
+            bias=True,
+            router_bias=True,
+        )
+        return Experts(self.build, experts)
+
+    def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        """Experts one by one, where the file has a layer's in one tensor, packed or not."""
+        halves: dict[str, dict[str, torch.Tensor]] = {}  # of packed tensors, until both are there
+        for name, tensor in tensors:
+            layer, is_expert, own = name.partition(EXPERTS)
+            if not is_expert or isinstance(tensor, BlockTensor):
+                yield name, tensor
+                continue
+            prefix, (matrix, _, kind) = layer + EXPERTS, own.partition("_proj")
+            if kind in ("_blocks", "_scales"):
+                both = halves.setdefault(prefix + matrix, {})
+                both[kind] = tensor
+                if len(both) == 2:
+                    del halves[prefix + matrix]
+                    yield from _by_expert(prefix, matrix, "weight", _Packed(name, **both))
+            elif kind == "_bias":
+                yield from _by_expert(prefix, matrix, "bias", tensor)
+            else:
+                yield from _by_expert(prefix, matrix, "weight", tensor.transpose(-1, -2))
+        for name in halves:
+            yield name + "_proj_blocks", torch.empty(0)  # surplus: the other half is missing
+
+
+class _Packed:
+    """A layer's experts in MXFP4, unpacked one at a time."""
+
+    def __init__(self, name: str, _blocks: torch.Tensor, _scales: torch.Tensor) -> None:
+        # [experts, rows, blocks of a row, 16 bytes] and [experts, rows, blocks of a row]
+        if _blocks.dim() != 4 or _blocks.shape[:-1] != _scales.shape or _blocks.shape[-1] != 16:
+            raise ModelError(
+                f"tensor {name}: blocks {list(_blocks.shape)} and scales {list(_scales.shape)} "
+                f"do not fit each other"
+            )
+        self.blocks, self.scales = _blocks, _scales
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return unpack_mxfp4(self.blocks[expert], self.scales[expert])
+
+
+def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Bytes [rows, n, 16] and exponents [rows, n], both uint8 -> [rows, 32 * n] bfloat16.
+
+    A byte holds two numbers, the low half first. Nothing is rounded.
+    """
+    positive = torch.tensor(FP4_VALUES, dtype=torch.float32, device=blocks.device)
+    values = torch.cat([positive, -positive])
+    pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [rows, n, 32]
+    exponents = (scales.int() - SCALE_BIAS)[..., None]
+    return torch.ldexp(values[pairs.int()], exponents).flatten(-2).bfloat16()
+
+
+def _by_expert(
+    prefix: str, matrix: str, parameter: str, tensors: torch.Tensor | _Packed
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for expert in range(len(tensors)):
+        own = tensors[expert]
+        if matrix == "gate_up":  # rows of gate and up alternate
+            yield f"{prefix}{expert}.gate_proj.{parameter}", own[0::2]
+            yield f"{prefix}{expert}.up_proj.{parameter}", own[1::2]
+        else:
+            yield f"{prefix}{expert}.{matrix}_proj.{parameter}", own
