@@ -16,7 +16,8 @@ Weights stay as they are: a tile of output rows at a time becomes floats, never 
 
 A backend that multiplies faster with another layout has `prepare_w4(packed, scales, zeros,
 group_size, bits)`, which gives the first three as its own `w4_linear` wants them; a layer calls it
-once, when all of its weights are there. `prepare_fp8(weight, weight_scale)` likewise.
+once, when all of its weights are there. `prepare_fp8(weight, weight_scale)` and
+`prepare_fp4(packed, scales, global_scale, group_size)` likewise.
 """
 
 from __future__ import annotations
@@ -294,7 +295,8 @@ def dequantize_fp4(
 
 def e8m0_to_float(scales: torch.Tensor) -> torch.Tensor:
     """Bytes that are exponents of two, biased by 127, as float32."""
-    return torch.ldexp(torch.ones((), device=scales.device), scales.int() - 127)
+    ones = torch.ones(scales.shape, device=scales.device)
+    return torch.ldexp(ones, scales.int() - 127)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
