@@ -22,6 +22,7 @@ from penstock.layers.quantized.weights import (
     fuse,
 )
 from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.registry import Ops
 from penstock.protocol.errors import ModelError
 
 
@@ -138,6 +139,11 @@ class QuantizedExperts(nn.Module):
                 )
             self.gate_up.put(expert, fused[0])
 
+    def finish_loading(self) -> None:
+        """Bring the weights into the layout that the ops multiply fastest with."""
+        self.gate_up.prepare(self.build.ops)
+        self.down.prepare(self.build.ops)
+
     def _shape(self, part: str) -> tuple[int, int]:
         hidden, size = self.config.hidden_size, self.config.intermediate_size
         return (hidden, size) if part.endswith("down_proj") else (size, hidden)
@@ -189,6 +195,12 @@ class Stack(nn.Module):
                 own[name].copy_(torch.maximum(own[name], tensor))
             else:
                 own[name][expert].copy_(tensor)
+
+    def prepare(self, ops: Ops) -> None:
+        assert self.weight is not None, "the experts have no weights yet"
+        self.weight = self.weight.prepare(ops)
+        for name, tensor in self.weight.tensors().items():
+            self.register_buffer(name, tensor, persistent=False)
 
     def _empty_like(self, weight: QuantizedWeight) -> QuantizedWeight:
         fields = {}

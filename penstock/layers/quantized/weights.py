@@ -177,7 +177,13 @@ class Fp4Weight(_Fields):
         )
 
     def prepare(self, ops: Ops) -> Fp4Weight:
-        return self
+        prepare = ops.find("prepare_fp4")
+        if prepare is None:
+            return self
+        packed, scales, whole = prepare(
+            self.packed, self.scales, self.global_scale, self.group_size
+        )
+        return dataclasses.replace(self, packed=packed, scales=scales, global_scale=whole)
 
 
 W = TypeVar("W", Fp8Weight, Int8Weight, W4Weight, Fp4Weight)

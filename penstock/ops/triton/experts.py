@@ -32,7 +32,7 @@ def refusal(hidden: int, size: int, activation: str, dtype: torch.dtype) -> str 
 
 
 @triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr):
+def activate(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return gate / (1.0 + tl.exp(-gate)) * up
     if ACTIVATION == "gelu":
@@ -46,7 +46,7 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _place(num_blocks, num_columns, GROUP: tl.constexpr):
+def place(num_blocks, num_columns, GROUP: tl.constexpr):
     """Which tile this program computes: GROUP blocks share the columns they read in the cache."""
     program = tl.program_id(0)
     group_size = GROUP * num_columns
@@ -65,7 +65,7 @@ def _gate_up_kernel(
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """out [num_blocks * ROWS, size], sorted by expert, of x [n, hidden], in the tokens' order."""
-    block, column = _place(num_blocks, tl.cdiv(size, COLUMNS), GROUP)
+    block, column = place(num_blocks, tl.cdiv(size, COLUMNS), GROUP)
     num_rows = tl.load(rows_ptr + block)
     if num_rows <= 0:
         return
@@ -100,7 +100,7 @@ def _gate_up_kernel(
         bias = bias_ptr + expert.to(tl.int64) * 2 * size + at
         gate += tl.load(bias, mask=at < size, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + size, mask=at < size, other=0.0).to(tl.float32)[None, :]
-    out = _activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
     target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
     tl.store(target, out, mask=is_row[:, None] & (at < size)[None, :])
 
@@ -113,7 +113,7 @@ def _down_kernel(
     DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out [num_pairs, hidden], scaled, of x [num_blocks * ROWS, size], which is sorted."""
-    block, column = _place(num_blocks, tl.cdiv(hidden, COLUMNS), GROUP)
+    block, column = place(num_blocks, tl.cdiv(hidden, COLUMNS), GROUP)
     num_rows = tl.load(rows_ptr + block)
     if num_rows <= 0:
         return
@@ -190,7 +190,7 @@ def _few_gate_up_kernel(
         bias = bias_ptr + expert * 2 * size + row
         gate += tl.load(bias, mask=is_row, other=0.0).to(tl.float32)
         up += tl.load(bias + size, mask=is_row, other=0.0).to(tl.float32)
-    out = _activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + pair.to(tl.int64) * size + row, out, mask=is_row)
 
 
@@ -247,7 +247,7 @@ def experts(
     blocks = align(ids, len(gate_up), plan.rows)
     activated = run_gate_up(x, blocks, top_k, gate_up, gate_up_bias, activation, plan)
     scaled = run_down(activated, blocks, weights, down, down_bias, plan)
-    return _sum(scaled, num_tokens)
+    return sum_experts(scaled, num_tokens)
 
 
 def run_gate_up(
@@ -302,7 +302,7 @@ def run_down(
     return out
 
 
-def _sum(scaled: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def sum_experts(scaled: torch.Tensor, num_tokens: int) -> torch.Tensor:
     hidden = scaled.shape[1]
     out = torch.empty((num_tokens, hidden), dtype=scaled.dtype, device=scaled.device)
     block = min(triton.next_power_of_2(hidden), 1024)

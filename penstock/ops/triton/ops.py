@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from penstock.ops.triton.attention import paged_attention
+from penstock.ops.triton.fp8 import fp8_linear, prepare_fp8
 from penstock.ops.triton.latent_attention import latent_attention
 from penstock.ops.triton.latent_rotary import norm_rotate_latent
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.pointwise import add_rms_norm, embed, rms_norm, silu_mul
+from penstock.ops.triton.quantized_experts import fp4_experts, fp8_experts, w4_experts
 from penstock.ops.triton.recurrent import causal_conv, gated_delta_rule, mamba2_scan
 from penstock.ops.triton.rotary import norm_rotate_write
 from penstock.ops.triton.routing import route
 from penstock.ops.triton.sampling import choose_tokens
+from penstock.ops.triton.w4 import fp4_linear, prepare_fp4, prepare_w4, w4_linear
 
 __all__ = [
     "ROW_INVARIANT",
@@ -18,6 +21,10 @@ __all__ = [
     "causal_conv",
     "choose_tokens",
     "embed",
+    "fp4_experts",
+    "fp4_linear",
+    "fp8_experts",
+    "fp8_linear",
     "gated_delta_rule",
     "latent_attention",
     "linear",
@@ -25,9 +32,14 @@ __all__ = [
     "norm_rotate_latent",
     "norm_rotate_write",
     "paged_attention",
+    "prepare_fp4",
+    "prepare_fp8",
+    "prepare_w4",
     "rms_norm",
     "route",
     "silu_mul",
+    "w4_experts",
+    "w4_linear",
 ]
 
 # Attention splits a decode's cache by how many requests there are, and matmul chooses its kernel

@@ -1,0 +1,461 @@
+"""Experts with quantized weights: as in experts.py, tokens are sorted by expert, and an expert's
+block is multiplied with its weights, in fp8 or with weights of 4 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from penstock.ops import quantized as plain
+from penstock.ops.experts import ACTIVATIONS
+from penstock.ops.triton.experts import activate, place, sum_experts
+from penstock.ops.triton.fp8 import quantize
+from penstock.ops.triton.routing import Blocks, align
+from penstock.ops.triton.tuning import ExpertsPlan
+from penstock.ops.triton.tuning_quantized import quantized_experts_plan
+from penstock.ops.triton.w4 import CHUNK, Packed, multiply_chunk
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_scales"])
+def _fp8_gate_up_kernel(
+    x_ptr, weight, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, pair_ptr, expert_ptr, rows_ptr,
+    hidden, size, num_blocks, num_scales, scale_rows, scale_columns,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, BLOCKED: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [num_blocks * ROWS, size], sorted by expert, of x [n, hidden] e4m3, in tokens' order."""
+    block, column = place(num_blocks, tl.cdiv(size, COLUMNS), GROUP)
+    num_rows = tl.load(rows_ptr + block)
+    if num_rows <= 0:
+        return
+    expert = tl.load(expert_ptr + block)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
+    token = pair // TOP_K
+    depth = tl.arange(0, DEPTH)
+    source = x_ptr + token.to(tl.int64)[:, None] * hidden + depth[None, :]
+    first = column * COLUMNS
+    # A tile's rows: COLUMNS of the gate's, then as many of up's.
+    index = tl.arange(0, 2 * COLUMNS)
+    within = first + index % COLUMNS
+    weight_row = within + index // COLUMNS * size
+    is_weight = within < size
+    scales = w_scale_ptr + expert.to(tl.int64) * scale_rows * scale_columns
+    acc = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
+    for at in range(0, hidden, DEPTH):
+        mask = is_row[:, None] & (at + depth < hidden)[None, :]
+        rows = tl.load(source + at, mask=mask, other=0.0)
+        columns = weight.load([expert, 0, first, at]).reshape(2 * COLUMNS, DEPTH)
+        if BLOCKED:
+            w_at = scales + weight_row // ROW_BLOCK * scale_columns + at // 128
+            w_scale = tl.load(w_at, mask=is_weight, other=0.0)
+            x_at = x_scale_ptr + (at // 128) * num_scales + token
+            x_scale = tl.load(x_at, mask=is_row, other=0.0)
+            acc += tl.dot(columns, rows.T) * w_scale[:, None] * x_scale[None, :]
+        else:
+            acc = tl.dot(columns, rows.T, acc, max_num_imprecise_acc=DEPTH)
+    if not BLOCKED:
+        acc *= tl.load(x_scale_ptr + token, mask=is_row, other=0.0)[None, :]
+        acc *= tl.load(scales + weight_row, mask=is_weight, other=0.0)[:, None]
+    if BIAS:
+        bias = bias_ptr + expert.to(tl.int64) * 2 * size + weight_row
+        acc += tl.load(bias, mask=is_weight, other=0.0).to(tl.float32)[:, None]
+    gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
+    at = first + tl.arange(0, COLUMNS)
+    out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
+    tl.store(target, out, mask=is_row[:, None] & (at < size)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_scales"])
+def _fp8_down_kernel(
+    x, weight, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert_ptr,
+    rows_ptr, size, hidden, num_blocks, num_scales, scale_rows, scale_columns,
+    BIAS: tl.constexpr, BLOCKED: tl.constexpr, ROW_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [num_pairs, hidden], weighted, of x [num_blocks * ROWS, size] e4m3, which is sorted."""
+    block, column = place(num_blocks, tl.cdiv(hidden, COLUMNS), GROUP)
+    num_rows = tl.load(rows_ptr + block)
+    if num_rows <= 0:
+        return
+    expert = tl.load(expert_ptr + block)
+    first = column * COLUMNS
+    weight_row = first + tl.arange(0, COLUMNS)
+    is_weight = weight_row < hidden
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    scales = w_scale_ptr + expert.to(tl.int64) * scale_rows * scale_columns
+    x_scales = x_scale_ptr + block * ROWS + row
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for at in range(0, size, DEPTH):
+        rows = x.load([block * ROWS, at])  # padding holds anything: it is not stored
+        columns = weight.load([expert, first, at]).reshape(COLUMNS, DEPTH)
+        if BLOCKED:
+            w_at = scales + weight_row // ROW_BLOCK * scale_columns + at // 128
+            w_scale = tl.load(w_at, mask=is_weight, other=0.0)
+            x_scale = tl.load(x_scales + (at // 128) * num_scales, mask=is_row, other=0.0)
+            acc += tl.dot(columns, rows.T) * w_scale[:, None] * x_scale[None, :]
+        else:
+            acc = tl.dot(columns, rows.T, acc, max_num_imprecise_acc=DEPTH)
+    if not BLOCKED:
+        acc *= tl.load(x_scales, mask=is_row, other=0.0)[None, :]
+        acc *= tl.load(scales + weight_row, mask=is_weight, other=0.0)[:, None]
+    _store_weighted(
+        acc, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, weight_row, is_weight,
+        row, is_row, BIAS, ROWS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_weighted(
+    acc, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, column, is_column,
+    row, is_row, BIAS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """acc [columns, ROWS] to its pairs' rows of out, times the token's weights of its experts."""
+    if BIAS:
+        bias = bias_ptr + expert.to(tl.int64) * hidden + column
+        acc += tl.load(bias, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
+    acc *= tl.load(factor_ptr + pair, mask=is_row, other=0.0)[None, :]
+    target = out_ptr + pair.to(tl.int64)[:, None] * hidden + column[None, :]
+    out = acc.T.to(out_ptr.dtype.element_ty)
+    tl.store(target, out, mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _w4_gate_up_kernel(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr,
+    pair_ptr, expert_ptr, rows_ptr, hidden, size, num_blocks, num_words, num_groups, chunks_each,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, FP4: tl.constexpr,
+    GLOBAL: tl.constexpr, ZEROS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.constexpr,
+    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [num_blocks * ROWS, size], sorted by expert, of x [n, hidden], in the tokens' order."""
+    block, column = place(num_blocks, tl.cdiv(size, COLUMNS), GROUP)
+    num_rows = tl.load(rows_ptr + block)
+    if num_rows <= 0:
+        return
+    expert = tl.load(expert_ptr + block).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
+    first = column * COLUMNS
+    index = tl.arange(0, 2 * COLUMNS)
+    within = first + index % COLUMNS
+    is_weight = within < size
+    weight_row = expert * 2 * size + tl.where(is_weight, within + index // COLUMNS * size, 0)
+    word = tl.arange(0, 16)
+    source = weight_ptr + weight_row[:, None] * num_words + word[None, :]
+    x_at = x_ptr + (pair // TOP_K).to(tl.int64)[None, :] * hidden + word[:, None]
+    scales, zeros = scale_ptr + weight_row * num_groups, zero_ptr + weight_row * num_groups
+    acc = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
+    for chunk in range(num_words // 16):
+        acc = multiply_chunk(
+            acc, tl.load(source + chunk * 16), x_at + chunk * 128, is_row, scales, zeros,
+            chunk, chunks_each, num_groups, hidden, FP4, ZEROS, PLANES, ASM, EVEN,
+        )  # fmt: skip
+    if GLOBAL:
+        acc *= tl.load(global_ptr + weight_row, mask=is_weight, other=0.0)[:, None]
+    if BIAS:
+        acc += tl.load(bias_ptr + weight_row, mask=is_weight, other=0.0).to(tl.float32)[:, None]
+    gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
+    at = first + tl.arange(0, COLUMNS)
+    out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
+    tl.store(target, out, mask=is_row[:, None] & (at < size)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _w4_down_kernel(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr, factor_ptr,
+    pair_ptr, expert_ptr, rows_ptr, size, hidden, num_blocks, num_words, num_groups, chunks_each,
+    BIAS: tl.constexpr, FP4: tl.constexpr, GLOBAL: tl.constexpr, ZEROS: tl.constexpr,
+    PLANES: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [num_pairs, hidden], weighted, of x [num_blocks * ROWS, size], which is sorted."""
+    block, column = place(num_blocks, tl.cdiv(hidden, COLUMNS), GROUP)
+    num_rows = tl.load(rows_ptr + block)
+    if num_rows <= 0:
+        return
+    expert = tl.load(expert_ptr + block).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    within = column * COLUMNS + tl.arange(0, COLUMNS)
+    is_weight = within < hidden
+    weight_row = expert * hidden + tl.where(is_weight, within, 0)
+    word = tl.arange(0, 16)
+    source = weight_ptr + weight_row[:, None] * num_words + word[None, :]
+    x_at = x_ptr + (block * ROWS + row).to(tl.int64)[None, :] * size + word[:, None]
+    scales, zeros = scale_ptr + weight_row * num_groups, zero_ptr + weight_row * num_groups
+    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for chunk in range(num_words // 16):
+        acc = multiply_chunk(
+            acc, tl.load(source + chunk * 16), x_at + chunk * 128, is_row, scales, zeros,
+            chunk, chunks_each, num_groups, size, FP4, ZEROS, PLANES, ASM, EVEN,
+        )  # fmt: skip
+    if GLOBAL:
+        acc *= tl.load(global_ptr + weight_row, mask=is_weight, other=0.0)[:, None]
+    _store_weighted(
+        acc, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, within, is_weight,
+        row, is_row, BIAS, ROWS,
+    )  # fmt: skip
+
+
+def fp8_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] float8_e4m3fn: gate above up
+    gate_up_scale: torch.Tensor,  # [experts, 2 * intermediate], or by block
+    down: torch.Tensor,  # [experts, hidden, intermediate] float8_e4m3fn
+    down_scale: torch.Tensor,
+    gate_up_input_scale: torch.Tensor | None,  # scalar; None: dynamic
+    down_input_scale: torch.Tensor | None,
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,  # [experts, 2 * intermediate]
+    down_bias: torch.Tensor | None = None,  # [experts, hidden]
+) -> torch.Tensor:
+    """As the reference; rows of both matrices are multiples of 16 numbers."""
+    num_tokens, top_k = ids.shape
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    assert gate_up.shape[2] % 16 == 0, "the copy engine wants whole 16 bytes"
+    assert down.shape[2] % 16 == 0, "the copy engine wants whole 16 bytes"
+    plan = quantized_experts_plan(num_tokens * top_k, len(gate_up))
+    blocks = align(ids, len(gate_up), plan.rows)
+    activated = _fp8_gate_up(
+        x.contiguous(), blocks, top_k, gate_up, gate_up_scale, gate_up_input_scale, gate_up_bias,
+        activation, plan,
+    )  # fmt: skip
+    weighted = _fp8_down(
+        activated, blocks, weights, down, down_scale, down_input_scale, down_bias, plan
+    )
+    return sum_experts(weighted, num_tokens)
+
+
+class _Scales:
+    """Scales of all experts' rows or blocks, and what a kernel needs to know of them."""
+
+    def __init__(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        num_experts, out_features, _ = weight.shape
+        self.data = scale.float()
+        if self.data.ndim == 1:  # one an expert
+            self.data = self.data[:, None].expand(num_experts, out_features)
+        self.data = self.data.contiguous()
+        self.blocked = self.data.ndim == 3
+        self.rows = self.data.shape[1]
+        self.columns = self.data.shape[2] if self.blocked else 1
+        self.row_block = 1 if self.rows == out_features else CHUNK
+
+
+def _quantize(
+    x: torch.Tensor, static: torch.Tensor | None, blocked: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rounded, scales, _ = quantize(x, static, blocked)
+    if blocked and static is not None:
+        scales = scales.expand(triton.cdiv(x.shape[1], CHUNK), -1).contiguous()
+    return rounded, scales
+
+
+def _fp8_gate_up(
+    x: torch.Tensor,
+    blocks: Blocks,
+    top_k: int,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str,
+    plan: ExpertsPlan,
+) -> torch.Tensor:
+    """[num_blocks * rows, size], sorted by expert."""
+    num_experts, double, hidden = weight.shape
+    size, num_blocks, tile = double // 2, len(blocks.experts), plan.gate_up
+    scales = _Scales(weight, weight_scale)
+    rounded, x_scales = _quantize(x, input_scale, scales.blocked)
+    out = torch.empty((len(blocks.pairs), size), dtype=x.dtype, device=x.device)
+    pairs_of_columns = TensorDescriptor.from_tensor(
+        weight.view(num_experts, 2, size, hidden), [1, 2, tile.columns, tile.depth]
+    )
+    _fp8_gate_up_kernel[(num_blocks * triton.cdiv(size, tile.columns),)](
+        rounded, pairs_of_columns, x_scales, scales.data, x if bias is None else bias, out,
+        blocks.pairs, blocks.experts, blocks.rows, hidden, size, num_blocks, len(x),
+        scales.rows, scales.columns,
+        TOP_K=top_k, ACTIVATION=activation, BIAS=bias is not None, BLOCKED=scales.blocked,
+        ROW_BLOCK=scales.row_block, ROWS=plan.rows, COLUMNS=tile.columns, DEPTH=tile.depth,
+        GROUP=tile.group, num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _fp8_down(
+    x: torch.Tensor,  # [num_blocks * rows, size], sorted by expert
+    blocks: Blocks,
+    factors: torch.Tensor,  # [n, top_k]
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    plan: ExpertsPlan,
+) -> torch.Tensor:
+    """[n * top_k, hidden], weighted, in the tokens' order."""
+    _, hidden, size = weight.shape
+    num_blocks, tile = len(blocks.experts), plan.down
+    scales = _Scales(weight, weight_scale)
+    rounded, x_scales = _quantize(x, input_scale, scales.blocked)
+    out = torch.empty((factors.numel(), hidden), dtype=x.dtype, device=x.device)
+    _fp8_down_kernel[(num_blocks * triton.cdiv(hidden, tile.columns),)](
+        TensorDescriptor.from_tensor(rounded, [plan.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth]),
+        x_scales, scales.data, x if bias is None else bias, out, factors,
+        blocks.pairs, blocks.experts, blocks.rows, size, hidden, num_blocks, len(x),
+        scales.rows, scales.columns,
+        BIAS=bias is not None, BLOCKED=scales.blocked, ROW_BLOCK=scales.row_block, ROWS=plan.rows,
+        COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=tile.group,
+        num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def w4_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # as `prepare_w4` gives it: [experts, 2 * intermediate, words]
+    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
+    gate_up_zeros: torch.Tensor | None,
+    down: torch.Tensor,  # [experts, hidden, words]
+    down_scales: torch.Tensor,
+    down_zeros: torch.Tensor | None,
+    group_size: int,  # as long as a row, where a row has one scale
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    bits: int = 4,
+) -> torch.Tensor:
+    """As the reference. What is not in our layout (8 bits, unusual groups) is slow."""
+    if gate_up.dtype != torch.int32 or down.dtype != torch.int32:
+        return _dense(
+            len(gate_up), x, weights, ids, activation, gate_up_bias, down_bias,
+            lambda expert, rows, bias: plain.w4_linear(
+                rows, gate_up[expert], gate_up_scales[expert], _of(gate_up_zeros, expert),
+                min(group_size, rows.shape[1]), bias, bits,
+            ),
+            lambda expert, rows, bias: plain.w4_linear(
+                rows, down[expert], down_scales[expert], _of(down_zeros, expert),
+                min(group_size, rows.shape[1]), bias, bits,
+            ),
+        )  # fmt: skip
+    first = Packed(gate_up, gate_up_scales, gate_up_zeros, group_size)
+    second = Packed(down, down_scales, down_zeros, group_size)
+    return _packed_experts(x, weights, ids, first, second, activation, gate_up_bias, down_bias)
+
+
+def fp4_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # as `prepare_fp4` gives it: [experts, 2 * intermediate, words]
+    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
+    gate_up_global: torch.Tensor | None,  # [experts, 2 * intermediate]
+    down: torch.Tensor,  # [experts, hidden, words]
+    down_scales: torch.Tensor,
+    down_global: torch.Tensor | None,
+    group_size: int,
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference."""
+    assert gate_up.dtype == down.dtype == torch.int32, "groups of 16 or 32 are what there is"
+    first = Packed(gate_up, gate_up_scales, None, group_size, True, gate_up_global)
+    second = Packed(down, down_scales, None, group_size, True, down_global)
+    return _packed_experts(x, weights, ids, first, second, activation, gate_up_bias, down_bias)
+
+
+def _packed_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: Packed,
+    down: Packed,
+    activation: str,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    num_tokens, top_k = ids.shape
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    num_experts, double, num_words = gate_up.words.shape
+    hidden, size = x.shape[1], double // 2
+    plan = quantized_experts_plan(num_tokens * top_k, num_experts)
+    blocks = align(ids, num_experts, plan.rows)
+    num_blocks = len(blocks.experts)
+    x = x.contiguous()
+    activated = torch.empty((len(blocks.pairs), size), dtype=x.dtype, device=x.device)
+    _w4_gate_up_kernel[(num_blocks * triton.cdiv(size, plan.gate_up.columns),)](
+        x, *_operands(gate_up, x), x if gate_up_bias is None else gate_up_bias, activated,
+        blocks.pairs, blocks.experts, blocks.rows, hidden, size, num_blocks, num_words,
+        gate_up.num_groups, gate_up.chunks_each,
+        TOP_K=top_k, ACTIVATION=activation, BIAS=gate_up_bias is not None, **gate_up.constants,
+        ASM=x.is_cuda, EVEN=hidden % CHUNK == 0, ROWS=plan.rows, COLUMNS=plan.gate_up.columns,
+        GROUP=plan.gate_up.group, num_warps=plan.gate_up.launch.num_warps,
+        num_stages=plan.gate_up.launch.num_stages,
+    )  # fmt: skip
+    weighted = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    _w4_down_kernel[(num_blocks * triton.cdiv(hidden, plan.down.columns),)](
+        activated, *_operands(down, x), x if down_bias is None else down_bias, weighted, weights,
+        blocks.pairs, blocks.experts, blocks.rows, size, hidden, num_blocks, down.words.shape[2],
+        down.num_groups, down.chunks_each,
+        BIAS=down_bias is not None, **down.constants, ASM=x.is_cuda, EVEN=size % CHUNK == 0,
+        ROWS=plan.rows, COLUMNS=plan.down.columns, GROUP=plan.down.group,
+        num_warps=plan.down.launch.num_warps, num_stages=plan.down.launch.num_stages,
+    )  # fmt: skip
+    return sum_experts(weighted, num_tokens)
+
+
+def _operands(weight: Packed, unused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (
+        weight.words,
+        weight.scales,
+        weight.words if weight.zeros is None else weight.zeros,
+        unused if weight.global_scale is None else weight.global_scale,
+    )
+
+
+_ExpertLinear = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def _of(tensor: torch.Tensor | None, expert: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[expert]
+
+
+def _dense(
+    num_experts: int,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    activation: str,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    first: _ExpertLinear,
+    second: _ExpertLinear,
+) -> torch.Tensor:
+    """Every expert over every token, so that the host need not know the choice."""
+    output = torch.zeros_like(x)
+    for expert in range(num_experts):
+        gate, up = first(expert, x, _of(gate_up_bias, expert)).chunk(2, dim=-1)
+        result = second(expert, ACTIVATIONS[activation](gate, up), _of(down_bias, expert))
+        is_chosen = ids == expert  # [n, top_k]
+        scaled = result * (weights * is_chosen).sum(-1, keepdim=True)
+        # What an expert gives for a token that did not choose it need not even be finite.
+        output += torch.where(is_chosen.any(-1, keepdim=True), scaled, 0.0).to(output.dtype)
+    return output

@@ -1,0 +1,28 @@
+"""A matmul whose programs share an output tile: the last one to arrive adds up the parts."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_parts(
+    acc,  # [A, B] float32, this program's part
+    partial_ptr,  # [SPLITS, ...] float32; at `offset` [A, B] of each
+    arrived_ptr,  # int32, zero before and after
+    offset, stride, mask, split, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The sum of all parts and whether this program has it. The order of the sum is fixed."""
+    tl.store(partial_ptr + split * stride + offset, acc, mask=mask)
+    tl.debug_barrier()  # the whole program has written before one thread says so
+    is_last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        acc = tl.zeros_like(acc)
+        # What other programs wrote is in the L2 cache, perhaps not in this processor's own.
+        for part in tl.static_range(SPLITS):
+            acc += tl.load(
+                partial_ptr + part * stride + offset, mask=mask, other=0.0, cache_modifier=".cg"
+            )
+        tl.store(arrived_ptr, 0)
+    return acc, is_last
