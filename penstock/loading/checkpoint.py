@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.config import LoadConfig
+from penstock.loading.gguf_architectures import AsRow, SplitExperts, UnpermuteRope
 from penstock.loading.gguf_config import MappedTensor, map_tensors
 from penstock.loading.gguf_dequant import check_supported, dequantize
-from penstock.loading.gguf_file import GGUFFile
+from penstock.loading.gguf_file import GGUFFile, GGUFTensor
 from penstock.loading.source import ModelSource, read_json
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
@@ -63,30 +64,48 @@ class GGUFCheckpoint:
         self._file = file
         self._config = config
         self._native_types = native_types
-        self._tensors = {mapped.name: mapped for mapped in map_tensors(file, config)}
-        for mapped in self._tensors.values():
+        self._tensors = map_tensors(file, config)
+        for mapped in self._tensors:
             check_supported(mapped.tensor, file.path)
 
     def names(self) -> list[str]:
-        return list(self._tensors)
+        return [name for mapped in self._tensors for name, _ in _matrices(mapped)]
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
-        for name, mapped in self._tensors.items():
-            tensor, rows = mapped.tensor, self._rows(mapped)
-            if len(tensor.shape) != 2 or tensor.type.name not in self._native_types:
-                yield name, dequantize(tensor, rows.view(-1))
-            elif tensor.type.name in FLOAT_DTYPES:
-                yield name, rows.view(FLOAT_DTYPES[tensor.type.name])
-            else:
-                yield name, BlockTensor(*tensor.type, rows)
+        for mapped in self._tensors:
+            rows = self._rows(mapped)
+            start = 0
+            for name, tensor in _matrices(mapped):
+                count = tensor.shape[0]
+                yield name, self._weight(tensor, rows[start : start + count])
+                start += count
+
+    def _weight(self, tensor: GGUFTensor, rows: torch.Tensor) -> Weight:
+        if len(tensor.shape) != 2 or tensor.type.name not in self._native_types:
+            return dequantize(tensor, rows.reshape(-1))
+        if tensor.type.name in FLOAT_DTYPES:
+            return rows.view(FLOAT_DTYPES[tensor.type.name])
+        return BlockTensor(*tensor.type, rows)
 
     def _rows(self, mapped: MappedTensor) -> torch.Tensor:
         """The tensor's bytes, [rows, bytes of a row], in the order that Hugging Face has."""
         data = torch.from_numpy(self._file.view(mapped.tensor.name))
-        rows = data.view(mapped.tensor.shape[0], -1)
-        if mapped.transform is None:
+        rows = data.view(sum(tensor.shape[0] for _, tensor in _matrices(mapped)), -1)
+        if not isinstance(mapped.transform, UnpermuteRope):
             return rows
         return unpermute_rope(rows, self._config[mapped.transform.heads])
+
+
+def _matrices(mapped: MappedTensor) -> list[tuple[str, GGUFTensor]]:
+    """The tensors that Hugging Face has in a tensor's place, one after the other."""
+    tensor = mapped.tensor
+    if isinstance(mapped.transform, SplitExperts):
+        count, *shape = tensor.shape
+        part = tensor._replace(shape=tuple(shape), nbytes=tensor.nbytes // count)
+        return [(mapped.name.replace("{e}", str(expert)), part) for expert in range(count)]
+    if isinstance(mapped.transform, AsRow) and len(tensor.shape) == 1:
+        return [(mapped.name, tensor._replace(shape=(1, *tensor.shape)))]
+    return [(mapped.name, tensor)]
 
 
 def unpermute_rope(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

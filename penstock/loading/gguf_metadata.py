@@ -1,0 +1,76 @@
+"""Typed access to what a GGUF file says of its own architecture."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import numpy as np
+
+from penstock.loading.gguf_file import GGUFFile, GGUFTensor
+from penstock.protocol.errors import ModelError
+
+
+def fail(file: GGUFFile, problem: str) -> NoReturn:
+    raise ModelError(f"{file.path}: {problem}")
+
+
+def find_tensor(file: GGUFFile, name: str, num_dims: int) -> GGUFTensor:
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        fail(file, f"tensor {name!r} is missing")
+    if len(tensor.shape) != num_dims:
+        fail(file, f"tensor {name!r} must have {num_dims} dimensions, got {list(tensor.shape)}")
+    return tensor
+
+
+class Metadata:
+    """The keys that begin with the architecture's name."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        self.prefix = str(file.metadata.get("general.architecture"))
+
+    def get(self, key: str) -> Any:
+        return self.file.metadata.get(f"{self.prefix}.{key}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key)
+        if value is None and default is not None:
+            value = default
+        if isinstance(value, list) and len(set(map(str, value))) == 1:
+            value = value[0]  # one number a layer, all the same
+        if type(value) is not int or not 0 < value < 2**31:
+            self._fail_value(key, value, "a positive integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key)
+        if value is None and default is not None:
+            value = default
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            self._fail_value(key, value, "a positive number")
+        # Stored as float32: the shortest decimal is what config.json had (1e-05, not 9.99..e-06).
+        return float(str(np.float32(value)))
+
+    def token_id(self, kind: str) -> int | None:
+        key = f"tokenizer.ggml.{kind}_token_id"
+        value = self.file.metadata.get(key)
+        if value is not None and (type(value) is not int or not 0 <= value < 2**31):
+            fail(self.file, f"{key} must be a token id, got {value!r}")
+        return value
+
+    def has_tensor(self, name: str) -> bool:
+        return name in self.file.tensors
+
+    def floats(self, name: str) -> list[float]:
+        """The numbers of a small float32 tensor."""
+        tensor = find_tensor(self.file, name, num_dims=1)
+        if tensor.type.name != "F32":
+            fail(self.file, f"tensor {name!r} must be F32, got {tensor.type.name}")
+        values: list[float] = self.file.view(name).view("<f4").tolist()
+        return values
+
+    def _fail_value(self, key: str, value: Any, wanted: str) -> NoReturn:
+        shown = "nothing" if value is None else repr(value)[:80]
+        fail(self.file, f"metadata {self.prefix}.{key} must be {wanted}, got {shown}")
