@@ -35,8 +35,10 @@ def build_model(
     `model_impl` permits; all of them are with `model_impl` transformers.
     """
     names = raw.get("architectures")
-    theirs = find_in_transformers(names) if model_impl != "penstock" else None
-    if theirs is not None and (model_impl == "transformers" or not is_known(names)):
+    # To look there imports the package, which takes longer than to load a small model.
+    is_theirs = model_impl == "transformers" or (model_impl == "auto" and not is_known(names))
+    theirs = find_in_transformers(names) if is_theirs else None
+    if theirs is not None:
         from penstock.models.transformers_model import TransformersLM  # needs the package
 
         logger.info("%s is run by transformers' code, with Penstock's attention", theirs)
