@@ -104,3 +104,26 @@ def test_padded_steps_and_their_sampling_give_the_plain_paths_tokens(
                 assert graphs.num_declined > 0
             else:
                 assert (graphs.num_served > 0, graphs.num_declined) == (True, 0), name
+
+
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_hidden_layers": 1, "num_heads": 2, "head_dim": 32, "n_groups": 1},
+    "qwen3_next": {
+        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1, "linear_num_value_heads": 2, "mlp_only_layers": [0, 1],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", RECURRENT)
+def test_recurrent_layers_give_the_plain_paths_tokens(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**SHAPE, **RECURRENT[variant]}
+    checkpoint = str(make_checkpoint(tmp_path, variant, **settings))
+    with LLM(checkpoint, **OPTIONS) as llm:
+        expected = generate(llm, KINDS["greedy"])
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    with LLM(checkpoint, **OPTIONS) as llm:
+        take_device_path(llm)
+        assert generate(llm, KINDS["greedy"]) == expected
