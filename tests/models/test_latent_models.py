@@ -4,6 +4,7 @@ alone and batched, is in test_parity."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tiny_models import Reference, count_near_ties, make_checkpoint
+from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.config import LoadConfig, ModelConfig
@@ -55,7 +56,6 @@ def model_of(llm: LLM) -> DecoderLM:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
-    reference = Reference(checkpoint)
     with open_llm(checkpoint, cpu_backend="torch", max_num_batched_tokens=7) as llm:
         chunked = tokens(llm)
         assert tokens(llm) == chunked  # from the prefix cache
@@ -64,9 +64,6 @@ def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) ->
     with open_llm(checkpoint, **tight) as llm:
         assert tokens(llm) == chunked
         assert llm.engine.stats().num_preemptions > 0
-    for prompt, own in zip(PROMPTS, chunked, strict=True):
-        theirs, margins = reference.greedy(prompt["prompt_token_ids"], 16)
-        assert count_near_ties(own, theirs, margins, 1e-3) == 0
 
 
 @pytest.mark.parametrize(
@@ -178,3 +175,32 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
     build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=group)
     with pytest.raises(ConfigError, match="must divide the model's 4 attention heads"):
         build_model(source.config, build)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_of_an_fp8_checkpoint_the_matrix_is_unpacked(backend: str, tmp_path: Path) -> None:
+    """As DeepSeek V3 is published: blocks of 128 by 128, each with a scale."""
+    checkpoint = make_checkpoint(tmp_path, "deepseek_v3")
+    path, stored = checkpoint / "model.safetensors", {}
+    floats: dict[str, torch.Tensor] = {}
+    for name, tensor in safetensors.torch.load_file(path).items():
+        stored[name] = tensor
+        if "_proj" in name and name.endswith(".weight"):
+            rows, columns = (-(-size // 128) for size in tensor.shape)
+            scale = torch.full((rows, columns), float(tensor.abs().max()) / 448)
+            stored[name] = (tensor / scale[0, 0]).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale
+            floats[name] = stored[name].float() * scale[0, 0]
+    safetensors.torch.save_file(stored, path, metadata={"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }  # fmt: skip
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    with open_llm(checkpoint, cpu_backend=backend) as llm:
+        assert all(len(own) == 16 for own in tokens(llm))
+        attention = model_of(llm).model.layers[2].self_attn
+        assert isinstance(attention, LatentAttention)
+        expected = floats["model.layers.2.self_attn.kv_b_proj.weight"]
+        torch.testing.assert_close(attention.kv_b_proj.weight.data, expected)
