@@ -312,7 +312,7 @@ class _Choice:
     def take(self, item: CompletionOutput) -> TurnStep:
         deltas = self.parser.feed(item.text, item.token_ids)
         if item.finish_reason is not None:
-            deltas += self.parser.finish()
+            deltas += self.parser.finish(is_whole=item.finish_reason == "stop")
         if not self._allows_several:
             deltas = list(self._first_call_alone(deltas))
         for delta in deltas:

@@ -130,7 +130,7 @@ class GuidanceMatcher:
 
     @property
     def error(self) -> str | None:
-        return self.native.get_error()[:MAX_ERROR_LENGTH] if self.native.is_error() else None
+        return _plain(self.native.get_error()) if self.native.is_error() else None
 
     @property
     def is_complete(self) -> bool:
@@ -189,7 +189,12 @@ def _json_options(params: StructuredOutputsParams, is_tool: bool = False) -> Any
 
 
 def _explain(error: str) -> str:
+    return f"{FIELD} cannot be used: {_plain(error)}"
+
+
+def _plain(error: str) -> str:
+    """The library's words on one line, as far as they say something."""
     if error.startswith("NoExtension"):
-        return f"{FIELD} cannot be used: no text matches it"
+        return "no text matches it"
     lines = [line for line in error.splitlines() if "<non-verbose/>" not in line]
-    return f"{FIELD} cannot be used: {' '.join(' '.join(lines).split())[:MAX_ERROR_LENGTH]}"
+    return " ".join(" ".join(lines).split())[:MAX_ERROR_LENGTH]

@@ -198,6 +198,23 @@ def test_the_grammar_begins_when_the_reasoning_ends(llm: LLM) -> None:
     assert text.endswith("abanswer")
 
 
+def test_reasoning_that_no_token_begins_is_begun_for_the_model(llm: LLM) -> None:
+    spec = Structured(choice=["answer"], reasoning_start="So: ", reasoning_end=["</x>", "7", "8"])
+    for seed in range(3):
+        out = complete(llm, spec, seed=seed, max_tokens=100).outputs[0]
+        assert out.text.startswith("So: ")
+        if out.finish_reason == "stop":
+            assert re.fullmatch("So: .*[78]answer", out.text, re.DOTALL)
+        request = llm.frontend.prepare(
+            "replay",
+            "Some text: ",
+            SamplingParams(temperature=1.0, seed=seed, max_tokens=100, structured_outputs=spec),
+            output_token_ids=out.token_ids[:3],
+        )
+        (replayed,) = llm._run([request], use_tqdm=False)
+        assert replayed.outputs[0].token_ids == out.token_ids
+
+
 def test_together_as_alone(llm: LLM, alone: list[Any]) -> None:
     assert run(llm) == alone
     assert len({tuple(tokens) for tokens, _ in alone}) > 20

@@ -62,6 +62,19 @@ def test_the_end_waits_for_a_whole_character() -> None:
     assert reasoning.forced(state) == CLOSE[0]
 
 
+def test_an_opening_is_forced_and_any_end_counts() -> None:
+    reasoning = Reasoning(PIECES, (b"</end>", b"aa"), budget=3, opening=(0, 6), closing=(0, 0))
+    state = reasoning.begin()
+    for token_id in reasoning.opening:
+        assert reasoning.forced(state) == token_id
+        state = reasoning.after(state, token_id)
+    assert state.phase is Phase.THINKING  # of which the opening is no part
+    for token_id in (6, 0, 0):
+        assert reasoning.forced(state) is None
+        state = reasoning.after(state, token_id)
+    assert state.phase is Phase.OVER
+
+
 PROMPTS = ["Some text: ", "A longer beginning, which takes several blocks of the cache: "]
 DIGITS = Structured(regex="[0-9]{5}", reasoning_end="</think>")
 

@@ -21,6 +21,15 @@ from penstock.text.parsing.stream import Steps, Stream
 from penstock.text.parsing.tool_format import ToolFormat
 
 
+# Keywords by which a schema may allow more properties than `properties` names.
+OTHER_PROPERTIES = frozenset(
+    (
+        "$dynamicRef", "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "if",
+        "oneOf", "patternProperties", "unevaluatedProperties",
+    )
+)  # fmt: skip
+
+
 class Hermes(ToolFormat):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, Granite 4."""
 
@@ -260,5 +269,8 @@ def named_shapes(tools: Sequence[Tool], prefix: str, suffix: str) -> tuple[CallS
 
 
 def arguments_schema(tool: Tool) -> Mapping[str, Any]:
-    """A tool's schema; a tool that declares none takes no arguments."""
-    return tool.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    """A tool's schema. What it names is all that the tool takes, unless it says otherwise: models
+    would go on to invent arguments, where they are held to a schema that allows it."""
+    if OTHER_PROPERTIES.isdisjoint(tool.parameters):
+        return {"type": "object", **tool.parameters, "additionalProperties": False}
+    return tool.parameters

@@ -93,8 +93,11 @@ class OutputParser(Protocol):
         Either may be empty: text may come later than its tokens.
         """
 
-    def finish(self) -> list[Delta]:
-        """What was held back, as the output has ended. Nothing may be fed after it."""
+    def finish(self, is_whole: bool = False) -> list[Delta]:
+        """What was held back, as the output has ended. Nothing may be fed after it.
+
+        A call that is not complete is malformed if the output `is_whole`, and else cut off.
+        """
 
 
 @dataclass(frozen=True)
@@ -275,8 +278,8 @@ class StreamParser:
         next(self._steps, None)
         return self._out.drain()
 
-    def finish(self) -> list[Delta]:
-        self._stream.ended = True
+    def finish(self, is_whole: bool = False) -> list[Delta]:
+        self._stream.ended, self._stream.is_whole = True, is_whole
         next(self._steps, None)
         self._out.finish()
         return self._out.drain()

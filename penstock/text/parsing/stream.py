@@ -28,13 +28,14 @@ class Truncated(Exception):
 
 
 class Stream:
-    """The text of one output. `ended` once no more will come.
+    """The text of one output. `ended` once no more will come, `is_whole` if no more would have.
 
     From `record()` on, what is read is kept, so that it can become text again.
     """
 
     def __init__(self) -> None:
         self.ended = False
+        self.is_whole = False
         self.num_bytes_read = 0
         self._text = ""
         self._at = 0  # what comes before has been read

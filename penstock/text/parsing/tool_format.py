@@ -66,9 +66,11 @@ class ToolFormat(ABC):
             why = str(malformed) if promised or out.in_call else None
             out.fail(stream.stop_recording(), why)
         except Truncated:
-            text = stream.stop_recording()
-            if not out.in_call:
-                out.content(text)
+            if out.in_call and stream.is_whole:  # it was not the client that cut the call off
+                stream.take_rest()
+                out.fail(stream.stop_recording(), "the output ends within it")
+            elif not out.in_call:
+                out.content(stream.stop_recording())
         else:
             stream.stop_recording()
 

@@ -178,6 +178,24 @@ def test_a_call_that_is_cut_off_is_incomplete() -> None:
     assert message.content == ""
 
 
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ("hermes", 'So:\n<tool_call>{"name": "now", "arguments": {"a": "b'),
+        ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=a>\n3\n</para"),
+        ("openai", '<|channel|>commentary to=functions.now<|message|>{"a": "b'),
+    ],
+)
+def test_a_call_that_the_model_leaves_incomplete_is_text(tools: str, text: str) -> None:
+    for pieces in ([text], list(text)):
+        parser = make_parser(tools=tools)
+        deltas = [delta for piece in pieces for delta in parser.feed(piece)]
+        message = collect(deltas + parser.finish(is_whole=True))
+        assert message.tool_calls == []
+        assert text.endswith(message.content)
+        assert "b" in message.content or "3" in message.content
+
+
 def test_the_end_marker_may_be_missing() -> None:
     for tools, text in {
         "hermes": '<tool_call>{"name": "now", "arguments": {}}',

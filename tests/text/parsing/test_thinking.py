@@ -9,6 +9,8 @@ from real_tokenizers import real_tokenizer
 from replay import feed_tokens, make_parser, parse
 from transcripts import BY_NAME
 
+from penstock.protocol.structured import StructuredOutputsParams
+from penstock.server.turn_grammar import after_reasoning
 from penstock.text.parsing.deltas import Message, ReasoningDelta
 from penstock.text.parsing.parser import (
     REASONING_PARSERS,
@@ -81,6 +83,37 @@ def test_reasoning_is_shown_as_it_comes_but_not_what_may_be_its_end() -> None:
     assert parser.feed("</think") == []
     assert parser.feed(">\n\n") == []
     assert parser.finish() == []
+
+
+GRANITE_32 = "Write the thoughts after 'Here is my thought process:' and the response after ..."
+GRANITE_33 = "Write the thoughts between <think></think> and the response between ..."
+
+
+@pytest.mark.parametrize(
+    ("template", "start", "end"),
+    [
+        (GRANITE_32, "Here is my thought process:", "Here is my response:"),
+        (GRANITE_33, "<think>", "</think>"),
+    ],
+)
+def test_an_answers_form_holds_after_granites_thinking(template: str, start: str, end: str) -> None:
+    """No token of its vocabulary begins the reasoning, so it is there if it was asked for."""
+    tokenizer = real_tokenizer("llama3_2")
+    assert not tokenizer.is_token(start)
+    wanted = StructuredOutputsParams(choice=["Four."])
+
+    def held(**kwargs: bool) -> StructuredOutputsParams:
+        context = ParserContext(prompt="Hi", template_kwargs=kwargs)
+        return after_reasoning(wanted, "granite", context, tokenizer, template, is_calls=False)
+
+    assert held() == held(thinking=False) == wanted
+    asked = held(thinking=True)
+    assert asked.reasoning_start == start
+    assert asked.reasoning_ends[0] == end
+    assert {"</think>", "Here is my response:"} < set(asked.reasoning_ends)
+    closing = reasoning_format("granite", template).closing
+    message = parse(f"{start} Two and two.{closing}Four.", reasoning="granite")
+    assert message == Message(content="Four.", reasoning="Two and two.")
 
 
 def test_white_space_of_reasoning_that_is_cut_off_is_no_content() -> None:
