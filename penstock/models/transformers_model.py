@@ -58,10 +58,10 @@ class TransformersLM(nn.Module):
         probe = probe_model(model, name)
         self.names = CheckpointNames(model)
         self.weights = WeightTable(ignored=_ignored(model))
-        for path, call in probe.attention.items():
-            model.get_submodule(path).paged_attention = _attention(build, path, call)
         embedding = replace_matrices(build, model, probe.linears)
         materialize(model, build.device)
+        for path, call in probe.attention.items():
+            call.module.paged_attention = _attention(build, path, call)
         self.whole = _Whole(model, probe, embedding)
         for child_name, child in model.named_children():
             self.add_module(child_name, child)
@@ -227,9 +227,19 @@ def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _attention(build: Build, path: str, call: AttentionCall) -> Attention:
-    return Attention(
-        build, path, call.num_heads, call.num_kv_heads, call.head_dim, call.scale, call.window
+    attention = Attention(
+        build,
+        path,
+        call.num_heads,
+        call.num_kv_heads,
+        call.head_dim,
+        call.scale,
+        call.window,
+        softcap=call.softcap,
     )
+    if call.sinks is not None:  # a parameter of transformers' module, which loads it
+        attention.extras["sinks"] = call.module.get_parameter(call.sinks)
+    return attention
 
 
 def _attend_paged(

@@ -43,7 +43,7 @@ class AttentionCall:
     scale: float | None
     window: int | None
     softcap: float | None
-    has_sinks: bool
+    sinks: str | None  # the module's parameter
 
 
 @dataclass(frozen=True)
@@ -183,9 +183,18 @@ def _note_call(
         scale=scaling,
         window=attention_mask.window,
         softcap=softcap,
-        has_sinks=s_aux is not None,
+        sinks=_name_of(module, s_aux),
     )
     return torch.empty_like(query).transpose(1, 2), None
+
+
+def _name_of(module: nn.Module, sinks: torch.Tensor | None) -> str | None:
+    if sinks is None:
+        return None
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter is sinks:
+            return name
+    raise Unsupported("has attention sinks that are not a parameter of the layer")
 
 
 def describe_mask(*, mask_function: Any, **_: Any) -> CausalMask:
