@@ -70,6 +70,11 @@ class ServerConfig:
         "Start the engine again when it dies, and go on with its requests; off: the server ends "
         "with it.",
     )
+    spare_engine: bool = option(
+        True,
+        "Keep a process at hand that has imported what an engine needs, so that another one is "
+        "there sooner; it takes about 150 MiB.",
+    )
     engine_heartbeat_timeout_s: float = option(
         30.0,
         "Seconds without a sign of life after which the engine counts as dead; while it loads a "

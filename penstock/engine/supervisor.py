@@ -200,7 +200,7 @@ class Supervisor:
 
     async def _death_of_engine(self, spare_delay_s: float) -> Death:
         """How the engine ended, once it has. While it lives, a spare is made."""
-        if self._config.restart_engine:
+        if self._config.restart_engine and self._config.spare_engine:
             with contextlib.suppress(asyncio.TimeoutError):
                 return await asyncio.wait_for(self.engine.died(), spare_delay_s)
             self._make_spare()

@@ -290,6 +290,35 @@ def test_connections_that_take_all_files_do_not_keep_the_engine_from_coming_back
         server.close()
 
 
+def test_a_spare_takes_the_place_of_a_dead_engine(serve: Serve) -> None:
+    server = serve()
+    calm = Streams(server).run([GREEDY])
+
+    def spare_pid() -> int:
+        eventually(lambda: len(server.child_pids()) == 2, 60)
+        (pid,) = server.child_pids() - server.engine_pids()
+        return pid
+
+    os.kill(server.engine_pid, signal.SIGKILL)  # after a death there is one soon
+    spare = spare_pid()
+    assert spare != server.engine_pid
+    os.kill(server.engine_pid, signal.SIGKILL)
+    eventually(lambda: server.engine_pids() == {spare})
+    assert Streams(server).run([GREEDY]) == calm
+
+    dead_spare = spare_pid()
+    os.kill(dead_spare, signal.SIGKILL)
+    eventually(lambda: not is_running(dead_spare))
+    os.kill(server.engine_pid, signal.SIGKILL)  # whoever comes then, comes from nothing
+    assert Streams(server).run([GREEDY]) == calm
+    assert server.engine_pid not in (spare, dead_spare)
+
+    left = {spare_pid(), server.engine_pid}
+    server.process.kill()
+    server.process.wait()
+    eventually(lambda: not any(map(is_running, left)))
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["restarting", "stopped"])
 def test_a_killed_server_leaves_no_engine_behind(serve: Serve, number: int) -> None:
     server = serve()
