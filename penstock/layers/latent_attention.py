@@ -115,7 +115,7 @@ class LatentAttention(nn.Module):
 
     def _up(self) -> torch.Tensor:
         """[heads, nope_dim + value_dim, kv_rank]: a view of kv_b_proj's weight."""
-        return self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1))
+        return self.kv_b_proj.weight.view(self.num_heads, -1, self.config.kv_rank)
 
     def _norm_and_rotate(
         self, query: torch.Tensor, compressed: torch.Tensor, angles: Angles

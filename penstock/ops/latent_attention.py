@@ -140,10 +140,10 @@ def _expanded(
     up: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    num_heads, nope_dim = nope.shape[1:]
-    latent, key_rope = cached.to(nope.dtype).split([up.shape[2], rope.shape[2]], dim=-1)
-    both = F.linear(latent, up.flatten(0, 1)).unflatten(-1, up.shape[:2])
-    key_rope = key_rope[:, None].expand(-1, num_heads, -1)
+    (_, num_heads, nope_dim), rank = nope.shape, up.shape[2]
+    cached = cached.to(nope.dtype)
+    both = F.linear(cached[:, :rank], up.flatten(0, 1)).view(-1, *up.shape[:2])
+    key_rope = cached[:, None, rank:].expand(-1, num_heads, -1)
     key = torch.cat([both[..., :nope_dim], key_rope], dim=-1)  # [k, heads, nope_dim + rope_dim]
     output = F.scaled_dot_product_attention(
         torch.cat([nope, rope], dim=-1).transpose(0, 1)[None],

@@ -452,4 +452,4 @@ class _Step:
 
 
 def _padded(size: int) -> int:
-    return max(triton.next_power_of_2(size), 16)
+    return max(1 << (size - 1).bit_length(), 16)
