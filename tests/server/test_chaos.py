@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chaos import run_chaos
+from chaos import Audit, run_chaos
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,26 @@ def test_whatever_happens_every_request_ends_once_and_right(seconds: float, tmp_
     assert audit.ends["right"] > 0
     assert audit.faults.total() > 0
     assert (tmp_path / "chaos.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("leaks", ["server", "engine", "none"])
+def test_the_audit_finds_whose_memory_grows(leaks: str) -> None:
+    audit, mib = Audit(), 2**20
+    for second in range(200):
+        grown = second * mib // 4
+        server = 100 * mib + (grown if leaks == "server" else 0)
+        # The engine is another one after 20 s, and a larger one: that is no growth.
+        pid, engine = (1, 50 * mib) if second < 20 else (2, 300 * mib)
+        engine += grown if leaks == "engine" else 0
+        audit.look(float(second), server, (pid, engine), 30)
+    audit.check_process(30, 30)
+    assert [complaint.split("'")[0] for complaint in audit.complaints] == (
+        [] if leaks == "none" else [f"the {leaks}"]
+    )
+
+
+def test_an_engine_that_lived_for_seconds_is_not_judged() -> None:
+    audit = Audit()
+    for second in range(120):
+        audit.look(float(second), 2**27, (second // 20 + 1, (second % 20) * 2**27), 30)
+    assert list(audit.memory()) == ["server"]
