@@ -200,7 +200,7 @@ class Stack(nn.Module):
         assert self.weight is not None, "the experts have no weights yet"
         self.weight = self.weight.prepare(ops)
         for name, tensor in self.weight.tensors().items():
-            self.register_buffer(name, tensor, persistent=False)
+            self.register_buffer(f"stacked_{name}", tensor, persistent=False)
 
     def _empty_like(self, weight: QuantizedWeight) -> QuantizedWeight:
         fields = {}
@@ -211,7 +211,7 @@ class Stack(nn.Module):
                 shape = (self.count, *tensor.shape)
                 fields[name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             # A buffer, so that the model's size counts it.
-            self.register_buffer(name, fields[name], persistent=False)
+            self.register_buffer(f"stacked_{name}", fields[name], persistent=False)
         return replace(weight, **fields)  # type: ignore[type-var]
 
     def _matching(self, weight: QuantizedWeight) -> QuantizedWeight:
@@ -225,6 +225,6 @@ class Stack(nn.Module):
         if weight.zeros is not None and self.weight.zeros is None:
             shape = (self.count, *weight.zeros.shape)
             zeros = torch.full(shape, half, dtype=torch.uint8, device=weight.zeros.device)
-            self.register_buffer("zeros", zeros, persistent=False)
+            self.register_buffer("stacked_zeros", zeros, persistent=False)
             self.weight = replace(self.weight, zeros=zeros)
         return weight

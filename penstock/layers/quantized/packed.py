@@ -74,7 +74,7 @@ class GptqScheme(_Grouped):
         packed = words.view(torch.uint8).view(*words.shape, 4).transpose(0, 1).flatten(1)
         zeros = self._zeros(tensors["qzeros"])
         scales = tensors["scales"].t().to(dtype).contiguous()
-        weight = _weight(packed, scales, zeros, self.group_size, self.bits)
+        weight = _weight(packed, scales, zeros, self.bits)
         if not self.act_order or "g_idx" not in tensors:
             return weight
         group_size = shard.shape[1] if self.group_size == -1 else self.group_size
@@ -122,7 +122,7 @@ class AwqScheme(_Grouped):
         packed = pack_nibbles(_from_awq(tensors["qweight"]))
         zeros = _from_awq(tensors["qzeros"]) if self.has_zeros else None
         scales = tensors["scales"].t().to(dtype).contiguous()
-        return _weight(packed, scales, zeros, self.group_size, self.bits)
+        return _weight(packed, scales, zeros, self.bits)
 
 
 def _from_awq(words: torch.Tensor) -> torch.Tensor:
@@ -177,7 +177,7 @@ class PackedScheme(_Grouped):
             words = tensors["weight_zero_point"].t().contiguous()  # [groups, out / per_word]
             numbers = words.view(torch.uint8)
             zeros = (unpack_nibbles(numbers) if self.bits == 4 else numbers).t().contiguous()
-        weight = _weight(packed, scales, zeros, self.group_size, self.bits)
+        weight = _weight(packed, scales, zeros, self.bits)
         if not self.act_order or "weight_g_idx" not in tensors:
             return weight
         return order_columns(weight, tensors["weight_g_idx"].long(), self.group_size)
@@ -187,13 +187,13 @@ def _weight(
     packed: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
-    group_size: int,
     bits: int,
 ) -> W4Weight:
     if zeros is not None and (zeros == 1 << (bits - 1)).all():
         zeros = None  # symmetric
-    own = packed.shape[1] * 8 // bits if group_size == -1 else group_size
-    return W4Weight(packed, scales, zeros, own, bits)
+    # A shard may lie within the one group of its rows.
+    columns = packed.shape[1] * 8 // bits
+    return W4Weight(packed, scales, zeros, columns // scales.shape[1], bits)
 
 
 def order_columns(weight: W4Weight, groups: torch.Tensor, group_size: int) -> W4Weight:
