@@ -47,7 +47,8 @@ def choose_backend(
     model_config: Mapping[str, Any],
 ) -> Backend:
     """The C++ library on a CPU that has it, else torch. Sets how many threads each may use."""
-    quantization = choose_quantization(model_config, config.load.quantization)
+    num_ranks = config.parallel.tensor_parallel_size
+    quantization = choose_quantization(model_config, config.load.quantization, num_ranks)
     device = platform.device.type
     native = None
     if device == "cpu" and config.device.cpu_backend == "auto":

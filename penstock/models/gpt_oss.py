@@ -1,7 +1,8 @@
 """GPT-OSS: every other layer sees a window, attention has sinks, experts have biases.
 
 The published checkpoints keep the experts in MXFP4, four bits a number: 32 numbers of a row share
-a power of two. They are unpacked while they load.
+a power of two. They stay so where the experts are computed with it (`layers/quantized`), and are
+unpacked while they load elsewhere.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from torch import nn
 
 from penstock.layers.blocks import RotaryAttention
 from penstock.layers.experts import Experts, ExpertsConfig
+from penstock.layers.matrix import MatrixLayer
+from penstock.layers.quantized.experts import QuantizedExperts
+from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.models.base import WeightTable
 from penstock.models.config import read_float
 from penstock.models.decoder import DecoderLM
@@ -75,6 +79,7 @@ class GptOssForCausalLM(DecoderLM):
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Experts one by one, where the file has a layer's in one tensor, packed or not."""
         halves: dict[str, dict[str, torch.Tensor]] = {}  # of packed tensors, until both are there
+        keeps_mxfp4 = self._keeps_mxfp4()
         for name, tensor in tensors:
             layer, is_expert, own = name.partition(EXPERTS)
             if not is_expert or isinstance(tensor, BlockTensor):
@@ -86,13 +91,28 @@ class GptOssForCausalLM(DecoderLM):
                 both[kind] = tensor
                 if len(both) == 2:
                     del halves[prefix + matrix]
-                    yield from _by_expert(prefix, matrix, "weight", _Packed(name, **both))
+                    packed = _Packed(name, **both)
+                    if keeps_mxfp4:
+                        # [rows, bytes of a row] of each expert, and [rows, groups]
+                        yield from _by_expert(
+                            prefix, matrix, "weight_packed", packed.blocks.flatten(-2)
+                        )
+                        yield from _by_expert(prefix, matrix, "weight_scale", packed.scales)
+                    else:
+                        yield from _by_expert(prefix, matrix, "weight", packed)
             elif kind == "_bias":
                 yield from _by_expert(prefix, matrix, "bias", tensor)
             else:
                 yield from _by_expert(prefix, matrix, "weight", tensor.transpose(-1, -2))
         for name in halves:
             yield name + "_proj_blocks", torch.empty(0)  # surplus: the other half is missing
+
+    def _keeps_mxfp4(self) -> bool:
+        """Whether the experts were given a quantized method."""
+        methods = (module.method for module in self.modules() if isinstance(module, MatrixLayer))
+        return any(isinstance(module, QuantizedExperts) for module in self.modules()) or any(
+            isinstance(method, QuantizedMethod) for method in methods
+        )
 
 
 class _Packed:

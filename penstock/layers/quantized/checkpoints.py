@@ -25,7 +25,9 @@ from penstock.protocol.errors import ConfigError, ModelError
 KV_SCALES = (r"\.(k|v|q|kv|prob_output|output)_scale$", r"\.[kvq]_zero_point$")
 
 
-def choose_quantization(config: Mapping[str, Any], option: str | None) -> Quantization | None:
+def choose_quantization(
+    config: Mapping[str, Any], option: str | None, num_ranks: int = 1
+) -> Quantization | None:
     """From a model's config.json and --quantization; None: nothing is quantized.
 
     ModelError for a checkpoint that cannot be read, ConfigError for an option that contradicts it.
@@ -54,7 +56,7 @@ def choose_quantization(config: Mapping[str, Any], option: str | None) -> Quanti
         "modelopt": _read_modelopt,
     }
     if method == "mxfp4":
-        return None  # the architectures that have it read it themselves
+        return _read_mxfp4(raw, config, num_ranks)
     return readers[method](raw)
 
 
@@ -175,6 +177,26 @@ def _read_modelopt(raw: Mapping[str, Any]) -> Quantization:
     if algorithm == "FP8":
         return Uniform(Fp8Scheme("tensor", True), skipped)
     return Uniform(Fp4Scheme("nvfp4", "weight", "weight_scale_2", divides=False), skipped)
+
+
+@dataclass(frozen=True)
+class ExpertsOnly:
+    """Experts, and nothing else."""
+
+    own: Scheme
+    ignored: tuple[str, ...] = KV_SCALES
+
+    def scheme(self, name: str, kind: Kind) -> Scheme | None:
+        return self.own if ".experts" in name and kind == "linear" else None
+
+
+def _read_mxfp4(
+    raw: Mapping[str, Any], config: Mapping[str, Any], num_ranks: int
+) -> Quantization | None:
+    scheme = Fp4Scheme("mxfp4")
+    if config.get("intermediate_size", 0) % (scheme.group_size * num_ranks):
+        return None  # a rank's columns would end inside a group: floats, made while loading
+    return ExpertsOnly(scheme)
 
 
 def _read_awq(raw: Mapping[str, Any]) -> Quantization:

@@ -16,10 +16,15 @@ from penstock.layers.loadable import Expected
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.native import NativeMethod
 from penstock.layers.quantization import Shard
-from penstock.layers.quantized.weights import Int8Weight, QuantizedWeight, W4Weight
+from penstock.layers.quantized.weights import (
+    Fp4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    W4Weight,
+)
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.cpu.packed import PackedLinear
-from penstock.ops.quantized import unpack_nibbles
+from penstock.ops.quantized import FP4_VALUES, e8m0_to_float, unpack_nibbles
 
 COLUMNS = 32  # of a block
 
@@ -39,6 +44,11 @@ def to_blocks(weight: QuantizedWeight) -> Blocks | None:
     if isinstance(weight, Int8Weight):
         whole = weight.weight.shape[1]
         return _blocks(weight.weight, weight.scale[:, None], None, whole, 8, None)
+    if isinstance(weight, Fp4Weight) and weight.global_scale is None:
+        # Twice an e2m1 number is a whole one, and half of a power of two is one.
+        doubled = torch.tensor([int(2 * value) for value in FP4_VALUES], dtype=torch.int8)
+        numbers = doubled[unpack_nibbles(weight.packed).int()]
+        return _blocks(numbers, e8m0_to_float(weight.scales) / 2, None, weight.group_size, 8, None)
     if not isinstance(weight, W4Weight):
         return None
     if weight.bits == 4:
