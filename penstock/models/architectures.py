@@ -40,6 +40,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("deepseek_v3", "deepseek_v3_halves"),
         "Layers that foretell further tokens (MTP) are not loaded.",
     ),
+    **_own("Exaone4ForCausalLM", "exaone4", "EXAONE 4", ("exaone4", "exaone4_windowed")),
     **_own(
         "FalconH1ForCausalLM",
         "falcon_h1",
@@ -47,7 +48,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("falcon_h1", "falcon_h1_normed"),
     ),
     **_own("Gemma2ForCausalLM", "gemma2", "Gemma 2", ("gemma2",)),
-    **_own("Gemma3ForCausalLM", "gemma3", "Gemma 3 1B, and others without their images", ("gemma3",)),
+    **_own("Gemma3ForCausalLM", "gemma3", "Gemma 3 (text)", ("gemma3",)),
     **_own("Glm4ForCausalLM", "glm4", "GLM-4-0414 9B and 32B", ("glm4",)),
     **_own(
         "Glm4MoeForCausalLM",

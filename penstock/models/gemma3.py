@@ -36,6 +36,10 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         return layer_is_windowed(self.config, index, period)
 
     @cached_property
+    def local_layers(self) -> list[bool]:
+        return [self.is_windowed(index) for index in range(self.config.num_layers)]
+
+    @cached_property
     def local_rotary(self) -> Rotary:
         """Of windowed layers."""
         parameters = rotary_parameters({"rope_parameters": self.config.raw["local_rope"]})
@@ -44,7 +48,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
     def attention(self, index: int) -> RotaryAttention:
         config = self.config
-        rotary = self.local_rotary if self.is_windowed(index) else self.rotary
+        rotary = self.local_rotary if self.local_layers[index] else self.rotary
         attention = self.gemma_attention(index, rotary=rotary)
         attention.q_norm = GemmaNorm(self.build, config.head_dim, config.rms_norm_eps)
         attention.k_norm = GemmaNorm(self.build, config.head_dim, config.rms_norm_eps)
@@ -55,8 +59,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     ) -> Hidden:
         everywhere, nearby = self.rotary.angles(positions), self.local_rotary.angles(positions)
         residual = stage_in
-        for layer in self.model.layers:
-            is_local = layer.self_attn.rotary is self.local_rotary
+        for layer, is_local in zip(self.model.layers, self.local_layers, strict=True):
             x, residual = layer(x, residual, nearby if is_local else everywhere)
         states, residual = self.model.norm.add(x, residual)
         return Hidden(states, stage_out=residual)

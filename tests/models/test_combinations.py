@@ -1,0 +1,113 @@
+"""Chunks, the prefix cache, preemption and steps in flight, all at once, on every architecture: no
+request may notice. Parity with transformers, alone and batched, is in test_parity."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock.executor.in_process import InProcessExecutor
+from penstock.kvcache.layout import blocks_for_request, plan_groups
+from penstock.models.architectures import ARCHITECTURES
+
+# These have windows: the others' other tests go through the same.
+WINDOWED = (
+    "mistral_windowed", "qwen2_windowed", "smollm3_windowed", "gemma2", "gemma3", "gpt_oss"
+)  # fmt: skip
+OTHERS = sorted({known.parity[-1] for known in ARCHITECTURES.values()} - {*WINDOWED})
+EVERY = [*WINDOWED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+
+MAX_MODEL_LEN = 128
+STEP_TOKENS = 7
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+RNG = random.Random(4)
+PROMPTS = [
+    {"prompt_token_ids": [RNG.randrange(256) for _ in range(length)]} for length in (3, 17, 40, 70)
+]
+
+
+def open_llm(checkpoint: Path, **options: Any) -> LLM:
+    settings = {
+        "skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning",
+        "max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE,
+    }  # fmt: skip
+    return LLM(str(checkpoint), **settings | options)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def executor_of(llm: LLM) -> InProcessExecutor:
+    executor = llm.engine.executor
+    assert isinstance(executor, InProcessExecutor)
+    return executor
+
+
+@pytest.mark.parametrize("variant", EVERY)
+def test_a_crowded_engine_changes_nothing(variant: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        alone = tokens(llm)
+        specs = executor_of(llm).capabilities.kv_specs
+    groups, _ = plan_groups(specs, BLOCK_SIZE, MAX_MODEL_LEN)
+    needed = blocks_for_request(groups, MAX_MODEL_LEN, max_step_tokens=STEP_TOKENS)
+    with open_llm(
+        checkpoint,
+        max_num_batched_tokens=STEP_TOKENS,  # prompts in chunks
+        num_gpu_blocks_override=needed + 2,  # one request, and hardly another
+        async_scheduling=True,
+    ) as llm:
+        assert tokens(llm) == alone
+        assert tokens(llm) == alone  # from the prefix cache, as far as it reaches
+        stats = llm.engine.stats()
+        assert stats.num_preemptions > 0
+    with open_llm(checkpoint, max_num_batched_tokens=STEP_TOKENS) as llm:  # with room for all
+        assert tokens(llm) == alone
+        assert tokens(llm) == alone
+        assert llm.engine.stats().num_prefix_hits > 0
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("variant", ["qwen2_windowed", "gpt_oss"])
+def test_blocks_behind_a_window_are_given_back_and_not_read(
+    variant: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    prompt = {"prompt_token_ids": PROMPTS[3]["prompt_token_ids"]}
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+    options = {
+        "enable_prefix_caching": False, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 150
+    }  # fmt: skip
+    with open_llm(checkpoint, cpu_backend=backend, **options) as llm:
+        expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    with open_llm(checkpoint, cpu_backend=backend, **options) as llm:
+        runner = executor_of(llm).worker.runner
+        assert runner is not None
+        manager = llm.engine.scheduler._kv
+        num_held: list[int] = []
+        launch = runner.launch
+
+        def poison_and_launch(plan: Any) -> Any:
+            """What nobody holds becomes no number at all before every step."""
+            held = [block.id for block in manager.pool.blocks if block.ref_count]
+            num_held.append(len(held))
+            free = torch.ones(len(manager.pool.blocks), dtype=torch.bool)
+            free[held] = False
+            for cache in runner.memory.caches.values():
+                cache[free] = float("nan")
+            return launch(plan)
+
+        monkeypatch.setattr(runner, "launch", poison_and_launch)
+        ours = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+        groups = runner.memory.layout.groups
+    assert ours == expected
+    assert max(num_held) < sum(-(-120 // group.block_size) for group in groups)
