@@ -1,8 +1,9 @@
-"""Integer weights for the C++ library, where its blocks hold them exactly.
+"""Quantized weights for the C++ library, where its own types hold them.
 
-A block is 32 columns under a float16 scale. What does not fit in there is done around the product:
-factors of whole rows, zero points, the order of columns. Weights whose scales no block can hold,
-and other kinds of weights, stay with `penstock.ops.quantized`.
+Integers go into blocks of 32 columns under a float16 scale, and only if that is exact. fp8 becomes
+float16, of which e4m3 numbers use a few bits: exact too, but for scales by block. What does not
+fit is done around the product: factors of whole rows, zero points, the order of columns. Weights
+that have no place here stay with `penstock.ops.quantized`.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from penstock.layers.native import NativeMethod
 from penstock.layers.quantization import Shard
 from penstock.layers.quantized.weights import (
     Fp4Weight,
+    Fp8Weight,
     Int8Weight,
     QuantizedWeight,
     W4Weight,
 )
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.cpu.packed import PackedLinear
-from penstock.ops.quantized import FP4_VALUES, e8m0_to_float, unpack_nibbles
+from penstock.ops.quantized import (
+    FP4_VALUES,
+    dequantize_fp8,
+    e8m0_to_float,
+    unpack_nibbles,
+)
 
 COLUMNS = 32  # of a block
 
@@ -33,7 +40,7 @@ COLUMNS = 32  # of a block
 class Blocks:
     """A matrix in blocks: row_factor * (blocks + offsets), its columns in the order of `perm`."""
 
-    blocks: BlockTensor
+    blocks: Weight
     row_factor: torch.Tensor | None = None  # [out]
     offsets: torch.Tensor | None = None  # [out, groups]: added to every weight of a group
     perm: torch.Tensor | None = None
@@ -44,6 +51,8 @@ def to_blocks(weight: QuantizedWeight) -> Blocks | None:
     if isinstance(weight, Int8Weight):
         whole = weight.weight.shape[1]
         return _blocks(weight.weight, weight.scale[:, None], None, whole, 8, None)
+    if isinstance(weight, Fp8Weight):
+        return _fp8(weight)
     if isinstance(weight, Fp4Weight) and weight.global_scale is None:
         # Twice an e2m1 number is a whole one, and half of a power of two is one.
         doubled = torch.tensor([int(2 * value) for value in FP4_VALUES], dtype=torch.int8)
@@ -88,6 +97,19 @@ def _blocks(
     return Blocks(blocks, factor, offsets, perm)
 
 
+def _fp8(weight: Fp8Weight) -> Blocks:
+    if weight.scale.ndim == 1:
+        return Blocks(weight.weight.half(), weight.scale)
+    floats = dequantize_fp8(weight.weight, weight.scale)
+    factor = _near_one(floats)
+    return Blocks((floats / factor[:, None]).half(), factor)
+
+
+def _near_one(numbers: torch.Tensor) -> torch.Tensor:
+    """For each row the power of two that brings its largest number near one."""
+    return torch.exp2(numbers.abs().amax(1).clamp_min(1e-30).log2().floor())
+
+
 def _float16(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """[out, groups] as float16 times a factor for each row [out], exactly; None: impossible."""
     halves = scales.half()
@@ -95,9 +117,7 @@ def _float16(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] |
         return halves, None
     if scales.shape[1] == 1:
         return torch.ones_like(halves), scales[:, 0].contiguous()
-    # Powers of two bring a row's largest scale near one, far from float16's small end.
-    exponent = scales.abs().amax(1).clamp_min(1e-30).log2().floor()
-    factor = torch.exp2(exponent)
+    factor = _near_one(scales)  # far from float16's small end
     near_one = scales / factor[:, None]
     halves = near_one.half()
     return (halves, factor) if torch.equal(halves.float(), near_one) else None
