@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from scripted import make_scripted_model
 from server_process import ServerProcess, make_tiny_model
@@ -53,3 +54,18 @@ def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
     )
     yield process
     process.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of the default model."""
+    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def scripted(scripted_server: ServerProcess) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client of the model that says what it is told."""
+    url = f"{scripted_server.base_url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        yield client

@@ -160,6 +160,29 @@ def test_thinking_and_tools_are_blocks_of_their_own(scripted: anthropic.Anthropi
     assert final.stop_reason == "tool_use"
 
 
+@pytest.mark.parametrize("thinking", [{}, {"thinking": {"type": "disabled"}}])
+def test_blocks_stand_in_the_order_they_were_written_streamed_and_not(
+    scripted: anthropic.Anthropic, thinking: Any
+) -> None:
+    call = '<tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>'
+    script = f"Before.{call}Between. <think>Hm.</think>Still.{call}{call}After."
+    options: Any = {
+        "model": "scripted", "max_tokens": 400, "messages": say(script), "tools": TOOLS,
+        **thinking,
+    }  # fmt: skip
+    whole = scripted.messages.create(**options)
+    with scripted.messages.stream(**options) as stream:
+        streamed = stream.get_final_message()
+    told = [
+        [block.model_dump(exclude={"id"}, exclude_none=True) for block in message.content]
+        for message in (whole, streamed)
+    ]
+    assert told[0] == told[1]
+    kinds = [block["type"] for block in told[0]]
+    between = ["text"] if thinking else ["text", "thinking", "text"]
+    assert kinds == ["text", "tool_use", *between, "tool_use", "tool_use", "text"]
+
+
 def test_thinking_has_a_budget_and_can_be_turned_off(scripted: anthropic.Anthropic) -> None:
     def ask(script: str, thinking: Any) -> Any:
         return scripted.messages.create(

@@ -8,7 +8,6 @@ from typing import Any
 
 import openai
 import pytest
-from server_process import ServerProcess
 
 from penstock import LLM, SamplingParams
 
@@ -22,12 +21,6 @@ def offline(default_model: str) -> Iterator[LLM]:
     options = {"cpu_threads": 1, "kv_cache_memory_bytes": "256MiB", "max_model_len": 2048}
     with LLM(default_model, **options) as llm:
         yield llm
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 @pytest.fixture

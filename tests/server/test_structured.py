@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -31,12 +30,6 @@ class Person(BaseModel):
     model_config = ConfigDict(extra="forbid")
     mood: Literal["happy", "sad"]
     age: int = Field(ge=0, le=99)
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def format_of(schema: Any, **options: Any) -> Any:

@@ -4,7 +4,7 @@ them by grammar; and chosen freely by a model that says what it is told."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -12,22 +12,8 @@ import openai
 import pydantic
 import pytest
 from server_process import ServerProcess, events
+from tool_schemas import SCHEMAS, TIME, WEATHER
 
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "maxLength": 12},
-        "unit": {"enum": ["celsius", "fahrenheit"]},
-    },
-    "required": ["city", "unit"],
-    "additionalProperties": False,
-}
-TIME = {
-    "type": "object",
-    "properties": {"zone": {"enum": ["utc", "cet"]}},
-    "required": ["zone"],
-    "additionalProperties": False,
-}
 TOOLS: Any = [
     {
         "type": "function",
@@ -35,24 +21,10 @@ TOOLS: Any = [
     },
     {"type": "function", "function": {"name": "get_time", "parameters": TIME}},
 ]
-SCHEMAS: Any = {"get_weather": WEATHER, "get_time": TIME}
 MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 ARGUMENTS = {"city": "Paris", "unit": "celsius"}
 CALLED = json.dumps({"name": "get_weather", "arguments": ARGUMENTS})
 CALL = f"<tool_call>\n{CALLED}\n</tool_call>"
-
-
-@pytest.fixture(scope="module")
-def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def scripted(scripted_server: ServerProcess) -> Iterator[openai.OpenAI]:
-    url = f"{scripted_server.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        yield client
 
 
 def say(script: str, *before: Any) -> Any:
@@ -170,6 +142,15 @@ def test_a_model_whose_calls_are_not_known_may_not_choose(
         ({"tool_choice": "required"}, "needs tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "twice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": TOOLS[:1] * 1025}, "at most 1024"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "description": "x" * 2**20}}
+                ]
+            },
+            "at most 1048576 characters",
+        ),
         ({"thinking_token_budget": 10}, "reasoning_parser"),
     ],
 )
@@ -241,6 +222,46 @@ def test_reasoning_is_apart_from_content_and_counted(scripted: openai.OpenAI) ->
     assert hidden.choices[0].message.content == "Yes !"
 
 
+@pytest.mark.parametrize(
+    ("script", "content", "reasoning"),
+    [
+        ("Hi <think>secret</think>you.", "Hi you.", "secret"),
+        ("<think>a</think>Hi. <think>b", "Hi. ", "ab"),
+        ("Write `<think>` and <th", "Write `<think>` and <th", ""),
+    ],
+)
+def test_reasoning_that_comes_again_is_no_content(
+    scripted: openai.OpenAI, script: str, content: str, reasoning: str
+) -> None:
+    options: Any = {"model": "scripted", "messages": say(script), "tools": TOOLS}
+    message: Any = scripted.chat.completions.create(**options).choices[0].message
+    assert (message.content, getattr(message, "reasoning", None) or "") == (content, reasoning)
+    pieces = join(scripted.chat.completions.create(stream=True, **options))
+    assert (pieces["content"], pieces["reasoning"]) == (content, reasoning)
+
+
+def test_a_call_within_thinking_that_was_never_ended_is_made(scripted: openai.OpenAI) -> None:
+    options: Any = {"model": "scripted", "messages": say(f"<think>So: {CALL}"), "tools": TOOLS}
+    choice: Any = scripted.chat.completions.create(**options).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert (choice.message.reasoning, choice.message.content) == ("So:", None)
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == ARGUMENTS
+
+
+def test_a_call_that_ends_too_early_is_text_and_one_that_is_cut_off_is_none(
+    scripted: openai.OpenAI,
+) -> None:
+    begun = '<tool_call>{"name": "get_time", "arguments": {"zone": "u'
+    options: Any = {"model": "scripted", "messages": say(begun), "tools": TOOLS}
+    ended = scripted.chat.completions.create(**options).choices[0]
+    assert (ended.message.content, ended.finish_reason) == (begun, "stop")
+    cut_off = scripted.chat.completions.create(max_tokens=45, **options).choices[0]
+    assert cut_off.finish_reason == "length"
+    (call,) = cut_off.message.tool_calls or []
+    assert call.type == "function"
+    assert '{"zone": "u'.startswith(call.function.arguments)
+
+
 def test_thinking_that_the_template_has_begun_is_reasoning(scripted: openai.OpenAI) -> None:
     body: Any = {"chat_template_kwargs": {"enable_thinking": True}}
     answer = scripted.chat.completions.create(
@@ -303,6 +324,18 @@ def test_an_answers_form_leaves_room_for_calls(scripted_server: ServerProcess) -
     body |= {"messages": say('{"a": 1}'), "response_format": {"type": "json_object"}}
     answer = scripted_server.post("/v1/chat/completions", {**body, "tools": [tool]})
     assert answer.json()["choices"][0]["message"]["content"] == '{"a": 1}'
+    strict = {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME, "strict": True}}
+    body |= {"messages": say('{"zone": "utc"}'), "response_format": strict}
+    answer = scripted_server.post("/v1/chat/completions", {**body, "tools": [tool]})
+    assert answer.json()["choices"][0]["message"]["content"] == '{"zone": "utc"}'
+    wrong = {"type": "function", "function": {"name": "g", "parameters": {"type": "nonsense"}}}
+    for fields in ({}, {"tool_choice": "required", "response_format": None}):
+        answer = scripted_server.post(
+            "/v1/chat/completions", {**body, "tools": [tool, wrong], **fields}
+        )
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "tools")
+        assert "the parameters of the tool 'g' cannot be used" in error["message"]
 
 
 def test_a_conversation_with_calls_and_results_reaches_the_template(
