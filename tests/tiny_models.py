@@ -295,6 +295,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "exaone4": (
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 3, "pad_token_id": 0},
+    ),
+    "exaone4_windowed": (
+        "Exaone4",
+        {"sliding_window": 24, "sliding_window_pattern": 2, "pad_token_id": 0},
+    ),
 }
 
 # Architectures that Penstock has no file for: transformers' code runs them.

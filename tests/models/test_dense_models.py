@@ -37,6 +37,7 @@ FUSED = {
     "glm4": [False, False, False],
     "cohere_qk_norm": [False, False, False],
     "starcoder2": [False, False, False],
+    "exaone4": [False, False, False],
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 RNG = random.Random(4)

@@ -1,0 +1,29 @@
+"""EXAONE 4: norms behind attention and MLP, not in front, a norm for each head's queries and keys,
+and, in models with sliding windows, no positions in the layers without one."""
+
+from __future__ import annotations
+
+from penstock.layers.blocks import RotaryAttention
+from penstock.models.config import read_int
+from penstock.models.decoder import DecoderLM
+from penstock.models.gemma2 import layer_is_windowed
+from penstock.models.olmo2 import Olmo2Layer
+
+
+class Exaone4ForCausalLM(DecoderLM):
+    defaults = {"rms_norm_eps": 1e-5}
+
+    def layer(self, index: int) -> Olmo2Layer:
+        return Olmo2Layer(self.attention(index), self.mlp(index), self.norm(), self.norm())
+
+    def attention(self, index: int) -> RotaryAttention:
+        window = self.config.sliding_window
+        is_windowed = window is not None and layer_is_windowed(
+            self.config, index, read_int(self.config.raw, "sliding_window_pattern", 4)
+        )
+        return self.rotary_attention(
+            index,
+            qk_norm_eps=self.config.rms_norm_eps,
+            window=window if is_windowed else None,
+            has_positions=window is None or is_windowed,
+        )
