@@ -111,6 +111,8 @@ class LLM:
         """Answer one conversation, or each of several.
 
         `chat_template`, a Jinja file or the template itself, is used in place of the model's own.
+        `tools` are shown to the model. Outputs are what it wrote, with calls and reasoning as they
+        stand in the text; `penstock.text.parsing.parser` reads them.
         """
         several = _is_list(messages) and bool(messages) and _is_list(messages[0])
         conversations: Sequence[Any] = messages if several else [messages]

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import openai
 import pydantic
 import pytest
+from scripted import Script, make_scripted_model
 from server_process import ServerProcess, events
 from tool_schemas import SCHEMAS, TIME, WEATHER
+
+from penstock import LLM, SamplingParams
+from penstock.text.parsing.deltas import collect
+from penstock.text.parsing.formats import Tool
+from penstock.text.parsing.parser import ParserContext, make_output_parser
 
 TOOLS: Any = [
     {
@@ -181,6 +188,28 @@ def test_a_call_that_the_model_writes_is_read_streamed_and_not(scripted: openai.
     assert pieces["calls"][0]["id"]
     assert pieces["finish_reason"] == "tool_calls"
     assert sum(bool(c.choices[0].delta.tool_calls) for c in chunks if c.choices) > 3
+
+
+def test_what_a_model_writes_can_be_read_offline(tmp_path: Path) -> None:
+    options: Any = {"load_format": "dummy", "kv_cache_memory_bytes": "64MiB", "cpu_threads": 1}
+    params = SamplingParams(max_tokens=200, skip_special_tokens=False)
+    with LLM(str(make_scripted_model(tmp_path)), logits_processors=[Script], **options) as llm:
+        (output,) = llm.chat(
+            say(f"so</think>Look.{CALL}"),
+            params,
+            tools=TOOLS,
+            chat_template_kwargs={"enable_thinking": True},
+            use_tqdm=False,
+        )
+        assert output.prompt is not None
+        parser = make_output_parser(
+            *llm.frontend.parsers,
+            tools_offered=[Tool("get_weather", WEATHER)],
+            context=ParserContext(prompt=output.prompt),
+        )
+    message = collect(parser.feed(output.outputs[0].text) + parser.finish())
+    assert (message.reasoning, message.content) == ("so", "Look.")
+    assert json.loads(message.tool_calls[0].arguments) == ARGUMENTS
 
 
 def test_several_calls_come_unless_only_one_may(scripted: openai.OpenAI) -> None:
