@@ -100,8 +100,9 @@ def delta_chunks(
     solved = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
     change, known = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
     scores = query @ key.transpose(-1, -2) * decay
-    query = query * since_start
-    key = key * (faded[..., -1:] - faded).exp().float()[..., None]
+    # What reads the state, in one product: what it knows of the keys, and for the queries.
+    readers = torch.cat([known, query * since_start], dim=-2)
+    writers = (key * (faded[..., -1:] - faded).exp().float()[..., None]).transpose(-1, -2)
     whole = faded[..., -1].exp().float()[..., None, None]
 
     output = torch.empty_like(value)
@@ -109,8 +110,10 @@ def delta_chunks(
     for part in chunks.rounds:
         own = part.chunks
         state = state[: part.count]
-        changed = change[own] - known[own] @ state
-        output[own] = query[own] @ state + scores[own] @ changed
-        state = state * whole[own] + key[own].transpose(-1, -2) @ changed
+        seen, output[own] = (readers[own] @ state).chunk(2, dim=-2)
+        change[own] -= seen
+        state = state * whole[own]
+        state.flatten(0, 1).baddbmm_(writers[own].flatten(0, 1), change[own].flatten(0, 1))
         part.store(states, state)
+    output += scores @ change
     return chunks.restore(output.transpose(1, 2))

@@ -102,14 +102,22 @@ def mamba2_chunks(
     since_start = passed.exp().float().permute(0, 3, 1, 2)[..., None]  # [m, t, g, h, 1]
     to_end = (passed[..., -1:] - passed).exp().float().permute(0, 3, 1, 2)[..., None]
     whole = passed[..., -1].exp().float()[..., None, None]  # [m, g, h, 1, 1]
-    moved = moved * to_end
 
+    # Matrices of a group: all its heads at once.
+    readers = c.permute(0, 2, 3, 1)  # [m, g, n, t]
+    written = b.transpose(1, 2)  # [m, g, t, n]
+    writers = (moved * to_end).permute(0, 2, 3, 4, 1).flatten(2, 3)  # [m, g, h * p, t]
+    read = torch.empty_like(writers)
     state = chunks.initial(states)
     state = state.view(len(state), groups, -1, *state.shape[2:])  # [requests, g, h, p, n]
     for part in chunks.rounds:
         own = part.chunks
         state = state[: part.count]
-        output[own] += torch.einsum("mtgn,mghpn->mtghp", c[own], state) * since_start[own]
-        state = state * whole[own] + torch.einsum("mtghp,mtgn->mghpn", moved[own], b[own])
+        torch.matmul(state.flatten(2, 3), readers[own], out=read[own])
+        state = state * whole[own]
+        in_groups = state.view(-1, read.shape[2], state.shape[-1])  # [requests * g, h * p, n]
+        in_groups.baddbmm_(writers[own].flatten(0, 1), written[own].flatten(0, 1))
         part.store(states, state.flatten(1, 2))
-    return chunks.restore((output + weights.d.view(groups, -1, 1) * x32).flatten(2, 3))
+    read = read.view(len(read), *state.shape[1:-1], -1).permute(0, 4, 1, 2, 3)
+    output = output + read * since_start + weights.d.view(groups, -1, 1) * x32
+    return chunks.restore(output.flatten(2, 3))

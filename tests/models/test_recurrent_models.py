@@ -3,6 +3,7 @@ not change. Their parity with transformers, alone and batched, is in test_parity
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -26,6 +27,8 @@ from penstock.models.registry import build_model
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.kv import RecurrentSpec
+from penstock.protocol.step import StepPlan
+from penstock.runner.runner import StepHandle
 from penstock.runner.tables import RequestTables
 
 # Of each, how many blocks are so few that requests must give way.
@@ -92,6 +95,30 @@ def test_a_longer_prompt_goes_on_from_a_state_in_the_middle_of_another(tmp_path:
         size = checkpoint_size(llm)
         assert llm.engine.stats().num_prefix_hits - before == 70 // size * size
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+
+
+def test_states_that_nobody_holds_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, "falcon_h1")
+    options = {"enable_prefix_caching": False, "num_gpu_blocks_override": 64, "max_model_len": 256}
+    with open_llm(checkpoint, **options) as llm:
+        expected = tokens(llm)
+    with open_llm(checkpoint, **options) as llm:
+        executor = llm.engine.executor
+        assert isinstance(executor, InProcessExecutor)
+        runner, pool = executor.worker.runner, llm.engine.scheduler._kv.pool
+        assert runner is not None
+        launch, memory = runner.launch, runner.memory
+
+        def poison_and_launch(plan: StepPlan) -> StepHandle:
+            free = torch.tensor([block.ref_count == 0 for block in pool.blocks])
+            for state in itertools.chain(memory.caches.values(), *memory.states.values()):
+                state[free] = float("nan")
+            return launch(plan)
+
+        monkeypatch.setattr(runner, "launch", poison_and_launch)
+        assert tokens(llm) == expected
 
 
 class Drafter:
