@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from gpu_micro import randn, time_us
+from triton.runtime.errors import OutOfResources
 
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.triton import latent_attention as fused
@@ -147,8 +148,8 @@ def _try(name: str, step: Step) -> bool:
     try:
         step()
         torch.cuda.synchronize()
-    except Exception as error:
-        print(f"   failed     {name}: {error!s:.100}", flush=True)
+    except OutOfResources as error:
+        print(f"   does not fit {name}: {error!s:.100}", flush=True)
         return False
     return True
 

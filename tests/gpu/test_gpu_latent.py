@@ -31,7 +31,7 @@ def test_long_prompts_are_the_cpus_whole_and_in_chunks(tmp_path: Path) -> None:
     """Steps beyond the largest bucket: prompts are expanded, chunks behind others absorbed."""
     prompts = [[1 + (index * step) % 250 for index in range(length)]
                for step, length in ((1, 700), (3, 5), (7, 1200), (11, 333), (5, 512))]  # fmt: skip
-    checkpoint = make_checkpoint(tmp_path, "deepseek_v3", max_position_embeddings=2048)
+    checkpoint = make_checkpoint(tmp_path, "deepseek_v2", max_position_embeddings=2048)
     options: dict[str, Any] = {"max_model_len": 2048, "prompts": prompts}
     expected = tokens(run(checkpoint, GREEDY, device="cpu", cpu_backend="torch", **options))
     for batched in (8192, 1000):

@@ -56,14 +56,14 @@ def _norm_rotate_latent_kernel(
         latent = (normed * weight).to(dtype)
         tl.store(entry + rank_dims, latent, mask=in_rank)
         tl.store(page + rank_dims, latent.to(cache_ptr.dtype.element_ty), mask=in_rank)
-        at = source + RANK + tl.zeros([1, 1], tl.int32)
-        first, second = _rotated(at, cos, sin, in_half, HALF, INTERLEAVED)
-        first, second = first.to(dtype), second.to(dtype)
-        tl.store(entry + RANK + dims, first, mask=in_half)
-        tl.store(entry + RANK + HALF + dims, second, mask=in_half)
+        key = source + RANK + tl.zeros([1, 1], tl.int32)
+        key_first, key_second = _rotated(key, cos, sin, in_half, HALF, INTERLEAVED)
+        key_first, key_second = key_first.to(dtype), key_second.to(dtype)
+        tl.store(entry + RANK + dims, key_first, mask=in_half)
+        tl.store(entry + RANK + HALF + dims, key_second, mask=in_half)
         cache_type = cache_ptr.dtype.element_ty
-        tl.store(page + RANK + dims, first.to(cache_type), mask=in_half)
-        tl.store(page + RANK + HALF + dims, second.to(cache_type), mask=in_half)
+        tl.store(page + RANK + dims, key_first.to(cache_type), mask=in_half)
+        tl.store(page + RANK + HALF + dims, key_second.to(cache_type), mask=in_half)
     else:
         heads = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         mask = (heads < num_heads) & in_half

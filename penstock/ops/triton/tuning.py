@@ -104,8 +104,10 @@ def prompt_tile(element_size: int, max_query_len: int) -> PrefillTile:
 
 
 def latent_decode_plan(num_heads: int, element_size: int, num_requests: int) -> LatentDecodePlan:
+    # Few programs: less work each. Many: a latent vector should be read once for many heads.
+    few = num_requests * num_heads <= 1024
     rows = 16
-    while rows < min(num_heads, 16 if element_size == 4 else 64):
+    while rows < num_heads and rows < (16 if few or element_size == 4 else 64):
         rows *= 2
     programs = num_requests * -(-num_heads // rows)
     splits = 1
@@ -113,21 +115,24 @@ def latent_decode_plan(num_heads: int, element_size: int, num_requests: int) -> 
         splits *= 2
     if element_size == 4:
         return LatentDecodePlan(rows, 16, splits, 4, Launch(4, 1))
-    return LatentDecodePlan(rows, 32, splits, 2, Launch(8 if rows > 32 else 4, 2))
+    tile = 64 if rows == 64 or few else 32
+    return LatentDecodePlan(
+        rows, tile, splits, 2, Launch(8 if rows == 64 or programs <= 4 else 4, 2)
+    )
 
 
 def latent_prefill_tile(element_size: int) -> PrefillTile:
     """Absorbed: rows are tokens by heads."""
     if element_size == 4:
         return PrefillTile(16, 16, Launch(4, 1))
-    return PrefillTile(64, 32, Launch(8, 2))
+    return PrefillTile(64, 64, Launch(8, 2))
 
 
 def latent_prompt_tile(element_size: int, head_dim: int) -> PrefillTile:
     """Expanded: rows are tokens. `head_dim` is the larger of key and value, padded."""
     if element_size == 4 or head_dim > 128:
         return PrefillTile(32 if element_size == 4 else 64, 32, Launch(4, 2))
-    return PrefillTile(128, 64, Launch(8, 2))
+    return PrefillTile(128, 64, Launch(8, 3))
 
 
 def row_tile(in_features: int) -> RowTile:
