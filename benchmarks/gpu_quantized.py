@@ -68,7 +68,7 @@ Variant = tuple[str, Any, Call, int]  # what it is for, its configuration
 def fp8_rows(weights: Weights) -> Iterator[Variant]:
     x = weights.x(1)
     for rows, columns, warps, span in itertools.product(
-        (2, 4, 8, 16), (1024, 2048, 4096), (1, 2, 4, 8), (1, 16)
+        (2, 4, 8), (1024, 2048, 4096), (1, 2, 4, 8), (1, 16)
     ):
         held = rows * columns / (warps * 32)
         if not 64 <= held <= (64 if span == 1 else 256):
@@ -110,10 +110,10 @@ def fp8_tiles(weights: Weights, num_tokens: int) -> Iterator[Variant]:
 
 def w4_rows(weights: Weights) -> Iterator[Variant]:
     x = weights.x(1)
-    for rows, words, warps in itertools.product((1, 2, 4, 8, 16), (128, 256, 512), (1, 2, 4)):
-        if not 4 <= rows * words / (warps * 32) <= 32:
+    for rows, chunks, warps in itertools.product((2, 4, 8, 16), (8, 16, 32), (1, 2, 4)):
+        if not 8 <= rows * chunks * 16 / (warps * 32) <= 64:
             continue
-        tile = RowTile(rows, words, Launch(warps, 3))
+        tile = RowTile(rows, chunks, Launch(warps, 3))
 
         def call(index: int, tile: RowTile = tile) -> object:
             return w4.one_row(x, weights.packed(index), None, tile)

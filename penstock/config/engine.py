@@ -13,6 +13,8 @@ from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.options import Option, option, options_of
 from penstock.protocol.errors import ConfigError
 
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
+
 
 @dataclass(frozen=True)
 class CacheConfig:
@@ -26,11 +28,12 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = option(
         None, "Exact number of KV cache blocks, whatever the memory; for tests."
     )
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = option(
+    kv_cache_dtype: KVCacheDtype = option(
         "auto",
         "Type of keys and values in the cache; auto: the model's, float16 where weights are "
         "computed with in blocks; int8, on a CPU: half of float16's memory and a float32 scale for "
-        "each head of a token, for a loss that docs/cpu.md measures.",
+        "each head of a token, for a loss that docs/cpu.md measures; fp8 (e4m3), on a GPU: half of "
+        "bfloat16's memory, with the checkpoint's scales of keys and values if it has any.",
     )
     enable_prefix_caching: bool = option(
         True, "Keep blocks of finished requests and reuse them for prompts that begin alike."

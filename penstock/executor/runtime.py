@@ -16,6 +16,7 @@ from penstock.protocol.errors import ConfigError, ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALIASES = {"half": "float16", "float": "float32"}
+FP8_NAMES = ("fp8", "fp8_e4m3")  # of kv_cache_dtype
 MAX_POSITION = 2**31 - 1
 
 
@@ -51,8 +52,15 @@ def resolve_runtime(
     if kv_dtype == "int8" and platform.device.type != "cpu":
         raise ConfigError(
             f"kv_cache_dtype=int8 is for CPUs, got device={platform.device.type}: "
-            "choose bfloat16 or float16"
+            "choose fp8, bfloat16 or float16"
         )
+    if kv_dtype in FP8_NAMES:
+        if platform.device.type == "cpu" and config.device.cpu_backend == "auto":
+            raise ConfigError(
+                f"kv_cache_dtype={kv_dtype} is for GPUs, got device=cpu: choose int8, or "
+                "cpu_backend=torch, which computes it slowly"
+            )
+        kv_dtype = "float8_e4m3"
     return Runtime(dtype, kv_dtype, max_model_len, max_num_seqs, budget)
 
 

@@ -55,6 +55,7 @@ class Attention(nn.Module):
         self.kind = kind
         self.softcap = softcap
         self.sinks = build.empty(num_heads) if has_sinks else None
+        self.kv_scales = (1.0, 1.0)  # of keys and values in an fp8 cache
         # Not every implementation has these, and few models: only those that need them say so.
         self.extras: dict[str, Any] = {}
         if softcap is not None:
@@ -69,9 +70,10 @@ class Attention(nn.Module):
             output = self.ops.varlen_attention(query, key, value, context.query_starts, self.scale)
         else:
             cache, metadata = context.caches[self.name], context.attention[self.name]
-            self.ops.write_kv(key, value, cache, metadata.slot_mapping)
+            scales = self._scales(cache)
+            self.ops.write_kv(key, value, cache, metadata.slot_mapping, **scales)
             output = self.ops.paged_attention(
-                query, cache, metadata, self.scale, self.window, **self.extras
+                query, cache, metadata, self.scale, self.window, **self.extras, **scales
             )
         return output.flatten(1)  # type: ignore[no-any-return]
 
@@ -87,13 +89,20 @@ class Attention(nn.Module):
         """As `forward`, from the projection's output, where one op norms, rotates and caches."""
         context = current_context()
         cache, metadata = context.caches[self.name], context.attention[self.name]
+        scales = self._scales(cache)
         query, key, value = norm_rotate_write(
-            qkv, q_weight, k_weight, eps, *angles, cache, metadata.slot_mapping, self.num_heads
-        )
+            qkv, q_weight, k_weight, eps, *angles, cache, metadata.slot_mapping, self.num_heads,
+            **scales,
+        )  # fmt: skip
         output = self.ops.paged_attention(
-            query, cache, metadata, self.scale, self.window, key=key, value=value, **self.extras
-        )
+            query, cache, metadata, self.scale, self.window, key=key, value=value, **self.extras,
+            **scales,
+        )  # fmt: skip
         return output.flatten(1)  # type: ignore[no-any-return]
+
+    def _scales(self, cache: torch.Tensor) -> dict[str, tuple[float, float]]:
+        """What ops are told beyond the cache: only one in fp8 has scales outside of it."""
+        return {"kv_scales": self.kv_scales} if cache.dtype == torch.float8_e4m3fn else {}
 
     def kv_spec(self, dtype: str) -> KVCacheSpec | None:
         """What this layer keeps in the cache; None if nothing."""

@@ -19,6 +19,7 @@ from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.quantization import DenseMethod
 from penstock.layers.rotary import Rotary
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import INT8_SCALE_BYTES, LatentSpec
 
 NORM_EPS = 1e-6  # of the norms on compressed vectors, whatever the model's other norms have
@@ -132,6 +133,11 @@ class LatentAttention(nn.Module):
 
     def kv_spec(self, dtype: str) -> LatentSpec:
         """What this layer keeps in the cache."""
+        if dtype == "float8_e4m3":
+            raise ConfigError(
+                "kv_cache_dtype=fp8 is for keys and values; this model keeps latent vectors: "
+                "choose auto, bfloat16 or float16"
+            )
         scale_size = INT8_SCALE_BYTES if dtype == "int8" else 0
         return LatentSpec(entry_size=self.entry_size + scale_size, dtype=dtype)
 

@@ -16,6 +16,7 @@ from penstock.layers.matrix import MatrixLayer
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.layers.quantized.dummy import fill_quantized
 from penstock.layers.quantized.linear import QuantizedMethod
+from penstock.loading.kv_scales import KVScales
 from penstock.ops.blocks import Weight, take_rows
 from penstock.protocol.errors import ModelError
 
@@ -67,6 +68,7 @@ def load_weights(
     targets = dict(_targets(model))
     fused = _fused(targets)
     missing = set(targets)
+    kv_scales = KVScales(model)
     surplus = []
     # Only on a terminal (None): a log on a full disk must not keep an engine from its weights.
     progress = tqdm(
@@ -77,6 +79,8 @@ def load_weights(
         model_name = own_name(name, naming)
         parts = fused.get(model_name, [model_name])
         if parts[0] not in targets:
+            if kv_scales.take(model_name, tensor):
+                continue
             if not any(re.search(pattern, name) for pattern in (*naming.ignored, *ignored)):
                 surplus.append(name)
             continue

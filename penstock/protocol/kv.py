@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3": 1}
 INT8_SCALE_BYTES = 4  # each head of a token has a scale of its own, a float32, behind its numbers
 STATE_ALIGNMENT = 64  # bytes: where each part of a recurrent state begins
 UNBOUNDED = 2**62  # tokens: more than there can be
@@ -30,7 +30,7 @@ class AttentionSpec(KVCacheSpec, frozen=True, kw_only=True, tag=True):
 
     num_kv_heads: int  # on one rank
     head_dim: int
-    dtype: str  # "float32", "bfloat16", "float16", "int8"
+    dtype: str  # one of DTYPE_BYTES
 
     @property
     def entry_size(self) -> int:

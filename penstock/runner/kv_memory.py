@@ -24,6 +24,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "int8": torch.int8,
+    "float8_e4m3": torch.float8_e4m3fn,
 }
 
 

@@ -118,9 +118,9 @@ def test_prefixes_of_another_cache_type_have_other_names() -> None:
     assert hash_root("model", "int8") != hash_root("model", "float16")
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "float8_e5m2", "int4"])
+@pytest.mark.parametrize("name", ["fp8_e5m2", "float8_e5m2", "int4"])
 def test_other_types_are_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"one of .*int8, got '{name}'"):
+    with pytest.raises(ConfigError, match=rf"one of .*int8, .*, got '{name}'"):
         EngineConfig.from_options({"kv_cache_dtype": name})
 
 

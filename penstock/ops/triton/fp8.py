@@ -75,7 +75,7 @@ def _one_row_kernel(
         block, within = tl.arange(0, COLUMNS // 128), tl.arange(0, 128)
         column = block[:, None] * 128 + within[None, :]
         source = weight_ptr + row.to(tl.int64)[:, None, None] * in_features + column[None, :, :]
-        acc = tl.zeros([ROWS, COLUMNS // 128, 128], tl.float32)
+        acc = tl.zeros([ROWS, COLUMNS // 128, 128 // SPAN], tl.float32)
         scales = scale_ptr + (row // ROW_BLOCK)[:, None] * num_blocks + block[None, :]
         for at in range(0, in_features, COLUMNS):
             is_column = at + column < in_features
@@ -84,7 +84,9 @@ def _one_row_kernel(
             x = tl.load(x_ptr + at + column, mask=is_column, other=0.0).to(tl.float32)
             exists = is_row[:, None] & (at // 128 + block < num_blocks)[None, :]
             scale = tl.load(scales + at // 128, mask=exists, other=0.0)
-            acc += weight.to(tl.float32) * x[None, :, :] * scale[:, :, None]
+            product = weight.to(tl.float32) * x[None, :, :]
+            product = product.reshape(ROWS, COLUMNS // 128, 128 // SPAN, SPAN)
+            acc += tl.sum(product, axis=3) * scale[:, :, None]
         out = tl.sum(tl.sum(acc, axis=2), axis=1)
     else:
         column = tl.arange(0, COLUMNS)
@@ -270,7 +272,7 @@ def one_row(
     """x [1, in] with all of the weight, in floats."""
     out_features, in_features = weight.shape
     blocked = weight_scale.ndim == 2
-    tile = fp8_row_tile(blocked) if tile is None else tile
+    tile = fp8_row_tile(out_features, blocked) if tile is None else tile
     out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(out_features, tile.rows),)](
         x, weight, weight_scale, out if bias is None else bias, out, in_features, out_features,

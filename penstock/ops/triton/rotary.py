@@ -10,13 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.ops.attention import UNSCALED
+
 
 @triton.jit
 def _norm_rotate_write_kernel(
     qkv_ptr,  # [n, (num_heads + 2 * num_kv_heads) * 2 * HALF], changed in place
     q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, cache_ptr, slot_ptr,
     qkv_stride, cos_stride, page_stride, num_heads, num_kv_heads, block_size, eps,
-    NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
+    key_factor, value_factor,  # what is cached in fp8 is multiplied with
+    NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """A program takes HEADS heads of one token, whichever of query, key and value they are."""
     token = tl.program_id(0).to(tl.int64)
@@ -57,6 +60,10 @@ def _norm_rotate_write_kernel(
     row += tl.where(is_value, block_size * num_kv_heads, 0)
     page = cache_ptr + (slot // block_size) * page_stride + row * (2 * HALF) + dims[None, :]
     cached = exists & (is_query == 0)
+    if FP8:
+        factor = tl.where(is_value, value_factor, key_factor)
+        first = tl.clamp(first.to(tl.float32) * factor, -448.0, 448.0)
+        second = tl.clamp(second.to(tl.float32) * factor, -448.0, 448.0)
     tl.store(page, first.to(cache_ptr.dtype.element_ty), mask=cached)
     tl.store(page + HALF, second.to(cache_ptr.dtype.element_ty), mask=cached)
 
@@ -71,6 +78,7 @@ def norm_rotate_write(
     cache: torch.Tensor,  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
     slot_mapping: torch.Tensor,  # [n] int64
     num_heads: int,
+    kv_scales: tuple[float, float] = UNSCALED,  # of an fp8 cache
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query, key and value [n, heads, head_dim] as views of `qkv`: normed, rotated and cached."""
     num_kv_heads, head_dim = cache.shape[3], cache.shape[4]
@@ -81,8 +89,9 @@ def norm_rotate_write(
         _norm_rotate_write_kernel[(n, triton.cdiv(num_all, heads_each))](
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
             cos, sin, cache, slot_mapping, qkv.stride(0), cos.stride(0), cache.stride(0),
-            num_heads, num_kv_heads, cache.shape[2], eps,
+            num_heads, num_kv_heads, cache.shape[2], eps, 1.0 / kv_scales[0], 1.0 / kv_scales[1],
             NORM=q_weight is not None, HALF=head_dim // 2, HEADS=heads_each,
+            FP8=cache.dtype == torch.float8_e4m3fn,
             num_warps=1 if heads_each == 1 else 4,
         )  # fmt: skip
     heads = qkv.view(n, num_all, head_dim)

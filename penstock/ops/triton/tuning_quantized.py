@@ -30,9 +30,11 @@ class W4Plan(NamedTuple):
     launch: Launch
 
 
-def fp8_row_tile(blocked: bool) -> RowTile:
+def fp8_row_tile(out_features: int, blocked: bool) -> RowTile:
     """One row of x with fp8 weights."""
-    return RowTile(4, 1024, Launch(4, 3)) if blocked else RowTile(8, 1024, Launch(4, 3))
+    if blocked:
+        return RowTile(4, 2048, Launch(4, 3))
+    return RowTile(4, 4096 if out_features >= 16384 else 2048, Launch(4, 3))
 
 
 def fp8_plan(
@@ -49,17 +51,9 @@ def fp8_plan(
     return Fp8Plan(64, tokens, 256, splits, True, True, Launch(4, 5))
 
 
-def w4_row_tile(in_features: int) -> RowTile:
-    """One row of x with weights of 4 bits; columns in words of 8."""
-    return RowTile(4, 256, Launch(2, 3))
-
-
-def _splits(num_tiles: int, in_features: int) -> int:
-    """As many programs as fill the chip twice, of at least 1,024 columns each."""
-    splits = 1
-    while splits * num_tiles < 2 * PROCESSORS and in_features // (2 * splits) >= 1024:
-        splits *= 2
-    return splits
+def w4_row_tile() -> RowTile:
+    """One row of x with weights of 4 bits; columns in chunks of 128."""
+    return RowTile(8, 16, Launch(2, 3))
 
 
 def w4_plan(num_tokens: int, out_features: int, in_features: int) -> W4Plan | None:
@@ -67,7 +61,12 @@ def w4_plan(num_tokens: int, out_features: int, in_features: int) -> W4Plan | No
     if num_tokens > 128:
         return None
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    return W4Plan(64, tokens, _splits(out_features // 64, in_features), Launch(4, 3))
+    rows = 128 if tokens == 64 or out_features >= 128 * PROCESSORS else 64
+    # Programs that share a tile have at least 1,024 columns each.
+    splits, programs = 1, -(-out_features // rows)
+    while splits * programs < (128 if tokens == 64 else 256) and in_features >= 2048 * splits:
+        splits *= 2
+    return W4Plan(rows, tokens, splits, Launch(4, 4))
 
 
 def quantized_experts_plan(num_pairs: int, num_experts: int) -> ExpertsPlan:

@@ -6,8 +6,8 @@ that neighbouring words have in the same bits, a *plane*, are neighbouring colum
 lies, and a plane is an operand of the tensor cores as it is. The last chunk may be padded; x is
 zero there.
 
-A number becomes a float without a conversion: put into the mantissa of a power of two that is large
-enough, it is that power plus the number.
+A number becomes a float without a conversion: put into the mantissa of a power of two, it is added
+to that power.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from penstock.ops.triton.tuning_quantized import W4Plan, w4_plan, w4_row_tile
 CHUNK = 128  # columns
 WORDS = 16  # of a chunk
 SLAB = 1 << 27  # numbers that become floats at one time, for cuBLAS
-TWO_23 = tl.constexpr(8388608.0)
 
 # Two words to eight pairs of floats, each pair less `zero`: the numbers of a plane stand 16 bits
 # apart once the words' halves are brought together.
@@ -48,54 +47,83 @@ UNPACK_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r")
 
 
 @triton.jit
-def _times_plane(words, x, PLACE: tl.constexpr):
-    """A plane's numbers less 8, which count PLACE times where they stand, times x."""
-    number = ((words & (15 * PLACE)) | 0x4B000000).to(tl.float32, bitcast=True)
-    return (number - (TWO_23 + 8.0 * PLACE)) * (x * (1.0 / PLACE))[None, :]
-
-
-@triton.jit
 def _one_row_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr,
     in_features, out_features, num_words, num_groups, chunks_each,
-    BIAS: tl.constexpr, ZEROS: tl.constexpr, PLANES: tl.constexpr, ROWS: tl.constexpr,
-    WORDS: tl.constexpr,
+    BIAS: tl.constexpr, ZEROS: tl.constexpr, PLANES: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the weight with x. A scale is that of PLANES planes, or of whole chunks."""
+    """ROWS rows of the weight with x. A scale is that of PLANES planes, or of whole chunks.
+
+    Four bits in a mantissa of float32 cost one instruction, and the product another: the power of
+    two that they come with, and their zero, are taken off the sum of products, by the sum of x.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < out_features
-    word = tl.arange(0, WORDS)
-    source = weight_ptr + row.to(tl.int64)[:, None] * num_words + word[None, :]
-    scale_row = row.to(tl.int64)[:, None] * num_groups
-    acc = tl.zeros([ROWS, WORDS], tl.float32)
-    for first in range(0, num_words, WORDS):
-        is_word = first + word < num_words
-        mask = is_row[:, None] & is_word[None, :]
-        low = tl.load(source + first, mask=mask, other=0, eviction_policy="evict_first")
-        high = low >> 16
-        chunk = (first + word) // 16
-        column = chunk * 128 + word % 16
+    own_row = tl.where(is_row, row, 0).to(tl.int64)
+    word, chunk = tl.arange(0, 16), tl.arange(0, CHUNKS)
+    within = chunk[:, None] * 16 + word[None, :]  # [CHUNKS, 16] words
+    source = weight_ptr + own_row[:, None, None] * num_words + within[None, :, :]
+    scale_at = own_row[:, None] * num_groups
+    x_at = chunk[:, None] * 128 + word[None, :]
+    acc = tl.zeros([ROWS, CHUNKS, 16], tl.float32)
+    for first in range(0, num_words // 16, CHUNKS):
+        if EVEN:
+            words = tl.load(source + first * 16, eviction_policy="evict_first")
+        else:
+            mask = (first + chunk < num_words // 16)[None, :, None]
+            words = tl.load(source + first * 16, mask=mask, other=0, eviction_policy="evict_first")
         for part in tl.static_range(8 // PLANES):
-            total = tl.zeros([ROWS, WORDS], tl.float32)
-            x_total = tl.zeros([WORDS], tl.float32)
+            taken = tl.zeros([CHUNKS, 16], tl.float32)
+            x_total = tl.zeros([CHUNKS, 16], tl.float32)
+            total = tl.zeros([ROWS, CHUNKS, 16], tl.float32)
             for index in tl.static_range(PLANES):
-                at = column + (part * PLANES + index) * 16
-                x = tl.load(x_ptr + at, mask=at < in_features, other=0.0).to(tl.float32)
-                half = low if part * PLANES + index < 4 else high
-                total += _times_plane(half, x, 1 << (4 * ((part * PLANES + index) % 4)))
-                if ZEROS:
-                    x_total += x
-            group = chunk // chunks_each if PLANES == 8 else chunk * (8 // PLANES) + part
-            exists = mask & (group < num_groups)[None, :]
-            scale = tl.load(scale_ptr + scale_row + group[None, :], mask=exists, other=0.0)
+                at = first * 128 + x_at + (part * PLANES + index) * 16
+                if EVEN:
+                    x = tl.load(x_ptr + at).to(tl.float32)
+                else:
+                    x = tl.load(x_ptr + at, mask=at < in_features, other=0.0).to(tl.float32)
+                if part * PLANES + index < 3:
+                    total, taken = _add_plane(total, taken, words << 11, x, part * PLANES + index)
+                elif part * PLANES + index < 6:
+                    total, taken = _add_plane(
+                        total, taken, words >> 1, x, part * PLANES + index - 3
+                    )
+                else:
+                    total, taken = _add_plane(
+                        total, taken, words >> 9, x, part * PLANES + index - 5
+                    )
+                x_total += x
+            group = first + chunk
+            if PLANES == 8:
+                group = group // chunks_each
+            else:
+                group = group * (8 // PLANES) + part
+            group = tl.minimum(group, num_groups - 1)  # what is padding is multiplied with zeros
+            scale = tl.load(scale_ptr + scale_at + group[None, :]).to(tl.float32)
             if ZEROS:
-                zero = tl.load(zero_ptr + scale_row + group[None, :], mask=exists, other=8)
-                total += (8.0 - zero.to(tl.float32)) * x_total[None, :]
-            acc += total * scale.to(tl.float32)
-    out = tl.sum(acc, axis=1)
+                zero = tl.load(zero_ptr + scale_at + group[None, :]).to(tl.float32)
+                total -= zero[:, :, None] * x_total[None, :, :]
+                total -= taken[None, :, :]
+            else:
+                total -= (taken + 8.0 * x_total)[None, :, :]
+            acc += total * scale[:, :, None]
+    out = tl.sum(tl.sum(acc, axis=2), axis=1)
     if BIAS:
         out += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def _add_plane(total, taken, words, x, PLACE: tl.constexpr):
+    """total + a plane's numbers times x, and what that is too much; PLACE 2 is the mantissa's top.
+
+    Read as a float, 1 with a number in bits 11, 15 or 19 is 1 + number / 4096, / 256 or / 16.
+    """
+    bits = (words & (15 << (11 + 4 * PLACE))) | 0x3F800000
+    weighted = x * (1 << (12 - 4 * PLACE))
+    total += bits.to(tl.float32, bitcast=True) * weighted[None, :, :]
+    return total, taken + weighted
 
 
 @triton.jit
@@ -443,14 +471,14 @@ def one_row(
 ) -> torch.Tensor:
     """x [1, in] with all of the weight, in floats."""
     out_features, num_words = weight.words.shape
-    tile = w4_row_tile(x.shape[1]) if tile is None else tile
+    tile = w4_row_tile() if tile is None else tile
     out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(out_features, tile.rows),)](
         x, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros,
         out if bias is None else bias, out,
         x.shape[1], out_features, num_words, weight.num_groups, weight.chunks_each,
         BIAS=bias is not None, ZEROS=weight.zeros is not None, PLANES=weight.planes,
-        ROWS=tile.rows, WORDS=tile.columns,
+        EVEN=x.shape[1] % (CHUNK * tile.columns) == 0, ROWS=tile.rows, CHUNKS=tile.columns,
         num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
     )  # fmt: skip
     return out
