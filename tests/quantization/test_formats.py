@@ -172,3 +172,10 @@ def test_a_checkpoint_gives_the_logits_of_what_it_stands_for(
         assert relative_error(own_logits(quantized), expected) < NATIVE
     if name in ON_HALVES:  # where activations are not rounded at all
         assert relative_error(own_logits(quantized), reference_logits(restored)) < 1e-3
+
+
+def test_layers_of_exact_blocks_run_whole_in_the_library(floats: Path, tmp_path: Path) -> None:
+    quantized, _ = made.quantize(floats, tmp_path, *made.gptq())
+    with LLM(str(quantized), **OPTIONS) as llm:
+        model = llm.engine.executor.worker.model  # type: ignore[attr-defined]
+        assert all(layer.fused is not None for layer in model.model.layers)

@@ -134,12 +134,26 @@ def test_experts_wait_for_the_plan_where_they_are_to_be_stacked(stored_as: str) 
     assert isinstance(model.mlp.gate.method, DenseMethod)
 
 
-def test_a_mixture_of_experts_loads_from_a_quantized_checkpoint(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("mixture")
     floats = made.make_floats(
-        tmp_path / "floats", "qwen3_moe", moe_intermediate_size=64, num_experts=4,
+        folder / "floats", "qwen3_moe", moe_intermediate_size=64, num_experts=4,
         num_experts_per_tok=2, num_hidden_layers=1, mlp_only_layers=[],
     )  # fmt: skip
-    quantized, restored = made.quantize(floats, tmp_path, *made.gptq(symmetric=False))
+    return made.quantize(floats, folder, *made.gptq(symmetric=False))
+
+
+def test_a_mixture_of_experts_loads_from_a_quantized_checkpoint(
+    mixture: tuple[Path, Path],
+) -> None:
+    quantized, restored = mixture
     expected = reference_logits(restored)
     assert relative_error(own_logits(quantized, cpu_backend="torch"), expected) < EXACT
     assert relative_error(own_logits(quantized), expected) < 0.1
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_quantized_mixture_of_experts(mixture: tuple[Path, Path]) -> None:
+    one, two = (own_logits(mixture[0], tensor_parallel_size=ranks) for ranks in (1, 2))
+    assert relative_error(two, one) < 0.05

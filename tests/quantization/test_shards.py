@@ -14,10 +14,11 @@ from penstock.distributed.group import Group
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.native import NativeMethod
-from penstock.layers.quantization import LinearMethod, Undecided
+from penstock.layers.quantization import LinearMethod, Shard, Undecided
 from penstock.layers.quantized.checkpoints import choose_quantization
 from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.layers.quantized.native import NativeFinish
+from penstock.layers.quantized.packed import GptqScheme
 from penstock.loading.load import load_weights
 from penstock.models.base import WeightTable
 from penstock.ops.registry import Ops
@@ -139,3 +140,18 @@ def test_rows_that_do_not_divide_are_filled_up() -> None:
     floats = padded.floats(torch.arange(70))
     assert not floats[64:].any()
     assert torch.equal(floats[:64], weight.floats(torch.arange(64)))
+
+
+def test_zero_points_of_the_first_gptq_format_may_be_zero() -> None:
+    """Writers subtract one from all numbers of a word at once: a 0 borrows from the next."""
+    zeros = torch.tensor([[0, 8, 15, 0, 0, 3, 1, 7]])  # [groups, out]
+    words = sum(int(zero) << (4 * place) for place, zero in enumerate(zeros[0]))
+    stored = torch.tensor([[(words - 0x11111111) % 2**32]]).to(torch.uint32).view(torch.int32)
+    tensors = {
+        "qweight": torch.zeros(1, 8, dtype=torch.int32),
+        "qzeros": stored,
+        "scales": torch.ones(1, 8),
+    }
+    scheme = GptqScheme(4, 8)
+    weight = scheme.convert(tensors, Shard((8, 8), 0, 8, 0, 8), torch.float32)
+    assert torch.equal(weight.floats(torch.arange(8))[:, 0], -zeros[0].float())

@@ -98,7 +98,8 @@ class Online:
     ignored: tuple[str, ...] = ()
 
     def scheme(self, name: str, kind: Kind) -> Scheme | None:
-        return self.own if kind == "linear" else None
+        is_head = name.rpartition(".")[2] == "lm_head"  # which transformers' models have as a layer
+        return self.own if kind == "linear" and not is_head else None
 
 
 def _online(option: str) -> Online:
