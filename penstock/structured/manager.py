@@ -63,7 +63,7 @@ class GrammarManager:
         # By the request that waits: its grammar (None: it needs none), then its place in it.
         self._pending: dict[str, Future[Grammar | None] | Future[OutputGrammar]] = {}
         self._outputs: dict[str, OutputGrammar] = {}
-        self._faults: dict[str, str] = {}
+        self._faults: dict[str, InputError | RequestFault] = {}
         self._bits: Bits = np.zeros((0, 0), dtype=np.int32)
         self._is_slow = False  # the last masks took so long that someone must be found guilty
 
@@ -115,6 +115,7 @@ class GrammarManager:
             vocabulary.tokens,
             reasoning=reasoning_of(request, vocabulary.tokens, opening),
             start_id=start_id,
+            field=FIELD if params is None else params.field,
         )
         output.accept(request.output_token_ids)  # of a replay
         return output
@@ -180,7 +181,7 @@ class GrammarManager:
         to blame.
         """
         if request_id in self._faults:
-            raise RequestFault(self._faults[request_id])
+            raise self._faults[request_id]
         output = self._outputs[request_id]
         output.drafts = drafts
         try:
@@ -189,9 +190,9 @@ class GrammarManager:
             if not self._was_allowed(output, misfit.token_id):
                 raise
             raise InputError(
-                f"{FIELD} asks for a text that this model cannot write: its vocabulary lacks a "
-                "byte of it",
-                FIELD,
+                f"{output.field} asks for a text that this model cannot write: its vocabulary "
+                "lacks a byte of it",
+                output.field,
             ) from misfit
 
     def _was_allowed(self, output: OutputGrammar, token_id: int) -> bool:
@@ -268,8 +269,8 @@ class GrammarManager:
             backend.fill([output.matcher], bits[index : index + 1])
             seconds = time.perf_counter() - before
             if seconds > STEP_LIMIT_S:
-                self._faults[row.request_id] = (
-                    f"{FIELD} is too complex: one token took {seconds:.2f} s, where "
+                self._faults[row.request_id] = RequestFault(
+                    f"{output.field} is too complex: one token took {seconds:.2f} s, where "
                     f"{STEP_LIMIT_S} s are allowed"
                 )
 
@@ -277,8 +278,8 @@ class GrammarManager:
         """Remember whose matcher failed, and leave its rows free: the request ends anyhow."""
         start = 0
         for (row, output), count in zip(rows, num_rows, strict=True):
-            if output.error is not None:
-                self._faults[row.request_id] = f"{FIELD} failed: {output.error}"
+            if (fault := output.fault) is not None:
+                self._faults[row.request_id] = fault
                 bits[start : start + count] = ALL_TOKENS
             start += count
 

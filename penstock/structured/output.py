@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.protocol.errors import RequestFault
+from penstock.protocol.errors import InputError, RequestFault
+from penstock.protocol.structured import FIELD
 from penstock.structured.backend import Backend, Bits, Matcher
 from penstock.structured.reasoning import Phase, Reasoning, State
 
@@ -33,8 +34,10 @@ class OutputGrammar:
         marker: bytes = b"",
         reasoning: Reasoning | None = None,
         start_id: int | None = None,
+        field: str = FIELD,
     ) -> None:
         self.matcher = matcher
+        self.field = field  # what the client calls the grammar
         self.drafts: list[int] = []  # tokens that are proposed to come next
         if reasoning is None and marker:
             reasoning = Reasoning(tokens, (marker,))
@@ -60,20 +63,20 @@ class OutputGrammar:
         return self.matcher is not None and self.is_answer and self.matcher.is_complete
 
     @property
-    def error(self) -> str | None:
-        """Why this output can go on no more, if so."""
-        return None if self.matcher is None else self.matcher.error
+    def fault(self) -> InputError | None:
+        """Why this output can go on no more, if so: the grammar leads nowhere, or to too much."""
+        error = None if self.matcher is None else self.matcher.error
+        return None if error is None else InputError(f"{self.field} failed: {error}", self.field)
 
     def accept(self, token_ids: Sequence[int]) -> int | None:
         """Take tokens that were sampled: with how many of them the output is complete.
 
-        None: more must come. Raises `RequestFault` for a token that has no place in the grammar.
+        None: more must come. Raises `Misfit` for a token that has no place in the grammar, and
+        what its `fault` is if there is one.
         """
         for count, token_id in enumerate(token_ids, start=1):
             if not self._take(token_id):
-                if self.error is not None:
-                    raise RequestFault(f"structured_outputs failed: {self.error}")
-                raise Misfit(token_id)
+                raise self.fault or Misfit(token_id)
             if self.is_complete:
                 return count
         return None

@@ -153,6 +153,14 @@ def test_a_model_whose_calls_are_not_known_may_not_choose(
         (
             {
                 "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": []}}}
+                ]
+            },
+            "must be of type object",
+        ),
+        (
+            {
+                "tools": [
                     {"type": "function", "function": {"name": "f", "description": "x" * 2**20}}
                 ]
             },

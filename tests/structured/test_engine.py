@@ -328,6 +328,29 @@ def test_a_grammar_that_fails_on_the_way_fails_its_request_alone(
     assert complete(llm, SPECS["choice"]).outputs[0].text == plain
 
 
+def test_a_grammar_that_leads_nowhere_is_the_clients_fault(llm: LLM) -> None:
+    endless = {"$ref": "#/$defs/a"}
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": "x"}, "more": endless},
+        "required": ["name", "more"],
+        "$defs": {"a": endless},
+    }
+    for spec in (
+        Structured(json=schema, field="response_format", disable_any_whitespace=True),
+        Structured(structural_tag=tag_of(endless), field="response_format"),
+    ):
+        output = complete(llm, spec)
+        assert output.error_field == "response_format"
+        assert re.match("response_format .*no text matches it", output.error)
+
+
+def tag_of(schema: Any) -> Any:
+    after = {"type": "json_schema", "json_schema": {**schema, "$defs": {"a": schema}}}
+    begun = {"type": "sequence", "elements": [{"type": "const_string", "value": "x"}, after]}
+    return {"type": "structural_tag", "format": begun}
+
+
 def test_a_request_without_a_tokenizer_is_refused(byte_model: str) -> None:
     with open_llm(byte_model, skip_tokenizer_init=True) as llm:
         params = SamplingParams(structured_outputs=SPECS["choice"])

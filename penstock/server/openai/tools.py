@@ -90,7 +90,7 @@ def read_tools(given: Sequence[ToolDefinition] | None) -> list[Tool]:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """InputError if two have one name, or they are too many or too large."""
+    """InputError if two have one name, one does not take an object, or they are too many or large."""
     if len(tools) > MAX_TOOLS:
         raise InputError(f"tools may be at most {MAX_TOOLS}, got {len(tools)}", "tools")
     length = sum(len(tool.name) + len(tool.description) + _length(tool) for tool in tools)
@@ -101,6 +101,10 @@ def check_tools(tools: Sequence[Tool]) -> None:
         )
     names: set[str] = set()
     for tool in tools:
+        kind = tool.parameters.get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            what = f"the parameters of the tool {tool.name!r}"
+            raise InputError(f"{what} must be of type object, got {kind!r:.40}", "tools")
         if tool.name in names:
             raise InputError(
                 f"tools must have names of their own, got {tool.name!r} twice", "tools"
