@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import penstock
-from penstock.cli import bench, chat, collect_env, generate, run_batch, serve
+from penstock.cli import bench, chat, collect_env, generate, quantize, run_batch, serve
 from penstock.protocol.errors import ConfigError, InputError, PenstockError
 
-COMMANDS = (serve, generate, chat, run_batch, bench, collect_env)
+COMMANDS = (serve, generate, chat, run_batch, quantize, bench, collect_env)
 
 
 class Parser(argparse.ArgumentParser):

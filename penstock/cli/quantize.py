@@ -1,0 +1,141 @@
+"""`penstock quantize`: writes a quantized checkpoint, and says what it costs in quality."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.common import Subparsers, add_command
+from penstock.config import LoadConfig, ModelConfig
+from penstock.loading.source import resolve_source
+from penstock.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.quantize.perplexity import Perplexity
+    from penstock.quantize.write import Report
+
+METHODS = {
+    "fp8": "e4m3 weights, a scale for each row; activations in fp8, scaled token by token",
+    "int8": "8-bit weights, a scale for each row; activations in 8 bits, scaled token by token",
+    "w4a16": "4-bit weights, a scale for each group of columns; activations stay floats",
+}
+
+
+def add_parser(subparsers: Subparsers[Any]) -> None:
+    parser = add_command(
+        subparsers,
+        "quantize",
+        run,
+        "Write a model's checkpoint anew with smaller numbers, in the compressed-tensors format, "
+        "and compare perplexities before and after.",
+        "MODEL OUT",
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="A folder with config.json and safetensors in 16 or 32 bits, or a hub id.",
+    )
+    parser.add_argument("out", metavar="OUT", type=Path, help="The folder to write; must be new.")
+    parser.add_argument(
+        "--method",
+        required=True,
+        choices=METHODS,
+        help="; ".join(f"{name}: {text}" for name, text in METHODS.items()) + ".",
+    )
+    parser.add_argument(
+        "--group-size",
+        type=_group_size,
+        default=128,
+        metavar="N",
+        help="Columns that share a scale in w4a16: 32, 64 or 128. (default: 128)",
+    )
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="Leave linear layers as they are whose names match this regular expression from "
+        "their start; may be given several times. What engines fuse goes together: q, k and v, gate "
+        "and up. The head and routers always stay.",
+    )
+    parser.add_argument(
+        "--calibration-text",
+        type=Path,
+        metavar="FILE",
+        help="Choose scales by the error in layers' outputs on this text, a UTF-8 file, instead "
+        "of rounding to nearest. Experts are rounded to nearest all the same.",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="What perplexity is measured on; default: a short text that comes with Penstock.",
+    )
+    parser.add_argument(
+        "--no-perplexity",
+        action="store_true",
+        help="Only write the checkpoint. Without --calibration-text nothing is computed then, and "
+        "a model of any size needs the memory of one of its tensors.",
+    )
+
+
+def _group_size(value: str) -> int:
+    if value not in ("32", "64", "128"):
+        raise argparse.ArgumentTypeError(f"must be 32, 64 or 128, got {value!r}")
+    return int(value)
+
+
+def run(args: argparse.Namespace) -> int:
+    for pattern in args.keep:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"--keep {pattern!r} is no regular expression: {error}") from error
+    source = resolve_source(ModelConfig(model=args.model), LoadConfig())
+    # Torch is imported here and not before.
+    from penstock.quantize import perplexity
+    from penstock.quantize.methods import method_named
+    from penstock.quantize.write import check_source, check_target, write_quantized
+
+    check_source(source)
+    check_target(args.out, source)
+    text_path = args.text or perplexity.SAMPLE
+    text = perplexity.read_text(text_path)
+    calibration = args.calibration_text and perplexity.read_text(args.calibration_text)
+    before, moments = None, None
+    if not args.no_perplexity or calibration:
+        with perplexity.open_for_windows(args.model, source.config) as llm:
+            if not args.no_perplexity:
+                windows = perplexity.windows_of(llm, text, text_path)
+                before = perplexity.measure(llm, windows, "Perplexity before")
+            if calibration:
+                windows = perplexity.windows_of(llm, calibration, args.calibration_text)
+                moments = perplexity.observe(llm, windows)
+    method = method_named(args.method, args.group_size)
+    report = write_quantized(source, args.out, method, args.keep, moments)
+    _print_report(report, args.out)
+    if before is not None:
+        with perplexity.open_for_windows(str(args.out), source.config) as llm:
+            windows = perplexity.windows_of(llm, text, text_path)
+            _print_change(before, perplexity.measure(llm, windows, "Perplexity after"))
+    return 0
+
+
+def _print_report(report: Report, out: Path) -> None:
+    share = report.bytes_after / report.bytes_before
+    print(
+        f"{out}: {len(report.quantized)} layers quantized, {report.bytes_before / 1e6:,.1f} MB -> "
+        f"{report.bytes_after / 1e6:,.1f} MB ({share:.0%})"
+    )
+    for layer, reason in report.kept.items():
+        print(f"  {layer} stays as it is: {reason}")
+
+
+def _print_change(before: Perplexity, after: Perplexity) -> None:
+    change, error = after.change(before)
+    print(
+        f"perplexity {before.value:.3f} -> {after.value:.3f} ({change:+.2%} ± {error:.2%}, "
+        f"{len(after.logprobs)} tokens)"
+    )

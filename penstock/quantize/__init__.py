@@ -1,0 +1,1 @@
+"""Writing quantized checkpoints: what `penstock quantize` does."""

@@ -1,0 +1,162 @@
+"""The methods there are: how a matrix is written, and what the configuration says of it.
+
+Formats and names are those of compressed-tensors. Scales are found by rounding to nearest: the
+largest number of a row, or of a group of columns, is the largest that can be written. With the
+activations' second moments at hand, smaller scales are tried too, and the one with the least error
+in the layer's output stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.ops.quantized import FP8, FP8_MAX, pack_nibbles
+
+CLIP_RATIOS = tuple(1.0 - step / 40 for step in range(17))  # of the largest number: 1 to 0.6
+TILE_NUMBERS = 1 << 24  # weights that are looked at together
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to write a matrix."""
+
+    format: str  # compressed-tensors' name
+    bits: int
+    weights: Mapping[str, Any]  # what config.json says of them
+    inputs: Mapping[str, Any] | None  # and of activations; None: they stay floats
+    group_size: int | None  # columns with a scale of their own; None: whole rows
+    limit: float  # the largest number that can be written
+    round: Callable[[torch.Tensor], torch.Tensor]  # numbers to the nearest that can be
+    write: Callable[[torch.Tensor], dict[str, torch.Tensor]]  # rounded numbers -> tensors
+
+    def refusal(self, weight: torch.Tensor) -> str | None:
+        """Why a matrix cannot be written so."""
+        columns = weight.shape[1]
+        if self.group_size is not None and columns % self.group_size:
+            return f"its {columns} columns are no multiple of the group size {self.group_size}"
+        if not bool(torch.isfinite(weight).all()):
+            return "it has numbers that are not finite"
+        return None
+
+    def compress(
+        self, weight: torch.Tensor, moments: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """[out, in] -> what stands in its place, by the last part of the tensor's name.
+
+        `moments` [in] are the mean squares of the layer's inputs, up to a factor.
+        """
+        columns = weight.shape[1]
+        group = self.group_size or columns
+        step = max(TILE_NUMBERS // columns, 1)
+        numbers, scales = [], []
+        for start in range(0, len(weight), step):
+            tile = weight[start : start + step]
+            grouped = tile.float().view(len(tile), -1, group)
+            scale = self._scales(grouped, moments, weight.dtype)
+            numbers.append(self.round(grouped / scale[..., None].float()).view(len(tile), columns))
+            scales.append(scale)
+        return {**self.write(torch.cat(numbers)), "weight_scale": torch.cat(scales)}
+
+    def _scales(
+        self, grouped: torch.Tensor, moments: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[rows, groups] in `dtype`, in which they will be stored, of [rows, groups, columns]."""
+        smallest = torch.finfo(dtype).tiny
+        largest = (grouped.abs().amax(-1) / self.limit).clamp_min(smallest)
+        if moments is None:
+            return largest.to(dtype)
+        importance = moments.float().view(grouped.shape[1], -1)
+        best = torch.full_like(largest, torch.inf)
+        chosen = largest.to(dtype)
+        for ratio in CLIP_RATIOS:
+            scale = (largest * ratio).clamp_min(smallest).to(dtype)
+            floats = scale[..., None].float()
+            missed = (self.round(grouped / floats) * floats - grouped).square_()
+            error = (missed * importance).sum(-1)
+            chosen = torch.where(error < best, scale, chosen)
+            best = torch.minimum(error, best)
+        return chosen
+
+    def config(self, ignored: list[str]) -> dict[str, Any]:
+        """The quantization_config of a checkpoint whose other linear layers are `ignored`."""
+        group = {
+            "targets": ["Linear"],
+            "weights": dict(self.weights),
+            "input_activations": None if self.inputs is None else dict(self.inputs),
+            "output_activations": None,
+            "format": self.format,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.format,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ignored,
+            "kv_cache_scheme": None,
+        }
+
+
+def method_named(name: str, group_size: int) -> Method:
+    return METHODS[name](group_size)
+
+
+def _arguments(bits: int, kind: str, strategy: str, **others: Any) -> dict[str, Any]:
+    return {
+        "num_bits": bits, "type": kind, "strategy": strategy, "symmetric": True, "dynamic": False,
+        "group_size": None, **others,
+    }  # fmt: skip
+
+
+def _fp8(group_size: int) -> Method:
+    return Method(
+        format="float-quantized",
+        bits=8,
+        weights=_arguments(8, "float", "channel"),
+        inputs=_arguments(8, "float", "token", dynamic=True),
+        group_size=None,
+        limit=FP8_MAX,
+        round=lambda numbers: numbers.clamp(-FP8_MAX, FP8_MAX).to(FP8).float(),
+        write=lambda numbers: {"weight": numbers.to(FP8)},
+    )
+
+
+def _int8(group_size: int) -> Method:
+    return Method(
+        format="int-quantized",
+        bits=8,
+        weights=_arguments(8, "int", "channel"),
+        inputs=_arguments(8, "int", "token", dynamic=True),
+        group_size=None,
+        limit=127.0,
+        round=lambda numbers: numbers.round().clamp_(-127, 127),
+        write=lambda numbers: {"weight": numbers.to(torch.int8)},
+    )
+
+
+def _w4a16(group_size: int) -> Method:
+    return Method(
+        format="pack-quantized",
+        bits=4,
+        weights=_arguments(4, "int", "group", group_size=group_size),
+        inputs=None,
+        group_size=group_size,
+        limit=7.0,
+        round=lambda numbers: numbers.round().clamp_(-8, 7),
+        write=_pack,
+    )
+
+
+def _pack(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Eight numbers, each plus 8, in an int32, the first in its lowest bits."""
+    packed = pack_nibbles((numbers + 8).to(torch.uint8)).contiguous()
+    return {
+        "weight_packed": packed.view(torch.int32),
+        "weight_shape": torch.tensor(numbers.shape, dtype=torch.int64),
+    }
+
+
+METHODS: Mapping[str, Callable[[int], Method]] = {"fp8": _fp8, "int8": _int8, "w4a16": _w4a16}

@@ -1,0 +1,196 @@
+"""A checkpoint in, a quantized checkpoint out, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from penstock.config import LoadConfig
+from penstock.loading.checkpoint import open_checkpoint
+from penstock.loading.source import ModelSource
+from penstock.ops.blocks import BlockTensor
+from penstock.protocol.errors import ConfigError
+from penstock.quantize.methods import Method
+
+SHARD_BYTES = 5_000_000_000
+INDEX = "model.safetensors.index.json"
+
+# Matrices that are no linear layer's, by the last parts of their names.
+NOT_LINEAR = re.compile(r"(embed\w*|wte|wpe|\w*norm\w*|conv1d)\.weight$")
+# Linear layers that stay as they are: the head, and those that choose experts, whose few numbers
+# decide much.
+KEPT = (r"lm_head$", r".*\.(gate|router|shared_expert_gate|block_sparse_moe\.gate)$")
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+@dataclass
+class Report:
+    """What became of a checkpoint."""
+
+    quantized: list[str] = field(default_factory=list)  # layers
+    kept: dict[str, str] = field(default_factory=dict)  # linear layers in floats, and why
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+
+def check_source(source: ModelSource) -> None:
+    """Refuse what is quantized already."""
+    if source.gguf is not None:
+        raise ConfigError(
+            f"{source.name} is a GGUF file, quantized by its own means: give a folder or a hub id "
+            "with safetensors in 16 or 32 bits"
+        )
+    if source.config.get("quantization_config") is not None:
+        how = source.config["quantization_config"].get("quant_method", "a method of its own")
+        raise ConfigError(
+            f"{source.name} is quantized already ({how}): give the checkpoint that it was made of"
+        )
+
+
+def check_target(out: Path, source: ModelSource) -> None:
+    """Refuse to write over anything."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already: name a folder that is not, or that is empty")
+    if out.resolve().is_relative_to(source.path.resolve()):
+        raise ConfigError(f"{out} lies inside the model {source.path}: name a folder elsewhere")
+
+
+def write_quantized(
+    source: ModelSource,
+    out: Path,
+    method: Method,
+    kept: Sequence[str] = (),
+    moments: Mapping[str, torch.Tensor] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Report:
+    """Write `source` with its linear layers quantized; `kept` are patterns of those that are not.
+
+    `moments` are the inputs' second moments by layer. The folder appears when all of it is
+    written: what is interrupted leaves nothing.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        folder = Path(scratch) / "model"
+        folder.mkdir()
+        writer = _ShardWriter(folder, shard_bytes)
+        report = _convert(source, method, [*KEPT, *kept], moments or {}, writer)
+        writer.finish()
+        config = {**source.config, "quantization_config": method.config([*report.kept])}
+        _write_json(folder / "config.json", config)
+        _copy_others(source.path, folder)
+        if out.exists():
+            out.rmdir()  # empty: `check_target` has looked
+        os.replace(folder, out)
+    return report
+
+
+def _convert(
+    source: ModelSource,
+    method: Method,
+    kept: Sequence[str],
+    moments: Mapping[str, torch.Tensor],
+    writer: _ShardWriter,
+) -> Report:
+    report = Report()
+    checkpoint = open_checkpoint(source, LoadConfig())
+    progress: Iterable[tuple[str, torch.Tensor | BlockTensor]] = tqdm(
+        checkpoint.tensors(),
+        total=len(checkpoint.names()),
+        desc="Quantizing",
+        unit="tensor",
+        disable=None,
+    )
+    for name, tensor in progress:
+        assert isinstance(tensor, torch.Tensor)
+        report.bytes_before += tensor.nbytes
+        pieces = {name: tensor}
+        if tensor.ndim == 2 and name.endswith(".weight") and not NOT_LINEAR.search(name):
+            layer = name.removesuffix(".weight")
+            reason = _reason_to_keep(layer, tensor, method, kept)
+            if reason is None:
+                found = method.compress(tensor, moments.get(layer))
+                pieces = {f"{layer}.{suffix}": piece for suffix, piece in found.items()}
+                report.quantized.append(layer)
+            else:
+                report.kept[layer] = reason
+        for piece_name, piece in pieces.items():
+            report.bytes_after += piece.nbytes
+            writer.add(piece_name, piece)
+    if not report.quantized:
+        raise ConfigError(f"{source.name} has no layer that could be quantized: {report.kept}")
+    return report
+
+
+def _reason_to_keep(
+    layer: str, weight: torch.Tensor, method: Method, kept: Sequence[str]
+) -> str | None:
+    pattern = next((pattern for pattern in kept if re.match(pattern, layer)), None)
+    if pattern is not None:
+        return f"it matches {pattern}"
+    if not weight.is_floating_point():
+        return f"its numbers are {weight.dtype}"
+    return method.refusal(weight)
+
+
+class _ShardWriter:
+    """Tensors into files of a limited size, and an index where there are several."""
+
+    def __init__(self, folder: Path, shard_bytes: int) -> None:
+        self._folder = folder
+        self._shard_bytes = shard_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._num_pending = 0  # bytes
+        self._total = 0
+        self._shards: list[list[str]] = []  # names by file
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._pending and self._num_pending + tensor.nbytes > self._shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self._num_pending += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, and give the files the names that say how many there are."""
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            self._path(0).rename(self._folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for index, names in enumerate(self._shards):
+            file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+            self._path(index).rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index_json = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        _write_json(self._folder / INDEX, index_json)
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._path(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append([*self._pending])
+        self._pending, self._num_pending = {}, 0
+
+    def _path(self, index: int) -> Path:
+        return self._folder / f"part-{index}.safetensors"
+
+
+def _copy_others(source: Path, folder: Path) -> None:
+    """The tokenizer, the templates and what else belongs to a model; folders stay behind."""
+    for path in source.iterdir():
+        is_weights = path.suffix in WEIGHT_FILES or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and not (folder / path.name).exists():
+            shutil.copyfile(path, folder / path.name)
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
