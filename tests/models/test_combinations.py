@@ -15,6 +15,7 @@ from penstock import LLM, SamplingParams
 from penstock.executor.in_process import InProcessExecutor
 from penstock.kvcache.layout import blocks_for_request, plan_groups
 from penstock.models.architectures import ARCHITECTURES
+from penstock.protocol.kv import RecurrentSpec
 
 # These have windows: the others' other tests go through the same.
 WINDOWED = (
@@ -68,8 +69,9 @@ def test_a_crowded_engine_changes_nothing(variant: str, tmp_path: Path) -> None:
     ) as llm:
         assert tokens(llm) == alone
         assert tokens(llm) == alone  # from the prefix cache, as far as it reaches
-        stats = llm.engine.stats()
-        assert stats.num_preemptions > 0
+        is_recurrent = any(isinstance(spec, RecurrentSpec) for spec in specs.values())
+        # Requests with few blocks wait sooner than they give way: see test_recurrent_models.
+        assert is_recurrent or llm.engine.stats().num_preemptions > 0
     with open_llm(checkpoint, max_num_batched_tokens=STEP_TOKENS) as llm:  # with room for all
         assert tokens(llm) == alone
         assert tokens(llm) == alone
