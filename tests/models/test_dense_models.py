@@ -39,6 +39,7 @@ FUSED = {
     "starcoder2": [False, False, False],
     "exaone4": [False, False, False],
 }
+WINDOWED = {"mistral_windowed", "phi3", "starcoder2"}  # these need few blocks for a long request
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 RNG = random.Random(4)
 PROMPTS = [
@@ -77,6 +78,8 @@ def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) ->
         assert tokens(llm) == alone  # from the prefix cache
         assert llm.engine.stats().num_prefix_hits > 0
     tight = {"max_model_len": 128, "num_gpu_blocks_override": 12, "async_scheduling": True}
+    if variant in WINDOWED:
+        tight |= {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 11, "block_size": 4}
     with open_llm(checkpoint, **tight) as llm:
         assert tokens(llm) == alone
         assert llm.engine.stats().num_preemptions > 0
