@@ -1,0 +1,232 @@
+"""`penstock quantize`: what it writes is what Penstock, transformers and the format's own package
+read, and what goes wrong leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_checkpoint
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from penstock import LLM, SamplingParams
+from penstock.cli.main import main
+from penstock.config import LoadConfig, ModelConfig
+from penstock.loading.source import ModelSource, resolve_source
+from penstock.quantize import write
+from penstock.quantize.methods import METHODS, method_named
+from penstock.quantize.write import write_quantized
+
+TOKENS = [*range(60, 90), 7, 200, 31]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return make_checkpoint(
+        folder, "llama", hidden_size=32, intermediate_size=64, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1,
+    )  # fmt: skip
+
+
+def source_of(folder: Path) -> ModelSource:
+    return resolve_source(ModelConfig(model=str(folder)), LoadConfig())
+
+
+def logprobs_here(folder: Path, **options: Any) -> torch.Tensor:
+    """[tokens - 1] log-probabilities of each token after those before it."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with LLM(str(folder), max_model_len=64, cpu_threads=1, **options) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": TOKENS}], params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    rows = zip(output.prompt_logprobs[1:], TOKENS[1:], strict=True)
+    return torch.tensor([row[token].logprob for row, token in rows if row is not None])
+
+
+def logprobs_in_transformers(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logits = model(torch.tensor([TOKENS])).logits[0, :-1]
+    return logits.float().log_softmax(-1)[torch.arange(len(TOKENS) - 1), torch.tensor(TOKENS[1:])]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_transformers_reads_the_same_from_what_is_written(
+    model: Path, tmp_path: Path, name: str
+) -> None:
+    out = tmp_path / "out"
+    report = write_quantized(source_of(model), out, method_named(name, 32))
+    assert len(report.quantized) == 7
+    floats, written = logprobs_here(model), logprobs_here(out, cpu_backend="torch")
+    theirs = logprobs_in_transformers(out)
+    # Where activations are rounded, some have another neighbour; of int8, the package uses half a
+    # number more than kernels do.
+    assert torch.allclose(written, theirs, atol={"w4a16": 1e-4, "fp8": 2e-2, "int8": 0.25}[name])
+    assert 1e-5 < (written - floats).abs().max() < 3  # it is quantized, and still the model
+
+
+def test_the_packages_own_code_unpacks_the_four_bits(model: Path, tmp_path: Path) -> None:
+    from compressed_tensors.compressors import unpack_from_int32
+
+    write_quantized(source_of(model), tmp_path / "out", method_named("w4a16", 32))
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    floats = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    shape = torch.Size(tensors[f"{name}.weight_shape"].tolist())
+    numbers = unpack_from_int32(tensors[f"{name}.weight_packed"], 4, shape).float()
+    scales = tensors[f"{name}.weight_scale"].repeat_interleave(32, dim=1)
+    weight = floats[f"{name}.weight"]
+    assert (numbers * scales - weight).abs().max() <= scales.max() / 2 + 1e-6
+    assert numbers.min() >= -7  # rounding to nearest clips nothing
+    assert numbers.max() == 7
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_calibration_lessens_the_error_that_its_inputs_see(name: str) -> None:
+    torch.manual_seed(3)
+    weight = torch.randn(48, 64) * torch.rand(48, 1)
+    weight[:, 5] *= 8.0  # a column that sets the scale, and that inputs hardly use
+    inputs = torch.randn(200, 64)
+    inputs[:, 5] *= 0.01
+    method = method_named(name, 32)
+
+    def error(moments: torch.Tensor | None) -> float:
+        tensors = method.compress(weight, moments)
+        scales = tensors["weight_scale"].repeat_interleave(method.group_size or 64, dim=1)
+        grouped = weight / scales
+        back = method.round(grouped) * scales
+        return float(((back - weight) @ inputs.T).square().mean())
+
+    assert error(inputs.square().sum(0)) < 0.9 * error(None)
+
+
+def test_rows_of_zeros_stay_zero() -> None:
+    weight = torch.zeros(4, 64)
+    for name in METHODS:
+        tensors = method_named(name, 32).compress(weight)
+        assert torch.isfinite(tensors["weight_scale"].float()).all()
+        numbers = tensors.get("weight", torch.zeros(1)).float()
+        assert not numbers.any()
+
+
+def test_large_models_come_in_several_files(model: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    method = method_named("int8", 128)
+    write_quantized(source_of(model), whole, method)
+    write_quantized(source_of(model), parts, method, shard_bytes=8000)
+    assert len(list(parts.glob("model-*.safetensors"))) > 2
+    assert torch.equal(logprobs_here(whole), logprobs_here(parts))
+    assert (parts / "tokenizer.json").exists()
+
+
+def test_a_layer_whose_columns_do_not_divide_is_kept_and_named(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = write_quantized(source_of(model), out, method_named("w4a16", 64))
+    assert report.quantized == ["model.layers.0.mlp.down_proj"]
+    assert "no multiple of the group size 64" in report.kept["model.layers.0.mlp.up_proj"]
+    config = json.loads((out / "config.json").read_text())
+    assert "model.layers.0.mlp.up_proj" in config["quantization_config"]["ignore"]
+    theirs = logprobs_in_transformers(out)
+    assert torch.allclose(logprobs_here(out, cpu_backend="torch"), theirs, atol=1e-4)
+
+
+def test_an_interrupted_run_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted:
+        def __init__(self, real: Any) -> None:
+            self.real = real
+
+        def names(self) -> list[str]:
+            return list(self.real.names())
+
+        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+            tensors = self.real.tensors()
+            for _ in range(5):
+                yield next(tensors)
+            raise KeyboardInterrupt
+
+    opened = write.open_checkpoint
+    monkeypatch.setattr(write, "open_checkpoint", lambda *args: Interrupted(opened(*args)))
+    with pytest.raises(KeyboardInterrupt):
+        write_quantized(source_of(model), tmp_path / "out", method_named("fp8", 128), shard_bytes=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_command_writes_reports_and_calibrates(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Some words to look at, again and again. " * 4)
+    arguments = ["quantize", str(model), str(tmp_path / "out"), "--method", "w4a16"]
+    arguments += ["--group-size", "32", "--text", str(text), "--calibration-text", str(text)]
+    arguments += ["--keep", r".*\.down_proj"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "6 layers quantized" in printed
+    assert "model.layers.0.mlp.down_proj stays as it is: it matches" in printed
+    assert "perplexity" in printed
+    assert "159 tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        ("", ["--method", "int4"], "invalid choice"),
+        ("", ["--method", "w4a16", "--group-size", "48"], "must be 32, 64 or 128, got '48'"),
+        ("", ["--method", "fp8", "--keep", "("], "is no regular expression"),
+        ("", ["--method", "fp8", "--text", "nowhere.txt"], "cannot read the text nowhere.txt"),
+        ("quantized", ["--method", "fp8"], "is quantized already (gptq)"),
+        ("occupied", ["--method", "fp8"], "is there already"),
+        ("inside", ["--method", "fp8"], "lies inside the model"),
+        ("integers", ["--method", "fp8"], "has no layer that could be quantized"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_leaves_nothing(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    change: str,
+    arguments: list[str],
+    message: str,
+) -> None:
+    out = tmp_path / "out"
+    if change == "quantized":
+        config = json.loads((model / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "gptq"}
+        (model / "config.json").write_text(json.dumps(config))
+    elif change == "occupied":
+        shutil.copytree(model, out)
+    elif change == "inside":
+        out = model / "out"
+    elif change == "integers":
+        tensors = load_file(model / "model.safetensors")
+        save_file({name: x.to(torch.int32) for name, x in tensors.items()}, model / "x.safetensors")
+        (model / "model.safetensors").unlink()
+        arguments = [*arguments, "--no-perplexity"]
+    before = sorted(tmp_path.rglob("*"))
+    try:
+        code = main(["quantize", str(model), str(out), *arguments])
+    except SystemExit as error:
+        code = int(error.code or 0)
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_gguf_file_is_refused(default_model: str, tmp_path: Path) -> None:
+    assert main(["quantize", default_model, str(tmp_path / "out"), "--method", "fp8"]) == 2
