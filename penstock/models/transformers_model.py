@@ -22,7 +22,13 @@ from penstock.models.transformers_modules import (
     materialize,
     replace_matrices,
 )
-from penstock.models.transformers_probe import PROBE, AttentionCall, Probe, probe_model
+from penstock.models.transformers_probe import (
+    PROBE,
+    AttentionCall,
+    Probe,
+    probe_model,
+    refusal,
+)
 from penstock.models.transformers_weights import CheckpointNames
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ConfigError, ModelError
@@ -52,7 +58,7 @@ class TransformersLM(nn.Module):
             )
         model = _construct(build, name, raw)
         self.name = name
-        self.device = build.device
+        self.device, self.max_model_len = build.device, build.max_model_len
         self.config = model.config.get_text_config()
         _check_positions(self.config, name, build.max_model_len)
         probe = probe_model(model, name)
@@ -100,10 +106,11 @@ class TransformersLM(nn.Module):
     def check(self) -> None:
         """Refuse a loaded model whose tokens reach each other on other ways than attention.
 
-        Without attention, a token's hidden state must not depend on which tokens stand around it.
+        Without attention, a token's hidden state depends on itself and its position alone, not on
+        where in a batch it stands.
         """
         ids = torch.arange(1, NUM_CHECKED + 1, device=self.device) % self.config.vocab_size
-        positions = torch.arange(NUM_CHECKED, device=self.device)
+        positions = torch.arange(NUM_CHECKED, device=self.device) * 5 % self.max_model_len
         config = self.whole.model.config
         config._attn_implementation = ALONE
         try:
@@ -121,10 +128,10 @@ class TransformersLM(nn.Module):
         # Rounding may send a token to another expert; what mixes tokens changes most of them.
         num_changed = int(((there - back).abs().amax(-1) > limit).sum())
         if num_changed > NUM_CHECKED // 2:
-            raise ModelError(
-                f"{self.name} cannot be run by transformers' code (model_impl=transformers): "
-                "tokens reach each other on other ways than attention, so they cannot be computed "
-                "beside other requests'"
+            raise refusal(
+                self.name,
+                "has tokens that reach each other on other ways than attention, or positions of "
+                "its own, so that requests cannot be computed beside each other",
             )
 
 
@@ -172,12 +179,15 @@ def _construct(build: Build, name: str, raw: Mapping[str, Any]) -> PreTrainedMod
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise ModelError(f"config.json: transformers does not know the model_type {model_type!r}")
+    model_class = getattr(transformers, name)
+    if not model_class._can_set_attn_implementation():
+        raise refusal(name, "computes attention in a way of its own, not through the interface")
     # How weights are quantized is the linear method's business.
     settings = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(settings)
         with torch.device("meta"):
-            model: PreTrainedModel = getattr(transformers, name)._from_config(
+            model: PreTrainedModel = model_class._from_config(
                 config, dtype=build.dtype, attn_implementation=PROBE
             )
             model.train(False)
@@ -195,9 +205,10 @@ def _check_positions(config: Any, name: str, max_model_len: int) -> None:
     for settings in rotary:
         kind = settings["rope_type"]
         if kind == "dynamic":
-            raise ModelError(
-                f"{name} cannot be run by transformers' code (model_impl=transformers): its rotary "
-                "frequencies (rope_type dynamic) change with the longest request of a batch"
+            raise refusal(
+                name,
+                "has rotary frequencies (rope_type dynamic) that change with the longest request "
+                "of a batch",
             )
         if kind == "longrope":
             longest = settings.get("original_max_position_embeddings")
@@ -265,9 +276,9 @@ def _attend_alone(
     attention_mask: None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Every token sees itself alone."""
+    """Every token sees itself alone, through its rotated query, so that its position counts."""
     repeated = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return repeated.transpose(1, 2), None
+    return (repeated * query.sigmoid()).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(PAGED, _attend_paged)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import Linear, Part
-from penstock.layers.loadable import Loadable
+from penstock.layers.loadable import Expected, Loadable
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
 
@@ -115,8 +115,9 @@ class _Filler:
     def methods(self) -> dict[str, Any]:
         return {"expected": self.expected, "load": self.load}
 
-    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        return {(name, ""): tuple(tensor.shape) for name, tensor in self.tensors.items()}
+    def expected(self) -> dict[tuple[str, str], Expected]:
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        return {(name, ""): Expected(shape, rows=None) for name, shape in shapes.items()}
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
         assert not isinstance(tensor, BlockTensor), "blocks are for Penstock's own layers"

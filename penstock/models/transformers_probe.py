@@ -22,7 +22,10 @@ NUM_TOKENS = 3
 LONGEST = 2**20  # tokens; a window that is longer is none
 KINDS = ("full_attention", "sliding_attention")  # of layers, in config.json
 # Arguments of an attention function that would change what it computes.
-UNSUPPORTED = ("head_mask", "position_bias", "alibi", "bias", "score_mod", "block_mask")
+UNSUPPORTED = (
+    "alibi", "bias", "block_indices", "block_mask", "head_mask", "indices", "position_bias",
+    "score_mod",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,10 @@ def probe_model(model: PreTrainedModel, name: str) -> Probe:
         with _Hooks(model) as hooks:
             _run(model)
     except Unsupported as error:
-        raise _refusal(name, str(error)) from error
+        raise refusal(name, str(error)) from error
     except Exception as error:  # another's code may raise anything
         reason = f"fails when it runs without weights: {type(error).__name__}: {error}"
-        raise _refusal(name, reason[:300]) from error
+        raise refusal(name, reason[:300]) from error
     finally:
         config._experts_implementation = experts
     attention = {
@@ -82,13 +85,13 @@ def probe_model(model: PreTrainedModel, name: str) -> Probe:
     }
     num_layers = config.num_hidden_layers
     if len(attention) != num_layers:
-        raise _refusal(
+        raise refusal(
             name,
             f"has {num_layers} layers, but {len(attention)} that call transformers' attention "
             "interface: the others are recurrent, or compute attention in a way of their own",
         )
     if hooks.backbone is None or hooks.output_type is None:
-        raise _refusal(name, "has no model inside that gives hidden states")
+        raise refusal(name, "has no model inside that gives hidden states")
     return Probe(attention, frozenset(hooks.linears), hooks.backbone, hooks.output_type)
 
 
@@ -98,8 +101,6 @@ def _check_kinds(model: PreTrainedModel) -> None:
     unknown = sorted(map(str, kinds.difference(KINDS)))
     if unknown:
         raise Unsupported(f"has layers of the kind {', '.join(unknown)}")
-    if not model._can_set_attn_implementation():
-        raise Unsupported("computes attention in a way of its own, not through the interface")
 
 
 def _run(model: PreTrainedModel) -> None:
@@ -112,7 +113,8 @@ def _run(model: PreTrainedModel) -> None:
     )
 
 
-def _refusal(name: str, reason: str) -> ModelError:
+def refusal(name: str, reason: str) -> ModelError:
+    """The error for a model that "it ..." is said of."""
     return ModelError(
         f"{name} cannot be run by transformers' code (model_impl=transformers): it {reason}"
     )

@@ -16,6 +16,7 @@ from transformers import masking_utils
 from penstock import LLM, SamplingParams
 from penstock.distributed.group import Group
 from penstock.executor.in_process import InProcessExecutor
+from penstock.kvcache.layout import blocks_for_request, plan_groups
 from penstock.layers.build import Build
 from penstock.loading.load import fill_dummy
 from penstock.models.architectures import ARCHITECTURES, RUN_BY_TRANSFORMERS
@@ -83,6 +84,7 @@ def test_greedy_tokens_equal_transformers_however_they_are_computed(
         alone = tokens(llm)
         model = model_of(llm)
         assert any(isinstance(module, BatchedLinear) for module in model.modules())
+        specs = model.kv_specs("float32")
     reference = Reference(checkpoint)
     num_ties = 0
     for prompt, own in zip(PROMPTS, alone, strict=True):
@@ -93,8 +95,9 @@ def test_greedy_tokens_equal_transformers_however_they_are_computed(
         assert tokens(llm) == alone
         assert tokens(llm) == alone  # from the prefix cache
         assert llm.engine.stats().num_prefix_hits > 0
-    num_blocks = 18 if variant == "cohere2" else 12  # which has three groups of layers
-    tight = {"num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": 16}
+    groups, _ = plan_groups(specs, block_size=4, max_model_len=128)
+    num_blocks = blocks_for_request(groups, 128, max_step_tokens=16) + 2  # hardly for another
+    tight = {"num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": 16, "block_size": 4}
     with open_llm(checkpoint, cpu_backend="torch", async_scheduling=True, **tight) as llm:
         assert tokens(llm) == alone
         assert llm.engine.stats().num_preemptions > 0
@@ -153,7 +156,7 @@ def test_random_weights_are_made_for_all_of_them() -> None:
                 "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
                 "partial_rotary_factor": 1.0,
             }),
-            r"frequencies \(rope_type dynamic\) change with the longest request",
+            r"frequencies \(rope_type dynamic\) that change with the longest request",
         ),
     ],
     ids=["no interface", "convolutions", "two sizes", "dynamic"],
