@@ -28,8 +28,11 @@ from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.kv import LatentSpec
 
-LATENT_VARIANTS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite")
-VARIANTS = (*LATENT_VARIANTS, "glm4_moe", "minimax_m2")
+SLOW = pytest.mark.slow
+VARIANTS = (
+    "deepseek_v2", pytest.param("deepseek_v2_lite", marks=SLOW), "deepseek_v3", "glm4_moe",
+    pytest.param("glm4_moe_lite", marks=SLOW), "minimax_m2",
+)  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 RNG = random.Random(6)  # under which no choice of experts is a near tie
 PROMPTS = [
@@ -66,9 +69,7 @@ def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) ->
         assert llm.engine.stats().num_preemptions > 0
 
 
-@pytest.mark.parametrize(
-    "variant", ["deepseek_v2", pytest.param("deepseek_v2_lite", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("variant", ["deepseek_v2", pytest.param("deepseek_v2_lite", marks=SLOW)])
 def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint) as llm:
@@ -105,7 +106,7 @@ def test_no_second_copy_of_a_matrix_is_kept(backend: str, tmp_path: Path) -> Non
         assert torch.equal(attention.kv_b_proj.weight, stored[f"{name}.weight"])
 
 
-@pytest.mark.parametrize("variant", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("variant", ["deepseek_v3", pytest.param("glm4_moe", marks=SLOW)])
 def test_layers_that_foretell_further_tokens_are_left_out(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint) as llm:
@@ -177,7 +178,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
         build_model(source.config, build)
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"])
+@pytest.mark.parametrize("backend", [pytest.param("torch", marks=SLOW), "auto"])
 def test_of_an_fp8_checkpoint_the_matrix_is_unpacked(backend: str, tmp_path: Path) -> None:
     """As DeepSeek V3 is published: blocks of 128 by 128, each with a scale."""
     checkpoint = make_checkpoint(tmp_path, "deepseek_v3")
@@ -203,4 +204,5 @@ def test_of_an_fp8_checkpoint_the_matrix_is_unpacked(backend: str, tmp_path: Pat
         attention = model_of(llm).model.layers[2].self_attn
         assert isinstance(attention, LatentAttention)
         expected = floats["model.layers.2.self_attn.kv_b_proj.weight"]
-        torch.testing.assert_close(attention.kv_b_proj.weight.data, expected)
+        weight = attention.kv_b_proj.weight.data
+        torch.testing.assert_close(weight, expected, rtol=1e-3, atol=1e-4)  # by way of float16

@@ -34,7 +34,7 @@ def check(
 @pytest.mark.parametrize("sizes", [SMALL, ODD], ids=["small", "odd"])
 def test_any_mix_of_prompts_chunks_and_decodes(device: torch.device, sizes: Sizes) -> None:
     torch.manual_seed(0)
-    check(device, [1, 1, 1, 7, 19, 3], [1, 18, 50, 7, 37, 33], sizes, 16)
+    check(device, [1, 1, 1, 7, 9, 3], [1, 18, 40, 7, 37, 20], sizes, 16)
 
 
 @pytest.mark.parametrize("block_size", [1, 48, 256])
@@ -64,14 +64,17 @@ def test_single_tokens_in_any_order_with_padding_behind_them(device: torch.devic
 
 def test_a_long_cache_in_parts_beside_short_ones(device: torch.device) -> None:
     torch.manual_seed(5)
-    check(device, [1, 1, 1], [400, 3, 70], SMALL)
-    check(device, [1] * 8, [1 + (7 * index) % 40 for index in range(7)] + [200], SMALL)
+    check(device, [1, 1, 1], [300, 3, 70], SMALL)
 
 
 @pytest.mark.parametrize("sizes", [SMALL, ODD], ids=["small", "odd"])
 def test_prompts_from_their_first_token_need_no_page(device: torch.device, sizes: Sizes) -> None:
     torch.manual_seed(6)
-    check(device, [1, 1, 37, 3, 7, 2], [1, 18, 37, 3, 22, 19], sizes, num_prompts=2)
+    check(device, [1, 37, 3, 7, 2], [18, 37, 3, 22, 19], sizes, num_prompts=2)
+
+
+def test_prompts_alone_need_no_page(device: torch.device) -> None:
+    torch.manual_seed(6)
     check(device, [40, 33], [40, 33], SMALL, num_prompts=2)
 
 
