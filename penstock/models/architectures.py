@@ -69,7 +69,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gpt_oss",
         "gpt-oss-20b and 120b",
         ("gpt_oss",),
-        "Experts in MXFP4, as published, are unpacked to 16 bits while they load.",
+        "Experts in MXFP4, as published, stay in it; ranks that would cut a group of 32 numbers "
+        "unpack them to 16 bits while they load.",
     ),
     **_own("GraniteForCausalLM", "granite", "Granite 3 (dense)", ("granite",)),
     **_own(

@@ -1,0 +1,158 @@
+"""Gemma 2, Gemma 3 and GPT-OSS: what their files may say, and experts that come packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock.config import LoadConfig, ModelConfig
+from penstock.layers.build import Build
+from penstock.loading.source import resolve_source
+from penstock.models.gemma2 import Gemma2ForCausalLM, GemmaNorm, layer_is_windowed
+from penstock.models.gemma3 import Gemma3ForCausalLM
+from penstock.models.gpt_oss import unpack_mxfp4
+from penstock.models.registry import build_model
+from penstock.ops.registry import Ops
+from penstock.protocol.errors import ModelError
+from penstock.protocol.kv import SlidingWindowSpec
+
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning", "max_model_len": 64
+}  # fmt: skip
+
+
+def build_of(max_model_len: int = 64, dtype: torch.dtype = torch.float32) -> Build:
+    return Build(dtype, torch.device("cpu"), max_model_len, Ops("cpu"))
+
+
+def config_of(tmp_path: Path, variant: str) -> dict[str, Any]:
+    folder = make_checkpoint(tmp_path, variant)
+    return resolve_source(ModelConfig(model=str(folder)), LoadConfig()).config
+
+
+def tokens(folder: Path) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(str(folder), **OPTIONS) as llm:
+        return (
+            llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0]
+            .outputs[0]
+            .token_ids
+        )
+
+
+def random_mxfp4(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks [..., 16] and scales [...], numbers of about 1."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(123, 126, shape, generator=generator, dtype=torch.uint8)
+    return blocks, scales
+
+
+def test_unpacked_numbers_are_those_of_transformers() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = random_mxfp4((3, 6, 2), seed=1)
+    theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    ours = torch.stack([unpack_mxfp4(*both) for both in zip(blocks, scales, strict=True)])
+    assert ours.shape == (3, 6, 64)
+    assert torch.equal(ours, theirs.transpose(1, 2))
+
+
+def pack_experts(folder: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors with packed experts; the file itself gets the numbers they hold."""
+    (path,) = folder.glob("*.safetensors")
+    plain = load_file(path)
+    packed = dict(plain)
+    for seed, name in enumerate(sorted(plain)):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, columns, rows = plain[name].shape
+        blocks, scales = random_mxfp4((experts, rows, columns // 32), seed)
+        del packed[name]
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        unpacked = [unpack_mxfp4(*both) for both in zip(blocks, scales, strict=True)]
+        plain[name] = torch.stack(unpacked).float().transpose(1, 2).contiguous()
+    save_file(plain, path, {"format": "pt"})
+    return packed
+
+
+def test_packed_experts_are_unpacked_while_they_load(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "gpt_oss", intermediate_size=96)
+    packed = pack_experts(folder)
+    expected = tokens(folder)
+    (path,) = folder.glob("*.safetensors")
+    save_file(packed, path, {"format": "pt"})
+    assert tokens(folder) == expected
+    del packed["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(packed, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks model.layers.1.mlp.experts.0.down_proj.weight"):
+        tokens(folder)
+
+
+@torch.inference_mode()
+def test_a_gemma_norm_rounds_only_its_result() -> None:
+    norm = GemmaNorm(build_of(dtype=torch.bfloat16), 64, 1e-6)
+    weight = torch.linspace(-0.1, 0.1, 64).bfloat16()
+    norm.load("weight", "", weight)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert norm(x).dtype == torch.bfloat16
+    x32 = x.float()
+    exact = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + weight.float())
+    torch.testing.assert_close(norm(x).float(), exact, rtol=2**-7, atol=0)
+
+
+def test_older_files_of_gemma_3_mean_the_same(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "gemma3")
+    older = {key: value for key, value in config.items() if key != "rope_parameters"}
+    older |= {
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    }
+    newer, model = (build_model(each, build_of()) for each in (config, older))
+    assert isinstance(newer, Gemma3ForCausalLM)
+    assert isinstance(model, Gemma3ForCausalLM)
+    assert torch.equal(newer.rotary.table, model.rotary.table)
+    assert torch.equal(newer.local_rotary.table, model.local_rotary.table)
+    assert not torch.equal(model.rotary.table, model.local_rotary.table)
+
+
+def test_without_layer_types_the_last_of_every_few_layers_sees_everything(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "gemma2")
+    del config["layer_types"]
+    model = build_model(config, build_of())
+    assert isinstance(model, Gemma2ForCausalLM)
+    windowed = [layer_is_windowed(model.config, index, period=6) for index in range(7)]
+    assert windowed == [True] * 5 + [False, True]
+
+
+def test_a_window_that_no_request_outgrows_needs_no_group_of_its_own(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "gemma2")  # a window of 24
+    for max_model_len, num_windowed in ((24, 0), (25, 2)):
+        specs = build_model(config, build_of(max_model_len)).kv_specs("float32").values()
+        assert sum(isinstance(spec, SlidingWindowSpec) for spec in specs) == num_windowed
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types must name .* each of 3 lay"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be above 0, got 0"),
+        ("gemma2", {"attn_logit_softcapping": -1}, "attn_logit_softcapping must be above 0"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_act 'relu' is not supported"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit must be 7.0, got 5.0"),
+        ("gpt_oss", {"num_experts_per_tok": 9}, "must be at most num_local_experts"),
+    ],
+)
+def test_settings_that_make_no_sense_are_named(
+    variant: str, change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, variant)
+    with pytest.raises(ModelError, match=message):
+        build_model({**config, **change}, build_of())
