@@ -182,11 +182,10 @@ def test_a_mamba_says_no_word_of_attention_or_positions(tmp_path: Path) -> None:
 
 
 def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
-    for variant in ("falcon_h1", "qwen3_next"):
-        checkpoint = make_checkpoint(tmp_path / variant, variant)
-        (checkpoint / "model.safetensors").unlink()
-        with open_llm(checkpoint, load_format="dummy") as llm:
-            assert all(len(own) == 16 for own in tokens(llm))
+    checkpoint = make_checkpoint(tmp_path, "falcon_h1")
+    (checkpoint / "model.safetensors").unlink()
+    with open_llm(checkpoint, load_format="dummy") as llm:
+        assert all(len(own) == 16 for own in tokens(llm))
 
 
 @pytest.mark.parametrize(
@@ -212,6 +211,19 @@ def test_settings_that_make_no_sense_are_named(
     build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
     with pytest.raises(ModelError, match=message):
         build_model({**source.config, **change}, build)
+
+
+@pytest.mark.parametrize("variant", ["mamba2", "falcon_h1", "qwen3_next"])
+def test_weights_and_keys_of_8_bits_leave_the_states_alone(variant: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path, variant)
+    with open_llm(checkpoint, quantization="int8", kv_cache_dtype="int8") as llm:
+        assert all(len(own) == 16 for own in tokens(llm))
+        executor = llm.engine.executor
+        assert isinstance(executor, InProcessExecutor)
+        specs = executor.capabilities.kv_specs.values()
+    assert {spec.dtypes for spec in specs if isinstance(spec, RecurrentSpec)} == {
+        ("float32", "float32")
+    }
 
 
 @pytest.mark.parametrize(
