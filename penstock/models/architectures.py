@@ -91,8 +91,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "mamba2",
         "Mamba-2, Mamba Codestral 7B",
         ("mamba2", "mamba2_biased"),
-        "The model knows no longest context: it is 2048 unless `max_model_len` says otherwise. Sums "
-        "between layers have the model's type, also where `residual_in_fp32` asks for 32 bits.",
+        "The model knows no longest context: it is 2048 unless `max_model_len` says otherwise. "
+        "Sums between layers have the model's type, also where `residual_in_fp32` asks for 32 bits.",
     ),
     **_own("MiniMaxM2ForCausalLM", "minimax_m2", "MiniMax-M2, M2.1", ("minimax_m2",)),
     **_own("MistralForCausalLM", "mistral", "Mistral 7B", ("mistral", "mistral_windowed")),
@@ -124,10 +124,21 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-# Architectures that transformers' code runs, with the checkpoints on which that was compared.
+# Architectures that transformers' code runs, with the checkpoints on which tokens were compared.
 RUN_BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "StableLmForCausalLM": ("stablelm",),
     "Cohere2ForCausalLM": ("cohere2",),
     "OlmoeForCausalLM": ("olmoe",),
     "GPTNeoXForCausalLM": ("gpt_neox",),
 }
+
+# Kinds of models (`model_type`) of which logits were compared, in chunks and beside others.
+LOGITS_BY_TRANSFORMERS = (
+    "afmoe", "apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "cohere2",
+    "cohere2_moe", "cwm", "ernie4_5", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma",
+    "glm", "gpt2", "gpt_bigcode", "gpt_neox", "granite_swa", "granitemoe", "granitemoe_swa",
+    "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+    "jais2", "kolibri1", "laguna", "mellum", "ministral", "ministral3", "modernbert-decoder",
+    "nanochat", "nemotron", "olmo", "olmo3", "olmoe", "opt", "persimmon", "phi", "phimoe",
+    "seed_oss", "solar_open", "stablelm", "vaultgemma",
+)  # fmt: skip
