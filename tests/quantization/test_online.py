@@ -46,7 +46,7 @@ def test_weights_can_be_made_up_in_any_method(floats: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(
         str(floats), quantization="fp8", load_format="dummy", skip_tokenizer_init=True,
-        cpu_threads=1, max_model_len=64, log_level="error",
+        cpu_threads=1, max_model_len=64, log_level="error", cpu_backend="torch",
     ) as llm:  # fmt: skip
         (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
         model = llm.engine.executor.worker.model  # type: ignore[attr-defined]
