@@ -66,7 +66,8 @@ def resolve_runtime(
 
 def longest_context(model_config: Mapping[str, Any]) -> int:
     """Most tokens the model was made for, its rope scaling considered."""
-    length = read_int(model_config, "max_position_embeddings", 2048)
+    learned = read_int(model_config, "n_positions", 2048)  # what GPT-2 calls it
+    length = read_int(model_config, "max_position_embeddings", learned)
     scaling = rotary_parameters(model_config)
     kind, factor = scaling["rope_type"], scaling.get("factor") or 1.0
     if kind == "yarn":

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from penstock.loading.gguf_architectures import ARCHITECTURES as GGUF_ARCHITECTURES
-from penstock.models.architectures import ARCHITECTURES, RUN_BY_TRANSFORMERS
+from penstock.models.architectures import (
+    ARCHITECTURES,
+    LOGITS_BY_TRANSFORMERS,
+    RUN_BY_TRANSFORMERS,
+)
 
 _INTRODUCTION = """\
 # Models
@@ -66,6 +72,12 @@ preemption (`tests/models/test_transformers_impl.py`), were:
 |---|---|
 """
 
+_LOGITS = """
+Of these kinds of models (`model_type` in `config.json`), small and random, logits in float32 on a
+CPU were compared with those of transformers 5.22, with prompts in chunks and beside another request
+(`pytest -m "slow or not slow" tests/models/test_transformers_decoders.py`):
+"""
+
 
 def render() -> str:
     """The whole page as Markdown."""
@@ -76,18 +88,10 @@ def render() -> str:
             remarks.append(f"- `{name}`: {known.remark}\n")
     files = [f"| `{name}` | {known.models} |\n" for name, known in GGUF_ARCHITECTURES.items()]
     others = [f"| `{name}` | {_listed(on)} |\n" for name, on in sorted(RUN_BY_TRANSFORMERS.items())]
-    parts = (
-        _INTRODUCTION,
-        *rows,
-        "\n",
-        *remarks,
-        _GGUF,
-        *files,
-        _GGUF_VERIFIED,
-        _FALLBACK,
-        *others,
-    )
-    return "".join(parts)
+    kinds = textwrap.fill(_listed(LOGITS_BY_TRANSFORMERS), 98, break_on_hyphens=False) + ".\n"
+    table = (*rows, "\n", *remarks)
+    fallback = (_FALLBACK, *others, _LOGITS, kinds)
+    return "".join((_INTRODUCTION, *table, _GGUF, *files, _GGUF_VERIFIED, *fallback))
 
 
 def _listed(variants: tuple[str, ...]) -> str:

@@ -204,6 +204,20 @@ def test_learned_positions_bound_the_context() -> None:
         build_model({**config, "architectures": ["GPT2LMHeadModel"]}, tiny_build())
 
 
+def test_without_a_length_asked_for_it_is_that_of_learned_positions(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=48, initializer_range=0.3
+    )
+    torch.manual_seed(1)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    with open_llm(tmp_path, max_model_len=None) as llm:
+        assert llm.engine.max_model_len == 48
+        (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+    theirs, margins = Reference(tmp_path).greedy([5, 6, 7], 40)
+    assert count_near_ties(output.outputs[0].token_ids, theirs, margins, MARGIN) == 0
+
+
 def test_who_asks_for_own_code_alone_is_told_of_the_other() -> None:
     config = config_of("StableLm")
     with pytest.raises(ModelError, match="transformers knows it: use --model-impl auto"):
