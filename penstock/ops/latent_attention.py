@@ -100,16 +100,17 @@ def _decode(
     # keep it out: zero times infinity is no number.
     cached = cached.masked_fill_(~mask[:, :, None], 0.0).to(nope.dtype)
     query = torch.cat([absorb_keys(nope, up), rope], dim=-1)
-    # One key for all heads, which stand where a longer query's rows would.
-    latent = F.scaled_dot_product_attention(
+    # One key for all heads, which stand where a longer query's rows would. Values are as long as
+    # keys, because torch has a fast way for that alone; what is too much is left out afterwards.
+    summed = F.scaled_dot_product_attention(
         query[:, None],
         cached[:, None],
-        cached[:, None, :, : up.shape[2]],
+        cached[:, None],
         attn_mask=mask[:, None, None, :],
         scale=scale,
     )
     output = nope.new_empty(n, num_heads, up.shape[1] - nope_dim)
-    expand_values(latent[:, 0], up, output)
+    expand_values(summed[:, 0, :, : up.shape[2]], up, output)
     return output
 
 
@@ -120,16 +121,12 @@ def _absorbed(
     up: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    (q, num_heads, nope_dim), rank = nope.shape, up.shape[2]
-    cached = cached.to(nope.dtype)
-    query = torch.cat([absorb_keys(nope, up), rope], dim=-1).flatten(0, 1)  # [q * heads, entry]
-    mask = _causal_mask(q, len(cached), nope.device).repeat_interleave(num_heads, dim=0)
-    latent = F.scaled_dot_product_attention(
-        query[None, None], cached[None, None], cached[None, None, :, :rank],
-        attn_mask=mask, scale=scale,
-    )  # fmt: skip
+    q, num_heads, nope_dim = nope.shape
+    query = torch.cat([absorb_keys(nope, up), rope], dim=-1)
+    shared = cached.to(nope.dtype).expand(num_heads, -1, -1)  # [heads, k, rank + rope_dim]
+    summed = _attend(query.transpose(0, 1), shared, shared, scale)
     output = nope.new_empty(q, num_heads, up.shape[1] - nope_dim)
-    expand_values(latent.view(q, num_heads, rank), up, output)
+    expand_values(summed.transpose(0, 1)[..., : up.shape[2]], up, output)
     return output
 
 
@@ -145,17 +142,24 @@ def _expanded(
     both = F.linear(cached[:, :rank], up.flatten(0, 1)).view(-1, *up.shape[:2])
     key_rope = cached[:, None, rank:].expand(-1, num_heads, -1)
     key = torch.cat([both[..., :nope_dim], key_rope], dim=-1)  # [k, heads, nope_dim + rope_dim]
-    output = F.scaled_dot_product_attention(
-        torch.cat([nope, rope], dim=-1).transpose(0, 1)[None],
-        key.transpose(0, 1)[None],
-        both[..., nope_dim:].transpose(0, 1)[None],
-        attn_mask=_causal_mask(len(nope), len(cached), nope.device),
-        scale=scale,
+    value = both[..., nope_dim:]
+    missing = key.shape[2] - value.shape[2]
+    output = _attend(
+        torch.cat([nope, rope], dim=-1).transpose(0, 1),
+        key.transpose(0, 1),
+        (F.pad(value, (0, missing)) if missing > 0 else value).transpose(0, 1),
+        scale,
     )
-    return output[0].transpose(0, 1)
+    return output.transpose(0, 1)[..., : value.shape[2]]
 
 
-def _causal_mask(q: int, k: int, device: torch.device) -> torch.Tensor:
-    """[q, k]: which of k tokens the last q see."""
-    tokens = torch.arange(k, device=device)
-    return tokens <= tokens[k - q :, None]
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """[heads, tokens, dim] each; the queries are of the last tokens."""
+    tokens = torch.arange(key.shape[1], device=query.device)
+    seen = tokens <= tokens[key.shape[1] - query.shape[1] :, None]  # [q, k]
+    output = F.scaled_dot_product_attention(
+        query[None], key[None], value[None], attn_mask=seen, scale=scale
+    )
+    return output[0]
