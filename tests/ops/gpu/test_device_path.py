@@ -106,7 +106,9 @@ def test_padded_steps_and_their_sampling_give_the_plain_paths_tokens(
                 assert (graphs.num_served > 0, graphs.num_declined) == (True, 0), name
 
 
-RECURRENT: dict[str, dict[str, Any]] = {
+HYBRID: dict[str, dict[str, Any]] = {  # more than one KV group, or another kind
+    "gemma2": {"num_hidden_layers": 2, "sliding_window": 6},
+    "gpt_oss": {"num_hidden_layers": 2, "sliding_window": 6, "num_local_experts": 2},
     "mamba2": {"num_hidden_layers": 1, "num_heads": 2, "head_dim": 32, "n_groups": 1},
     "qwen3_next": {
         "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
@@ -115,15 +117,24 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", RECURRENT)
-def test_recurrent_layers_give_the_plain_paths_tokens(
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
+        "mamba2",
+        "qwen3_next",
+    ],
+)
+def test_other_kinds_of_layers_give_the_plain_paths_tokens(
     variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {**SHAPE, **RECURRENT[variant]}
+    settings = {**SHAPE, **HYBRID[variant]}
     checkpoint = str(make_checkpoint(tmp_path, variant, **settings))
-    with LLM(checkpoint, **OPTIONS) as llm:
+    options = {**OPTIONS, "block_size": 4}
+    with LLM(checkpoint, **options) as llm:
         expected = generate(llm, KINDS["greedy"])
     monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
-    with LLM(checkpoint, **OPTIONS) as llm:
+    with LLM(checkpoint, **options) as llm:
         take_device_path(llm)
         assert generate(llm, KINDS["greedy"]) == expected
