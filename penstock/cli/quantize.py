@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.common import Subparsers, add_command
-from penstock.config import LoadConfig, ModelConfig
-from penstock.loading.source import resolve_source
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,8 +91,11 @@ def run(args: argparse.Namespace) -> int:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"--keep {pattern!r} is no regular expression: {error}") from error
+    # Only what finds the model: what cannot be done should not take torch's import to say.
+    from penstock.config import LoadConfig, ModelConfig
+    from penstock.loading.source import resolve_source
+
     source = resolve_source(ModelConfig(model=args.model), LoadConfig())
-    # Torch is imported here and not before.
     from penstock.quantize import perplexity
     from penstock.quantize.methods import method_named
     from penstock.quantize.write import check_source, check_target, write_quantized
