@@ -54,7 +54,7 @@ With transformers installed (`pip install 'penstock[transformers]'`), an archite
 in the table, and is a causal language model of transformers, runs on transformers' own modelling
 code. Attention, its cache, linear layers, the embedding and the loader are Penstock's; the rest
 of each layer is transformers'. Chunks, prefix caching, preemption, windows, soft caps, sinks and
-`quantization=int8` work as in other models. `--model-impl` chooses: `auto` is the above,
+quantized weights work as in other models. `--model-impl` chooses: `auto` is the above,
 `penstock` refuses such models, `transformers` runs also those of the table that way. Only code
 that is part of transformers runs: code that comes with a checkpoint never does.
 

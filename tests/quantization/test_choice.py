@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_formats import EXACT, own_logits, reference_logits, relative_error
 
-from penstock import LLM
+from penstock import LLM, SamplingParams
 from penstock.config.quantization import REFUSED
 from penstock.layers.quantized.checkpoints import choose_quantization, is_skipped
 from penstock.layers.quantized.plan import Quantization
@@ -222,3 +222,31 @@ def test_fused_tensors_of_a_checkpoint_are_taken_apart(tmp_path: Path) -> None:
         own = own_logits(quantized, cpu_backend="torch")
         rounded = config["quant_method"] == "fp8"
         assert relative_error(own, reference_logits(restored)) < (0.1 if rounded else EXACT)
+
+
+@pytest.mark.parametrize("written", [made.awq(), made.fp8("tensor")], ids=["awq", "fp8"])
+def test_models_that_transformers_runs_have_quantized_weights_too(
+    written: Any, floats: Path, tmp_path: Path
+) -> None:
+    quantized, _ = made.quantize(floats, tmp_path, *written)
+    prompt = {"prompt_token_ids": [5, 17, 60, 9]}
+    tokens = []
+    for model_impl in ("penstock", "transformers"):
+        options = {"skip_tokenizer_init": True, "cpu_threads": 1, "model_impl": model_impl}
+        with LLM(str(quantized), max_model_len=64, log_level="warning", **options) as llm:
+            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+            tokens.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1]
+
+
+def test_scales_may_have_the_names_of_transformers(floats: Path, tmp_path: Path) -> None:
+    quantized, restored = made.quantize(floats, tmp_path, *made.fp8("tensor", static=True))
+    path = quantized / "model.safetensors"
+    names = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+
+    def renamed(name: str) -> str:
+        layer, _, parameter = name.rpartition(".")
+        return f"{layer}.{names.get(parameter, parameter)}"
+
+    save_file({renamed(name): tensor for name, tensor in load_file(path).items()}, path)
+    assert relative_error(own_logits(quantized), reference_logits(restored)) < 1e-3
