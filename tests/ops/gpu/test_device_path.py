@@ -107,6 +107,7 @@ def test_padded_steps_and_their_sampling_give_the_plain_paths_tokens(
 
 
 HYBRID: dict[str, dict[str, Any]] = {  # more than one KV group, or another kind
+    "deepseek_v3": {"num_hidden_layers": 1, "num_key_value_heads": 2},
     "gemma2": {"num_hidden_layers": 2, "sliding_window": 6},
     "gpt_oss": {"num_hidden_layers": 2, "sliding_window": 6, "num_local_experts": 2},
     "mamba2": {"num_hidden_layers": 1, "num_heads": 2, "head_dim": 32, "n_groups": 1},
@@ -120,6 +121,7 @@ HYBRID: dict[str, dict[str, Any]] = {  # more than one KV group, or another kind
 @pytest.mark.parametrize(
     "variant",
     [
+        pytest.param("deepseek_v3", marks=pytest.mark.slow),
         pytest.param("gemma2", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         "mamba2",
