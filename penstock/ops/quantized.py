@@ -8,7 +8,7 @@ Weights stay as they are: a tile of output rows at a time becomes floats, never 
 - int8: numbers [out, in]; a scale for each row [out], or for all of it.
 - w4: unsigned numbers of 4 or 8 bits, [out, in * bits / 8] uint8, of two in a byte the first in
   the low nibble: also the bytes of little-endian int32 words with the first in the low bits. A
-  weight is (number - zero) * scale; scales [out, in / group_size] in the model's type, zeros the
+  weight is (number - zero) * scale; scales [out, in / group_size] in any floats, zeros the
   same shape uint8, or None: half of the range. With `perm`, column i goes with x[:, perm[i]];
   perm may name a column more than once, and then it has as many entries as the matrix has columns.
 - fp4: e2m1 numbers, two in a byte like w4's; scales [out, in / group_size], either e8m0 bytes

@@ -18,9 +18,11 @@ from penstock.layers.quantization import LinearMethod, Shard, Undecided
 from penstock.layers.quantized.checkpoints import choose_quantization
 from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.layers.quantized.native import NativeFinish
-from penstock.layers.quantized.packed import GptqScheme
+from penstock.layers.quantized.packed import GptqScheme, PackedScheme
+from penstock.layers.quantized.weights import W4Weight
 from penstock.loading.load import load_weights
 from penstock.models.base import WeightTable
+from penstock.ops.quantized import pack_nibbles
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ModelError
 
@@ -153,5 +155,36 @@ def test_zero_points_of_the_first_gptq_format_may_be_zero() -> None:
         "scales": torch.ones(1, 8),
     }
     scheme = GptqScheme(4, 8)
-    weight = scheme.convert(tensors, Shard((8, 8), 0, 8, 0, 8), torch.float32)
+    weight = scheme.convert(tensors, Shard((8, 8), 0, 8, 0, 8))
     assert torch.equal(weight.floats(torch.arange(8))[:, 0], -zeros[0].float())
+
+
+def test_compressed_tensors_may_have_columns_in_activation_order() -> None:
+    """Each column's group is named, as in GPTQ; the package no longer writes it."""
+    config, writer = made.gptq(symmetric=False, act_order=True)
+    weight = torch.randn(64, 128)
+    stored, meant = writer(weight)
+    quantization = choose_quantization({"quantization_config": config}, None)
+    assert quantization is not None
+    shard = Shard((64, 128), 0, 64, 0, 128)
+    gptq = quantization.scheme("", "linear")
+    assert gptq is not None
+    numbers = gptq.convert(
+        {**stored, "g_idx": torch.arange(128) // 32}, shard
+    )  # as they are stored
+    assert isinstance(numbers, W4Weight)
+    assert numbers.zeros is not None
+    zeros = pack_nibbles(numbers.zeros.t().contiguous()).view(torch.int32).t()
+    scheme = PackedScheme(4, 32, has_zeros=True, act_order=True)
+    ordered = scheme.convert(
+        {
+            "weight_packed": numbers.packed.view(torch.int32),
+            "weight_scale": numbers.scales,
+            "weight_zero_point": zeros,
+            "weight_g_idx": stored["g_idx"],
+        },
+        shard,
+    )
+    x = torch.randn(3, 128)
+    output = ordered.linear(Ops("cpu"), x, None)
+    torch.testing.assert_close(output, x @ meant.t(), atol=1e-3, rtol=1e-3)

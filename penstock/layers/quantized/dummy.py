@@ -67,7 +67,7 @@ def dummy_weight(
         floats = torch.empty(rows, columns, dtype=dtype, device=device)
         floats.normal_(0.0, deviation, generator=generator)
         shard = Shard((rows, columns), 0, rows, 0, columns)
-        return made.convert({"weight": floats}, shard, dtype)
+        return made.convert({"weight": floats}, shard)
     if isinstance(scheme, Fp4Scheme):
         packed = _bytes(rows, columns // 2, generator)
         shape = (rows, columns // scheme.group_size)

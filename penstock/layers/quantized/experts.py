@@ -120,7 +120,7 @@ class QuantizedExperts(nn.Module):
         if len(staged) < len(expected):
             return
         del self._staged[part]
-        self.put(expert, name, self.scheme.convert(staged, shard, self.build.dtype))
+        self.put(expert, name, self.scheme.convert(staged, shard))
 
     def put(self, expert: int, name: str, weight: QuantizedWeight) -> None:
         """Take one matrix of an expert, this rank's share."""

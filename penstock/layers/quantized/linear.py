@@ -71,7 +71,7 @@ class QuantizedMethod:
         staged[parameter] = own.to(layer.build.device)
         if len(staged) < len(expected):
             return
-        weight = self.scheme.convert(staged, shard, layer.build.dtype)
+        weight = self.scheme.convert(staged, shard)
         del state.staged[part]
         if shard.num_own_rows < shard.num_rows:
             weight = weight.padded(shard.num_rows)

@@ -69,11 +69,11 @@ class GptqScheme(_Grouped):
             "g_idx": Expected((columns,), rows=None, columns=0),
         }
 
-    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+    def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         words = tensors["qweight"].contiguous()  # [in / per_word, out]
         packed = words.view(torch.uint8).view(*words.shape, 4).transpose(0, 1).flatten(1)
         zeros = self._zeros(tensors["qzeros"])
-        scales = tensors["scales"].t().to(dtype).contiguous()
+        scales = tensors["scales"].t().contiguous()
         weight = _weight(packed, scales, zeros, self.bits)
         if not self.act_order or "g_idx" not in tensors:
             return weight
@@ -118,10 +118,10 @@ class AwqScheme(_Grouped):
             "scales": Expected((groups, rows), rows=1, columns=0),
         }
 
-    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+    def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         packed = pack_nibbles(_from_awq(tensors["qweight"]))
         zeros = _from_awq(tensors["qzeros"]) if self.has_zeros else None
-        scales = tensors["scales"].t().to(dtype).contiguous()
+        scales = tensors["scales"].t().contiguous()
         return _weight(packed, scales, zeros, self.bits)
 
 
@@ -169,9 +169,9 @@ class PackedScheme(_Grouped):
             "input_zero_point": one,
         }
 
-    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+    def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         packed = tensors["weight_packed"].contiguous().view(torch.uint8)
-        scales = tensors["weight_scale"].to(dtype).contiguous()
+        scales = tensors["weight_scale"].contiguous()
         zeros = None
         if self.has_zeros:
             words = tensors["weight_zero_point"].t().contiguous()  # [groups, out / per_word]

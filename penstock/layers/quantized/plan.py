@@ -16,7 +16,7 @@ from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantization import LinearMethod, Undecided
 from penstock.layers.quantized.experts import decide_experts
 from penstock.layers.quantized.linear import Finish, QuantizedMethod
-from penstock.layers.quantized.schemes import Scheme
+from penstock.layers.quantized.schemes import Fp8Scheme, Scheme
 from penstock.protocol.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,8 @@ def _agreed(
         scheme = quantization.scheme(layer.name if layer is not None else own_name, kind)
         if scheme is not None and layer is not None:
             present[part] = layer.tensors
+            if isinstance(scheme, Fp8Scheme):
+                scheme = scheme.named_as(layer.tensors)
             if "weight" in layer.tensors and scheme.marks and not scheme.marks & layer.tensors:
                 scheme = None  # whatever the configuration says, these are floats
         schemes[part] = scheme

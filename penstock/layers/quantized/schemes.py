@@ -5,8 +5,8 @@ A scheme is a value: layers whose schemes are equal are stored alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -52,11 +52,8 @@ class Scheme(Protocol):
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         """The tensors of a part [out, in], optional ones too."""
 
-    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
-        """This rank's share, from tensors that `Shard.cut_packed` has cut, on their device.
-
-        `dtype` is that of activations.
-        """
+    def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
+        """This rank's share, from tensors that `Shard.cut_packed` has cut, on their device."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,13 @@ class Fp8Scheme:
             self.input_name: Expected((), rows=None, columns=None),
         }
 
-    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+    def named_as(self, tensors: Collection[str]) -> Fp8Scheme:
+        """The same under the names that transformers has for scales, where a layer has those."""
+        if self.scale_name in tensors or "weight_scale_inv" not in tensors:
+            return self
+        return replace(self, scale_name="weight_scale_inv", input_name="activation_scale")
+
+    def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         weight = tensors["weight"]
         if weight.dtype != FP8:
             raise ModelError(
@@ -157,7 +160,7 @@ class Int8Scheme:
             "input_zero_point": one,
         }
 
-    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+    def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         for name in ("weight_zero_point", "input_zero_point"):
             if name in tensors and tensors[name].any():
                 raise ModelError(
@@ -172,7 +175,7 @@ class Int8Scheme:
         scale = tensors["weight_scale"].float().expand(len(weight)).contiguous()
         if self.activations == "none":
             packed = (weight.view(torch.uint8) ^ 128).contiguous()
-            return W4Weight(packed, scale[:, None].to(dtype), None, weight.shape[1], bits=8)
+            return W4Weight(packed, scale[:, None], None, weight.shape[1], bits=8)
         input_scale = tensors["input_scale"].float() if self.activations == "static" else None
         return Int8Weight(weight, scale, input_scale)
 
@@ -215,7 +218,7 @@ class Fp4Scheme:
             expected[self.global_name] = one
         return expected
 
-    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+    def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         packed, scales = tensors[self.packed_name], tensors["weight_scale"]
         if self.kind == "mxfp4":
             return Fp4Weight(packed, scales.view(torch.uint8), None, self.group_size)
@@ -254,7 +257,7 @@ class OnlineScheme:
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         return {"weight": Expected(shape)}
 
-    def convert(self, tensors: Tensors, shard: Shard, dtype: torch.dtype) -> QuantizedWeight:
+    def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         weight = tensors["weight"]
         check_floats("", weight)
         if self.kind != "fp8":
@@ -262,7 +265,7 @@ class OnlineScheme:
             if self.kind == "int8":
                 return Int8Weight(numbers, scale)
             packed = numbers.view(torch.uint8) ^ 128
-            return W4Weight(packed, scale[:, None].to(dtype), None, weight.shape[1], bits=8)
+            return W4Weight(packed, scale[:, None], None, weight.shape[1], bits=8)
         if self.granularity == "block":
             return Fp8Weight(*quantize_fp8_by_block(weight))
         if self.granularity == "channel":
