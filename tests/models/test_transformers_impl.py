@@ -19,6 +19,7 @@ from penstock.executor.in_process import InProcessExecutor
 from penstock.kvcache.layout import blocks_for_request, plan_groups
 from penstock.layers.build import Build
 from penstock.loading.load import fill_dummy
+from penstock.models import registry
 from penstock.models.architectures import ARCHITECTURES, RUN_BY_TRANSFORMERS
 from penstock.models.registry import build_model
 from penstock.models.transformers_model import TransformersLM
@@ -226,3 +227,10 @@ def test_who_asks_for_own_code_alone_is_told_of_the_other() -> None:
         build_model({**config, "architectures": ["RiverForCausalLM"]}, tiny_build())
     with pytest.raises(ModelError, match="needs a class for causal language models"):
         build_model({**config, "architectures": ["BertModel"]}, tiny_build(), "transformers")
+
+
+def test_without_transformers_the_errors_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "has_transformers", lambda: False)
+    for model_impl in ("auto", "penstock", "transformers"):
+        with pytest.raises(ModelError, match=r"pip install 'penstock\[transformers\]'"):
+            build_model(config_of("StableLm"), tiny_build(), model_impl)
