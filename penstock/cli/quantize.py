@@ -55,8 +55,8 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         default=[],
         metavar="PATTERN",
         help="Leave linear layers as they are whose names match this regular expression from "
-        "their start; may be given several times. What engines fuse goes together: q, k and v, gate "
-        "and up. The head and routers always stay.",
+        "their start; may be given several times. What engines fuse goes together: q, k and v; "
+        "gate and up. The head and routers always stay.",
     )
     parser.add_argument(
         "--calibration-text",

@@ -12,27 +12,13 @@ from torch import nn
 
 from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.build import Build
-from penstock.layers.norm import RMSNorm
+from penstock.layers.norm import ZeroCentredNorm
 from penstock.models.base import Hidden
 from penstock.models.config import DecoderConfig, read_float
 from penstock.models.decoder import DecoderLM
-from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
 
 KINDS = ("sliding_attention", "full_attention")
-
-
-class GemmaNorm(RMSNorm):
-    """Checkpoints have what is to be added to 1: kept in float32, where the sum is exact enough."""
-
-    def __init__(self, build: Build, size: int, eps: float) -> None:
-        super().__init__(build, size, eps)
-        weight = torch.empty(size, dtype=torch.float32, device=build.device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-
-    def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
-        self.weight.copy_(1.0 + tensor.float())
 
 
 class GeluMLP(GatedMLP):
@@ -47,7 +33,9 @@ class GeluMLP(GatedMLP):
 class GemmaLayer(nn.Module):
     """x + norm(attention(norm(x))), then the same with the MLP, its addition left to the next."""
 
-    def __init__(self, attention: RotaryAttention, mlp: nn.Module, norms: list[GemmaNorm]) -> None:
+    def __init__(
+        self, attention: RotaryAttention, mlp: nn.Module, norms: list[ZeroCentredNorm]
+    ) -> None:
         super().__init__()
         self.self_attn = attention
         self.mlp = mlp
@@ -88,8 +76,8 @@ class Gemma2ForCausalLM(DecoderLM):
         scale = torch.tensor(math.sqrt(config.hidden_size), dtype=build.dtype)
         self.embedding_scale = scale.item()
 
-    def norm(self) -> GemmaNorm:
-        return GemmaNorm(self.build, self.config.hidden_size, self.config.rms_norm_eps)
+    def norm(self) -> ZeroCentredNorm:
+        return ZeroCentredNorm(self.build, self.config.hidden_size, self.config.rms_norm_eps)
 
     def layer(self, index: int) -> nn.Module:
         norms = [self.norm() for _ in range(4)]

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from penstock.layers.blocks import RotaryAttention
+from penstock.layers.norm import ZeroCentredNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
-from penstock.models.base import Hidden
+from penstock.models.base import Hidden, WeightTable
 from penstock.models.config import read_int
-from penstock.models.gemma2 import KINDS, Gemma2ForCausalLM, GemmaNorm, layer_is_windowed
+from penstock.models.gemma2 import KINDS, Gemma2ForCausalLM, layer_is_windowed
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
@@ -50,8 +51,8 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         config = self.config
         rotary = self.local_rotary if self.local_layers[index] else self.rotary
         attention = self.gemma_attention(index, rotary=rotary)
-        attention.q_norm = GemmaNorm(self.build, config.head_dim, config.rms_norm_eps)
-        attention.k_norm = GemmaNorm(self.build, config.head_dim, config.rms_norm_eps)
+        attention.q_norm = ZeroCentredNorm(self.build, config.head_dim, config.rms_norm_eps)
+        attention.k_norm = ZeroCentredNorm(self.build, config.head_dim, config.rms_norm_eps)
         return attention
 
     def forward(
@@ -63,6 +64,19 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
             x, residual = layer(x, residual, nearby if is_local else everywhere)
         states, residual = self.model.norm.add(x, residual)
         return Hidden(states, stage_out=residual)
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The text model of a checkpoint that also reads images, which are left out here."""
+
+    weights = WeightTable(
+        ignored=(
+            *Gemma3ForCausalLM.weights.ignored,
+            r"(^|\.)(vision_tower|multi_modal_projector)\.",
+            r"lm_head\.weight$",
+        ),
+        renamed={r"^language_model\.": "", r"^model\.language_model\.": "model."},
+    )
 
 
 def _rope_by_kind(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

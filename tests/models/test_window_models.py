@@ -12,9 +12,12 @@ from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.config import LoadConfig, ModelConfig
+from penstock.executor.runtime import longest_context
 from penstock.layers.build import Build
+from penstock.layers.norm import ZeroCentredNorm
 from penstock.loading.source import resolve_source
-from penstock.models.gemma2 import Gemma2ForCausalLM, GemmaNorm, layer_is_windowed
+from penstock.loading.text_config import text_settings
+from penstock.models.gemma2 import Gemma2ForCausalLM, layer_is_windowed
 from penstock.models.gemma3 import Gemma3ForCausalLM
 from penstock.models.gpt_oss import unpack_mxfp4
 from penstock.models.registry import build_model
@@ -97,7 +100,7 @@ def test_packed_experts_are_unpacked_while_they_load(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_a_gemma_norm_rounds_only_its_result() -> None:
-    norm = GemmaNorm(build_of(dtype=torch.bfloat16), 64, 1e-6)
+    norm = ZeroCentredNorm(build_of(dtype=torch.bfloat16), 64, 1e-6)
     weight = torch.linspace(-0.1, 0.1, 64).bfloat16()
     norm.load("weight", "", weight)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -121,6 +124,32 @@ def test_older_files_of_gemma_3_mean_the_same(tmp_path: Path) -> None:
     assert torch.equal(newer.rotary.table, model.rotary.table)
     assert torch.equal(newer.local_rotary.table, model.local_rotary.table)
     assert not torch.equal(model.rotary.table, model.local_rotary.table)
+
+
+def test_settings_of_a_text_model_within_another_are_found_and_filled_in() -> None:
+    published = {  # as the 4B model has them
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "hidden_size": 2560,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152},
+    }
+    settings = text_settings(published)
+    assert settings["eos_token_id"] == [1, 106]
+    assert (settings["hidden_size"], settings["vocab_size"]) == (2560, 262_208)
+    assert longest_context(settings) == 131_072  # which is stretched already
+    rope = Gemma3ForCausalLM.settings(settings)
+    assert rope["rope_parameters"] == {"rope_theta": 1e6, "factor": 8.0, "rope_type": "linear"}
+    assert rope["local_rope"] == {"rope_theta": 1e4}
+    assert text_settings({"model_type": "llama"}) == {"model_type": "llama"}
+    with pytest.raises(ModelError, match="text_config must be an object"):
+        text_settings({**published, "text_config": [1]})
 
 
 def test_without_layer_types_the_last_of_every_few_layers_sees_everything(tmp_path: Path) -> None:
