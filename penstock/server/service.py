@@ -114,14 +114,14 @@ class Service:
                 f"would exceed the {share} that are its share; try again later"
             )
 
-    def _check_size(self, requests: Sequence[PreparedRequest], num_new: int) -> None:
+    def check_size(self, num_prompts: int, num_new: int) -> None:
         """Refuse for good what would find no room on an idle server either."""
         if num_new > (limit := self._share):
             whose = ", shared by the API keys" if limit < self._capacity else ""
             raise InputError(
                 f"prompts times n must be at most {limit} here (--max-num-seqs and "
                 f"--max-queued-requests together{whose}), got {num_new}: send several requests",
-                "prompt" if len(requests) > 1 else "n",
+                "prompt" if num_prompts > 1 else "n",
             )
 
     def check_health(self) -> None:
@@ -154,7 +154,7 @@ class Service:
             for index, request in enumerate(requests)
             for child in request.children
         }
-        self._check_size(requests, len(routes))
+        self.check_size(len(requests), len(routes))
         self._check_queue(len(routes))  # again: now it is known how many they are
         children = [child for request in requests for child in request.children]
         if self._is_fair:

@@ -169,6 +169,13 @@ class Frontend:
                 'pass {"prompt_token_ids": [...]}',
                 "prompt",
             )
+        # Known without the work, and the memory, that its tokens would take.
+        if len(prompt) > self.tokenizer.most_characters(self.max_model_len):
+            raise InputError(
+                f"prompt must be shorter than max_model_len ({self.max_model_len} tokens) to "
+                f"leave room for output, got {len(prompt)} characters, which are far more",
+                "prompt",
+            )
         return prompt, self.tokenizer.encode(prompt, add_special_tokens)
 
     def _check_prompt(self, token_ids: list[int]) -> None:

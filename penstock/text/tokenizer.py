@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from penstock.text.detokenizer import (
 from penstock.text.tekken import ROLES as TEKKEN_ROLES
 from penstock.text.tekken import read_tekken, tekken_backend
 
+MOST_NORMALIZED = 4  # characters of a text that become one before its tokens are looked for
 REMEDY = "give another folder as tokenizer=, or run with skip_tokenizer_init and token ids"
 
 
@@ -70,8 +72,18 @@ class Tokenizer:
             raise InputError(
                 f"the text has a lone surrogate at position {error.start}, which is no character"
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, this leaves other threads of Python alone, which a long text would stop.
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
+
+    def most_characters(self, num_tokens: int) -> int:
+        """A longer text has more than `num_tokens` tokens, or is one that nobody means to send."""
+        return num_tokens * self._longest_token * MOST_NORMALIZED
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of all tokens together; what is not UTF-8 becomes U+FFFD."""

@@ -124,6 +124,8 @@ def test_a_wrong_chat_request_is_refused_by_name(
         ({"prompt": None}, "prompt"),
         ({"prompt": [10**9]}, "prompt"),
         ({"prompt": ["x"] * 1025}, "prompt"),
+        ({"prompt": ["x"] * 1024, "n": 128}, "prompt"),
+        ({"prompt": "a " * 10_000_000}, "prompt"),
         ({"prompt": [5] * 3000}, "prompt"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"logprobs": 21}, "logprobs"),

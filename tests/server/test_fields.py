@@ -168,6 +168,10 @@ def test_prompts_are_truncated_from_either_side(server: ServerProcess) -> None:
     assert prompt_ids(truncate_prompt_tokens=2, truncation_side="right") == PROMPT_IDS[:2]
     assert prompt_ids(truncate_prompt_tokens=-1) == PROMPT_IDS
     assert len(prompt_ids(prompt=PROMPT_IDS * 600, truncate_prompt_tokens=-1)) == 2047
+    long = "one two three " * 100_000
+    head = prompt_ids(prompt=long, truncate_prompt_tokens=5, truncation_side="right")
+    assert head == prompt_ids(prompt="one two three one two")
+    assert prompt_ids(prompt=long, truncate_prompt_tokens=2) == prompt_ids(prompt=" three ")
 
 
 def test_the_last_message_can_be_continued(server: ServerProcess) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,3 +217,29 @@ def test_unknown_decoders_are_left_to_the_library() -> None:
     backend.decoder = decoders.WordPiece()
     tokenizer = Tokenizer(backend)
     assert tokenizer.decode(tokenizer.encode("play playing")) == "play playing"
+
+
+def test_a_long_text_does_not_stop_other_threads() -> None:
+    tokenizer = Tokenizer(byte_level_backend())
+    is_running = threading.Event()
+
+    def encode() -> int:
+        is_running.set()
+        return len(tokenizer.encode("a long text, " * 50_000))
+
+    with ThreadPoolExecutor(1) as threads:
+        encoding = threads.submit(encode)
+        is_running.wait()
+        num_turns = 0
+        while not encoding.done():
+            time.sleep(0.001)
+            num_turns += 1
+        assert encoding.result() > 50_000
+    assert num_turns > 5, "a web server would have answered nobody meanwhile"
+
+
+@given(st.text(max_size=300))
+def test_a_text_has_no_fewer_tokens_than_its_length_says(text: str) -> None:
+    for tokenizer in (Tokenizer(byte_level_backend()), Tokenizer(sentencepiece_like_backend())):
+        num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+        assert len(text) <= tokenizer.most_characters(num_tokens)

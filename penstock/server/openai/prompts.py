@@ -82,6 +82,7 @@ def prepare_completions(
         raise InputError(
             f"prompt may hold at most {most} prompts here, got {len(prompts)}", "prompt"
         )
+    service.check_size(len(prompts), len(prompts) * params.n)  # before each is made ready
     options = run_options(body, add_special_tokens=body.add_special_tokens is not False)
     try:
         return [prepare_request(service, prompt, params, request_id, options) for prompt in prompts]

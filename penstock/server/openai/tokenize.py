@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.errors import InputError
 from penstock.server.errors import describe_errors
@@ -21,12 +21,16 @@ from penstock.text.tokenizer import Tokenizer
 router = APIRouter(tags=["Tokenizer"])
 
 
-@router.post("/tokenize", responses=describe_errors(400, 401, 404, 413))
-async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeReply:
+@router.post(
+    "/tokenize", response_model=TokenizeReply, responses=describe_errors(400, 401, 404, 413)
+)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a prompt, or of a conversation as the model would see it."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    return await service.in_thread(_tokenize, service, body)
+    # Written here, in the thread: millions of tokens would hold up whoever else asks for something.
+    content = await service.in_thread(lambda: _tokenize(service, body).model_dump_json())
+    return Response(content, media_type="application/json")
 
 
 @router.post("/detokenize", responses=describe_errors(400, 401, 404, 413))
