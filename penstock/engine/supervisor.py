@@ -24,10 +24,9 @@ logger = logging.getLogger(__name__)
 QUICK_DEATH_S = 10.0  # after a start
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
-# A spare engine is made when the one that runs has got going. One that follows a death needs it
-# sooner: deaths seldom come alone.
+# A spare engine is made when the first has got going. One that follows a death has a spare of its
+# own at once: deaths seldom come alone.
 SPARE_DELAY_S = 10.0
-SPARE_DELAY_AFTER_DEATH_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ class Supervisor:
         info = await self.engine.load(config)
         if info is not None:
             self._on_ready(info)
-        return await self._death_of_engine(SPARE_DELAY_AFTER_DEATH_S)
+        return await self._death_of_engine(0.0)
 
     async def _death_of_engine(self, spare_delay_s: float) -> Death:
         """How the engine ended, once it has. While it lives, a spare is made."""
