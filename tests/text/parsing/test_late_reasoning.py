@@ -7,7 +7,9 @@ import time
 from typing import Any
 
 import pytest
-from replay import call, calls_in, feed_text, make_parser, parse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replay import call, calls_in, cut, feed_text, make_parser, parse
 
 from penstock.text.parsing.deltas import Message, collect
 from penstock.text.parsing.parser import REASONING_PARSERS, reasoning_format
@@ -37,6 +39,34 @@ def test_reasoning_may_come_again(reasoning: str, before: str) -> None:
     assert SECRET not in message.content
     assert message.content.endswith("So four.")
     assert message.reasoning.count(SECRET) == 2
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    names=st.sampled_from([("qwen3", "hermes"), ("mistral", "mistral"), ("granite", "granite")]),
+    kinds=st.lists(st.sampled_from(["say", "think", "call"]), max_size=8),
+    cuts=st.lists(st.integers(0, 500), max_size=20),
+)
+def test_whatever_the_order_reasoning_is_reasoning_and_content_content(
+    names: tuple[str, str], kinds: list[str], cuts: list[int]
+) -> None:
+    form = reasoning_format(names[0])
+    calls = {
+        "hermes": CALL,
+        "mistral": "[TOOL_CALLS]now[ARGS]{}",
+        "granite": '<|tool_call|>[{"name": "now", "arguments": {}}]',
+    }
+    written = {
+        "say": "Said.",
+        "think": f"{form.start}{SECRET}{form.end}",
+        "call": calls[names[1]],
+    }
+    text = "".join(written[kind] for kind in kinds)
+    parser = make_parser(*names, prompt="Hi")
+    message = collect(feed_text(parser, cut(text, cuts)))
+    assert message.content == "Said." * kinds.count("say")
+    assert message.reasoning == SECRET * kinds.count("think")
+    assert len(message.tool_calls) == kinds.count("call")
 
 
 def test_reasoning_between_calls_is_none_of_the_content() -> None:
