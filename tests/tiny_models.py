@@ -60,6 +60,15 @@ FALCON_H1 = {
     "ssm_multipliers": [0.9, 1.2, 0.7, 0.8, 1.1],
 }
 
+GEMMA3 = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "pad_token_id": 0,
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama_tied_biased": (
@@ -274,17 +283,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 24, "pad_token_id": 0},
     ),
-    "gemma3": (
-        "Gemma3",
-        {
-            "head_dim": 16,
-            "query_pre_attn_scalar": 24,
-            "sliding_window": 24,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-            "pad_token_id": 0,
-        },
-    ),
+    "gemma3": ("Gemma3", GEMMA3),
+    "gemma3_images": ("Gemma3Images", GEMMA3),
     "gpt_oss": (
         "GptOss",
         {
@@ -359,15 +359,26 @@ UNEVEN_NORMS = {
 }
 
 
+def architecture_of(name: str) -> str:
+    """What config.json calls the architecture of a variant with this name."""
+    return "Gemma3ForConditionalGeneration" if name == "Gemma3Images" else f"{name}ForCausalLM"
+
+
 def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
     """Write a random checkpoint of the variant into the folder."""
     import transformers
 
     name, settings = (VARIANTS | OUTSIDE)[variant]
-    config_name = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{config_name}Config")(**{**COMMON, **settings, **overrides})
+    settings = {**COMMON, **settings, **overrides}
     torch.manual_seed(7)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float()
+    if name == "Gemma3Images":
+        vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        vision |= {"num_attention_heads": 1, "image_size": 32, "patch_size": 16}
+        config = transformers.Gemma3Config(text_config=settings, vision_config=vision)
+    else:
+        config_name = "Gemma3Text" if name == "Gemma3" else name
+        config = getattr(transformers, f"{config_name}Config")(**settings)
+    model = getattr(transformers, architecture_of(name))(config).float()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):  # transformers starts them at zero, which tests nothing
             torch.nn.init.normal_(parameter, std=0.25)

