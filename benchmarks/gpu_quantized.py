@@ -110,15 +110,18 @@ def fp8_tiles(weights: Weights, num_tokens: int) -> Iterator[Variant]:
 
 def w4_rows(weights: Weights) -> Iterator[Variant]:
     x = weights.x(1)
-    for rows, chunks, warps in itertools.product((2, 4, 8, 16), (8, 16, 32), (1, 2, 4)):
-        if not 8 <= rows * chunks * 16 / (warps * 32) <= 64:
+    for rows, chunks, warps, ahead in itertools.product(
+        (2, 4, 8, 16), (8, 16, 32), (1, 2, 4, 8), (False, True)
+    ):
+        held = rows * chunks * 16 / (warps * 32)
+        if not 8 <= held <= (32 if ahead else 64):
             continue
         tile = RowTile(rows, chunks, Launch(warps, 3))
 
-        def call(index: int, tile: RowTile = tile) -> object:
-            return w4.one_row(x, weights.packed(index), None, tile)
+        def call(index: int, tile: RowTile = tile, ahead: bool = ahead) -> object:
+            return w4.one_row(x, weights.packed(index), None, tile, ahead)
 
-        yield "w4 1", tile, call, 2 * weights.count
+        yield "w4 1", (tile, ahead), call, 2 * weights.count
 
 
 def w4_tiles(weights: Weights, num_tokens: int) -> Iterator[Variant]:

@@ -51,9 +51,16 @@ def fp8_plan(
     return Fp8Plan(64, tokens, 256, splits, True, True, Launch(4, 5))
 
 
-def w4_row_tile() -> RowTile:
-    """One row of x with weights of 4 bits; columns in chunks of 128."""
-    return RowTile(8, 16, Launch(2, 3))
+def w4_row_tile(out_features: int, in_features: int) -> tuple[RowTile, bool]:
+    """One row of x with weights of 4 bits; columns in chunks of 128.
+
+    And whether the next weights are loaded while others are multiplied.
+    """
+    if out_features >= 16384:
+        return RowTile(16, 8, Launch(4, 3)), False
+    if in_features >= 8192:
+        return RowTile(8, 16, Launch(4, 3)), False
+    return RowTile(8, 8, Launch(4, 3)), True
 
 
 def w4_plan(num_tokens: int, out_features: int, in_features: int) -> W4Plan | None:

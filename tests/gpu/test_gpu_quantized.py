@@ -1,0 +1,53 @@
+"""Quantized weights and caches on a GPU, through the whole engine: near to the floats they stand
+for, and the same with graphs and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_runs import PROMPTS, run, sampling, tokens
+from tiny_models import make_checkpoint
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+OPTIONS: list[dict[str, Any]] = [
+    {"quantization": "fp8"},
+    {"quantization": "fp8_per_block"},
+    {"quantization": "fp8_per_tensor"},
+    {"kv_cache_dtype": "fp8"},
+    {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
+
+
+def prompt_logprobs(checkpoint: Path, **options: Any) -> torch.Tensor:
+    outputs = run(checkpoint, sampling(max_tokens=1, prompt_logprobs=0), device="cuda", **options)
+    found = []
+    for output, prompt in zip(outputs, PROMPTS, strict=True):
+        assert output.prompt_logprobs is not None
+        pairs = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        found += [at[token].logprob for at, token in pairs if at is not None]
+    return torch.tensor(found)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_logits_are_near_to_those_of_floats(checkpoint: Path, options: dict[str, Any]) -> None:
+    exact = prompt_logprobs(checkpoint)
+    difference = (prompt_logprobs(checkpoint, **options) - exact).abs()
+    assert 0.0 < float(difference.mean()) < 0.15
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_graphs_change_no_token(checkpoint: Path, options: dict[str, Any]) -> None:
+    graphs, eager = (
+        tokens(run(checkpoint, sampling(), device="cuda", enforce_eager=eager, **options))
+        for eager in (False, True)
+    )
+    assert graphs == eager
