@@ -47,6 +47,7 @@ def replace_matrices(build: Build, model: PreTrainedModel, linears: Collection[s
     tied = [path for path in linears if model.get_submodule(path).weight is embedding.weight]
     for path in set(linears).difference(tied):
         linear = model.get_submodule(path)
+        assert isinstance(linear, nn.Linear)
         part = Part("", linear.out_features, 1)
         own = BatchedLinear(build, linear.in_features, [part], linear.bias is not None)
         model.set_submodule(path, own)
@@ -74,13 +75,14 @@ def materialize(model: PreTrainedModel, device: torch.device) -> None:
                 data = torch.empty_like(parameter, device=device)
                 made[id(parameter)] = parameter, nn.Parameter(data, requires_grad=False)
             own = made[id(parameter)][1]
-            own._is_hf_initialized = True  # what transformers must not fill
+            own.__dict__["_is_hf_initialized"] = True  # what transformers must not fill
             module._parameters[name] = own
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
-        module._is_hf_initialized = not module._buffers
-    model.initialize_weights()
+        module.__dict__["_is_hf_initialized"] = not module._buffers
+    fill_buffers: Any = model.initialize_weights  # untyped
+    fill_buffers()
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,6 +22,8 @@ from transformers.core_model_loading import (
 
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
+
+Part = tuple[str, str, Any]  # a checkpoint's name, the pattern that it matches, the tensor
 
 
 class CheckpointNames:
@@ -36,7 +39,7 @@ class CheckpointNames:
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Tensors under the model's names. What belongs together is kept until all have come."""
-        waiting: dict[str, list[tuple[str, str, torch.Tensor]]] = {}
+        waiting: dict[str, list[Part]] = {}
         for name, tensor in tensors:
             own_name, pattern = self._rename(name)
             if pattern is None:
@@ -57,9 +60,7 @@ class CheckpointNames:
             return name, None
         return own_name, pattern
 
-    def _put_together(
-        self, own_name: str, parts: list[tuple[str, str, torch.Tensor]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def _put_together(self, own_name: str, parts: list[Part]) -> Iterator[tuple[str, torch.Tensor]]:
         wanted = parts[0][1]
         converter = copy.deepcopy(
             next(each for each in self._converters if wanted in each.source_patterns)
