@@ -41,6 +41,7 @@ def build_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` defaults to the process's own arguments."""
+    open_standard_streams()
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -61,6 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # it flushes standard output on the way out, so that gets another place to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def open_standard_streams() -> None:
+    """Give those that the caller closed somewhere to go.
+
+    Else their descriptors would be used again, for sockets that whatever is printed ends up in.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  # the lowest that is free: its own
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> str:

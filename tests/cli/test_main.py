@@ -143,6 +143,19 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     assert done.stderr == ""
 
 
+def test_streams_that_the_caller_closed_are_opened_again() -> None:
+    code = (
+        "import os, sys\n"
+        "from penstock.cli.main import main\n"
+        "assert (sys.stdin, sys.stdout, sys.stderr) == (None, None, None)\n"
+        "assert main(['generate', '-', '-']) == 2\n"
+        "assert [s.fileno() for s in (sys.stdin, sys.stdout, sys.stderr)] == [0, 1, 2]\n"
+        "os._exit(7)\n"
+    )
+    closing = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, code]
+    assert subprocess.run(closing).returncode == 7
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
