@@ -365,7 +365,8 @@ def test_an_answers_form_leaves_room_for_calls(scripted_server: ServerProcess) -
     body |= {"messages": say('{"zone": "utc"}'), "response_format": strict}
     answer = scripted_server.post("/v1/chat/completions", {**body, "tools": [tool]})
     assert answer.json()["choices"][0]["message"]["content"] == '{"zone": "utc"}'
-    wrong = {"type": "function", "function": {"name": "g", "parameters": {"type": "nonsense"}}}
+    nonsense = {"type": "object", "properties": {"x": {"type": "nonsense"}}}
+    wrong = {"type": "function", "function": {"name": "g", "parameters": nonsense}}
     for fields in ({}, {"tool_choice": "required", "response_format": None}):
         answer = scripted_server.post(
             "/v1/chat/completions", {**body, "tools": [tool, wrong], **fields}
