@@ -17,6 +17,7 @@ from penstock.layers.attention import Attention
 from penstock.layers.build import Build
 from penstock.layers.context import ForwardContext, current_context, forward_context
 from penstock.layers.linear import Linear, Part, column_linear
+from penstock.layers.quantization import Shard
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import detect_platform
 from penstock.protocol.step import NewRequest, ScheduledRequest, StepPlan
@@ -151,8 +152,10 @@ class Doubling:
     def create_weights(self, layer: Linear) -> None:
         layer.weight = layer.build.empty(layer.out_features, layer.in_features)
 
-    def load(self, layer: Linear, part: str, shard: torch.Tensor) -> None:
-        layer.rows_of(layer.weight, part).copy_(shard / 2)
+    def load(
+        self, layer: Linear, part: str, parameter: str, tensor: torch.Tensor, shard: Shard
+    ) -> None:
+        layer.rows_of(layer.weight, part).copy_(shard.cut(tensor) / 2)
 
     def apply(self, layer: Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         output = 2 * (x @ layer.weight.T)
