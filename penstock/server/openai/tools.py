@@ -90,7 +90,7 @@ def read_tools(given: Sequence[ToolDefinition] | None) -> list[Tool]:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """InputError if two have one name, one does not take an object, or they are too many or large."""
+    """InputError if they are too many, too large or named alike, or one does not take an object."""
     if len(tools) > MAX_TOOLS:
         raise InputError(f"tools may be at most {MAX_TOOLS}, got {len(tools)}", "tools")
     length = sum(len(tool.name) + len(tool.description) + _length(tool) for tool in tools)

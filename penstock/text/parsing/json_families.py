@@ -20,7 +20,6 @@ from penstock.text.parsing.json_calls import (
 from penstock.text.parsing.stream import Steps, Stream
 from penstock.text.parsing.tool_format import ToolFormat
 
-
 # Keywords by which a schema may allow more properties than `properties` names.
 OTHER_PROPERTIES = frozenset(
     (
