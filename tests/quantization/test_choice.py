@@ -100,6 +100,18 @@ def test_methods_that_are_gone_are_refused_with_what_to_use_instead(method: str)
     [
         ({"quant_method": "mystery"}, "'mystery' is not known, supported are fp8"),
         ({**GPTQ, "bits": 3}, "bits must be 4 or 8, got 3"),
+        ({"quant_method": ["gptq"]}, r"\['gptq'\] is not known"),
+        ({"bits": 4}, "None is not known"),
+        ({"load_in_4bit": True}, "'bitsandbytes' is not supported"),
+        ({**GPTQ, "group_size": 0}, "group_size must be -1 or at least 1, got 0"),
+        ({**GPTQ, "group_size": "128"}, "group_size must be -1 or at least 1, got '128'"),
+        ({**GPTQ, "dynamic": {"+:(": {}}}, "quantization_config cannot be read: "),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "quantization_config cannot be read: "),
+        ({"quant_method": "awq", "modules_to_not_convert": [3]}, "cannot be read: "),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
+            "quantization_config cannot be read: ",
+        ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version must be gemm"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\] is not supported"),
         (

@@ -55,9 +55,14 @@ def choose_quantization(
         "awq": _read_awq,
         "modelopt": _read_modelopt,
     }
-    if method == "mxfp4":
-        return _read_mxfp4(raw, config, num_ranks)
-    return readers[method](raw)
+    try:
+        if method == "mxfp4":
+            return _read_mxfp4(raw, config, num_ranks)
+        found = readers[method](raw)
+        found.scheme("a name that no pattern is for", "linear")  # so that all patterns are read
+    except (AttributeError, TypeError, ValueError, re.error) as error:
+        raise ModelError(f"config.json: quantization_config cannot be read: {error}") from error
+    return found
 
 
 def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -72,17 +77,17 @@ def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _method(raw: Mapping[str, Any]) -> str:
     name = raw.get("quant_method") or raw.get("method")
-    if name is None and raw.get("load_in_8bit") | raw.get("load_in_4bit", False):
+    if name is None and (raw.get("load_in_8bit") or raw.get("load_in_4bit")):
         name = "bitsandbytes"
     if name is None and "config_groups" in raw:
         name = "compressed-tensors"
-    if name in CHECKPOINT:
+    if isinstance(name, str) and name in CHECKPOINT:
         return CHECKPOINT[name]
-    if name in REFUSED:
+    if isinstance(name, str) and name in REFUSED:
         raise ModelError(f"config.json: quant_method {name!r} is not supported: {REFUSED[name]}")
     known = ", ".join(dict.fromkeys(CHECKPOINT.values()))
     raise ModelError(
-        f"config.json: quant_method {name!r} is not known, supported are {known}: take a "
+        f"config.json: quant_method {name!r:.80} is not known, supported are {known}: take a "
         "checkpoint in one of these, or the unquantized one with --quantization fp8 or int8"
     )
 

@@ -25,6 +25,14 @@ class _Grouped:
     bits: int
     group_size: int  # columns that share a scale; -1: all of a row
 
+    def __post_init__(self) -> None:
+        size = self.group_size
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise ModelError(
+                f"config.json: quantization_config's group_size must be -1 or at least 1, "
+                f"got {size!r:.80}"
+            )
+
     def check(self, shape: tuple[int, int]) -> tuple[int, int, int]:
         """Rows, columns and groups. ModelError where they do not fit whole words."""
         rows, columns = shape
