@@ -38,6 +38,7 @@ def open_llm(checkpoint: Path, **options: Any) -> LLM:
     settings = {
         "skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning",
         "max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE,
+        "num_gpu_blocks_override": 1000,  # the usual 4 GiB would be millions of tiny blocks
     }  # fmt: skip
     return LLM(str(checkpoint), **settings | options)
 
