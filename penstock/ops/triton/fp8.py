@@ -16,7 +16,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from penstock.ops import quantized as plain
 from penstock.ops.triton.splitting import add_parts
 from penstock.ops.triton.tuning import RowTile
-from penstock.ops.triton.tuning_quantized import Fp8Plan, fp8_plan, fp8_row_tile
+from penstock.ops.triton.tuning_quantized import (
+    Fp8Plan,
+    fp8_plan,
+    fp8_row_tile,
+    takes_own_kernel,
+)
+from penstock.protocol.errors import ConfigError
 
 FP8 = torch.float8_e4m3fn
 BLOCK = 128  # rows and columns of a block with a scale of its own
@@ -168,7 +174,13 @@ def _tile_kernel(
 def prepare_fp8(
     weight: torch.Tensor, weight_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A scale for each row, or each block, in float32."""
+    """A scale for each row, or each block, in float32. Refuses GPUs that do not know fp8."""
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
+        raise ConfigError(
+            "fp8 weights need a GPU of compute capability 8.9 or above, got "
+            f"{torch.cuda.get_device_name(weight.device)}: choose weights of 4 bits (GPTQ, AWQ, "
+            "compressed-tensors) or an unquantized model"
+        )
     scale = weight_scale.float()
     if scale.ndim == 0:
         scale = scale.expand(len(weight))
@@ -192,17 +204,14 @@ def fp8_linear(
     if num_tokens == 1:
         return one_row(x, weight, weight_scale, bias)
     blocked = weight_scale.ndim == 2
-    plan = fp8_plan(num_tokens, out_features, in_features, blocked)
-    if plan is None and not (x.dtype == torch.bfloat16 and out_features % 16 == 0):
-        plan = fp8_plan(num_tokens, out_features, in_features, True)
-    if plan is None:
+    torch_can = not blocked and x.dtype == torch.bfloat16 and out_features % 16 == 0
+    if torch_can and not takes_own_kernel(num_tokens):
         rounded, scales, _ = quantize(x, input_scale, False)
         return torch._scaled_mm(
             rounded, weight.t(), scale_a=scales[:, None], scale_b=weight_scale[None, :],
             bias=bias, out_dtype=x.dtype, use_fast_accum=True,
         )  # fmt: skip
-    if blocked:
-        plan = plan._replace(depth=BLOCK)
+    plan = fp8_plan(num_tokens, out_features, in_features, blocked)
     return run_tiles(x, weight, weight_scale, input_scale, bias, plan)
 
 

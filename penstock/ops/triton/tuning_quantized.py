@@ -37,13 +37,21 @@ def fp8_row_tile(out_features: int, blocked: bool) -> RowTile:
     return RowTile(4, 4096 if out_features >= 16384 else 2048, Launch(4, 3))
 
 
-def fp8_plan(
-    num_tokens: int, out_features: int, in_features: int, own_kernel: bool
-) -> Fp8Plan | None:
-    """None: torch's scaled matmul is faster, unless our own kernel is what there is."""
+def takes_own_kernel(num_tokens: int) -> bool:
+    """Whether torch's scaled matmul is slower than ours."""
+    return num_tokens <= 64
+
+
+def fp8_plan(num_tokens: int, out_features: int, in_features: int, blocked: bool) -> Fp8Plan:
+    """`blocked`: a scale for each 128 columns, which are a step then."""
     if num_tokens > 64:
-        return Fp8Plan(128, 128, 128, 1, False, True, Launch(8, 3)) if own_kernel else None
+        return Fp8Plan(128, 128, 128, 1, False, True, Launch(8, 3))
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    if blocked:
+        splits = 1  # as many programs as fill the chip twice, of at least 1,024 columns each
+        while splits * (out_features // 64) < 2 * PROCESSORS and in_features >= 2048 * splits:
+            splits *= 2
+        return Fp8Plan(64, tokens, 128, splits, True, True, Launch(4, 4))
     if out_features >= 2 * 64 * PROCESSORS:
         return Fp8Plan(64, tokens, 128, 1, True, True, Launch(4, 4))
     # Few tiles: a program for each processor, with as much on its way as there is room for.

@@ -46,8 +46,8 @@ UNPACK_FP16 = tl.constexpr(_UNPACK.replace("MAGIC", "0x64006400").replace("TYPE"
 UNPACK_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r")
 
 
-# A word's numbers less 8 times four pairs of x: two at a time in fp16, whose sum is a float32. Those
-# in bits 4 to 7 are 16 times as large beside their power of two, 1024.
+# A word's numbers less 8 times four pairs of x: two at a time in fp16, whose sum is a float32.
+# Those in bits 4 to 7 are 16 times as large beside their power of two, 1024.
 _MULTIPLY = """{
 .reg .b32 high, t, sum, eight, sixteenth, less;
 .reg .b16 a, b;
