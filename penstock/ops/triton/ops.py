@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.ops.triton.attention import paged_attention
 from penstock.ops.triton.fp8 import fp8_linear, prepare_fp8
+from penstock.ops.triton.int8 import int8_linear
 from penstock.ops.triton.latent_attention import latent_attention
 from penstock.ops.triton.latent_rotary import norm_rotate_latent
 from penstock.ops.triton.linear import linear
@@ -26,6 +27,7 @@ __all__ = [
     "fp8_experts",
     "fp8_linear",
     "gated_delta_rule",
+    "int8_linear",
     "latent_attention",
     "linear",
     "mamba2_scan",
