@@ -15,7 +15,7 @@ from penstock import LLM, SamplingParams
 from penstock.executor.in_process import InProcessExecutor
 from penstock.kvcache.layout import blocks_for_request, plan_groups
 from penstock.models.architectures import ARCHITECTURES
-from penstock.protocol.kv import RecurrentSpec
+from penstock.protocol.kv import RecurrentSpec, SlidingWindowSpec
 
 # These have windows: the others' other tests go through the same.
 WINDOWED = (
@@ -25,6 +25,7 @@ OTHERS = sorted({known.parity[-1] for known in ARCHITECTURES.values()} - {*WINDO
 EVERY = [*WINDOWED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 MAX_MODEL_LEN = 128
+UNWINDOWED_LEN = 88  # the longest prompt and its output: a cache for more would not be crowded
 STEP_TOKENS = 7
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -60,10 +61,13 @@ def test_a_crowded_engine_changes_nothing(variant: str, tmp_path: Path) -> None:
     with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
         alone = tokens(llm)
         specs = executor_of(llm).capabilities.kv_specs
-    groups, _ = plan_groups(specs, BLOCK_SIZE, MAX_MODEL_LEN)
-    needed = blocks_for_request(groups, MAX_MODEL_LEN, max_step_tokens=STEP_TOKENS)
+    has_window = any(isinstance(spec, SlidingWindowSpec) for spec in specs.values())
+    max_model_len = MAX_MODEL_LEN if has_window else UNWINDOWED_LEN
+    groups, _ = plan_groups(specs, BLOCK_SIZE, max_model_len)
+    needed = blocks_for_request(groups, max_model_len, max_step_tokens=STEP_TOKENS)
     with open_llm(
         checkpoint,
+        max_model_len=max_model_len,
         max_num_batched_tokens=STEP_TOKENS,  # prompts in chunks
         num_gpu_blocks_override=needed + 2,  # one request, and hardly another
         async_scheduling=True,
