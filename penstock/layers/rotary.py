@@ -48,6 +48,11 @@ class Rotary(nn.Module):
         frequencies, attention_factor = rotary_frequencies(
             rotary_dim, parameters, max_position, build.max_model_len
         )
+        if 2 * frequencies.shape[-1] > head_dim:
+            raise ModelError(
+                f"config.json: the {head_dim} dimensions of a head cannot all rotate in pairs: "
+                f"their number must be even"
+            )
         positions = torch.arange(build.max_model_len, dtype=torch.float32)
         angles = positions[:, None] * frequencies
         # One table so that a step gathers once: [length, rotary_dim], cosines then sines.
@@ -88,8 +93,9 @@ def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         given = config.get(name) or {}
         if not isinstance(given, Mapping):
             raise ModelError(f"config.json: {name} must be an object, got {given!r:.80}")
-        parameters.update(given)
-    parameters.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+        parameters.update({key: value for key, value in given.items() if value is not None})
+    theta = config.get("rope_theta")
+    parameters.setdefault("rope_theta", 10000.0 if theta is None else theta)
     parameters["rope_type"] = parameters.get("rope_type") or parameters.get("type") or "default"
     for name in ("partial_rotary_factor", "original_max_position_embeddings"):
         if config.get(name) is not None:
@@ -112,6 +118,11 @@ def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"config.json: {name} of rope must be a number from 0 to {most:g}, "
                 f"got {value!r:.80}"
             )
+    least = 1 if parameters["rope_type"] == "yarn" else 0  # of which it takes the logarithm
+    if parameters["rope_theta"] <= least:
+        raise ModelError(
+            f"config.json: rope_theta must be above {least}, got {parameters['rope_theta']}"
+        )
     if parameters["rope_type"] == "llama3":
         for name in ("low_freq_factor", "high_freq_factor"):
             if not parameters.get(name):
@@ -135,6 +146,8 @@ def rotary_frequencies(
     factor = float(parameters.get("factor") or 1.0)
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     if kind == "dynamic":
+        if dim == 2:
+            raise ModelError("config.json: rope_type dynamic needs more than 2 rotated dimensions")
         seq_len = torch.arange(1, length + 1, dtype=torch.float64).clamp(min=max_position)
         growth = (factor * seq_len / max_position - (factor - 1)) ** (dim / (dim - 2))
         return 1.0 / (base * growth[:, None]).float() ** exponent, 1.0

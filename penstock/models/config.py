@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +37,8 @@ def _read_eps(raw: Mapping[str, Any]) -> float:
     names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
     name = next((name for name in names if raw.get(name) is not None), names[0])
     eps = raw.get(name, 1e-6)
-    if not isinstance(eps, (int, float)) or not 0 <= eps < math.inf:
+    is_number = isinstance(eps, (int, float)) and not isinstance(eps, bool)
+    if not is_number or not 0 <= eps < 1e15:
         raise ModelError(f"config.json: {name} must be a small number, got {eps!r:.80}")
     return float(eps)
 

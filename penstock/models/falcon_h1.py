@@ -127,9 +127,9 @@ class FalconH1ForCausalLM(DecoderLM):
         if values is None:
             return [1.0] * count
         is_list = isinstance(values, list) and len(values) == count
-        if not is_list or not all(isinstance(value, (int, float)) for value in values):
+        if not is_list or any(value is None for value in values):
             raise ModelError(f"config.json: {name} must be {count} numbers, got {values!r:.80}")
-        return [float(value) for value in values]
+        return [read_float({name: value}, name, 1.0) for value in values]
 
     def embed(
         self,

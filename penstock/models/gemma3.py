@@ -14,6 +14,7 @@ from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.models.base import Hidden, WeightTable
 from penstock.models.config import read_int
 from penstock.models.gemma2 import KINDS, Gemma2ForCausalLM, layer_is_windowed
+from penstock.protocol.errors import ModelError
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
@@ -81,11 +82,19 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
 
 def _rope_by_kind(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rope settings of layers that see everything and of windowed ones, in either spelling."""
-    given = raw.get("rope_parameters") or {}
+    given, scaling = _object(raw, "rope_parameters"), _object(raw, "rope_scaling")
     windowed, full = KINDS
-    if isinstance(given, Mapping) and (full in given or windowed in given):
-        rope, local = given.get(full) or {}, given.get(windowed) or {}
+    if full in given or windowed in given:
+        rope, local = _object(given, full), _object(given, windowed)
     else:
-        rope, local = {**given, **(raw.get("rope_scaling") or {})}, {}
+        rope, local = {**given, **scaling}, {}
     rope = {"rope_theta": raw.get("rope_theta", 1_000_000.0), **rope}
     return rope, {"rope_theta": raw.get("rope_local_base_freq", 10_000.0), **local}
+
+
+def _object(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What an object of the config.json says, null being nothing."""
+    given = raw.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config.json: {name} must be an object, got {given!r:.80}")
+    return {key: value for key, value in given.items() if value is not None}

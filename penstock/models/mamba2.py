@@ -97,7 +97,7 @@ def read_dt_limit(raw: Mapping[str, Any]) -> tuple[float, float]:
         return 0.0, float("inf")
     try:
         low, high = (float(x["__float__"] if isinstance(x, Mapping) else x) for x in limit)
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, OverflowError):
         low, high = 1.0, 0.0
     if not 0 <= low <= high:
         raise ModelError(

@@ -1,0 +1,65 @@
+"""Numbers and objects in a config.json that no model has: refused by name, never a crash."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import COMMON, VARIANTS, architecture_of
+
+from penstock.layers.build import Build
+from penstock.models.registry import build_model
+from penstock.ops.registry import Ops
+from penstock.protocol.errors import ModelError
+
+HUGE = 10**400  # which JSON may say, and no float can hold
+
+
+def config_of(variant: str) -> dict[str, Any]:
+    name, settings = VARIANTS[variant]
+    config_name = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{config_name}Config")(**{**COMMON, **settings})
+    raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    return {**raw, "architectures": [architecture_of(name)]}
+
+
+def build(config: dict[str, Any]) -> None:
+    build_model(config, Build(torch.float32, torch.device("cpu"), 64, Ops("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("llama", {"rms_norm_eps": HUGE}, "rms_norm_eps must be a small number"),
+        ("llama", {"rms_norm_eps": True}, "rms_norm_eps must be a small number"),
+        ("llama", {"head_dim": 15}, "15 dimensions of a head .* must be even"),
+        ("llama", {"rope_parameters": {"rope_theta": 0}}, "rope_theta must be above 0, got 0"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1}}, "must be above 1"),
+        ("llama", {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic"}}, "more than 2 rot"),
+        ("mamba2", {"time_step_limit": [0.0, HUGE]}, "time_step_limit must be two numbers"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, HUGE]}, "mlp_multipliers must be a number"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, None]}, "mlp_multipliers must be 2 numbers"),
+        ("falcon_h1", {"ssm_multipliers": [float("nan")] * 5}, "ssm_multipliers must be a number"),
+        ("gemma3", {"rope_parameters": [1]}, "rope_parameters must be an object"),
+        ("gemma3", {"rope_scaling": "linear"}, "rope_scaling must be an object"),
+        ("gemma3", {"rope_parameters": {"full_attention": 1}}, "full_attention must be an obj"),
+    ],
+)
+def test_a_setting_that_no_model_has_is_named(
+    variant: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        build({**config_of(variant), **change})
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["rope_theta", "partial_rotary_factor", "factor"])
+def test_null_in_an_object_means_nothing_is_said(variant: str, name: str) -> None:
+    config = config_of(variant)
+    rope = config["rope_parameters"]
+    for each in rope.values() if variant == "gemma3" else [rope]:
+        each[name] = None
+    build(config)
