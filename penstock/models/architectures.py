@@ -99,7 +99,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Mamba-2, Mamba Codestral 7B",
         ("mamba2", "mamba2_biased"),
         "The model knows no longest context: it is 2048 unless `max_model_len` says otherwise. "
-        "Sums between layers have the model's type, also where `residual_in_fp32` asks for 32 bits.",
+        "Sums between layers have the model's type, also where `residual_in_fp32` asks for 32.",
     ),
     **_own("MiniMaxM2ForCausalLM", "minimax_m2", "MiniMax-M2, M2.1", ("minimax_m2",)),
     **_own("MistralForCausalLM", "mistral", "Mistral 7B", ("mistral", "mistral_windowed")),
