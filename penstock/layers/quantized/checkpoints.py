@@ -60,7 +60,7 @@ def choose_quantization(
             return _read_mxfp4(raw, config, num_ranks)
         found = readers[method](raw)
         found.scheme("a name that no pattern is for", "linear")  # so that all patterns are read
-    except (AttributeError, TypeError, ValueError, re.error) as error:
+    except (AttributeError, OverflowError, TypeError, ValueError, re.error) as error:
         raise ModelError(f"config.json: quantization_config cannot be read: {error}") from error
     return found
 

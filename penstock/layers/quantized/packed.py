@@ -9,7 +9,7 @@ import torch
 
 from penstock.layers.loadable import Expected
 from penstock.layers.quantization import Shard
-from penstock.layers.quantized.schemes import Tensors
+from penstock.layers.quantized.schemes import Tensors, check_type
 from penstock.layers.quantized.weights import QuantizedWeight, W4Weight
 from penstock.ops.quantized import pack_nibbles, unpack_nibbles
 from penstock.protocol.errors import ModelError
@@ -26,6 +26,11 @@ class _Grouped:
     group_size: int  # columns that share a scale; -1: all of a row
 
     def __post_init__(self) -> None:
+        if type(self.bits) is not int:
+            raise ModelError(
+                f"config.json: quantization_config's bits must be a whole number, "
+                f"got {self.bits!r:.80}"
+            )
         size = self.group_size
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise ModelError(
@@ -78,6 +83,7 @@ class GptqScheme(_Grouped):
         }
 
     def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
+        _check_words(tensors, "qweight", "qzeros")
         words = tensors["qweight"].contiguous()  # [in / per_word, out]
         packed = words.view(torch.uint8).view(*words.shape, 4).transpose(0, 1).flatten(1)
         zeros = self._zeros(tensors["qzeros"])
@@ -127,6 +133,7 @@ class AwqScheme(_Grouped):
         }
 
     def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
+        _check_words(tensors, "qweight", "qzeros")
         packed = pack_nibbles(_from_awq(tensors["qweight"]))
         zeros = _from_awq(tensors["qzeros"]) if self.has_zeros else None
         scales = tensors["scales"].t().contiguous()
@@ -178,6 +185,7 @@ class PackedScheme(_Grouped):
         }
 
     def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
+        _check_words(tensors, "weight_packed", "weight_zero_point")
         packed = tensors["weight_packed"].contiguous().view(torch.uint8)
         scales = tensors["weight_scale"].contiguous()
         zeros = None
@@ -188,7 +196,18 @@ class PackedScheme(_Grouped):
         weight = _weight(packed, scales, zeros, self.bits)
         if not self.act_order or "weight_g_idx" not in tensors:
             return weight
-        return order_columns(weight, tensors["weight_g_idx"].long(), self.group_size)
+        group_size = shard.shape[1] if self.group_size == -1 else self.group_size
+        groups = tensors["weight_g_idx"].long()
+        if (groups == -1).all():  # the format's way to say that columns are in order
+            columns = torch.arange(len(groups), device=groups.device)
+            groups = (shard.first_column + columns) // group_size
+        return order_columns(weight, groups, group_size)
+
+
+def _check_words(tensors: Tensors, *names: str) -> None:
+    for name in names:
+        if name in tensors:
+            check_type(name, tensors[name], torch.int32, torch.uint32)
 
 
 def _weight(
@@ -210,11 +229,16 @@ def order_columns(weight: W4Weight, groups: torch.Tensor, group_size: int) -> W4
     A shard may have any number of a group's columns: they are filled up to small groups of one
     size with columns of zeros.
     """
-    columns = len(groups)
+    columns, num_groups = len(groups), weight.scales.shape[1]
+    if ((groups < 0) | (groups >= num_groups)).any():
+        raise ModelError(
+            f"g_idx names groups from {int(groups.min())} to {int(groups.max())}, but the matrix "
+            f"has {num_groups}: the checkpoint is damaged"
+        )
     in_order = torch.arange(columns, device=groups.device) // group_size
-    if torch.equal(groups, in_order) and weight.scales.shape[1] * group_size == columns:
+    if torch.equal(groups, in_order) and num_groups * group_size == columns:
         return weight
-    counts = torch.bincount(groups, minlength=weight.scales.shape[1])
+    counts = torch.bincount(groups, minlength=num_groups)
     size = group_size
     if ((counts != 0) & (counts != group_size)).any():
         size = math.gcd(_SMALL_GROUP, group_size)

@@ -56,6 +56,15 @@ class Scheme(Protocol):
         """This rank's share, from tensors that `Shard.cut_packed` has cut, on their device."""
 
 
+def check_type(name: str, tensor: torch.Tensor, *known: torch.dtype) -> None:
+    """ModelError for a tensor of another type: its bytes would be taken for other numbers."""
+    if tensor.dtype not in known:
+        raise ModelError(
+            f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}, supported is "
+            f"{' or '.join(str(each).removeprefix('torch.') for each in known)}"
+        )
+
+
 @dataclass(frozen=True)
 class Fp8Scheme:
     """e4m3 weights under a scale a matrix, a row, or a block of 128 x 128."""
@@ -207,6 +216,11 @@ class Fp4Scheme:
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         rows, columns = shape
+        if columns % self.group_size:
+            raise ModelError(
+                f"a matrix of {rows} x {columns} cannot have {self.kind} weights: groups of "
+                f"{self.group_size} columns do not divide it"
+            )
         one = Expected((), rows=None, columns=None)
         expected = {
             self.packed_name: Expected((rows, columns // 2)),
@@ -220,7 +234,9 @@ class Fp4Scheme:
 
     def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         packed, scales = tensors[self.packed_name], tensors["weight_scale"]
+        check_type(self.packed_name, packed, torch.uint8)
         if self.kind == "mxfp4":
+            check_type("weight_scale", scales, torch.uint8, torch.float8_e8m0fnu)
             return Fp4Weight(packed, scales.view(torch.uint8), None, self.group_size)
         if scales.dtype != FP8:
             raise ModelError(

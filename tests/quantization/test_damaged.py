@@ -1,0 +1,122 @@
+"""Quantized checkpoints with wrong tensors: each is refused by name, and none is read wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import quantized_checkpoints as made
+import torch
+from safetensors.torch import load_file, save_file
+from test_formats import EXACT, FP4, INT4, own_logits, reference_logits, relative_error
+
+from penstock.layers.quantization import Shard
+from penstock.layers.quantized.checkpoints import choose_quantization
+from penstock.layers.quantized.packed import PackedScheme
+from penstock.layers.quantized.schemes import Fp4Scheme
+from penstock.layers.quantized.weights import W4Weight
+from penstock.protocol.errors import ModelError
+
+DOWN = "model.layers.0.mlp.down_proj"
+ORDERED = made.gptq(symmetric=False, act_order=True)
+PACKED = made.compressed("pack-quantized", INT4)
+MXFP4 = made.compressed(
+    "mxfp4-pack-quantized",
+    {**FP4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
+)
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made.make_floats(tmp_path_factory.mktemp("floats"), num_hidden_layers=1)
+
+
+def with_first(value: int) -> Change:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        changed = tensor.clone()
+        changed[0] = value
+        return changed
+
+    return change
+
+
+def damage(folder: Path, parameter: str, change: Change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = f"{DOWN}.{parameter}"
+    save_file({**tensors, name: change(tensors[name]).contiguous()}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("written", "parameter", "change", "message"),
+    [
+        (ORDERED, "g_idx", with_first(-1), "g_idx names groups from -1 to 7, but the matrix has 8"),
+        (ORDERED, "g_idx", with_first(8), "g_idx names groups from 0 to 8, but the matrix has 8"),
+        (ORDERED, "g_idx", with_first(2**31 - 1), "g_idx names groups from 0 to 2147483647"),
+        (ORDERED, "qweight", torch.Tensor.float, "qweight is stored as float32"),
+        (made.awq(), "qweight", torch.Tensor.long, "qweight is stored as int64"),
+        (made.awq(), "qzeros", torch.Tensor.short, "qzeros is stored as int16"),
+        (PACKED, "weight_packed", torch.Tensor.long, "weight_packed is stored as int64"),
+        (PACKED, "weight_packed", torch.Tensor.char, "weight_packed is stored as int8"),
+        (PACKED, "weight_packed", lambda tensor: tensor[:, :-1], "weight_packed.* shape"),
+        (MXFP4, "weight_scale", torch.Tensor.half, "weight_scale is stored as float16"),
+        (MXFP4, "weight_packed", torch.Tensor.int, "weight_packed is stored as int32"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    written: Any, parameter: str, change: Change, message: str, floats: Path, tmp_path: Path
+) -> None:
+    """A word twice as wide would be a row twice as long, past the end of what it multiplies."""
+    quantized, _ = made.quantize(floats, tmp_path, *written)
+    damage(quantized, parameter, change)
+    with pytest.raises(ModelError, match=message):
+        own_logits(quantized)
+
+
+def test_columns_whose_groups_were_never_set_are_in_order(floats: Path, tmp_path: Path) -> None:
+    config, write = made.compressed("pack-quantized", INT4)
+    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+
+    def write_unset(weight: torch.Tensor) -> tuple[made.Tensors, torch.Tensor]:
+        tensors, meant = write(weight)
+        unset = torch.full((weight.shape[1],), -1, dtype=torch.int32)
+        return {**tensors, "weight_g_idx": unset}, meant
+
+    quantized, restored = made.quantize(floats, tmp_path, config, write_unset)
+    own = own_logits(quantized, cpu_backend="torch")
+    assert relative_error(own, reference_logits(restored)) < EXACT
+
+
+def test_a_shard_of_columns_in_order_keeps_the_scales_of_its_own_groups() -> None:
+    scheme = PackedScheme(4, 32, act_order=True)
+    whole = {
+        "weight_packed": torch.full((8, 16), 0x11111111, dtype=torch.int32),
+        "weight_scale": torch.arange(32.0).view(8, 4),
+        "weight_g_idx": torch.full((128,), -1, dtype=torch.int32),
+    }
+    shard = Shard((8, 128), 0, 8, 64, 64)
+    expected = scheme.expected(shard.shape)
+    own = {name: shard.cut_packed(name, tensor, expected[name]) for name, tensor in whole.items()}
+    weight = scheme.convert(own, shard)
+    assert isinstance(weight, W4Weight)
+    assert torch.equal(weight.scales, whole["weight_scale"][:, 2:])
+
+
+def test_groups_must_divide_fp4_rows() -> None:
+    with pytest.raises(ModelError, match="8 x 40 cannot have nvfp4 weights: groups of 16"):
+        Fp4Scheme("nvfp4").expected((8, 40))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4.0}, "bits must be a whole number, got 4.0"),
+        ({"quant_method": "awq", "modules_to_not_convert": ["re:a{99999999999}"]}, "cannot be rea"),
+    ],
+)
+def test_what_python_cannot_compute_with_is_said(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        choose_quantization({"quantization_config": config}, None)
