@@ -83,7 +83,15 @@ class Worker:
             tp=self.group,
             linear_method=Undecided() if backend.quantization else backend.linear_method,
         )
-        model = build_model(source.config, build, self.config.model.model_impl)
+        try:
+            model = build_model(source.config, build, self.config.model.model_impl)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"there is not enough memory for the weights of {source.name}: choose a smaller "
+                f"or a quantized model ({str(error).partition(chr(10))[0]:.200})"
+            ) from error
         checkpoint = None
         if self.config.load.load_format != "dummy":
             checkpoint = open_checkpoint(source, self.config.load, backend.native_types)
@@ -211,3 +219,9 @@ def _quantize(model: LanguageModel, backend: Backend, checkpoint: Checkpoint | N
     if checkpoint is not None:
         stored = StoredLayers((own_name(name, model.weights), name) for name in checkpoint.names())
     assign_methods(model, backend.quantization, backend.linear_method, stored, backend.take_over)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """A CPU's allocator has no exception of its own."""
+    is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_named or "can't allocate memory" in str(error)

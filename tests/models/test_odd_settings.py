@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 import transformers
 from tiny_models import COMMON, VARIANTS, architecture_of
 
+from penstock import LLM
 from penstock.layers.build import Build
 from penstock.models.registry import build_model
 from penstock.ops.registry import Ops
-from penstock.protocol.errors import ModelError
+from penstock.protocol.errors import ConfigError, ModelError
 
 HUGE = 10**400  # which JSON may say, and no float can hold
 
@@ -63,3 +65,10 @@ def test_null_in_an_object_means_nothing_is_said(variant: str, name: str) -> Non
     for each in rope.values() if variant == "gemma3" else [rope]:
         each[name] = None
     build(config)
+
+
+def test_a_model_larger_than_memory_is_said_to_be(tmp_path: Path) -> None:
+    config = {**config_of("mamba2"), "state_size": 2**30}  # a petabyte
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="not enough memory for the weights"):
+        LLM(str(tmp_path), load_format="dummy", skip_tokenizer_init=True, cpu_threads=1)
