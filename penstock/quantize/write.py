@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from penstock.config import LoadConfig
+from penstock.layers.quantization import check_floats
+from penstock.layers.quantized.checkpoints import find_quantization_config
 from penstock.loading.checkpoint import open_checkpoint
 from penstock.loading.source import ModelSource
 from penstock.ops.blocks import BlockTensor
@@ -50,8 +52,9 @@ def check_source(source: ModelSource) -> None:
             f"{source.name} is a GGUF file, quantized by its own means: give a folder or a hub id "
             "with safetensors in 16 or 32 bits"
         )
-    if source.config.get("quantization_config") is not None:
-        how = source.config["quantization_config"].get("quant_method", "a method of its own")
+    found = find_quantization_config(source.config)
+    if found is not None:
+        how = found.get("quant_method", "a method of its own")
         raise ConfigError(
             f"{source.name} is quantized already ({how}): give the checkpoint that it was made of"
         )
@@ -139,6 +142,7 @@ def _reason_to_keep(
         return f"it matches {pattern}"
     if not weight.is_floating_point():
         return f"its numbers are {weight.dtype}"
+    check_floats(layer, weight)
     return method.refusal(weight)
 
 

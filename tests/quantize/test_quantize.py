@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from penstock import LLM, SamplingParams
 from penstock.cli.main import main
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.source import ModelSource, resolve_source
+from penstock.protocol.errors import ConfigError, ModelError
 from penstock.quantize import write
 from penstock.quantize.methods import METHODS, method_named
-from penstock.quantize.write import write_quantized
+from penstock.quantize.write import check_source, write_quantized
 
 TOKENS = [*range(60, 90), 7, 200, 31]
 
@@ -181,6 +183,29 @@ def test_the_command_writes_reports_and_calibrates(
     assert "model.layers.0.mlp.down_proj stays as it is: it matches" in printed
     assert "perplexity" in printed
     assert "159 tokens" in printed
+
+
+def test_numbers_whose_scales_are_not_known_are_not_quantized_again(
+    model: Path, tmp_path: Path
+) -> None:
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"mlp\.down_proj is stored as float8_e4m3fn"):
+        write_quantized(source_of(model), tmp_path / "out", method_named("int8", 128))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["compression_config", "text_config"])
+def test_a_checkpoint_that_says_elsewhere_that_it_is_quantized_is_refused(
+    place: str, model: Path
+) -> None:
+    source = source_of(model)
+    how = {"quant_method": "fp8"}
+    config = {place: {"quantization_config": how} if place == "text_config" else how}
+    with pytest.raises(ConfigError, match=r"is quantized already \(fp8\)"):
+        check_source(replace(source, config={**source.config, **config}))
 
 
 @pytest.mark.parametrize(

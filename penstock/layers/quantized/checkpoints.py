@@ -32,7 +32,7 @@ def choose_quantization(
 
     ModelError for a checkpoint that cannot be read, ConfigError for an option that contradicts it.
     """
-    raw = _quantization_config(config)
+    raw = find_quantization_config(config)
     if raw is None:
         if option is None:
             return None
@@ -65,7 +65,8 @@ def choose_quantization(
     return found
 
 
-def _quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Wherever config.json has it; None: the checkpoint is not quantized."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
