@@ -11,6 +11,7 @@ from penstock.layers.loadable import Expected
 from penstock.layers.quantization import Shard, check_floats
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.cpu.packed import PackedLinear, PackedMatrix, quantize_int8
+from penstock.protocol.errors import ModelError
 
 if TYPE_CHECKING:
     from penstock.layers.matrix import MatrixLayer
@@ -49,7 +50,10 @@ class NativeMethod:
         self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
     ) -> None:
         own = shard.cut(tensor)
-        if not isinstance(own, BlockTensor):
+        if isinstance(own, BlockTensor):
+            if self.int8:
+                raise ModelError("a GGUF file is quantized already: leave --quantization out")
+        else:
             check_floats(part, own)
             if self.int8 and layer.may_quantize and own.shape[1] % INT8_COLUMNS == 0:
                 own = quantize_int8(own)

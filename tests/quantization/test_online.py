@@ -21,6 +21,7 @@ from penstock.layers.quantized.plan import assign_methods
 from penstock.loading.load import load_weights
 from penstock.models.base import WeightTable
 from penstock.ops.registry import Ops
+from penstock.protocol.errors import ModelError
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,9 @@ def test_memory_holds_one_float_matrix_beside_the_quantized_model() -> None:
     quantized = NUM_LAYERS * SIZE * SIZE
     assert held >= quantized  # the count counts
     assert peak < quantized + 5 * matrix < NUM_LAYERS * matrix
+
+
+@pytest.mark.parametrize("method", ["int8", "int8_per_channel", "fp8"])
+def test_a_file_in_blocks_is_not_quantized_again(method: str, default_model: str) -> None:
+    with pytest.raises(ModelError, match="a GGUF file is quantized already"):
+        LLM(default_model, quantization=method, cpu_threads=1, max_model_len=64)
