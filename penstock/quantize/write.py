@@ -126,6 +126,8 @@ def _convert(
                 report.quantized.append(layer)
             else:
                 report.kept[layer] = reason
+        elif tensor.ndim == 3 and ".experts." in name:
+            report.kept[name.removesuffix(".weight")] = "it has all experts in one tensor"
         for piece_name, piece in pieces.items():
             report.bytes_after += piece.nbytes
             writer.add(piece_name, piece)

@@ -100,6 +100,11 @@ def test_methods_that_are_gone_are_refused_with_what_to_use_instead(method: str)
     [
         ({"quant_method": "mystery"}, "'mystery' is not known, supported are fp8"),
         ({**GPTQ, "bits": 3}, "bits must be 4 or 8, got 3"),
+        ("gptq", "quantization_config must be an object, got 'gptq'"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {}, "ignore": "lm_head"},
+            "ignore must be a list of names, got 'lm_head'",
+        ),
         ({"quant_method": ["gptq"]}, r"\['gptq'\] is not known"),
         ({"bits": 4}, "None is not known"),
         ({"load_in_4bit": True}, "'bitsandbytes' is not supported"),

@@ -71,8 +71,11 @@ def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | N
     for place in (config, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
             raw = place.get(key)
-            if isinstance(raw, Mapping) and raw:
-                return raw
+            if isinstance(raw, Mapping):
+                if raw:
+                    return raw
+            elif raw is not None:
+                raise ModelError(f"config.json: {key} must be an object, got {raw!r:.80}")
     return None
 
 

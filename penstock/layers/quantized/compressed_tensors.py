@@ -59,10 +59,10 @@ class CompressedTensors:
             raise ModelError(f"config.json: quantization_status must be compressed, got {status!r}")
         groups = raw.get("config_groups") or {}
         made = tuple(
-            Group(tuple(group.get("targets") or ("Linear",)), _scheme(name, group))
+            Group(_names(group, "targets") or ("Linear",), _scheme(name, group))
             for name, group in groups.items()
         )
-        return cls(made, tuple(raw.get("ignore") or ()))
+        return cls(made, _names(raw, "ignore"))
 
     def scheme(self, name: str, kind: Kind) -> Scheme | None:
         for entry in self.skipped:
@@ -73,6 +73,13 @@ class CompressedTensors:
         found = [(group.specificity(name, kind), group.scheme) for group in self.groups]
         best = max((rank for rank, _ in found), default=0)
         return next((scheme for rank, scheme in found if rank == best), None) if best else None
+
+
+def _names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    names = raw.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"config.json: {key} must be a list of names, got {names!r:.80}")
+    return tuple(names)
 
 
 def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
