@@ -11,7 +11,12 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.context import current_context
 from penstock.ops.blocks import BlockTensor, Weight
-from penstock.protocol.kv import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from penstock.protocol.kv import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
 
 @runtime_checkable
@@ -27,8 +32,9 @@ class CachedLayer(Protocol):
 class Attention(nn.Module):
     """`causal` reads and writes the paged KV cache; `bidirectional` needs whole requests.
 
-    `window`, `softcap` and sinks, which are loaded as a parameter, are those of
-    `ops.paged_attention`. What lies behind the window is given back while a request runs.
+    `window` or `chunk`, `softcap` and sinks, which are loaded as a parameter, are those of
+    `ops.paged_attention`. What lies behind the window, or before the chunk, is given back while a
+    request runs.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class Attention(nn.Module):
         kind: Literal["causal", "bidirectional"] = "causal",
         softcap: float | None = None,
         has_sinks: bool = False,
+        chunk: int | None = None,
     ) -> None:
         super().__init__()
         self.ops = build.ops
@@ -50,8 +57,10 @@ class Attention(nn.Module):
         self.name = name
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
-        # A window that no request outgrows hides nothing, and needs no group of its own.
+        assert window is None or chunk is None, "a layer has a window or a chunk, not both"
+        # What no request outgrows hides nothing, and needs no group of its own.
         self.window = window if window is not None and window < build.max_model_len else None
+        self.chunk = chunk if chunk is not None and chunk < build.max_model_len else None
         self.kind = kind
         self.softcap = softcap
         self.sinks = build.empty(num_heads) if has_sinks else None
@@ -62,6 +71,8 @@ class Attention(nn.Module):
             self.extras["softcap"] = softcap
         if self.sinks is not None:
             self.extras["sinks"] = self.sinks
+        if self.chunk is not None:
+            self.extras["chunk"] = self.chunk
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[n, heads, head_dim] each -> [n, heads * head_dim]."""
@@ -111,6 +122,8 @@ class Attention(nn.Module):
         heads = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
         if self.window is not None:
             return SlidingWindowSpec(**heads, dtype=dtype, window=self.window)
+        if self.chunk is not None:
+            return ChunkedLocalSpec(**heads, dtype=dtype, chunk=self.chunk)
         return FullAttentionSpec(**heads, dtype=dtype)
 
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:

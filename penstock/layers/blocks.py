@@ -54,6 +54,7 @@ class RotaryAttention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         has_sinks: bool = False,
+        chunk: int | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -64,7 +65,7 @@ class RotaryAttention(nn.Module):
         self.o_proj = row_linear(build, num_heads * head_dim, hidden_size, output_bias)
         self.attention = Attention(
             build, name, self.num_heads, self.num_kv_heads, head_dim, scale, window,
-            softcap=softcap, has_sinks=has_sinks,
+            softcap=softcap, has_sinks=has_sinks, chunk=chunk,
         )  # fmt: skip
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None

@@ -104,32 +104,40 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads]
     kv_scales: tuple[float, float] = UNSCALED,  # of an fp8 cache
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim].
 
-    `window` limits it to the last `window` tokens, the token itself among them. `softcap` bounds
-    scores to softcap * tanh(score / softcap); `sinks` are scores that each head adds to the
-    softmax without a value. Decodes are computed together; longer queries one request at a time.
+    `window` limits it to the last `window` tokens, the token itself among them; `chunk` to those
+    since the last position that is a multiple of it. `softcap` bounds scores to
+    softcap * tanh(score / softcap); `sinks` are scores that each head adds to the softmax without
+    a value. Decodes are computed together; longer queries one request at a time.
     """
     output = torch.empty_like(query)
     block_size = cache.shape[2]
     plain = softcap is None and sinks is None
     decodes = metadata.num_decodes if plain else 0
     if decodes:
-        output[:decodes] = _decode(query[:decodes], cache, metadata, scale, window, kv_scales)
+        output[:decodes] = _decode(
+            query[:decodes], cache, metadata, scale, window, chunk, kv_scales
+        )
     starts = metadata.query_starts.tolist()
     seq_lens = metadata.seq_lens.tolist()
     for index in range(decodes, len(seq_lens)):
         rows = slice(starts[index], starts[index + 1])
-        # What lies wholly before the window may be another request's by now.
+        # What lies wholly before the window or the chunk may be another request's by now.
         length, past = seq_lens[index], seq_lens[index] - (rows.stop - rows.start)
-        first = 0 if window is None else max(past + 1 - window, 0)
+        first = _first_seen(past, window, chunk)
         gathered = first // block_size * block_size  # the first token of the blocks to look at
         table = metadata.block_table[index : index + 1, : -(-length // block_size)]
         key, value = _gather(cache, table[:, first // block_size :], kv_scales)
         seen = slice(first - gathered, length - gathered)
-        own = query[rows], key[0, seen], value[0, seen], scale, window
-        output[rows] = _attend(*own) if plain else _attend_in_full(*own, softcap, sinks)
+        own = query[rows], key[0, seen], value[0, seen], scale
+        if plain and past == first == _first_seen(length - 1, window, chunk):
+            output[rows] = _attend(*own)  # causality alone hides anything
+            continue
+        mask = _seen(past, length, first, window, chunk, query.device)
+        output[rows] = _attend(*own, mask) if plain else _attend_in_full(*own, mask, softcap, sinks)
     return output
 
 
@@ -145,7 +153,7 @@ def varlen_attention(
     starts = query_starts.tolist()
     for start, end in itertools.pairwise(starts):
         rows = slice(start, end)
-        output[rows] = _attend(query[rows], key[rows], value[rows], scale, None, causal=False)
+        output[rows] = _attend(query[rows], key[rows], value[rows], scale, causal=False)
     return output
 
 
@@ -171,6 +179,7 @@ def _decode(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None,
+    chunk: int | None,
     kv_scales: tuple[float, float],
 ) -> torch.Tensor:
     n, num_heads, head_dim = query.shape
@@ -182,8 +191,11 @@ def _decode(
     mask = position < seq_lens[:, None]
     if window is not None:
         mask &= position >= seq_lens[:, None] - window
+    if chunk is not None:
+        mask &= position >= (seq_lens[:, None] - 1) // chunk * chunk
     # What lies behind a request's last token is another's leftover, and so may be what lies before
-    # its window. Weight zero is not enough to keep it out: zero times infinity is no number.
+    # its window or chunk. Weight zero is not enough to keep it out: zero times infinity is no
+    # number.
     unseen = ~mask[:, :, None, None]
     key.masked_fill_(unseen, 0.0)
     value.masked_fill_(unseen, 0.0)
@@ -199,24 +211,35 @@ def _decode(
     return output.reshape(n, num_heads, head_dim)
 
 
+def _first_seen(position: int, window: int | None, chunk: int | None) -> int:
+    """The first token that the one at `position` sees."""
+    first = 0 if window is None else max(position + 1 - window, 0)
+    return first if chunk is None else max(first, position // chunk * chunk)
+
+
+def _seen(
+    past: int, length: int, first: int, window: int | None, chunk: int | None, device: torch.device
+) -> torch.Tensor:
+    """Whether a token at past..length sees the one at first..length: [q, k] booleans."""
+    tokens = torch.arange(first, length, device=device)
+    own = tokens[past - first :, None]
+    seen = tokens <= own
+    if window is not None:
+        seen &= tokens > own - window
+    if chunk is not None:
+        seen &= tokens >= own // chunk * chunk
+    return seen
+
+
 def _attend(
     query: torch.Tensor,  # [q, num_heads, head_dim], the last q tokens
     key: torch.Tensor,  # [k, num_kv_heads, head_dim]
     value: torch.Tensor,
     scale: float,
-    window: int | None,
-    causal: bool = True,
+    mask: torch.Tensor | None = None,  # [q, k]
+    causal: bool = True,  # without a mask: q and k are the same tokens
 ) -> torch.Tensor:
-    q, k = query.shape[0], key.shape[0]
     groups = query.shape[1] // key.shape[1]
-    mask = None
-    if causal and (q != k or (window is not None and k > window)):
-        behind = torch.arange(k - q, k, device=query.device)[:, None] - torch.arange(
-            k, device=query.device
-        )
-        mask = behind >= 0
-        if window is not None:
-            mask &= behind < window
     output = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.to(query.dtype).transpose(0, 1).repeat_interleave(groups, dim=0)[None],
@@ -233,25 +256,20 @@ def _attend_in_full(
     key: torch.Tensor,  # [k, num_kv_heads, head_dim]
     value: torch.Tensor,
     scale: float,
-    window: int | None,
+    mask: torch.Tensor,  # [q, k]
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """As `_attend`, with all scores at hand, in float32."""
-    q, k = query.shape[0], key.shape[0]
     groups = query.shape[1] // key.shape[1]
     key = key.float().repeat_interleave(groups, dim=1)
     value = value.float().repeat_interleave(groups, dim=1)
     scores = torch.einsum("qhd,khd->hqk", query.float(), key) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    behind = torch.arange(k - q, k, device=query.device)[:, None] - torch.arange(
-        k, device=query.device
-    )
-    unseen = (behind < 0) | (behind >= (k if window is None else window))
-    scores = scores.masked_fill(unseen, float("-inf"))
+    scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is not None:
-        column = sinks.float()[:, None, None].expand(-1, q, 1)
+        column = sinks.float()[:, None, None].expand(-1, len(query), 1)
         weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)

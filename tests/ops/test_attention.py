@@ -10,7 +10,12 @@ from penstock.ops.attention import AttentionMetadata, paged_attention, varlen_at
 
 
 def naive(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    window: int | None,
+    chunk: int | None,
 ) -> torch.Tensor:
     """One request, in float64, position by position. The queries are the last tokens."""
     groups = query.shape[1] // key.shape[1]
@@ -20,16 +25,25 @@ def naive(
     for index in range(len(query)):
         end = len(key) - len(query) + index + 1
         start = max(0, end - window) if window else 0
+        start = max(start, (end - 1) // chunk * chunk) if chunk else start
         scores = torch.einsum("hd,khd->hk", query[index].double(), key[start:end]) * scale
         rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), value[start:end]))
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("window", [None, 5, 64])
+@pytest.mark.parametrize(
+    ("window", "chunk"), [(None, None), (5, None), (64, None), (None, 6), (None, 64), (7, 10)]
+)
+@pytest.mark.parametrize("softcap", [None, 1e6])  # the same, on the way that softcaps take
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_any_mix_of_prompts_chunks_and_decodes(
-    window: int | None, heads: int, kv_heads: int, block_size: int
+    window: int | None,
+    chunk: int | None,
+    softcap: float | None,
+    heads: int,
+    kv_heads: int,
+    block_size: int,
 ) -> None:
     torch.manual_seed(0)
     dim, scale = 8, 0.3
@@ -68,13 +82,18 @@ def test_any_mix_of_prompts_chunks_and_decodes(
         cache,
         metadata.slot_mapping,
     )
-    if window is not None:  # blocks behind it are given back while a request runs
-        for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
-            table[index, : max(seq_len - query_len + 1 - window, 0) // block_size] = 0
-    output = paged_attention(torch.cat(queries), cache, metadata, scale, window)
+    # Blocks behind a window or before a chunk are given back while a request runs.
+    for index, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        past = seq_len - query_len
+        first = 0 if window is None else max(past + 1 - window, 0)
+        first = first if chunk is None else max(first, past // chunk * chunk)
+        table[index, : first // block_size] = 0
+    output = paged_attention(
+        torch.cat(queries), cache, metadata, scale, window, softcap, chunk=chunk
+    )
     expected = torch.cat(
         [
-            naive(query, key, value, scale, window)
+            naive(query, key, value, scale, window, chunk)
             for query, key, value in zip(queries, keys, values, strict=True)
         ]
     )

@@ -127,12 +127,16 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
-    """As the reference, straight from the cache's blocks."""
+    """As the reference, straight from the cache's blocks; with a `chunk` by the reference."""
     table = metadata.block_table
     is_fit = _heads_are_dense(query) and _is_readable(cache) and table.stride(1) == 1
-    if not is_fit or (sinks is not None and sinks.dtype != _F32):
-        return reference.paged_attention(query, cache, metadata, scale, window, softcap, sinks)
+    is_fit = is_fit and chunk is None and (sinks is None or sinks.dtype == _F32)
+    if not is_fit:
+        return reference.paged_attention(
+            query, cache, metadata, scale, window, softcap, sinks, chunk=chunk
+        )
     output = torch.empty(query.shape)
     _attend(
         query.data_ptr(), query.stride(0), query.shape[1], ctypes.byref(cache_of(cache)),

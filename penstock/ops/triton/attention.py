@@ -7,6 +7,8 @@ lengths are read on the device, so a captured launch stays right as sequences gr
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +31,18 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
+def _first_seen(positions, window, CHUNKED: tl.constexpr):
+    """The first token, perhaps a negative one, that those at `positions` see of their window.
+
+    Chunked, windows begin at the multiples of their size.
+    """
+    first = positions - window + 1
+    if CHUNKED:
+        first = positions // window * window
+    return first
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, sinks_ptr, out_ptr,
     partial_ptr,  # [requests, heads, SPLITS, HEAD_DIM] float32
@@ -37,8 +51,8 @@ def _decode_kernel(
     q_stride, out_stride, page_stride, table_stride, scale, softcap, window, value_scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One request, one key head, one part of its cache. Requests of other lengths are skipped.
 
@@ -52,7 +66,7 @@ def _decode_kernel(
     seq_len = tl.load(seq_lens_ptr + request)
     first = 0
     if WINDOW:
-        first = tl.maximum(seq_len - window, 0) // TILE * TILE
+        first = tl.maximum(_first_seen(seq_len - 1, window, CHUNKED), 0) // TILE * TILE
     num_tiles = (seq_len - first + TILE - 1) // TILE
     tiles_each = tl.maximum((num_tiles + SPLITS - 1) // SPLITS, MIN_TILES)
     num_parts = (num_tiles + tiles_each - 1) // tiles_each
@@ -81,7 +95,7 @@ def _decode_kernel(
         tokens = at + tl.arange(0, TILE)
         valid = tokens < high
         if WINDOW:
-            valid = valid & (tokens >= seq_len - window)
+            valid = valid & (tokens >= _first_seen(seq_len - 1, window, CHUNKED))
         page = tl.load(
             table_ptr + request.to(tl.int64) * table_stride + tokens // BLOCK_SIZE,
             mask=tokens < high, other=0,
@@ -150,8 +164,8 @@ def _prefill_tiles(
     acc, best, total, q, cache_ptr, table_ptr, positions, kv_head, low, high, seq_len,
     page_stride, scale, softcap, window,
     MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over cached tokens low..high; unmasked where every row sees them all."""
     dims = tl.arange(0, DIMS)
@@ -168,7 +182,7 @@ def _prefill_tiles(
         if MASKED or DIMS != HEAD_DIM:
             there = (tokens < seq_len) if MASKED else (tokens >= 0)
             if WINDOW:  # what lies before every row's window may be another request's by now
-                there = there & (tokens > tl.min(positions, axis=0) - window)
+                there = there & (tokens >= _first_seen(tl.min(positions, 0), window, CHUNKED))
             dim_mask = dims < HEAD_DIM
             k = tl.load(k_at, mask=there[None, :] & dim_mask[:, None], other=0.0)
             v = tl.load(v_at, mask=there[:, None] & dim_mask[None, :], other=0.0)
@@ -179,7 +193,8 @@ def _prefill_tiles(
         if MASKED:
             seen = tokens[None, :] <= positions[:, None]
             if WINDOW:
-                seen = seen & (tokens[None, :] > positions[:, None] - window)
+                first = _first_seen(positions, window, CHUNKED)
+                seen = seen & (tokens[None, :] >= first[:, None])
             s = tl.where(seen, s, float("-inf"))
         new_best = tl.maximum(best, tl.max(s, axis=1))
         safe = new_best
@@ -202,8 +217,8 @@ def _prefill_kernel(
     scale, softcap, window, value_scale,
     SKIP_SINGLE: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
     QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """QUERIES tokens of one request by the heads of one key head."""
     # The last tiles of a long prompt see the most: start them first.
@@ -245,17 +260,17 @@ def _prefill_kernel(
     high = tl.minimum(past + first_query + QUERIES, seq_len)
     table = table_ptr + request.to(tl.int64) * table_stride
     if WINDOW:
-        low = tl.maximum(past + first_query - window + 1, 0) // TILE * TILE
+        low = tl.maximum(_first_seen(past + first_query, window, CHUNKED), 0) // TILE * TILE
         clear = low
     acc, best, total = _prefill_tiles(
         acc, best, total, q, cache_ptr, table, positions, kv_head, low, clear, seq_len,
         page_stride, scale, softcap, window, False, HEAD_DIM, DIMS, KV_HEADS, BLOCK_SIZE, TILE,
-        WINDOW, SOFTCAP, PRECISION,
+        WINDOW, CHUNKED, SOFTCAP, PRECISION,
     )  # fmt: skip
     acc, best, total = _prefill_tiles(
         acc, best, total, q, cache_ptr, table, positions, kv_head, clear, high, seq_len,
         page_stride, scale, softcap, window, True, HEAD_DIM, DIMS, KV_HEADS, BLOCK_SIZE, TILE,
-        WINDOW, SOFTCAP, PRECISION,
+        WINDOW, CHUNKED, SOFTCAP, PRECISION,
     )  # fmt: skip
     out = (acc / total[:, None] * value_scale).to(out_ptr.dtype.element_ty)
     at_out = at[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
@@ -273,18 +288,22 @@ def paged_attention(
     key: torch.Tensor | None = None,  # [num_tokens, num_kv_heads, head_dim]
     value: torch.Tensor | None = None,
     kv_scales: tuple[float, float] = UNSCALED,  # of an fp8 cache
+    chunk: int | None = None,
 ) -> torch.Tensor:
     """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim].
 
-    With the step's own `key` and `value`, which are in the cache already, prompts without anything
-    before them are spared the way through its pages.
+    As the reference, but there may be a window or a chunk, not both. With the step's own `key` and
+    `value`, which are in the cache already, prompts without anything before them are spared the way
+    through its pages.
     """
+    assert window is None or chunk is None
+    local = _Local(window or chunk or 0, chunk is not None)
     num_tokens, num_heads, head_dim = query.shape
     output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
     if metadata.num_decodes:
-        _decode(query, cache, metadata, scale, window, softcap, sinks, kv_scales, output)
+        _decode(query, cache, metadata, scale, local, softcap, sinks, kv_scales, output)
     num_done = metadata.num_decodes
-    plain = window is None and softcap is None and sinks is None
+    plain = not local.window and softcap is None and sinks is None
     plain = plain and cache.dtype in (query.dtype, torch.float8_e4m3fn)
     if metadata.num_prompts and plain and can_attend(query, key, value):
         assert key is not None
@@ -292,8 +311,15 @@ def paged_attention(
         prompt_attention(query, key, value, metadata, scale, output)
         num_done += metadata.num_prompts
     if metadata.max_query_len > 1 and (metadata.any_order or num_done < len(metadata.seq_lens)):
-        _prefill(query, cache, metadata, scale, window, softcap, sinks, kv_scales, output, num_done)
+        _prefill(query, cache, metadata, scale, local, softcap, sinks, kv_scales, output, num_done)
     return output
+
+
+class _Local(NamedTuple):
+    """Which tokens before its own each one sees."""
+
+    window: int  # 0: all
+    is_chunked: bool  # windows begin at the multiples of their size
 
 
 def _decode(
@@ -301,7 +327,7 @@ def _decode(
     cache: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
-    window: int | None,
+    local: _Local,
     softcap: float | None,
     sinks: torch.Tensor | None,
     kv_scales: tuple[float, float],
@@ -322,12 +348,13 @@ def _decode(
         query, cache, metadata.block_table, metadata.seq_lens, metadata.query_starts,
         output if sinks is None else sinks, output, partial, lse, arrived,
         query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
-        _in_base_2(scale * kv_scales[0], softcap), softcap or 0.0, window or 0, kv_scales[1],
+        _in_base_2(scale * kv_scales[0], softcap), softcap or 0.0, local.window, kv_scales[1],
         GROUP=group, ROWS=max(triton.next_power_of_2(group), 16),
         HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
         KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=plan.tile, SPLITS=plan.splits,
         MIN_TILES=plan.min_tiles,
-        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        WINDOW=local.window > 0, CHUNKED=local.is_chunked, SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         PRECISION=_precision(query),
         num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
     )  # fmt: skip
@@ -338,7 +365,7 @@ def _prefill(
     cache: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
-    window: int | None,
+    local: _Local,
     softcap: float | None,
     sinks: torch.Tensor | None,
     kv_scales: tuple[float, float],
@@ -363,12 +390,13 @@ def _prefill(
         query, cache, metadata.block_table, metadata.seq_lens, metadata.query_starts,
         output if sinks is None else sinks, output,
         query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
-        first, requests, _in_base_2(scale * kv_scales[0], softcap), softcap or 0.0, window or 0,
-        kv_scales[1],
+        first, requests, _in_base_2(scale * kv_scales[0], softcap), softcap or 0.0,
+        local.window, kv_scales[1],
         SKIP_SINGLE=metadata.any_order, GROUP=group, GROUP_ROWS=group_rows, QUERIES=queries,
         HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
         KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=tile.tokens,
-        WINDOW=window is not None, SOFTCAP=softcap is not None, SINKS=sinks is not None,
+        WINDOW=local.window > 0, CHUNKED=local.is_chunked, SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         PRECISION=_precision(query),
         num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
     )  # fmt: skip

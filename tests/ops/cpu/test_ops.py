@@ -80,6 +80,15 @@ def test_paged_attention(
     )
 
 
+def test_attention_in_chunks_is_the_references(generator: torch.Generator) -> None:
+    queries, contexts = [1, 1, 37, 70], [1, 200, 37, 131]
+    query, cache, metadata = paged(generator, torch.bfloat16, 64, queries, contexts)
+    plain = reference.paged_attention(query, cache, metadata, 0.125)
+    chunked = reference.paged_attention(query, cache, metadata, 0.125, chunk=24)
+    assert torch.equal(ops.paged_attention(query, cache, metadata, 0.125, chunk=24), chunked)
+    assert not torch.allclose(plain, chunked)
+
+
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(3.0, False), (None, True), (50.0, True)])
 def test_capped_scores_and_sinks(

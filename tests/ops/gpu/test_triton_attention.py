@@ -23,6 +23,7 @@ def expected_rows(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    chunk: int | None,
 ) -> torch.Tensor:
     group = query.shape[1] // key.shape[1]
     key = key.double().repeat_interleave(group, 1)
@@ -30,10 +31,13 @@ def expected_rows(
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    behind = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))
-    seen = behind >= 0
+    tokens = torch.arange(len(key))
+    own = tokens[len(key) - len(query) :, None]
+    seen = tokens <= own
     if window is not None:
-        seen &= behind < window
+        seen &= own - tokens < window
+    if chunk is not None:
+        seen &= tokens // chunk == own // chunk
     scores = scores.masked_fill(~seen.to(scores.device), float("-inf"))
     if sinks is not None:
         column = sinks.double()[:, None, None].expand(-1, len(query), 1)
@@ -57,6 +61,7 @@ def check(
     any_order: bool = False,
     padding: int = 0,
     num_prompts: int = 0,
+    chunk: int | None = None,
 ) -> None:
     num_heads, kv_heads = heads
     scale = dim**-0.5
@@ -81,9 +86,13 @@ def check(
         queries.append(query)
         keys.append(key[-query_len:])
         values.append(value[-query_len:])
-        expected.append(expected_rows(query, key, value, scale, window, softcap, sinks))
-        if window is not None:  # blocks behind it are given back while a request runs
-            table[index, : max(seq_len - query_len + 1 - window, 0) // block_size] = 0
+        expected.append(expected_rows(query, key, value, scale, window, softcap, sinks, chunk))
+        # Blocks behind a window or before a chunk are given back while a request runs.
+        past = seq_len - query_len
+        if window is not None:
+            table[index, : max(past + 1 - window, 0) // block_size] = 0
+        if chunk is not None:
+            table[index, : past // chunk * chunk // block_size] = 0
     starts = list(itertools.accumulate(query_lens, initial=0))
     starts += starts[-1:] * padding
     decodes = sum(length == 1 for length in query_lens)
@@ -109,14 +118,14 @@ def check(
             cache[blocks[blocks > 0]] = float("nan")
     got = paged_attention(
         rows.to(device), cache.to(device), metadata, scale, window, softcap,
-        None if sinks is None else sinks.to(device), **own,
+        None if sinks is None else sinks.to(device), chunk=chunk, **own,
     )  # fmt: skip
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
     wanted = torch.cat(expected).to(dtype)
     if not any_order and not num_prompts:  # the reference is right as well
         plain = reference.paged_attention(
             rows.to(device), cache.to(device), metadata, scale, window, softcap,
-            None if sinks is None else sinks.to(device),
+            None if sinks is None else sinks.to(device), chunk=chunk,
         )  # fmt: skip
         torch.testing.assert_close(plain.cpu(), wanted, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(got[: len(wanted)].cpu(), wanted, rtol=tolerance, atol=tolerance)
@@ -129,6 +138,14 @@ def test_any_mix_of_prompts_chunks_and_decodes(
 ) -> None:
     torch.manual_seed(0)
     check(device, [1, 1, 1, 7, 40, 3], [1, 18, 100, 7, 61, 40], heads, dim, 16, window=window)
+
+
+@pytest.mark.parametrize("chunk", [16, 24, 37, 100, 200])
+def test_tokens_see_their_own_chunk_alone(device: torch.device, chunk: int) -> None:
+    torch.manual_seed(0)
+    lens = [1, 1, 1, 1, 7, 40, 3, 80], [1, 18, 100, 101, 7, 61, 40, 80]
+    check(device, *lens, (4, 2), 32, 16, chunk=chunk)
+    check(device, *lens, (3, 1), 24, 64, chunk=chunk, with_sinks=True, any_order=True, padding=2)
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 256])
@@ -173,7 +190,9 @@ def test_prompts_from_their_first_token_need_no_page(
     check(device, [100, 40], [100, 40], heads, dim, 16, num_prompts=2)
 
 
-@pytest.mark.parametrize("settings", [{"window": 9}, {"softcap": 2.0}, {"with_sinks": True}])
+@pytest.mark.parametrize(
+    "settings", [{"window": 9}, {"chunk": 9}, {"softcap": 2.0}, {"with_sinks": True}]
+)
 def test_prompts_take_the_way_through_the_pages_where_the_fast_one_lacks_something(
     device: torch.device, settings: dict[str, object]
 ) -> None:
