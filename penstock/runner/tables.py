@@ -13,10 +13,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.kvcache.groups import rules_for
 from penstock.protocol.kv import KVCacheGroup
 from penstock.protocol.step import NewRequest, ScheduledRequest
 
 IntArray = npt.NDArray[np.int64]
+
+
+def _table_width(group: KVCacheGroup, num_tokens: int) -> int:
+    """Columns that a request of so many tokens may need, or that may be looked up for one.
+
+    Another sequence, to which a layer attends, may have more blocks than the request's own.
+    """
+    own = -(-num_tokens // group.block_size)
+    return max(own, rules_for(group.spec, group.block_size).num_blocks(num_tokens))
 
 
 class RequestTables:
@@ -40,7 +50,7 @@ class RequestTables:
         self.num_tokens = table(max_num_seqs)  # known on the device: prompt and sampled
         self.num_prompt_tokens = table(max_num_seqs)
         self.num_computed = table(max_num_seqs)
-        self.block_tables = [table(max_num_seqs, -(-width // group.block_size)) for group in groups]
+        self.block_tables = [table(max_num_seqs, _table_width(group, width)) for group in groups]
         self._slots: dict[str, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
         self._num_blocks = np.zeros((len(groups), max_num_seqs), dtype=np.int64)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.protocol.kv import FullAttentionSpec, KVCacheGroup
+from penstock.protocol.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheGroup
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.step import NewRequest, ScheduledRequest, StepPlan
 from penstock.runner.batch import make_batch
@@ -108,6 +108,23 @@ def test_batches_and_tables_are_the_plain_ones(device: torch.device, padding: in
             assert torch.equal(getattr(tables, name).cpu(), getattr(plain, name)), name
         for ours, theirs in zip(tables.block_tables, plain.block_tables, strict=True):
             assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("kind", [RequestTables, DeviceTables])
+@pytest.mark.parametrize("max_tokens", [8, 200])  # of the other sequence: less and more than ours
+def test_tables_have_room_for_all_blocks_of_another_sequence(
+    device: torch.device, kind: type[RequestTables], max_tokens: int
+) -> None:
+    spec = CrossAttentionSpec(num_kv_heads=2, head_dim=16, dtype="float32", max_tokens=max_tokens)
+    group = KVCacheGroup(spec=spec, block_size=4, layer_names=["c"])
+    tables = kind(MAX_SEQS, MAX_LEN, [group], device)
+    others = [*range(1, 1 + max_tokens // 4)]
+    tables.add(new_request("p", 9, 0))
+    tables.append_blocks([ScheduledRequest("p", 0, 9, True, [others])])
+    row = tables.block_tables[0][tables.slot_of("p")].tolist()
+    assert row[: len(others)] == others
+    assert not any(row[len(others) :])
+    assert len(row) * 4 >= MAX_LEN  # a token's slot is looked up in every group's table
 
 
 def test_prompts_from_their_first_token_stand_before_chunks_with_tokens_before_them(
