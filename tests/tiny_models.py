@@ -69,6 +69,16 @@ GEMMA3 = {
     "pad_token_id": 0,
 }
 
+LLAMA4 = {
+    "head_dim": 16,
+    "intermediate_size_mlp": 96,
+    "num_local_experts": 4,
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": 18,  # no multiple of the blocks that tests have
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama_tied_biased": (
@@ -295,6 +305,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "llama4_unnormed": (
+        "Llama4",
+        {
+            **LLAMA4,
+            "moe_layers": [0, 2],
+            "num_experts_per_tok": 2,
+            "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "attention_bias": True,
+        },
+    ),
+    "llama4": ("Llama4", {**LLAMA4, "interleave_moe_layer_step": 2}),
+    "llama4_images": ("Llama4Images", {**LLAMA4, "attention_chunk_size": 40}),
     "exaone4": (
         "Exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 3, "pad_token_id": 0},
@@ -348,6 +372,7 @@ UNEVEN_NORMS = {
     "Glm4MoeLite",
     "GptOss",
     "Granite",
+    "Llama4",
     "Mamba2",
     "MiniMaxM2",
     "Olmo2",
@@ -361,7 +386,17 @@ UNEVEN_NORMS = {
 
 def architecture_of(name: str) -> str:
     """What config.json calls the architecture of a variant with this name."""
-    return "Gemma3ForConditionalGeneration" if name == "Gemma3Images" else f"{name}ForCausalLM"
+    if name.endswith("Images"):
+        return f"{name.removesuffix('Images')}ForConditionalGeneration"
+    return f"{name}ForCausalLM"
+
+
+def config_class(name: str) -> Any:
+    """transformers' class of the settings of a variant with this name."""
+    import transformers
+
+    is_text = name in ("Gemma3", "Llama4")  # whose own name is that of images and text
+    return getattr(transformers, f"{name.removesuffix('Images')}{'Text' * is_text}Config")
 
 
 def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
@@ -371,13 +406,12 @@ def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
     name, settings = (VARIANTS | OUTSIDE)[variant]
     settings = {**COMMON, **settings, **overrides}
     torch.manual_seed(7)
-    if name == "Gemma3Images":
+    if name.endswith("Images"):
         vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
         vision |= {"num_attention_heads": 1, "image_size": 32, "patch_size": 16}
-        config = transformers.Gemma3Config(text_config=settings, vision_config=vision)
+        config = config_class(name)(text_config=settings, vision_config=vision)
     else:
-        config_name = "Gemma3Text" if name == "Gemma3" else name
-        config = getattr(transformers, f"{config_name}Config")(**settings)
+        config = config_class(name)(**settings)
     model = getattr(transformers, architecture_of(name))(config).float()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):  # transformers starts them at zero, which tests nothing

@@ -37,6 +37,7 @@ class ExpertsConfig:
     router_bias: bool = False
     router_float32: bool = False  # scores are computed in float32, and so are its weights kept
     correction: bool = False  # a bias that counts for the choice of experts, not for their weight
+    scale_inputs: bool = False  # weights scale what goes into the experts, not what comes out
     shared_size: int = 0  # intermediate size of the expert that every token goes through; 0: none
     shared_gate: bool = False  # that expert's output is scaled by a gate of its own
 
@@ -53,6 +54,7 @@ class Experts(nn.Module):
             )
         self.build = build
         self.routing = config.routing
+        self.scale_inputs = config.scale_inputs
         self.record: torch.Tensor | None = None  # [rows, top_k]: where choices are to be left
         self.gate = Router(build, config)
         implementation, self.choice = choose_implementation(build, config)
@@ -69,13 +71,24 @@ class Experts(nn.Module):
         weights, ids = self.build.ops.route(logits, self.routing, self.gate.correction)
         if self.record is not None:
             self.record[: len(ids)] = ids
-        output = self.build.tp.all_reduce(self.experts(x, weights, ids))
+        run = self._run_scaled if self.scale_inputs else self.experts
+        output = self.build.tp.all_reduce(run(x, weights, ids))
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_expert_gate is not None:
                 shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
             output = output + shared
         return output
+
+    def _run_scaled(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Each choice as a token of its own, scaled before its one expert, which has weight 1."""
+        scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)  # [n * top_k, hidden]
+        routed: torch.Tensor = self.experts(
+            scaled, torch.ones_like(weights).view(-1, 1), ids.view(-1, 1)
+        )
+        return routed.view(*weights.shape, x.shape[1]).sum(1)
 
 
 class Router(Linear):

@@ -19,7 +19,15 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 256,
         "max_position_embeddings": 131_072,
-    }
+    },
+    "llama4": {
+        "model_type": "llama4_text",
+        "vocab_size": 202_048,
+        "hidden_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
 }
 
 
@@ -34,7 +42,7 @@ def text_settings(config: dict[str, Any]) -> dict[str, Any]:
     outer = {key: value for key, value in config.items() if not key.endswith("_config")}
     said = {key: value for key, value in text.items() if value is not None}
     settings = {**outer, **defaults, **said, "architectures": config.get("architectures")}
-    if "rope_parameters" not in settings:
+    if config["model_type"] == "gemma3" and "rope_parameters" not in settings:
         # Older files stretch only the layers that see everything, and max_position_embeddings
         # already has that in it: it must not be taken for all layers' own.
         settings["rope_parameters"] = {

@@ -94,6 +94,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
     ),
     **_own(
+        "Llama4ForCausalLM",
+        "llama4",
+        "Llama 4 (text)",
+        ("llama4_unnormed", "llama4"),
+    ),
+    **_own(
+        "Llama4ForConditionalGeneration",
+        "llama4",
+        "Llama 4 Scout and Maverick",
+        ("llama4_images",),
+        "Text only: the part that reads images is not loaded. Say `max_model_len`: the engine's "
+        "tables are as long as the context, and Scout's files say 10 million tokens.",
+    ),
+    **_own(
         "Mamba2ForCausalLM",
         "mamba2",
         "Mamba-2, Mamba Codestral 7B",

@@ -15,11 +15,12 @@ from penstock import LLM, SamplingParams
 from penstock.executor.in_process import InProcessExecutor
 from penstock.kvcache.layout import blocks_for_request, plan_groups
 from penstock.models.architectures import ARCHITECTURES
-from penstock.protocol.kv import RecurrentSpec, SlidingWindowSpec
+from penstock.protocol.kv import ChunkedLocalSpec, RecurrentSpec, SlidingWindowSpec
 
-# These have windows: the others' other tests go through the same.
+# These have windows or chunks: the others' other tests go through the same.
 WINDOWED = (
-    "mistral_windowed", "qwen2_windowed", "smollm3_windowed", "gemma2", "gemma3", "gpt_oss"
+    "mistral_windowed", "qwen2_windowed", "smollm3_windowed", "gemma2", "gemma3", "gpt_oss",
+    "llama4",
 )  # fmt: skip
 OTHERS = sorted({known.parity[-1] for known in ARCHITECTURES.values()} - {*WINDOWED})
 EVERY = [*WINDOWED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
@@ -61,7 +62,8 @@ def test_a_crowded_engine_changes_nothing(variant: str, tmp_path: Path) -> None:
     with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
         alone = tokens(llm)
         specs = executor_of(llm).capabilities.kv_specs
-    has_window = any(isinstance(spec, SlidingWindowSpec) for spec in specs.values())
+    windowed = SlidingWindowSpec | ChunkedLocalSpec
+    has_window = any(isinstance(spec, windowed) for spec in specs.values())
     max_model_len = MAX_MODEL_LEN if has_window else UNWINDOWED_LEN
     groups, _ = plan_groups(specs, BLOCK_SIZE, max_model_len)
     needed = blocks_for_request(groups, max_model_len, max_step_tokens=STEP_TOKENS)
@@ -84,8 +86,8 @@ def test_a_crowded_engine_changes_nothing(variant: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-@pytest.mark.parametrize("variant", ["qwen2_windowed", "gpt_oss"])
-def test_blocks_behind_a_window_are_given_back_and_not_read(
+@pytest.mark.parametrize("variant", ["qwen2_windowed", "gpt_oss", "llama4"])
+def test_blocks_behind_a_window_or_a_chunk_are_given_back_and_not_read(
     variant: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)

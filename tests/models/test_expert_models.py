@@ -72,7 +72,10 @@ def test_plain_torch_gives_transformers_tokens_too(checkpoint: Path) -> None:
         assert count_near_ties(own, theirs, margins, 1e-3) == 0
 
 
-@pytest.mark.parametrize(("variant", "backend"), [("qwen3_moe", "torch"), ("qwen2_moe", "auto")])
+@pytest.mark.parametrize(
+    ("variant", "backend"),
+    [("qwen3_moe", "torch"), ("qwen2_moe", "auto"), ("llama4_unnormed", "auto")],
+)
 def test_two_ranks_give_one_ranks_tokens(tmp_path: Path, variant: str, backend: str) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint, cpu_backend=backend) as llm:

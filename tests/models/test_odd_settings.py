@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from tiny_models import COMMON, VARIANTS, architecture_of
+from tiny_models import COMMON, VARIANTS, architecture_of, config_class
 
 from penstock import LLM
 from penstock.layers.build import Build
@@ -22,8 +21,7 @@ HUGE = 10**400  # which JSON may say, and no float can hold
 
 def config_of(variant: str) -> dict[str, Any]:
     name, settings = VARIANTS[variant]
-    config_name = "Gemma3Text" if name == "Gemma3" else name
-    config = getattr(transformers, f"{config_name}Config")(**{**COMMON, **settings})
+    config = config_class(name)(**{**COMMON, **settings})
     raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return {**raw, "architectures": [architecture_of(name)]}
 
@@ -45,6 +43,11 @@ def build(config: dict[str, Any]) -> None:
         ("falcon_h1", {"mlp_multipliers": [1.0, HUGE]}, "mlp_multipliers must be a number"),
         ("falcon_h1", {"mlp_multipliers": [1.0, None]}, "mlp_multipliers must be 2 numbers"),
         ("falcon_h1", {"ssm_multipliers": [float("nan")] * 5}, "ssm_multipliers must be a number"),
+        ("llama4", {"no_rope_layers": [1]}, "no_rope_layers must have a 0 or 1 for each of 3"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 3}, "layer_types must be chunked_att"),
+        ("llama4", {"layer_types": ["full_attention"]}, "for each of 3 layers"),
+        ("llama4", {"moe_layers": "all"}, "moe_layers must list layers, got 'all'"),
+        ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size must be an integer from 1"),
         ("gemma3", {"rope_parameters": [1]}, "rope_parameters must be an object"),
         ("gemma3", {"rope_scaling": "linear"}, "rope_scaling must be an object"),
         ("gemma3", {"rope_parameters": {"full_attention": 1}}, "full_attention must be an obj"),

@@ -1,4 +1,4 @@
-"""Gemma 2, Gemma 3 and GPT-OSS: what their files may say, and experts that come packed."""
+"""Gemma 2, Gemma 3, GPT-OSS and Llama 4: what their files may say, and experts that come packed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,20 @@ from penstock.layers.build import Build
 from penstock.layers.norm import ZeroCentredNorm
 from penstock.loading.source import resolve_source
 from penstock.loading.text_config import text_settings
+from penstock.models.config import DecoderConfig
 from penstock.models.gemma2 import Gemma2ForCausalLM, layer_is_windowed
 from penstock.models.gemma3 import Gemma3ForCausalLM
 from penstock.models.gpt_oss import unpack_mxfp4
+from penstock.models.llama4 import (
+    Llama4ForCausalLM,
+    chunk_of_layer,
+    layer_has_experts,
+    layer_has_positions,
+)
 from penstock.models.registry import build_model
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ModelError
-from penstock.protocol.kv import SlidingWindowSpec
+from penstock.protocol.kv import ChunkedLocalSpec, SlidingWindowSpec
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning", "max_model_len": 64
@@ -150,6 +157,45 @@ def test_settings_of_a_text_model_within_another_are_found_and_filled_in() -> No
     assert text_settings({"model_type": "llama"}) == {"model_type": "llama"}
     with pytest.raises(ModelError, match="text_config must be an object"):
         text_settings({**published, "text_config": [1]})
+
+
+def test_llama_4s_text_settings_are_found_and_filled_in() -> None:
+    published = {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": {
+            "max_position_embeddings": 10_485_760,
+            "no_rope_layers": [],
+            "rope_scaling": {
+                "factor": 16.0,
+                "high_freq_factor": 1.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+        },
+        "vision_config": {"hidden_size": 1408},
+    }
+    settings = text_settings(published)
+    assert longest_context(settings) == 10_485_760
+    model = Llama4ForCausalLM.settings(settings)
+    assert (model["intermediate_size"], model["moe_intermediate_size"]) == (16384, 8192)
+    config = DecoderConfig.from_raw(model)
+    assert [layer_has_positions(config, index) for index in range(4)] == [True, True, True, False]
+    assert [chunk_of_layer(config, index) for index in range(4)] == [8192, 8192, 8192, None]
+    assert all(layer_has_experts(config, index) for index in range(48))
+
+
+def test_chunks_longer_than_any_request_are_full_attention(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "llama4")  # with chunks of 18
+    kinds = {
+        length: build_model(config, build_of(length)).kv_specs("float32") for length in (18, 19)
+    }
+    chunked = {
+        length: [isinstance(spec, ChunkedLocalSpec) for spec in specs.values()]
+        for length, specs in kinds.items()
+    }
+    assert chunked == {18: [False, False, False], 19: [True, False, True]}
 
 
 def test_without_layer_types_the_last_of_every_few_layers_sees_everything(tmp_path: Path) -> None:

@@ -1,0 +1,236 @@
+"""Llama 4 (text): layers that see one chunk of the context and rotate positions, between layers
+that see all of it and know no positions; experts whose inputs are scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.layers.blocks import Angles, RotaryAttention
+from penstock.layers.build import Build
+from penstock.layers.experts import Experts, ExpertsConfig
+from penstock.layers.norm import Norm
+from penstock.models.base import Hidden, WeightTable
+from penstock.models.config import DecoderConfig, read_float, read_int
+from penstock.models.decoder import DecoderLM
+from penstock.models.qwen3_moe import read_num_experts
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.experts import Routing
+from penstock.protocol.errors import ModelError
+
+CHUNKED, FULL = "chunked_attention", "full_attention"
+EXPERTS = ".feed_forward.experts."
+
+
+class HeadNorm(nn.Module):
+    """An RMSNorm of each head without weights, which checkpoints call an L2 norm."""
+
+    def __init__(self, build: Build, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.ops = build.ops
+        self.eps = eps
+        self.ones = torch.ones(head_dim, dtype=build.dtype, device=build.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.ops.rms_norm(x, self.ones, self.eps)
+        return normed
+
+
+class Llama4Attention(RotaryAttention):
+    """Norms follow the rotation; without one, queries are scaled by how far along they are."""
+
+    def forward(
+        self, x: torch.Tensor, angles: Angles, temperature: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [n, heads, head_dim]
+        query, key, value = heads.split(
+            [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
+        )
+        if self.rotary is not None:
+            query, key = self.rotary(query, key, angles)
+            if self.q_norm is not None and self.k_norm is not None:
+                query, key = self.q_norm(query), self.k_norm(key)
+        elif temperature is not None:
+            query = (query * temperature).to(query.dtype)
+        output: torch.Tensor = self.o_proj(self.attention(query, key, value))
+        return output
+
+
+class Llama4Layer(nn.Module):
+    """A usual layer, whose attention is told the temperature."""
+
+    def __init__(
+        self, attention: Llama4Attention, mlp: nn.Module, input_norm: Norm, mlp_norm: Norm
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_norm
+        self.self_attn = attention
+        self.post_attention_layernorm = mlp_norm
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        angles: Angles,
+        temperature: torch.Tensor | None,  # [n, 1, 1]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.self_attn(x, angles, temperature)
+        x, residual = self.post_attention_layernorm.add(x, residual)
+        return self.mlp(x), residual
+
+
+class Llama4ForCausalLM(DecoderLM):
+    weights = WeightTable(
+        ignored=DecoderLM.weights.ignored,
+        renamed={r"\.feed_forward\.router\.": ".mlp.gate.", r"\.feed_forward\.": ".mlp."},
+    )
+    defaults = {
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+    }
+    interleaved_rotary = True
+
+    @classmethod
+    def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        settings = super().settings(raw)
+        # `intermediate_size` is that of an expert here, and of the shared one.
+        settings["moe_intermediate_size"] = settings["intermediate_size"]
+        settings["intermediate_size"] = settings["intermediate_size_mlp"]
+        return settings
+
+    def layer(self, index: int) -> Llama4Layer:
+        return Llama4Layer(self.attention(index), self.mlp(index), self.norm(), self.norm())
+
+    def attention(self, index: int) -> Llama4Attention:
+        config, raw = self.config, self.config.raw
+        bias = bool(raw.get("attention_bias", False))
+        has_positions = layer_has_positions(config, index)
+        attention = Llama4Attention(
+            self.build,
+            f"model.layers.{index}",
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            self.rotary if has_positions else None,
+            qkv_bias=bias,
+            output_bias=bias,
+            chunk=chunk_of_layer(config, index),
+        )
+        if has_positions and raw.get("use_qk_norm", True):
+            norm = HeadNorm(self.build, config.head_dim, config.rms_norm_eps)
+            attention.use_norms(norm, norm)
+        return attention
+
+    def mlp(self, index: int) -> nn.Module:
+        config = self.config
+        if not layer_has_experts(config, index):
+            return super().mlp(index)
+        num_experts, top_k = read_num_experts(config)
+        expert_size = read_int(config.raw, "moe_intermediate_size")
+        experts = ExpertsConfig(
+            num_experts=num_experts,
+            hidden_size=config.hidden_size,
+            intermediate_size=expert_size,
+            routing=Routing(top_k, scoring="sigmoid"),
+            scale_inputs=True,
+            shared_size=expert_size,
+        )
+        return Experts(self.build, experts)
+
+    def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        """Experts one by one, where the file has a layer's in one tensor, inputs before outputs."""
+        for name, tensor in tensors:
+            layer, _, matrix = name.partition(EXPERTS)
+            if matrix not in ("gate_up_proj", "down_proj") or isinstance(tensor, BlockTensor):
+                yield name, tensor
+                continue
+            if tensor.dim() != 3:
+                raise ModelError(
+                    f"tensor {name} has shape {list(tensor.shape)}, but experts are three-"
+                    f"dimensional: their number, inputs and outputs"
+                )
+            for expert, own in enumerate(tensor):
+                prefix = f"{layer}{EXPERTS}{expert}."
+                if matrix == "down_proj":
+                    yield f"{prefix}down_proj.weight", own.t().contiguous()
+                    continue
+                for part, columns in zip(("gate_proj", "up_proj"), own.chunk(2, 1), strict=True):
+                    yield f"{prefix}{part}.weight", columns.t().contiguous()
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, stage_in: torch.Tensor | None = None
+    ) -> Hidden:
+        angles, temperature = self.rotary.angles(positions), self._temperature(positions)
+        residual = stage_in
+        for layer in self.model.layers:
+            x, residual = layer(x, residual, angles, temperature)
+        states, residual = self.model.norm.add(x, residual)
+        return Hidden(states, stage_out=residual)
+
+    def _temperature(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """What layers without positions multiply queries with, [n, 1, 1]; None for nothing."""
+        raw = self.config.raw
+        if not raw.get("attn_temperature_tuning", True):
+            return None
+        steps = torch.floor((positions.float() + 1.0) / read_int(raw, "floor_scale", 8192))
+        return (torch.log1p(steps) * read_float(raw, "attn_scale", 0.1) + 1.0)[:, None, None]
+
+
+class Llama4ForConditionalGeneration(Llama4ForCausalLM):
+    """The text model of a checkpoint that also reads images, which are left out here."""
+
+    weights = WeightTable(
+        ignored=(
+            *Llama4ForCausalLM.weights.ignored, r"^(model\.)?(vision_model|multi_modal_projector)\."
+        ),
+        renamed={r"^language_model\.": "", **Llama4ForCausalLM.weights.renamed},
+    )  # fmt: skip
+
+
+def layer_has_positions(config: DecoderConfig, index: int) -> bool:
+    given = config.raw.get("no_rope_layers")  # 1 where a layer does have them
+    if not given:
+        return (index + 1) % read_int(config.raw, "no_rope_layer_interval", 4) != 0
+    if not isinstance(given, list) or len(given) < config.num_layers:
+        raise ModelError(
+            f"config.json: no_rope_layers must have a 0 or 1 for each of {config.num_layers} "
+            f"layers, got {given!r:.80}"
+        )
+    return bool(given[index])
+
+
+def chunk_of_layer(config: DecoderConfig, index: int) -> int | None:
+    """The size of the chunks of which layer `index` sees one at a time; None: it sees all."""
+    kinds = config.raw.get("layer_types")
+    if kinds is None:
+        is_chunked = layer_has_positions(config, index)
+    else:
+        known = isinstance(kinds, list) and all(kind in (CHUNKED, FULL) for kind in kinds)
+        if not known or len(kinds) != config.num_layers:
+            raise ModelError(
+                f"config.json: layer_types must be {CHUNKED} or {FULL} for each of "
+                f"{config.num_layers} layers, got {kinds!r:.80}"
+            )
+        is_chunked = kinds[index] == CHUNKED
+    return read_int(config.raw, "attention_chunk_size", 8192) if is_chunked else None
+
+
+def layer_has_experts(config: DecoderConfig, index: int) -> bool:
+    given = config.raw.get("moe_layers")
+    if given is None:
+        return (index + 1) % read_int(config.raw, "interleave_moe_layer_step", 1) == 0
+    if not isinstance(given, list) or not all(isinstance(layer, int) for layer in given):
+        raise ModelError(f"config.json: moe_layers must list layers, got {given!r:.80}")
+    return index in given
