@@ -110,6 +110,10 @@ HYBRID: dict[str, dict[str, Any]] = {  # more than one KV group, or another kind
     "deepseek_v3": {"num_hidden_layers": 1, "num_key_value_heads": 2},
     "gemma2": {"num_hidden_layers": 2, "sliding_window": 6},
     "gpt_oss": {"num_hidden_layers": 2, "sliding_window": 6, "num_local_experts": 2},
+    "llama4": {
+        "num_hidden_layers": 2, "no_rope_layers": [1, 0], "attention_chunk_size": 6,
+        "num_local_experts": 2,
+    },
     "mamba2": {"num_hidden_layers": 1, "num_heads": 2, "head_dim": 32, "n_groups": 1},
     "qwen3_next": {
         "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
@@ -124,6 +128,7 @@ HYBRID: dict[str, dict[str, Any]] = {  # more than one KV group, or another kind
         pytest.param("deepseek_v3", marks=pytest.mark.slow),
         pytest.param("gemma2", marks=pytest.mark.slow),
         pytest.param("gpt_oss", marks=pytest.mark.slow),
+        pytest.param("llama4", marks=pytest.mark.slow),
         "mamba2",
         "qwen3_next",
     ],
