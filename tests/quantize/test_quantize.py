@@ -50,7 +50,9 @@ def source_of(folder: Path) -> ModelSource:
 def logprobs_here(folder: Path, **options: Any) -> torch.Tensor:
     """[tokens - 1] log-probabilities of each token after those before it."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with LLM(str(folder), max_model_len=64, cpu_threads=1, **options) as llm:
+    with LLM(
+        str(folder), max_model_len=64, cpu_threads=1, kv_cache_memory_bytes=1 << 20, **options
+    ) as llm:
         (output,) = llm.generate([{"prompt_token_ids": TOKENS}], params, use_tqdm=False)
     assert output.prompt_logprobs is not None
     rows = zip(output.prompt_logprobs[1:], TOKENS[1:], strict=True)
