@@ -18,7 +18,7 @@ import torch
 import triton
 
 from penstock.ops import quantized as plain
-from penstock.ops.triton import fp8, linear, w4
+from penstock.ops.triton import fp8, linear, w4, w4_layout, w4_row
 from penstock.ops.triton.tuning import Launch, RowTile
 from penstock.ops.triton.tuning_quantized import Fp8Plan, W4Plan
 
@@ -55,8 +55,8 @@ class Weights:
         self.w4_scales = torch.rand(self.out, self.size // GROUP, device="cuda").bfloat16() * 0.01
         self.w4_zeros = torch.full_like(self.w4_scales, 7).to(torch.uint8)
 
-    def packed(self, index: int) -> w4.Packed:
-        return w4.Packed(self.w4[index], self.w4_scales, None, GROUP)
+    def packed(self, index: int) -> w4_layout.Packed:
+        return w4_layout.Packed(self.w4[index], self.w4_scales, None, GROUP)
 
     def x(self, num_tokens: int) -> torch.Tensor:
         return torch.randn(num_tokens, self.size, device="cuda", dtype=torch.bfloat16)
@@ -119,7 +119,7 @@ def w4_rows(weights: Weights) -> Iterator[Variant]:
         tile = RowTile(rows, chunks, Launch(warps, 3))
 
         def call(index: int, tile: RowTile = tile, ahead: bool = ahead) -> object:
-            return w4.one_row(x, weights.packed(index), None, tile, ahead)
+            return w4_row.one_row(x, weights.packed(index), None, tile, ahead)
 
         yield "w4 1", (tile, ahead), call, 2 * weights.count
 

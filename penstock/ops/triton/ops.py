@@ -14,7 +14,8 @@ from penstock.ops.triton.recurrent import causal_conv, gated_delta_rule, mamba2_
 from penstock.ops.triton.rotary import norm_rotate_write
 from penstock.ops.triton.routing import route
 from penstock.ops.triton.sampling import choose_tokens
-from penstock.ops.triton.w4 import fp4_linear, prepare_fp4, prepare_w4, w4_linear
+from penstock.ops.triton.w4 import fp4_linear, w4_linear
+from penstock.ops.triton.w4_layout import prepare_fp4, prepare_w4
 
 __all__ = [
     "ROW_INVARIANT",

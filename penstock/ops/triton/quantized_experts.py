@@ -17,7 +17,8 @@ from penstock.ops.triton.fp8 import quantize
 from penstock.ops.triton.routing import Blocks, align
 from penstock.ops.triton.tuning import ExpertsPlan
 from penstock.ops.triton.tuning_quantized import quantized_experts_plan
-from penstock.ops.triton.w4 import CHUNK, Packed, multiply_chunk
+from penstock.ops.triton.w4 import multiply_chunk
+from penstock.ops.triton.w4_layout import CHUNK, Packed
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_scales"])

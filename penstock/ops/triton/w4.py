@@ -1,10 +1,4 @@
-"""Products with weights of 4 bits, which become floats in registers.
-
-The layout in memory is this module's own (`prepare_w4`): int32 words of eight numbers, where word i
-of a chunk of 128 columns holds columns i, 16 + i, 32 + i, ... from the low bits on. So the numbers
-that neighbouring words have in the same bits, a *plane*, are neighbouring columns: x is read as it
-lies, and a plane is an operand of the tensor cores as it is. The last chunk may be padded; x is
-zero there.
+"""Products with weights of 4 bits, laid out by `w4_layout.py`, which become floats in registers.
 
 A number becomes a float without a conversion: put into the mantissa of a power of two, it is added
 to that power.
@@ -12,21 +6,17 @@ to that power.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from penstock.ops import quantized as plain
 from penstock.ops import reference
 from penstock.ops.triton.splitting import add_parts
-from penstock.ops.triton.tuning import RowTile
-from penstock.ops.triton.tuning_quantized import W4Plan, w4_plan, w4_row_tile
+from penstock.ops.triton.tuning_quantized import W4Plan, w4_plan
+from penstock.ops.triton.w4_layout import CHUNK, Packed
+from penstock.ops.triton.w4_row import one_row
 
-CHUNK = 128  # columns
-WORDS = 16  # of a chunk
 SLAB = 1 << 27  # numbers that become floats at one time, for cuBLAS
 
 # Two words to eight pairs of floats, each pair less `zero`: the numbers of a plane stand 16 bits
@@ -44,219 +34,6 @@ prmt.b32 high, $8, $9, 0x7632;
 UNPACK_BF16 = tl.constexpr(_UNPACK.replace("MAGIC", "0x43004300").replace("TYPE", "bf16x2"))
 UNPACK_FP16 = tl.constexpr(_UNPACK.replace("MAGIC", "0x64006400").replace("TYPE", "f16x2"))
 UNPACK_REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r")
-
-
-# A word's numbers less 8 times four pairs of x: two at a time in fp16, whose sum is a float32.
-# Those in bits 4 to 7 are 16 times as large beside their power of two, 1024.
-_MULTIPLY = """{
-.reg .b32 high, t, sum, eight, sixteenth, less;
-.reg .b16 a, b;
-.reg .f32 fa, fb;
-mov.b32 eight, 0x64086408;
-mov.b32 sixteenth, 0x2C002C00;
-mov.b32 less, 0xD480D480;
-shr.u32 high, $1, 8;
-lop3.b32 t, $1, 0x000F000F, 0x64006400, 0xEA;
-sub.f16x2 t, t, eight;
-mul.f16x2 sum, t, $2;
-lop3.b32 t, $1, 0x00F000F0, 0x64006400, 0xEA;
-fma.rn.f16x2 t, t, sixteenth, less;
-fma.rn.f16x2 sum, t, $3, sum;
-lop3.b32 t, high, 0x000F000F, 0x64006400, 0xEA;
-sub.f16x2 t, t, eight;
-fma.rn.f16x2 sum, t, $4, sum;
-lop3.b32 t, high, 0x00F000F0, 0x64006400, 0xEA;
-fma.rn.f16x2 t, t, sixteenth, less;
-fma.rn.f16x2 sum, t, $5, sum;
-mov.b32 {a, b}, sum;
-cvt.f32.f16 fa, a;
-cvt.f32.f16 fb, b;
-add.f32 $0, fa, fb;
-}"""
-MULTIPLY = tl.constexpr(_MULTIPLY)
-
-
-@triton.jit
-def _scaled_pair(low, high, factor):
-    """Two tensors times factor, as fp16 side by side in an int32."""
-    return tl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low * factor, high * factor],
-        dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _load_plane(x_ptr, at, in_features, PLANE: tl.constexpr, EVEN: tl.constexpr):
-    at += PLANE * 16
-    if EVEN:
-        x = tl.load(x_ptr + at)
-    else:
-        x = tl.load(x_ptr + at, mask=at < in_features, other=0.0)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _one_row_in_halves_kernel(
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-    in_features, out_features, num_words, num_groups, chunks_each,
-    BIAS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """As `_one_row_kernel`, for scales of whole chunks and x in 16 bits.
-
-    The eight numbers of a word are multiplied in fp16, with their eight of x divided by a power of
-    two near the largest that four words have, so that nothing overflows; their sum continues in
-    float32. What four words have is one thread's.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = row < out_features
-    own_row = tl.where(is_row, row, 0).to(tl.int64)
-    word, chunk = tl.arange(0, 16), tl.arange(0, CHUNKS)
-    within = chunk[:, None] * 16 + word[None, :]  # [CHUNKS, 16] words
-    source = weight_ptr + own_row[:, None, None] * num_words + within[None, :, :]
-    scale_at = own_row[:, None] * num_groups
-    x_at = chunk[:, None] * 128 + word[None, :]
-    acc = tl.zeros([ROWS, CHUNKS, 4], tl.float32)
-    if AHEAD:
-        upcoming = _load_words(source, 0, chunk, num_words, EVEN)
-    for first in range(0, num_words // 16, CHUNKS):
-        if AHEAD:  # the next ones are on their way while these are multiplied
-            words = upcoming
-            upcoming = _load_words(source, first + CHUNKS, chunk, num_words, False)
-        else:
-            words = _load_words(source, first, chunk, num_words, EVEN)
-        group = tl.minimum((first + chunk) // chunks_each, num_groups - 1)
-        scale = tl.load(scale_ptr + scale_at + group[None, :]).to(tl.float32)
-        at = first * 128 + x_at
-        x0 = _load_plane(x_ptr, at, in_features, 0, EVEN)
-        x1 = _load_plane(x_ptr, at, in_features, 1, EVEN)
-        x2 = _load_plane(x_ptr, at, in_features, 2, EVEN)
-        x3 = _load_plane(x_ptr, at, in_features, 3, EVEN)
-        x4 = _load_plane(x_ptr, at, in_features, 4, EVEN)
-        x5 = _load_plane(x_ptr, at, in_features, 5, EVEN)
-        x6 = _load_plane(x_ptr, at, in_features, 6, EVEN)
-        x7 = _load_plane(x_ptr, at, in_features, 7, EVEN)
-        largest = tl.maximum(
-            tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3))),
-            tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7))),
-        )
-        largest = tl.max(largest.reshape(CHUNKS, 4, 4), axis=2)
-        power = largest.to(tl.int32, bitcast=True) & 0x7F800000
-        inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
-        inverse = inverse[:, :, None].broadcast_to(CHUNKS, 4, 4).reshape(CHUNKS, 16)
-        total = tl.inline_asm_elementwise(
-            MULTIPLY, "=f,r,r,r,r,r",
-            [
-                words,
-                _scaled_pair(x0, x4, inverse)[None, :, :],
-                _scaled_pair(x1, x5, inverse)[None, :, :],
-                _scaled_pair(x2, x6, inverse)[None, :, :],
-                _scaled_pair(x3, x7, inverse)[None, :, :],
-            ],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-        total = tl.sum(total.reshape(ROWS, CHUNKS, 4, 4), axis=3)
-        total *= power.to(tl.float32, bitcast=True)[None, :, :]
-        if ZEROS:
-            zero = tl.load(zero_ptr + scale_at + group[None, :]).to(tl.float32)
-            x_total = (x0 + x1) + (x2 + x3) + ((x4 + x5) + (x6 + x7))
-            x_total = tl.sum(x_total.reshape(CHUNKS, 4, 4), axis=2)
-            total += (8.0 - zero)[:, :, None] * x_total[None, :, :]
-        acc += total * scale[:, :, None]
-    out = tl.sum(acc.reshape(ROWS, CHUNKS * 4), axis=1)
-    if BIAS:
-        out += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
-
-
-@triton.jit
-def _load_words(source, first, chunk, num_words, EVEN: tl.constexpr):
-    if EVEN:
-        words = tl.load(source + first * 16, eviction_policy="evict_first")
-    else:
-        mask = (first + chunk < num_words // 16)[None, :, None]
-        words = tl.load(source + first * 16, mask=mask, other=0, eviction_policy="evict_first")
-    return words
-
-
-@triton.jit
-def _one_row_kernel(
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-    in_features, out_features, num_words, num_groups, chunks_each,
-    BIAS: tl.constexpr, ZEROS: tl.constexpr, PLANES: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows of the weight with x. A scale is that of PLANES planes, or of whole chunks.
-
-    Four bits in a mantissa of float32 cost one instruction, and the product another: the power of
-    two that they come with, and their zero, are taken off the sum of products, by the sum of x.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = row < out_features
-    own_row = tl.where(is_row, row, 0).to(tl.int64)
-    word, chunk = tl.arange(0, 16), tl.arange(0, CHUNKS)
-    within = chunk[:, None] * 16 + word[None, :]  # [CHUNKS, 16] words
-    source = weight_ptr + own_row[:, None, None] * num_words + within[None, :, :]
-    scale_at = own_row[:, None] * num_groups
-    x_at = chunk[:, None] * 128 + word[None, :]
-    acc = tl.zeros([ROWS, CHUNKS, 16], tl.float32)
-    for first in range(0, num_words // 16, CHUNKS):
-        if EVEN:
-            words = tl.load(source + first * 16, eviction_policy="evict_first")
-        else:
-            mask = (first + chunk < num_words // 16)[None, :, None]
-            words = tl.load(source + first * 16, mask=mask, other=0, eviction_policy="evict_first")
-        for part in tl.static_range(8 // PLANES):
-            taken = tl.zeros([CHUNKS, 16], tl.float32)
-            x_total = tl.zeros([CHUNKS, 16], tl.float32)
-            total = tl.zeros([ROWS, CHUNKS, 16], tl.float32)
-            for index in tl.static_range(PLANES):
-                at = first * 128 + x_at + (part * PLANES + index) * 16
-                if EVEN:
-                    x = tl.load(x_ptr + at).to(tl.float32)
-                else:
-                    x = tl.load(x_ptr + at, mask=at < in_features, other=0.0).to(tl.float32)
-                if part * PLANES + index < 3:
-                    total, taken = _add_plane(total, taken, words << 11, x, part * PLANES + index)
-                elif part * PLANES + index < 6:
-                    total, taken = _add_plane(
-                        total, taken, words >> 1, x, part * PLANES + index - 3
-                    )
-                else:
-                    total, taken = _add_plane(
-                        total, taken, words >> 9, x, part * PLANES + index - 5
-                    )
-                x_total += x
-            group = first + chunk
-            if PLANES == 8:
-                group = group // chunks_each
-            else:
-                group = group * (8 // PLANES) + part
-            group = tl.minimum(group, num_groups - 1)  # what is padding is multiplied with zeros
-            scale = tl.load(scale_ptr + scale_at + group[None, :]).to(tl.float32)
-            if ZEROS:
-                zero = tl.load(zero_ptr + scale_at + group[None, :]).to(tl.float32)
-                total -= zero[:, :, None] * x_total[None, :, :]
-                total -= taken[None, :, :]
-            else:
-                total -= (taken + 8.0 * x_total)[None, :, :]
-            acc += total * scale[:, :, None]
-    out = tl.sum(tl.sum(acc, axis=2), axis=1)
-    if BIAS:
-        out += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
-
-
-@triton.jit
-def _add_plane(total, taken, words, x, PLACE: tl.constexpr):
-    """total + a plane's numbers times x, and what that is too much; PLACE 2 is the mantissa's top.
-
-    Read as a float, 1 with a number in bits 11, 15 or 19 is 1 + number / 4096, / 256 or / 16.
-    """
-    bits = (words & (15 << (11 + 4 * PLACE))) | 0x3F800000
-    weighted = x * (1 << (12 - 4 * PLACE))
-    total += bits.to(tl.float32, bitcast=True) * weighted[None, :, :]
-    return total, taken + weighted
 
 
 @triton.jit
@@ -452,99 +229,6 @@ def _dequantize_kernel(
             tl.store(out_ptr + row * in_features + column, value, mask=mask)
 
 
-class Packed(NamedTuple):
-    """A matrix in this module's layout: [out, in], or one for each expert [experts, out, in]."""
-
-    words: torch.Tensor  # [..., out, ceil(in / 128) * 16] int32
-    scales: torch.Tensor  # [..., out, num_groups]: floats, e4m3, or e8m0 as uint8
-    zeros: torch.Tensor | None  # the same shape, uint8
-    group_size: int
-    is_fp4: bool = False
-    global_scale: torch.Tensor | None = None  # [..., out] float32
-
-    @property
-    def num_groups(self) -> int:
-        return self.scales.shape[-1]
-
-    @property
-    def planes(self) -> int:
-        """That share a scale; 8 where whole chunks do."""
-        return self.group_size // 16 if self.group_size < CHUNK and self.num_groups > 1 else 8
-
-    @property
-    def chunks_each(self) -> int:
-        """That share a scale, where they do."""
-        return int(max(triton.cdiv(self.group_size, CHUNK), 1))
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """What a kernel is compiled for."""
-        return {
-            "FP4": self.is_fp4, "GLOBAL": self.global_scale is not None,
-            "ZEROS": self.zeros is not None, "PLANES": self.planes,
-        }  # fmt: skip
-
-    def rows(self, start: int, end: int) -> Packed:
-        return self._replace(
-            words=self.words[start:end],
-            scales=self.scales[start:end],
-            zeros=None if self.zeros is None else self.zeros[start:end],
-            global_scale=None if self.global_scale is None else self.global_scale[start:end],
-        )
-
-
-def prepare_w4(
-    packed: torch.Tensor,  # [..., in / 2] uint8, as the reference has them
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    group_size: int,
-    bits: int = 4,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The numbers in this module's layout, [..., ceil(in / 128) * 16] int32, where it takes them.
-
-    8 bits, and groups that do not consist of whole planes, stay as they are.
-    """
-    in_features = packed.shape[-1] * 8 // bits
-    if bits != 4 or not _takes(in_features, group_size):
-        return packed, scales, zeros
-    words = _pack_words(packed, in_features)
-    return words, scales.contiguous(), None if zeros is None else zeros.contiguous()
-
-
-def prepare_fp4(
-    packed: torch.Tensor,  # [..., in / 2] uint8, as the reference has them
-    scales: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    group_size: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The same for e2m1 numbers."""
-    in_features = packed.shape[-1] * 2
-    if not _takes(in_features, group_size):
-        return packed, scales, global_scale
-    return _pack_words(packed, in_features), scales.contiguous(), global_scale
-
-
-def _takes(in_features: int, group_size: int) -> bool:
-    """Whether scales are those of whole chunks, or of planes that a chunk divides into."""
-    return group_size % CHUNK == 0 or group_size in (16, 32, 64) or group_size >= in_features
-
-
-def _pack_words(packed: torch.Tensor, in_features: int) -> torch.Tensor:
-    rows = packed.reshape(-1, packed.shape[-1])
-    num_words = triton.cdiv(in_features, CHUNK) * WORDS
-    words = torch.empty((len(rows), num_words), dtype=torch.int32, device=packed.device)
-    step = max(SLAB // max(in_features, 1) // 8, 1)
-    for start in range(0, len(rows), step):
-        numbers = plain.unpack_nibbles(rows[start : start + step])
-        padded = F.pad(numbers, (0, num_words * 8 - in_features))
-        chunks = padded.view(len(numbers), -1, 8, WORDS).int()  # [rows, chunks, planes, words]
-        own = chunks[:, :, 0]
-        for plane in range(1, 8):
-            own = own | (chunks[:, :, plane] << (4 * plane))
-        words[start : start + step] = own.flatten(1)
-    return words.view(*packed.shape[:-1], num_words)
-
-
 def w4_linear(
     x: torch.Tensor,  # [n, in], or what `perm` takes its columns from
     packed: torch.Tensor,  # as `prepare_w4` gives it
@@ -596,36 +280,6 @@ def _linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None) -> torch
         end = min(start + slab, out_features)
         floats = dequantize(weight.rows(start, end), in_features, x.dtype)
         out[:, start:end] = reference.linear(x, floats, None if bias is None else bias[start:end])
-    return out
-
-
-def one_row(
-    x: torch.Tensor,
-    weight: Packed,
-    bias: torch.Tensor | None,
-    tile: RowTile | None = None,
-    ahead: bool = False,  # whether weights are loaded while others are multiplied
-) -> torch.Tensor:
-    """x [1, in] with all of the weight, in floats."""
-    out_features, num_words = weight.words.shape
-    if tile is None:
-        tile, ahead = w4_row_tile(out_features, x.shape[1])
-    out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(out_features, tile.rows),)
-    operands = (
-        x, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros,
-        out if bias is None else bias, out,
-        x.shape[1], out_features, num_words, weight.num_groups, weight.chunks_each,
-    )  # fmt: skip
-    settings = {
-        "BIAS": bias is not None, "ZEROS": weight.zeros is not None,
-        "EVEN": x.shape[1] % (CHUNK * tile.columns) == 0, "ROWS": tile.rows,
-        "CHUNKS": tile.columns, **tile.launch._asdict(),
-    }  # fmt: skip
-    if weight.planes == 8 and x.is_cuda and x.element_size() == 2:
-        _one_row_in_halves_kernel[grid](*operands, AHEAD=ahead, **settings)
-    else:
-        _one_row_kernel[grid](*operands, PLANES=weight.planes, **settings)
     return out
 
 

@@ -9,7 +9,7 @@ from penstock.ops import quantized as plain
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from penstock.ops.triton import fp8, quantized_experts, w4
+from penstock.ops.triton import fp8, quantized_experts, w4, w4_layout
 from penstock.ops.triton.tuning import Launch
 from penstock.ops.triton.tuning_quantized import Fp8Plan, W4Plan
 
@@ -183,7 +183,7 @@ def test_rows_with_weights_of_4_bits_are_the_references(
     x = torch.randn(n, size, device=device).to(dtype)
     bias = torch.randn(out, device=device).to(dtype)
     expected = plain.w4_linear(x.float(), packed, scales, zero, group, bias.float())
-    prepared = w4.prepare_w4(packed, scales, zero, group)
+    prepared = w4_layout.prepare_w4(packed, scales, zero, group)
     assert prepared[0].dtype == torch.int32
     ours = w4.w4_linear(x, *prepared, group, bias)
     # One row takes powers of two off its sums, which costs them some of float32's bits.
@@ -197,9 +197,9 @@ def test_parts_of_the_columns_of_4_bits_add_up(
 ) -> None:
     packed, scales, zero = w4_weight(100, 640, 32, zeros, torch.float32, device)
     x = torch.randn(20, 640, device=device)
-    prepared = w4.prepare_w4(packed, scales, zero, 32)
+    prepared = w4_layout.prepare_w4(packed, scales, zero, 32)
     plan = W4Plan(64, 16, splits, Launch(4, 2))
-    ours = w4.run_tiles(x, w4.Packed(*prepared, 32), None, plan)
+    ours = w4.run_tiles(x, w4_layout.Packed(*prepared, 32), None, plan)
     close(ours, plain.w4_linear(x, packed, scales, zero, 32, None), 1e-5)
 
 
@@ -208,7 +208,7 @@ def test_columns_in_another_order(device: torch.device, n: int) -> None:
     packed, scales, _ = w4_weight(40, 128, 32, False, torch.float32, device)
     perm = torch.randperm(128, device=device)
     x = torch.randn(n, 128, device=device)
-    ours = w4.w4_linear(x, *w4.prepare_w4(packed, scales, None, 32), 32, None, perm=perm)
+    ours = w4.w4_linear(x, *w4_layout.prepare_w4(packed, scales, None, 32), 32, None, perm=perm)
     close(ours, plain.w4_linear(x, packed, scales, None, 32, None, perm=perm), 1e-4)
 
 
@@ -218,7 +218,7 @@ def test_what_the_layout_does_not_take_stays_as_it_is(
 ) -> None:
     packed = torch.randint(0, 256, (24, 96 * bits // 8), dtype=torch.uint8, device=device)
     scales = torch.rand(24, 96 // group, device=device)
-    prepared = w4.prepare_w4(packed, scales, None, group, bits)
+    prepared = w4_layout.prepare_w4(packed, scales, None, group, bits)
     assert prepared[0] is packed
     x = torch.randn(3, 96, device=device)
     ours = w4.w4_linear(x, *prepared, group, None, bits)
@@ -229,9 +229,10 @@ def test_slabs_of_a_large_matrix_are_the_whole(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(w4, "SLAB", 128 * 30)
+    monkeypatch.setattr(w4_layout, "SLAB", 128 * 3)
     packed, scales, zero = w4_weight(72, 128, 32, True, torch.float32, device)
     x, bias = torch.randn(140, 128, device=device), torch.randn(72, device=device)
-    ours = w4.w4_linear(x, *w4.prepare_w4(packed, scales, zero, 32), 32, bias)
+    ours = w4.w4_linear(x, *w4_layout.prepare_w4(packed, scales, zero, 32), 32, bias)
     close(ours, plain.w4_linear(x, packed, scales, zero, 32, bias), 1e-5)
 
 
@@ -254,7 +255,7 @@ def test_rows_with_weights_of_4_floating_point_bits_are_the_references(
         global_scale = torch.rand(out, device=device) + 0.5
     x = torch.randn(n, size, device=device).to(dtype)
     expected = plain.fp4_linear(x.float(), packed, scales, global_scale, group, None)
-    prepared = w4.prepare_fp4(packed, scales, global_scale, group)
+    prepared = w4_layout.prepare_fp4(packed, scales, global_scale, group)
     assert prepared[0].dtype == torch.int32
     close(w4.fp4_linear(x, *prepared, group, None), expected, tolerance_of(dtype))
 
@@ -319,7 +320,7 @@ def test_experts_with_weights_of_4_bits_are_the_references(
     size = group or 160
     rest = ("swiglu_clamped", *biases)
     theirs = plain.w4_experts(*inputs, *first, *second, size, *rest)  # type: ignore[arg-type]
-    prepared = [*w4.prepare_w4(*first, size), *w4.prepare_w4(*second, min(size, 96))]  # type: ignore[arg-type]
+    prepared = [*w4_layout.prepare_w4(*first, size), *w4_layout.prepare_w4(*second, min(size, 96))]  # type: ignore[arg-type]
     ours = quantized_experts.w4_experts(*inputs, *prepared, size, *rest)  # type: ignore[arg-type]
     close(ours, theirs, 2 * tolerance_of(dtype))
 
@@ -340,6 +341,6 @@ def test_experts_with_weights_of_4_floating_point_bits_are_the_references(
     first = (numbers(5, 192, 80), scales(5, 192, 10), torch.rand(5, 192, device=device))
     second = (numbers(5, 160, 48), scales(5, 160, 6), None)
     theirs = plain.fp4_experts(*inputs, *first, *second, 16, "silu", *biases)
-    prepared = (*w4.prepare_fp4(*first, 16), *w4.prepare_fp4(*second, 16))
+    prepared = (*w4_layout.prepare_fp4(*first, 16), *w4_layout.prepare_fp4(*second, 16))
     ours = quantized_experts.fp4_experts(*inputs, *prepared, 16, "silu", *biases)
     close(ours, theirs, 2 * tolerance_of(dtype))
