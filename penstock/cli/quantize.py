@@ -75,7 +75,7 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         "--no-perplexity",
         action="store_true",
         help="Only write the checkpoint. Without --calibration-text nothing is computed then, and "
-        "a model of any size needs the memory of one of its tensors.",
+        "memory holds one file of at most 5 GB, however large the model.",
     )
 
 

@@ -25,7 +25,6 @@ class Method:
     """One way to write a matrix."""
 
     format: str  # compressed-tensors' name
-    bits: int
     weights: Mapping[str, Any]  # what config.json says of them
     inputs: Mapping[str, Any] | None  # and of activations; None: they stay floats
     group_size: int | None  # columns with a scale of their own; None: whole rows
@@ -114,7 +113,6 @@ def _arguments(bits: int, kind: str, strategy: str, **others: Any) -> dict[str, 
 def _fp8(group_size: int) -> Method:
     return Method(
         format="float-quantized",
-        bits=8,
         weights=_arguments(8, "float", "channel"),
         inputs=_arguments(8, "float", "token", dynamic=True),
         group_size=None,
@@ -127,7 +125,6 @@ def _fp8(group_size: int) -> Method:
 def _int8(group_size: int) -> Method:
     return Method(
         format="int-quantized",
-        bits=8,
         weights=_arguments(8, "int", "channel"),
         inputs=_arguments(8, "int", "token", dynamic=True),
         group_size=None,
@@ -140,7 +137,6 @@ def _int8(group_size: int) -> Method:
 def _w4a16(group_size: int) -> Method:
     return Method(
         format="pack-quantized",
-        bits=4,
         weights=_arguments(4, "int", "group", group_size=group_size),
         inputs=None,
         group_size=group_size,
