@@ -10,10 +10,13 @@ import numpy as np
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, CONTEXT = 256, 256, 4, 2, 64, 2, 40, 128
 QUANTIZABLE = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
-K_TYPES = ["Q4_K", "Q5_K", "Q6_K"]  # gguf can read these, but not make them
+# gguf can read these, but not make all of them
+K_TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+OTHER_TYPES = ["IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0"]
 # Where a block's float16 scales lie; everything else in a block may be any byte.
 SCALE_OFFSETS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,)}
-SCALE_OFFSETS |= {"Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)}
+SCALE_OFFSETS |= {"Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}
+SCALE_OFFSETS |= {"IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "TQ1_0": (52,), "TQ2_0": (64,)}
 
 
 def random_blocks(rng: np.random.Generator, type_name: str, rows: int, columns: int) -> np.ndarray:
@@ -28,6 +31,8 @@ def random_blocks(rng: np.random.Generator, type_name: str, rows: int, columns: 
     for offset in SCALE_OFFSETS[type_name]:
         scales = rng.standard_normal((count, 1)).astype(np.float16)
         blocks[:, offset : offset + 2] = scales.view(np.uint8)
+    if type_name == "MXFP4":  # a power of two between 1 / 64 and 4
+        blocks[:, 0] = rng.integers(121, 130, count)
     return blocks.reshape(rows, -1)
 
 

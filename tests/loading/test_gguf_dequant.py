@@ -4,11 +4,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_builder import K_TYPES, QUANTIZABLE, random_blocks
+from gguf_builder import K_TYPES, OTHER_TYPES, QUANTIZABLE, random_blocks
 
-from penstock.loading import gguf_dequant
 from penstock.loading.gguf_dequant import SUPPORTED_TYPES, dequantize
 from penstock.loading.gguf_file import GGML_TYPES, GGUFTensor
+from penstock.ops import gguf_blocks
 from penstock.protocol.errors import ModelError
 
 TYPES = {ggml_type.name: ggml_type for ggml_type in GGML_TYPES.values()}
@@ -49,7 +49,7 @@ def test_chunks_leave_no_seam(type_name: str, monkeypatch: pytest.MonkeyPatch) -
     data = random_blocks(np.random.default_rng(1), type_name, 11, 768)
     tensor = described(type_name, data, 768)
     whole = dequantize(tensor, data.reshape(-1))
-    monkeypatch.setattr(gguf_dequant, "_CHUNK_ELEMENTS", 512)
+    monkeypatch.setattr(gguf_blocks, "_CHUNK_ELEMENTS", 512)
     assert torch.equal(dequantize(tensor, data.reshape(-1)), whole)
 
 
@@ -62,7 +62,7 @@ def test_out_is_filled_and_returned() -> None:
 
 
 def test_every_type_that_must_be_supported_is() -> None:
-    assert set(SUPPORTED_TYPES) == {*QUANTIZABLE, *K_TYPES}
+    assert set(SUPPORTED_TYPES) == {*QUANTIZABLE, *K_TYPES, *OTHER_TYPES}
 
 
 def test_an_unsupported_type_is_named_with_the_tensor_and_what_is_supported() -> None:
