@@ -27,6 +27,7 @@ CHECKPOINT = {
     "auto_awq": "awq",
     "modelopt": "modelopt",
     "modelopt_fp4": "modelopt",
+    "bitsandbytes": "bitsandbytes",
     "mxfp4": "mxfp4",
     "gpt_oss_mxfp4": "mxfp4",
 }
@@ -49,7 +50,6 @@ REFUSED = {
     "ipex": "leave the option out: AWQ and GPTQ checkpoints run on a CPU as they are",
     "cpu_awq": "leave the option out: AWQ checkpoints run on a CPU as they are",
     "petit_nvfp4": "leave the option out: NVFP4 weights are found by the checkpoint itself",
-    "bitsandbytes": _REQUANTIZE.format(_ANY),
     "eetq": "take the unquantized checkpoint with --quantization int8_per_channel_weight_only",
     "quanto": _REQUANTIZE.format(_ANY),
     "torchao": _REQUANTIZE.format("compressed-tensors"),

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from penstock.ops.blocks import Weight
 
+ANY = -1  # a size in `Expected.shape` that the checkpoint alone knows
+
 
 @dataclass(frozen=True)
 class Expected:

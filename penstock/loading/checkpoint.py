@@ -2,7 +2,7 @@
 
 Every checkpoint reads one tensor at a time: memory peaks at one tensor beyond what its consumer
 keeps. GGUF blocks come out as float32, or as they are for layers that compute with them; other
-files give their own types.
+files give their own types. `bitsandbytes.py` brings that library's flat matrices into rows.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.config import LoadConfig
+from penstock.loading.bitsandbytes import BitsAndBytesCheckpoint, has_flat_matrices
 from penstock.loading.gguf_architectures import AsRow, SplitExperts, UnpermuteRope
 from penstock.loading.gguf_config import MappedTensor, map_tensors
-from penstock.loading.gguf_dequant import check_supported, dequantize
+from penstock.loading.gguf_dequant import FLOAT_DTYPES, check_supported, dequantize
 from penstock.loading.gguf_file import GGUFFile, GGUFTensor
 from penstock.loading.source import ModelSource, read_json
 from penstock.ops.blocks import BlockTensor, Weight
@@ -44,12 +45,13 @@ def open_checkpoint(
     """
     if source.gguf is not None:
         return GGUFCheckpoint(source.gguf, source.config, native_types)
+    checkpoint: Checkpoint
     if load.load_format == "pt":
-        return PickleCheckpoint(source.tensor_files)
-    return SafetensorsCheckpoint(source.tensor_files)
-
-
-FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        checkpoint = PickleCheckpoint(source.tensor_files)
+    else:
+        checkpoint = SafetensorsCheckpoint(source.tensor_files)
+    is_flat = has_flat_matrices(checkpoint.names())
+    return BitsAndBytesCheckpoint(checkpoint) if is_flat else checkpoint
 
 
 class GGUFCheckpoint:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from penstock.layers.loadable import Expected, Loadable
+from penstock.layers.loadable import ANY, Expected, Loadable
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.norm import LayerNorm, RMSNorm
 from penstock.layers.quantized.dummy import fill_quantized
@@ -157,6 +157,8 @@ def _pieces(name: str, tensor: Weight, targets: list[Target]) -> list[Weight]:
     sizes = [0 if rows is None else target.shape[rows] for target in targets]
     if rows is not None:
         shape[rows] = sum(sizes)
+    if ANY in shape and len(shape) == len(tensor.shape):
+        shape = [own if n == ANY else n for n, own in zip(shape, tensor.shape, strict=True)]
     if list(tensor.shape) != shape:
         # Scales are written as [], [1] or [out, 1], as their writer likes.
         is_scale = isinstance(tensor, torch.Tensor) and targets[0].parameter != "weight"

@@ -13,11 +13,13 @@ Weights stay as they are: a tile of output rows at a time becomes floats, never 
   perm may name a column more than once, and then it has as many entries as the matrix has columns.
 - fp4: e2m1 numbers, two in a byte like w4's; scales [out, in / group_size], either e8m0 bytes
   (uint8, groups of 32) or e4m3 (groups of 16); `global_scale` [out] float32 multiplies a row.
+- table: numbers of 4 bits, two in a byte like w4's, that are places in a table of 16 floats;
+  scales [out, groups] of as many columns each as there are.
 
 A backend that multiplies faster with another layout has `prepare_w4(packed, scales, zeros,
 group_size, bits)`, which gives the first three as its own `w4_linear` wants them; a layer calls it
 once, when all of its weights are there. `prepare_fp8(weight, weight_scale)` and
-`prepare_fp4(packed, scales, global_scale, group_size)` likewise.
+`prepare_fp4(packed, scales, global_scale, group_size)` likewise, and `prepare_table(packed)`.
 """
 
 from __future__ import annotations
@@ -109,6 +111,21 @@ def fp4_linear(
     def rows(start: int, end: int) -> torch.Tensor:
         own = None if global_scale is None else global_scale[start:end]
         return dequantize_fp4(packed[start:end], scales[start:end], own, group_size)
+
+    return _linear_by_tile(x.float(), rows, len(packed), bias, x.dtype)
+
+
+def table_linear(
+    x: torch.Tensor,  # [n, in]
+    packed: torch.Tensor,  # [out, in / 2] uint8
+    scales: torch.Tensor,  # [out, groups]
+    values: torch.Tensor,  # [16] float32
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """x W^T + bias, weights from a table and activations as they are: [n, out]."""
+
+    def rows(start: int, end: int) -> torch.Tensor:
+        return dequantize_table(packed[start:end], scales[start:end], values)
 
     return _linear_by_tile(x.float(), rows, len(packed), bias, x.dtype)
 
@@ -214,6 +231,32 @@ def fp4_experts(
     )
 
 
+def table_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden / 2] uint8: gate above up
+    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, groups]
+    down: torch.Tensor,  # [experts, hidden, intermediate / 2] uint8
+    down_scales: torch.Tensor,
+    values: torch.Tensor,  # [16] float32, of all of them
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each token through its experts, summed by weight: [n, hidden]."""
+
+    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return table_linear(rows, gate_up[expert], gate_up_scales[expert], values, bias)
+
+    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return table_linear(rows, down[expert], down_scales[expert], values, bias)
+
+    return _experts(
+        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
+    )
+
+
 _ExpertLinear = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -291,6 +334,15 @@ def dequantize_fp4(
     if global_scale is not None:
         floats = floats * global_scale[:, None]
     return (grouped * floats[..., None]).flatten(1)
+
+
+def dequantize_table(
+    packed: torch.Tensor, scales: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """[rows, in / 2] -> [rows, in] float32."""
+    rows, groups = scales.shape
+    grouped = values.float()[unpack_nibbles(packed).int()].view(rows, groups, -1)
+    return (grouped * scales.float()[..., None]).flatten(1)
 
 
 def e8m0_to_float(scales: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,8 @@ from penstock.ops.quantized import (
     fp8_experts,
     fp8_linear,
     int8_linear,
+    table_experts,
+    table_linear,
     w4_experts,
     w4_linear,
 )
@@ -45,6 +47,8 @@ __all__ = [
     "rotate_pair",
     "route",
     "silu_mul",
+    "table_experts",
+    "table_linear",
     "varlen_attention",
     "w4_experts",
     "w4_linear",

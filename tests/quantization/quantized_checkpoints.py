@@ -1,14 +1,14 @@
 """Tiny checkpoints in every quantized format, each beside the floats that it stands for.
 
-compressed-tensors' own package writes its formats, and says what they stand for; the others are
-written here from their published layouts.
+The packages compressed-tensors and bitsandbytes write their formats, and say what they stand for;
+the others are written here from their published layouts.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny_models import make_checkpoint
+
+from penstock.loading.bitsandbytes import BitsAndBytesCheckpoint
 
 Tensors = dict[str, torch.Tensor]
 Writer = Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -217,6 +219,66 @@ def modelopt_nvfp4() -> tuple[dict[str, Any], Writer]:
         return tensors, meant
 
     return config, write
+
+
+# -- bitsandbytes, by its own package
+
+
+def bitsandbytes(
+    kind: str = "nf4", nested: bool = False, blocksize: int = 64
+) -> tuple[dict[str, Any], Writer]:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    config = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False,
+        "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_compute_dtype": "float32", "llm_int8_skip_modules": None,
+    }  # fmt: skip
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        packed, state = quantize_4bit(
+            weight, blocksize=blocksize, compress_statistics=nested, quant_type=kind
+        )
+        parts = {f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}
+        return {"weight": packed, **parts}, dequantize_4bit(packed, state)
+
+    return config, write
+
+
+def bitsandbytes_int8() -> tuple[dict[str, Any], Writer]:
+    from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
+
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        numbers, largest, _ = int8_vectorwise_quant(weight.half())
+        tensors = {"weight": numbers, "SCB": largest, "weight_format": torch.tensor(0).byte()}
+        return tensors, int8_vectorwise_dequant(numbers, largest)
+
+    return config, write
+
+
+class InMemory:
+    """Tensors as a checkpoint."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def names(self) -> list[str]:
+        return [*self._tensors]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._tensors.items()
+
+
+def as_layers_take_them(tensors: Tensors) -> Tensors:
+    """One layer's, by parameter: flat matrices of bitsandbytes come in rows, others as they are."""
+    checkpoint = BitsAndBytesCheckpoint(InMemory({f"a.{key}": t for key, t in tensors.items()}))
+    found = {}
+    for name, tensor in checkpoint.tensors():
+        assert isinstance(tensor, torch.Tensor)
+        found[name.removeprefix("a.")] = tensor
+    return found
 
 
 # -- compressed-tensors, by its own package

@@ -107,7 +107,11 @@ def test_methods_that_are_gone_are_refused_with_what_to_use_instead(method: str)
         ),
         ({"quant_method": ["gptq"]}, r"\['gptq'\] is not known"),
         ({"bits": 4}, "None is not known"),
-        ({"load_in_4bit": True}, "'bitsandbytes' is not supported"),
+        (
+            {"load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
+            "bnb_4bit_quant_type must be nf4 or fp4, got 'int4'",
+        ),
+        ({"quant_method": "bitsandbytes"}, "must have load_in_4bit or load_in_8bit"),
         ({**GPTQ, "group_size": 0}, "group_size must be -1 or at least 1, got 0"),
         ({**GPTQ, "group_size": "128"}, "group_size must be -1 or at least 1, got '128'"),
         ({**GPTQ, "dynamic": {"+:(": {}}}, "quantization_config cannot be read: "),

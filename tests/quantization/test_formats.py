@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = {
     "log_level": "error",
     "max_logprobs": -1,
     "max_model_len": 128,
+    "kv_cache_memory_bytes": 2**24,
     "dtype": "float32",
 }
 PROMPTS = [
@@ -79,6 +80,10 @@ FORMATS: dict[str, tuple[Callable[[], Any], Rounding | None]] = {
     "fp8 by tensor": (lambda: made.fp8("tensor"), fp8_by_token),
     "fp8 static": (lambda: made.fp8("tensor", static=True), fp8_static),
     "modelopt nvfp4": (lambda: made.modelopt_nvfp4(), None),
+    "bnb nf4": (lambda: made.bitsandbytes(), None),
+    "bnb nf4 nested": (lambda: made.bitsandbytes(nested=True), None),
+    "bnb fp4 by 128": (lambda: made.bitsandbytes("fp4", nested=True, blocksize=128), None),
+    "bnb int8": (lambda: made.bitsandbytes_int8(), None),
     "ct w4a16": (lambda: made.compressed("pack-quantized", INT4), None),
     "ct w4a16 zeros": (
         lambda: made.compressed("pack-quantized", {**INT4, "symmetric": False}),

@@ -59,7 +59,8 @@ def load_stacked(
         part, _, parameter = tensor_name.rpartition(".")
         meant = tensor
         if parameter == "weight":
-            stored[part], meant = writer(tensor)
+            written, meant = writer(tensor)
+            stored[part] = made.as_layers_take_them(written)
         else:
             stored[part]["bias"] = tensor
         floats.load(parameter, part, meant)
@@ -97,7 +98,9 @@ def test_experts_in_activation_order_are_refused_where_they_are_stacked() -> Non
         load_stacked("gptq act-order")
 
 
-@pytest.mark.parametrize("name", ["gptq", "ct fp8", "ct nvfp4", "ct mxfp4", "ct w8a8"])
+@pytest.mark.parametrize(
+    "name", ["gptq", "ct fp8", "ct nvfp4", "ct mxfp4", "ct w8a8", "bnb nf4", "bnb int8"]
+)
 def test_stacked_experts_can_be_made_up(name: str) -> None:
     config, _ = FORMATS[name][0]()
     quantization = choose_quantization({"quantization_config": config}, None)

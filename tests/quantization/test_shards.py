@@ -48,7 +48,7 @@ def load(
     tensors = {}
     present = {}
     for part, weight in weights.items():
-        stored, _ = writer(weight)
+        stored = made.as_layers_take_them(writer(weight)[0])
         present[part] = frozenset(stored)
         name = part or "layer"
         tensors |= {f"{name}.{key}": value for key, value in stored.items()}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.config.quantization import CHECKPOINT, ONLINE, REFUSED
+from penstock.layers.quantized.bitsandbytes import LlmInt8Scheme, TableScheme
 from penstock.layers.quantized.compressed_tensors import CompressedTensors
 from penstock.layers.quantized.packed import AwqScheme, GptqScheme
 from penstock.layers.quantized.plan import Kind, Quantization
@@ -54,6 +55,7 @@ def choose_quantization(
         "gptq": _read_gptq,
         "awq": _read_awq,
         "modelopt": _read_modelopt,
+        "bitsandbytes": _read_bitsandbytes,
     }
     try:
         if method == "mxfp4":
@@ -81,7 +83,7 @@ def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | N
 
 def _method(raw: Mapping[str, Any]) -> str:
     name = raw.get("quant_method") or raw.get("method")
-    if name is None and (raw.get("load_in_8bit") or raw.get("load_in_4bit")):
+    if name is None and (_bits_and_bytes(raw, 4) or _bits_and_bytes(raw, 8)):
         name = "bitsandbytes"
     if name is None and "config_groups" in raw:
         name = "compressed-tensors"
@@ -187,6 +189,25 @@ def _read_modelopt(raw: Mapping[str, Any]) -> Quantization:
     if algorithm == "FP8":
         return Uniform(Fp8Scheme("tensor", True), skipped)
     return Uniform(Fp4Scheme("nvfp4", "weight", "weight_scale_2", divides=False), skipped)
+
+
+def _bits_and_bytes(raw: Mapping[str, Any], bits: int) -> bool:
+    return bool(raw.get(f"load_in_{bits}bit") or raw.get(f"_load_in_{bits}bit"))
+
+
+def _read_bitsandbytes(raw: Mapping[str, Any]) -> Quantization:
+    names = _skipped(raw, "llm_int8_skip_modules")
+    if raw.get("llm_int8_skip_modules") is None:
+        names = ("lm_head",)  # what the library leaves out if it is told nothing
+    skipped = (*names, "embed_tokens")
+    if _bits_and_bytes(raw, 4):
+        kind = _one_of(raw, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
+        return Uniform(TableScheme(kind), skipped)
+    if _bits_and_bytes(raw, 8):
+        return Uniform(LlmInt8Scheme(), skipped)
+    raise ModelError(
+        "config.json: quantization_config of bitsandbytes must have load_in_4bit or load_in_8bit"
+    )
 
 
 @dataclass(frozen=True)

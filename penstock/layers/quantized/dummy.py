@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantization import Shard
+from penstock.layers.quantized.bitsandbytes import LlmInt8Scheme, TableScheme
 from penstock.layers.quantized.experts import QuantizedExperts
 from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.layers.quantized.packed import AwqScheme, GptqScheme, PackedScheme
@@ -17,10 +20,17 @@ from penstock.layers.quantized.schemes import (
     OnlineScheme,
     Scheme,
 )
-from penstock.layers.quantized.weights import Fp4Weight, QuantizedWeight, W4Weight
+from penstock.layers.quantized.weights import (
+    Fp4Weight,
+    QuantizedWeight,
+    TableWeight,
+    W4Weight,
+)
 
 _UNIFORM_DEVIATION = {4: 4.61, 8: 73.9}  # of a uniform number of so many bits
 _FP4_DEVIATION = 2.9
+_TABLE_DEVIATION = 0.61  # of a table of equal steps from -1 to 1
+_TABLE_COLUMNS = 64
 
 
 def fill_quantized(module: nn.Module, deviation: float, seed: int) -> int:
@@ -62,7 +72,7 @@ def dummy_weight(
 ) -> QuantizedWeight:
     """[rows, columns] with about that standard deviation, on the generator's device."""
     device = generator.device
-    if isinstance(scheme, Fp8Scheme | Int8Scheme | OnlineScheme):
+    if isinstance(scheme, Fp8Scheme | Int8Scheme | LlmInt8Scheme | OnlineScheme):
         made = _online(scheme)
         floats = torch.empty(rows, columns, dtype=dtype, device=device)
         floats.normal_(0.0, deviation, generator=generator)
@@ -77,6 +87,11 @@ def dummy_weight(
         scales = torch.ones(shape, device=device).to(torch.float8_e4m3fn)
         whole = torch.full((rows,), deviation / _FP4_DEVIATION, device=device)
         return Fp4Weight(packed, scales, whole, scheme.group_size)
+    if isinstance(scheme, TableScheme):
+        shape = (rows, columns // math.gcd(columns, _TABLE_COLUMNS))
+        scales = torch.full(shape, deviation / _TABLE_DEVIATION, device=device)
+        table = torch.linspace(-1, 1, 16, device=device)
+        return TableWeight(_bytes(rows, columns // 2, generator), scales, table)
     assert isinstance(scheme, GptqScheme | AwqScheme | PackedScheme)
     group = columns if scheme.group_size == -1 else scheme.group_size
     packed = _bytes(rows, columns * scheme.bits // 8, generator)
@@ -89,10 +104,12 @@ def dummy_weight(
     return W4Weight(packed, scales, zeros, group, scheme.bits)
 
 
-def _online(scheme: Fp8Scheme | Int8Scheme | OnlineScheme) -> OnlineScheme:
+def _online(scheme: Fp8Scheme | Int8Scheme | LlmInt8Scheme | OnlineScheme) -> OnlineScheme:
     """What makes the same kind of weights from floats; activations are dynamic."""
     if isinstance(scheme, Fp8Scheme):
         return OnlineScheme("fp8", scheme.granularity)
+    if isinstance(scheme, LlmInt8Scheme):
+        return OnlineScheme("int8_weight_only")
     if isinstance(scheme, Int8Scheme):
         return OnlineScheme("int8_weight_only" if scheme.activations == "none" else "int8")
     return scheme

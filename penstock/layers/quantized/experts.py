@@ -18,6 +18,7 @@ from penstock.layers.quantized.weights import (
     Fp8Weight,
     Int8Weight,
     QuantizedWeight,
+    TableWeight,
     W4Weight,
     fuse,
 )
@@ -83,6 +84,12 @@ class QuantizedExperts(nn.Module):
                 second.packed, second.scales, second.zeros,
                 max(first.group_size, second.group_size), activation, *biases, first.bits,
             )  # fmt: skip
+        elif isinstance(first, TableWeight):
+            assert isinstance(second, TableWeight)
+            output = ops.table_experts(
+                x, weights, ids, first.packed, first.scales, second.packed, second.scales,
+                first.values, activation, *biases,
+            )  # fmt: skip
         else:
             assert isinstance(first, Fp4Weight)
             assert isinstance(second, Fp4Weight)
@@ -135,12 +142,16 @@ class QuantizedExperts(nn.Module):
             if len(fused) != 1:
                 raise ModelError(
                     f"gate_proj and up_proj of expert {expert} have their columns in different "
-                    "orders, which experts cannot have here: quantize with desc_act=False"
+                    "orders or groups, which experts cannot have here: quantize them alike, with "
+                    "desc_act=False"
                 )
             self.gate_up.put(expert, fused[0])
 
     def finish_loading(self) -> None:
         """Bring the weights into the layout that the ops multiply fastest with."""
+        first, second = self.gate_up.weight, self.down.weight
+        if isinstance(first, TableWeight) and isinstance(second, TableWeight):
+            _check_same_table(first, second)
         self.gate_up.prepare(self.build.ops)
         self.down.prepare(self.build.ops)
 
@@ -193,6 +204,13 @@ class Stack(nn.Module):
         for name, tensor in weight.tensors().items():
             if name == "input_scale":  # one for all experts, which must overflow in none
                 own[name].copy_(torch.maximum(own[name], tensor))
+            elif name == "values":
+                _check_same_table(self.weight, weight)
+            elif own[name].shape[1:] != tensor.shape:
+                raise ModelError(
+                    f"the {name} of expert {expert} have shape {list(tensor.shape)}, other "
+                    f"experts' {list(own[name].shape[1:])}: quantize all in groups of one size"
+                )
             else:
                 own[name][expert].copy_(tensor)
 
@@ -207,6 +225,8 @@ class Stack(nn.Module):
         for name, tensor in weight.tensors().items():
             if name == "input_scale":
                 fields[name] = torch.zeros_like(tensor)
+            elif name == "values":
+                fields[name] = tensor.clone()
             else:
                 shape = (self.count, *tensor.shape)
                 fields[name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
@@ -228,3 +248,12 @@ class Stack(nn.Module):
             self.register_buffer("stacked_zeros", zeros, persistent=False)
             self.weight = replace(self.weight, zeros=zeros)
         return weight
+
+
+def _check_same_table(one: QuantizedWeight, other: QuantizedWeight) -> None:
+    assert isinstance(one, TableWeight)
+    assert isinstance(other, TableWeight)
+    if not torch.equal(one.values, other.values):
+        raise ModelError(
+            "experts of one layer have different quant_map tables: quantize them alike"
+        )

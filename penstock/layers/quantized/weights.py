@@ -15,6 +15,7 @@ from penstock.ops.quantized import (
     FP8,
     dequantize_fp4,
     dequantize_fp8,
+    dequantize_table,
     dequantize_w4,
 )
 from penstock.ops.registry import Ops
@@ -186,7 +187,30 @@ class Fp4Weight(_Fields):
         return dataclasses.replace(self, packed=packed, scales=scales, global_scale=whole)
 
 
-W = TypeVar("W", Fp8Weight, Int8Weight, W4Weight, Fp4Weight)
+@dataclass(frozen=True)
+class TableWeight(_Fields):
+    packed: torch.Tensor  # [out, in / 2] uint8
+    scales: torch.Tensor  # [out, groups] float32
+    values: torch.Tensor  # [16] float32: what the numbers stand for
+
+    def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        output: torch.Tensor = ops.table_linear(x, self.packed, self.scales, self.values, bias)
+        return output
+
+    def floats(self, rows: torch.Tensor) -> torch.Tensor:
+        return dequantize_table(self.packed[rows], self.scales[rows], self.values)
+
+    def padded(self, num_rows: int) -> TableWeight:
+        return dataclasses.replace(
+            self, packed=_pad(self.packed, num_rows), scales=_pad(self.scales, num_rows)
+        )
+
+    def prepare(self, ops: Ops) -> TableWeight:
+        prepare = ops.find("prepare_table")
+        return self if prepare is None else dataclasses.replace(self, packed=prepare(self.packed))
+
+
+W = TypeVar("W", Fp8Weight, Int8Weight, W4Weight, Fp4Weight, TableWeight)
 
 
 def fuse(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
@@ -206,6 +230,12 @@ def fuse(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
     if isinstance(first, Int8Weight):
         ints = [part for part in parts if isinstance(part, Int8Weight)]
         return [_stack(first, ints, input_scale=_largest([part.input_scale for part in ints]))]
+    if isinstance(first, TableWeight):
+        tables = [part for part in parts if isinstance(part, TableWeight)]
+        alike = all(torch.equal(first.values, part.values) for part in tables)
+        if not alike or len({part.scales.shape[1] for part in tables}) > 1:
+            return list(parts)
+        return [_stack(first, tables, values=first.values)]
     assert isinstance(first, Fp4Weight)
     return [_stack(first, [part for part in parts if isinstance(part, Fp4Weight)])]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from penstock.ops.triton.attention import paged_attention
+from penstock.ops.triton.byte_experts import table_experts
+from penstock.ops.triton.byte_weights import prepare_table, table_linear
 from penstock.ops.triton.fp8 import fp8_linear, prepare_fp8
 from penstock.ops.triton.int8 import int8_linear
 from penstock.ops.triton.latent_attention import latent_attention
@@ -37,10 +39,13 @@ __all__ = [
     "paged_attention",
     "prepare_fp4",
     "prepare_fp8",
+    "prepare_table",
     "prepare_w4",
     "rms_norm",
     "route",
     "silu_mul",
+    "table_experts",
+    "table_linear",
     "w4_experts",
     "w4_linear",
 ]

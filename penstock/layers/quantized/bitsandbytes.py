@@ -1,0 +1,96 @@
+"""bitsandbytes: NF4 and FP4, and the 8 bits of LLM.int8()."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.layers.loadable import ANY, Expected
+from penstock.layers.quantization import Shard
+from penstock.layers.quantized.schemes import Tensors, check_type
+from penstock.layers.quantized.weights import QuantizedWeight, TableWeight, W4Weight
+from penstock.protocol.errors import ModelError
+
+_LARGEST = 127  # the int8 number that a row's scale stands for
+_BY_ROW = 0  # the one weight_format that is not some GPU's own
+
+
+@dataclass(frozen=True)
+class TableScheme:
+    """4 bits that are places in a table, as `loading/bitsandbytes.py` brings them into rows.
+
+    How many columns share a scale is known when the scales come: configurations do not say it.
+    """
+
+    kind: str  # nf4 or fp4: the checkpoint has the table itself
+
+    @property
+    def label(self) -> str:
+        return f"bitsandbytes {self.kind}"
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return frozenset({"weight_scale"})
+
+    def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
+        rows, columns = shape
+        return {
+            "weight": Expected((rows, columns // 2)),
+            "weight_scale": Expected((rows, ANY)),
+            "quant_map": Expected((16,), rows=None, columns=None),
+        }
+
+    def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
+        packed, scales = tensors["weight"], tensors["weight_scale"]
+        check_type("weight", packed, torch.uint8)
+        columns = 2 * packed.shape[1]
+        if columns % scales.shape[1]:
+            raise ModelError(
+                f"{scales.shape[1]} scales a row do not divide its {columns} columns into groups"
+            )
+        table = tensors["quant_map"].float().contiguous()
+        return TableWeight(packed.contiguous(), scales.float().contiguous(), table)
+
+
+@dataclass(frozen=True)
+class LlmInt8Scheme:
+    """8-bit numbers under each row's largest (SCB).
+
+    Activations stay as they are: the library itself rounds all but their outliers, to go faster.
+    """
+
+    @property
+    def label(self) -> str:
+        return "bitsandbytes int8"
+
+    @property
+    def optional(self) -> frozenset[str]:
+        return frozenset({"weight_format"})
+
+    @property
+    def marks(self) -> frozenset[str]:
+        return frozenset({"SCB"})
+
+    def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
+        return {
+            "weight": Expected(shape),
+            "SCB": Expected((shape[0],), columns=None),
+            "weight_format": Expected((), rows=None, columns=None),
+        }
+
+    def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
+        weight, form = tensors["weight"], tensors.get("weight_format")
+        check_type("weight", weight, torch.int8)
+        if form is not None and int(form) != _BY_ROW:
+            raise ModelError(
+                f"weight_format is {int(form)}: the numbers are in an order for one kind of GPU; "
+                f"save it with bitsandbytes 0.45 or later, which writes {_BY_ROW} (by rows)"
+            )
+        packed = (weight.view(torch.uint8) ^ 128).contiguous()
+        scales = tensors["SCB"].float()[:, None] / _LARGEST
+        return W4Weight(packed, scales, None, weight.shape[1], bits=8)

@@ -1,0 +1,167 @@
+"""The 4-bit matrices of bitsandbytes, which that library keeps flat, as matrices again.
+
+It has ``layer.weight`` as one column of bytes, two numbers in each with the first in the high
+bits, a scale (absmax) for each block of the *flattened* matrix, and beside them the table that the
+numbers are places in, and JSON in a tensor of bytes. Scales may be quantized themselves, to
+places in a second table. Here that becomes what the scheme of this format takes, which can be
+fused and cut like any other:
+
+- ``layer.weight`` [out, in / 2] uint8, the first number in the low bits
+- ``layer.weight_scale`` [out, in / group] float32, where a group is a block, or what rows and
+  blocks both consist of where blocks reach over the ends of rows
+- ``layer.quant_map`` [16] float32
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.protocol.errors import ModelError
+
+if TYPE_CHECKING:
+    from penstock.loading.checkpoint import Checkpoint
+
+_STATE = re.compile(r"(.*)\.weight\.quant_state\.bitsandbytes__\w+")
+_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_MADE = ("weight", "weight_scale", "quant_map")
+
+
+def has_flat_matrices(names: list[str]) -> bool:
+    """Whether a checkpoint has 4-bit matrices of bitsandbytes."""
+    return any(_STATE.fullmatch(name) for name in names)
+
+
+class BitsAndBytesCheckpoint:
+    """Another checkpoint with its 4-bit matrices brought into rows and columns."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        names = set(checkpoint.names())
+        # The tensors of every such layer: the layer, and what `_matrix` calls the tensor.
+        self._parts: dict[str, tuple[str, str]] = {}
+        self._num_parts: dict[str, int] = {}  # by layer
+        for name in checkpoint.names():
+            if match := _STATE.fullmatch(name):
+                layer = match[1]
+                own = {f"{layer}.weight.{part}": (layer, part) for part in _PARTS}
+                own |= {f"{layer}.weight": (layer, "weight"), name: (layer, "state")}
+                found = {part: place for part, place in own.items() if part in names}
+                self._parts |= found
+                self._num_parts[layer] = len(found)
+
+    def names(self) -> list[str]:
+        kept = [name for name in self._checkpoint.names() if name not in self._parts]
+        return [*kept, *(f"{layer}.{part}" for layer in self._num_parts for part in _MADE)]
+
+    def tensors(self) -> Iterator[tuple[str, Weight]]:
+        """Tensors of one matrix wait for each other: they may even lie in different files."""
+        waiting: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in self._checkpoint.tensors():
+            if name not in self._parts or isinstance(tensor, BlockTensor):
+                yield name, tensor
+                continue
+            layer, part = self._parts[name]
+            parts = waiting.setdefault(layer, {})
+            parts[part] = tensor
+            if len(parts) == self._num_parts[layer]:
+                del waiting[layer]
+                for made, matrix in _matrix(layer, parts).items():
+                    yield f"{layer}.{made}", matrix
+
+
+def _matrix(layer: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One layer's tensors -> those of `_MADE`. ModelError if they do not fit together."""
+    state = _State(layer, parts)
+    rows, columns = state.shape
+    data = state.take("weight")
+    data = data.contiguous().view(-1).view(torch.uint8)  # whatever type stores the bytes
+    if 2 * len(data) != rows * columns or columns % 2:
+        raise ModelError(
+            f"{layer}.weight has {len(data)} bytes, but two numbers in each do not make the "
+            f"{rows} x {columns} that its quant_state speaks of, in rows of whole bytes"
+        )
+    table = state.take("quant_map", torch.float32, 16)
+    swapped = ((data << 4) | (data >> 4)).view(rows, columns // 2)
+    group = math.gcd(columns, state.blocksize)
+    num_groups = rows * columns // group
+    scales = _scales(state, -(-rows * columns // state.blocksize))
+    if group != state.blocksize:  # some blocks reach from one row into the next
+        scales = scales[torch.arange(num_groups) * group // state.blocksize]
+    scales = scales.view(rows, columns // group)
+    return {"weight": swapped, "weight_scale": scales, "quant_map": table}
+
+
+def _scales(state: _State, count: int) -> torch.Tensor:
+    """[count] float32, of one block each."""
+    if not state.is_nested:
+        return state.take("absmax", torch.float32, count)
+    places = state.take("absmax", torch.uint8, count)
+    size = state.positive("nested_blocksize")
+    of_blocks = state.take("nested_absmax", torch.float32, -(-count // size))
+    values = state.take("nested_quant_map", torch.float32, 256)[places.int()]
+    return values * of_blocks.repeat_interleave(size)[:count] + state.number("nested_offset")
+
+
+class _State:
+    """What a layer's JSON says, and its tensors: each is checked as it is asked for."""
+
+    def __init__(self, layer: str, parts: dict[str, torch.Tensor]) -> None:
+        self._layer = layer
+        self._parts = parts
+        data = self.take("state", torch.uint8).reshape(-1)
+        try:
+            raw: Any = json.loads(bytes(data.tolist()))
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"{layer}.weight.quant_state is not JSON: {error}") from error
+        if not isinstance(raw, dict):
+            raise ModelError(f"{layer}.weight.quant_state must be an object, got {raw!r:.80}")
+        self._raw = raw
+        self.blocksize = self.positive("blocksize")
+        self.is_nested = "nested_blocksize" in raw
+        shape: Any = raw.get("shape")
+        is_shape = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
+        if not is_shape or len(shape) != 2:
+            raise ModelError(
+                f"{layer}.weight.quant_state has shape {shape!r:.80}, supported are matrices"
+            )
+        self.shape: tuple[int, int] = (shape[0], shape[1])
+
+    def positive(self, key: str) -> int:
+        value = self._raw.get(key)
+        if type(value) is not int or value < 1:
+            raise ModelError(
+                f"{self._layer}.weight.quant_state's {key} must be at least 1, got {value!r:.80}"
+            )
+        return value
+
+    def number(self, key: str) -> float:
+        value = self._raw.get(key)
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ModelError(
+                f"{self._layer}.weight.quant_state's {key} must be a number, got {value!r:.80}"
+            )
+        return float(value)
+
+    def take(
+        self, part: str, dtype: torch.dtype | None = None, count: int | None = None
+    ) -> torch.Tensor:
+        """A tensor of that type and that many numbers."""
+        name = f"{self._layer}.weight" if part == "weight" else f"{self._layer}.weight.{part}"
+        tensor = self._parts.get(part)
+        if tensor is None:
+            raise ModelError(f"the checkpoint lacks {name}, without which the layer has no scales")
+        if dtype is not None and tensor.dtype != dtype:
+            raise ModelError(
+                f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}, supported is "
+                f"{str(dtype).removeprefix('torch.')}"
+            )
+        if count is not None and tensor.numel() != count:
+            raise ModelError(f"{name} has {tensor.numel()} numbers, but the layer needs {count}")
+        return tensor.reshape(-1) if count is not None else tensor

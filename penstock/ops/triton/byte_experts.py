@@ -1,0 +1,175 @@
+"""Experts with the weights of byte_weights.py: as in experts.py, tokens are sorted by expert."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.ops.triton.byte_weights import ByteWeight, multiply_bytes
+from penstock.ops.triton.experts import activate, place, sum_experts
+from penstock.ops.triton.routing import align
+from penstock.ops.triton.tuning_quantized import quantized_experts_plan
+
+
+@triton.jit
+def _multiply_row(
+    acc,  # [rows of the weight, rows of x] float32
+    weight_ptr, scale_ptr, zero_ptr, value_ptr, x_at, weight_row, is_token,
+    in_features, num_bytes, num_groups, columns_each,
+    TABLE: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    BYTES: tl.constexpr,
+):  # fmt: skip
+    """acc + whole rows of the weight with x; x_at points to the first BYTES columns."""
+    byte = tl.arange(0, BYTES)
+    source = weight_ptr + weight_row[:, None] * num_bytes + byte[None, :]
+    scales, zeros = scale_ptr + weight_row * num_groups, zero_ptr + weight_row * num_groups
+    width: tl.constexpr = 2 * BYTES if TABLE else BYTES
+    for chunk in range(tl.cdiv(num_bytes, BYTES)):
+        if EVEN or TABLE:
+            data = tl.load(source + chunk * BYTES)
+        else:
+            data = tl.load(source + chunk * BYTES, (chunk * BYTES + byte < num_bytes)[None, :], 0)
+        acc = multiply_bytes(
+            acc, data, x_at + chunk * width, is_token, scales, zeros, value_ptr, chunk * width,
+            columns_each, num_groups, in_features, TABLE, ZEROS, WHOLE, EVEN, BYTES,
+        )  # fmt: skip
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _gate_up_kernel(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, value_ptr, bias_ptr, out_ptr,
+    pair_ptr, expert_ptr, rows_ptr, hidden, size, num_blocks, num_bytes, num_groups, columns_each,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, TABLE: tl.constexpr,
+    ZEROS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr, BYTES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [num_blocks * ROWS, size], sorted by expert, of x [n, hidden], in the tokens' order."""
+    block, column = place(num_blocks, tl.cdiv(size, COLUMNS), GROUP)
+    num_rows = tl.load(rows_ptr + block)
+    if num_rows <= 0:
+        return
+    expert = tl.load(expert_ptr + block).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
+    first = column * COLUMNS
+    # A tile's rows: COLUMNS of the gate's, then as many of up's.
+    index = tl.arange(0, 2 * COLUMNS)
+    within = first + index % COLUMNS
+    is_weight = within < size
+    weight_row = expert * 2 * size + tl.where(is_weight, within + index // COLUMNS * size, 0)
+    depth = tl.arange(0, BYTES)
+    x_at = x_ptr + (pair // TOP_K).to(tl.int64)[None, :] * hidden + depth[:, None]
+    acc = _multiply_row(
+        tl.zeros([2 * COLUMNS, ROWS], tl.float32),
+        weight_ptr, scale_ptr, zero_ptr, value_ptr, x_at, weight_row, is_row,
+        hidden, num_bytes, num_groups, columns_each, TABLE, ZEROS, WHOLE, EVEN, BYTES,
+    )  # fmt: skip
+    if BIAS:
+        acc += tl.load(bias_ptr + weight_row, mask=is_weight, other=0.0).to(tl.float32)[:, None]
+    gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
+    at = first + tl.arange(0, COLUMNS)
+    out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
+    tl.store(target, out, mask=is_row[:, None] & (at < size)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _down_kernel(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, value_ptr, bias_ptr, out_ptr, factor_ptr,
+    pair_ptr, expert_ptr, rows_ptr, size, hidden, num_blocks, num_bytes, num_groups, columns_each,
+    BIAS: tl.constexpr, TABLE: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
+    EVEN: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """out [num_pairs, hidden], weighted, of x [num_blocks * ROWS, size], which is sorted."""
+    block, column = place(num_blocks, tl.cdiv(hidden, COLUMNS), GROUP)
+    num_rows = tl.load(rows_ptr + block)
+    if num_rows <= 0:
+        return
+    expert = tl.load(expert_ptr + block).to(tl.int64)
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    within = column * COLUMNS + tl.arange(0, COLUMNS)
+    is_weight = within < hidden
+    weight_row = expert * hidden + tl.where(is_weight, within, 0)
+    depth = tl.arange(0, BYTES)
+    x_at = x_ptr + (block * ROWS + row).to(tl.int64)[None, :] * size + depth[:, None]
+    acc = _multiply_row(
+        tl.zeros([COLUMNS, ROWS], tl.float32),
+        weight_ptr, scale_ptr, zero_ptr, value_ptr, x_at, weight_row, is_row,
+        size, num_bytes, num_groups, columns_each, TABLE, ZEROS, WHOLE, EVEN, BYTES,
+    )  # fmt: skip
+    if BIAS:
+        acc += tl.load(bias_ptr + weight_row, mask=is_weight, other=0.0).to(tl.float32)[:, None]
+    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
+    acc *= tl.load(factor_ptr + pair, mask=is_row, other=0.0)[None, :]
+    target = out_ptr + pair.to(tl.int64)[:, None] * hidden + within[None, :]
+    out = acc.T.to(out_ptr.dtype.element_ty)
+    tl.store(target, out, mask=is_row[:, None] & is_weight[None, :])
+
+
+def table_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # as `prepare_table` gives it: [experts, 2 * intermediate, bytes]
+    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, groups]
+    down: torch.Tensor,  # [experts, hidden, bytes]
+    down_scales: torch.Tensor,
+    values: torch.Tensor,  # [16] float32
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference."""
+    size = gate_up.shape[1] // 2
+    first = ByteWeight(
+        gate_up, gate_up_scales, x.shape[1] // gate_up_scales.shape[-1], values=values
+    )
+    second = ByteWeight(down, down_scales, size // down_scales.shape[-1], values=values)
+    return experts(x, weights, ids, first, second, activation, gate_up_bias, down_bias)
+
+
+def experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: ByteWeight,
+    down: ByteWeight,
+    activation: str,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """Each token through its experts, summed by weight: [n, hidden]."""
+    num_tokens, top_k = ids.shape
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    num_experts, double, _ = gate_up.data.shape
+    hidden, size = x.shape[1], double // 2
+    plan = quantized_experts_plan(num_tokens * top_k, num_experts)
+    blocks = align(ids, num_experts, plan.rows)
+    num_blocks = len(blocks.experts)
+    x = x.contiguous()
+    activated = torch.empty((len(blocks.pairs), size), dtype=x.dtype, device=x.device)
+    _gate_up_kernel[(num_blocks * triton.cdiv(size, plan.gate_up.columns),)](
+        x, *gate_up.operands, x if gate_up_bias is None else gate_up_bias, activated,
+        blocks.pairs, blocks.experts, blocks.rows, hidden, size, num_blocks, gate_up.num_bytes,
+        gate_up.num_groups, gate_up.columns_each,
+        TOP_K=top_k, ACTIVATION=activation, BIAS=gate_up_bias is not None,
+        **gate_up.constants(hidden), ROWS=plan.rows, COLUMNS=plan.gate_up.columns,
+        GROUP=plan.gate_up.group, num_warps=plan.gate_up.launch.num_warps,
+        num_stages=plan.gate_up.launch.num_stages,
+    )  # fmt: skip
+    weighted = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    _down_kernel[(num_blocks * triton.cdiv(hidden, plan.down.columns),)](
+        activated, *down.operands, x if down_bias is None else down_bias, weighted, weights,
+        blocks.pairs, blocks.experts, blocks.rows, size, hidden, num_blocks, down.num_bytes,
+        down.num_groups, down.columns_each,
+        BIAS=down_bias is not None, **down.constants(size), ROWS=plan.rows,
+        COLUMNS=plan.down.columns, GROUP=plan.down.group,
+        num_warps=plan.down.launch.num_warps, num_stages=plan.down.launch.num_stages,
+    )  # fmt: skip
+    return sum_experts(weighted, num_tokens)
