@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tiny_models import make_checkpoint
+from tiny_engine import open_llm
+from tiny_models import config_of, make_checkpoint
 
-from penstock import LLM, SamplingParams
+from penstock import SamplingParams
 from penstock.config import LoadConfig, ModelConfig
 from penstock.layers.build import Build
 from penstock.loading.checkpoint import open_checkpoint
@@ -44,14 +46,11 @@ def test_no_tensor_of_the_checkpoint_outlives_its_turn(tmp_path: Path) -> None:
 def test_dummy_weights_need_a_configuration_alone_and_repeat_with_the_seed(
     tmp_path: Path,
 ) -> None:
-    folder = make_checkpoint(tmp_path, "qwen3")
-    (folder / "model.safetensors").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config_of("qwen3")))
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     tokens = []
     for seed in (1, 1, 2):
-        with LLM(
-            str(folder), load_format="dummy", seed=seed, skip_tokenizer_init=True, cpu_threads=1
-        ) as llm:
+        with open_llm(tmp_path, load_format="dummy", seed=seed) as llm:
             (output,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)
             tokens.append(output.outputs[0].token_ids)
     assert tokens[0] == tokens[1]
@@ -60,7 +59,7 @@ def test_dummy_weights_need_a_configuration_alone_and_repeat_with_the_seed(
 
 def test_dummy_weights_run_as_loaded_ones_do(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama")
-    with LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, cpu_threads=1) as llm:
+    with open_llm(folder, load_format="dummy") as llm:
         model = llm.engine.executor.worker.model  # type: ignore[attr-defined]
         assert all(layer.fused is not None for layer in model.model.layers)
         params = SamplingParams(temperature=1.0, max_tokens=6, ignore_eos=True, seed=1, logprobs=9)

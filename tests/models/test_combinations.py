@@ -3,12 +3,12 @@ request may notice. Parity with transformers, alone and batched, is in test_pari
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
@@ -29,25 +29,8 @@ MAX_MODEL_LEN = 128
 UNWINDOWED_LEN = 88  # the longest prompt and its output: a cache for more would not be crowded
 STEP_TOKENS = 7
 BLOCK_SIZE = 4
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-RNG = random.Random(4)
-PROMPTS = [
-    {"prompt_token_ids": [RNG.randrange(256) for _ in range(length)]} for length in (3, 17, 40, 70)
-]
-
-
-def open_llm(checkpoint: Path, **options: Any) -> LLM:
-    settings = {
-        "skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning",
-        "max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": 1000,  # the usual 4 GiB would be millions of tiny blocks
-    }  # fmt: skip
-    return LLM(str(checkpoint), **settings | options)
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+PROMPTS = random_prompts(4, 3, 17, 40, 70)
+OPTIONS = {"max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE}
 
 
 def executor_of(llm: LLM) -> InProcessExecutor:
@@ -59,8 +42,8 @@ def executor_of(llm: LLM) -> InProcessExecutor:
 @pytest.mark.parametrize("variant", EVERY)
 def test_a_crowded_engine_changes_nothing(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
-    with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        alone = tokens(llm)
+    with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1, **OPTIONS) as llm:
+        alone = greedy_tokens(llm, PROMPTS)
         specs = executor_of(llm).capabilities.kv_specs
     windowed = SlidingWindowSpec | ChunkedLocalSpec
     has_window = any(isinstance(spec, windowed) for spec in specs.values())
@@ -70,18 +53,19 @@ def test_a_crowded_engine_changes_nothing(variant: str, tmp_path: Path) -> None:
     with open_llm(
         checkpoint,
         max_model_len=max_model_len,
+        block_size=BLOCK_SIZE,
         max_num_batched_tokens=STEP_TOKENS,  # prompts in chunks
         num_gpu_blocks_override=needed + 2,  # one request, and hardly another
         async_scheduling=True,
     ) as llm:
-        assert tokens(llm) == alone
-        assert tokens(llm) == alone  # from the prefix cache, as far as it reaches
+        assert greedy_tokens(llm, PROMPTS) == alone
+        assert greedy_tokens(llm, PROMPTS) == alone  # from the prefix cache, as far as it reaches
         is_recurrent = any(isinstance(spec, RecurrentSpec) for spec in specs.values())
         # Requests with few blocks wait sooner than they give way: see test_recurrent_models.
         assert is_recurrent or llm.engine.stats().num_preemptions > 0
-    with open_llm(checkpoint, max_num_batched_tokens=STEP_TOKENS) as llm:  # with room for all
-        assert tokens(llm) == alone
-        assert tokens(llm) == alone
+    with open_llm(checkpoint, max_num_batched_tokens=STEP_TOKENS, **OPTIONS) as llm:  # with room
+        assert greedy_tokens(llm, PROMPTS) == alone
+        assert greedy_tokens(llm, PROMPTS) == alone
         assert llm.engine.stats().num_prefix_hits > 0
 
 
@@ -94,7 +78,8 @@ def test_blocks_behind_a_window_or_a_chunk_are_given_back_and_not_read(
     prompt = {"prompt_token_ids": PROMPTS[3]["prompt_token_ids"]}
     params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     options = {
-        "enable_prefix_caching": False, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 150
+        **OPTIONS, "enable_prefix_caching": False, "max_num_batched_tokens": 16,
+        "num_gpu_blocks_override": 150,
     }  # fmt: skip
     with open_llm(checkpoint, cpu_backend=backend, **options) as llm:
         expected = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids

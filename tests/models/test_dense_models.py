@@ -3,15 +3,15 @@ change. Their parity with transformers, alone and batched, is in test_parity."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import Reference, count_near_ties, make_checkpoint
+from tiny_engine import greedy_tokens, open_llm, random_prompts
+from tiny_models import Reference, config_of, make_checkpoint
 
-from penstock import LLM, SamplingParams
+from penstock import LLM
 from penstock.config import LoadConfig, ModelConfig
 from penstock.distributed.group import Group
 from penstock.executor.in_process import InProcessExecutor
@@ -40,21 +40,7 @@ FUSED = {
     "exaone4": [False, False, False],
 }
 WINDOWED = {"mistral_windowed", "phi3", "starcoder2"}  # these need few blocks for a long request
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-RNG = random.Random(4)
-PROMPTS = [
-    {"prompt_token_ids": [RNG.randrange(256) for _ in range(length)]} for length in (3, 17, 40, 70)
-]
-
-
-def open_llm(checkpoint: Path, **options: Any) -> LLM:
-    settings = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"} | options
-    return LLM(str(checkpoint), **settings)
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+PROMPTS = random_prompts(4, 3, 17, 40, 70)
 
 
 def fused_layers(llm: LLM) -> list[bool]:
@@ -68,20 +54,20 @@ def fused_layers(llm: LLM) -> list[bool]:
 def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        alone = tokens(llm)
+        alone = greedy_tokens(llm, PROMPTS)
         assert fused_layers(llm) == FUSED[variant]
     with open_llm(checkpoint, cpu_backend="torch") as llm:
-        assert tokens(llm) == alone
+        assert greedy_tokens(llm, PROMPTS) == alone
         assert fused_layers(llm) == [False, False, False]
     with open_llm(checkpoint, max_num_batched_tokens=7) as llm:  # prompts in chunks
-        assert tokens(llm) == alone
-        assert tokens(llm) == alone  # from the prefix cache
+        assert greedy_tokens(llm, PROMPTS) == alone
+        assert greedy_tokens(llm, PROMPTS) == alone  # from the prefix cache
         assert llm.engine.stats().num_prefix_hits > 0
     tight = {"max_model_len": 128, "num_gpu_blocks_override": 12, "async_scheduling": True}
     if variant in WINDOWED:
         tight |= {"max_num_batched_tokens": 7, "num_gpu_blocks_override": 11, "block_size": 4}
     with open_llm(checkpoint, **tight) as llm:
-        assert tokens(llm) == alone
+        assert greedy_tokens(llm, PROMPTS) == alone
         assert llm.engine.stats().num_preemptions > 0
 
 
@@ -91,9 +77,9 @@ def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) ->
 def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint) as llm:
-        expected = tokens(llm)
+        expected = greedy_tokens(llm, PROMPTS)
     with open_llm(checkpoint, tensor_parallel_size=2) as llm:
-        assert tokens(llm) == expected
+        assert greedy_tokens(llm, PROMPTS) == expected
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -116,10 +102,9 @@ def test_past_the_original_length_longrope_is_that_of_transformers(tmp_path: Pat
     )
     reference = Reference(checkpoint)
     with open_llm(checkpoint) as llm:
-        ours = tokens(llm)
+        ours = greedy_tokens(llm, PROMPTS)
     for prompt, own in list(zip(PROMPTS, ours, strict=True))[1:]:  # those longer than 16
-        theirs, margins = reference.greedy(prompt["prompt_token_ids"], 16)
-        assert count_near_ties(own, theirs, margins, 1e-3) == 0
+        assert reference.count_near_ties(prompt["prompt_token_ids"], own) == 0
 
 
 @torch.inference_mode()
@@ -135,12 +120,10 @@ def test_a_fused_tensor_of_another_size_is_named(name: str, tmp_path: Path) -> N
         load_weights(model, model.weights, tensors.items(), len(tensors), show_progress=False)
 
 
-def test_dummy_norms_are_neutral_whatever_their_kind(tmp_path: Path) -> None:
+def test_dummy_norms_are_neutral_whatever_their_kind() -> None:
     for variant in ("starcoder2", "cohere_qk_norm", "olmo2"):
-        folder = make_checkpoint(tmp_path / variant, variant)
-        source = resolve_source(ModelConfig(model=str(folder)), LoadConfig(load_format="dummy"))
         build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
-        model = build_model(source.config, build)
+        model = build_model(config_of(variant), build)
         fill_dummy(model, seed=0)
         norms = {name: value for name, value in model.named_parameters() if "norm" in name}
         assert norms
@@ -160,11 +143,8 @@ def test_dummy_norms_are_neutral_whatever_their_kind(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_named(
-    variant: str, change: dict[str, Any], message: str, tmp_path: Path
+    variant: str, change: dict[str, Any], message: str
 ) -> None:
-    source = resolve_source(
-        ModelConfig(model=str(make_checkpoint(tmp_path, variant))), LoadConfig()
-    )
     build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
     with pytest.raises(ModelError, match=message):
-        build_model({**source.config, **change}, build)
+        build_model({**config_of(variant), **change}, build)

@@ -6,7 +6,6 @@ rows of queries and keys in ggml's order where llama.cpp wants that, experts in 
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ import gguf
 import numpy as np
 import pytest
 from gguf_twins import TWINS, write_twin
+from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import make_checkpoint
 
-from penstock import LLM, SamplingParams
 from penstock.loading.checkpoint import GGUFCheckpoint
 from penstock.loading.gguf_architectures import ARCHITECTURES, NOT_READ
 from penstock.loading.gguf_config import config_from_gguf
@@ -25,18 +24,12 @@ from penstock.loading.gguf_file import read_gguf
 from penstock.ops.blocks import BlockTensor
 from penstock.protocol.errors import ModelError
 
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-RNG = random.Random(3)
-PROMPTS = [
-    {"prompt_token_ids": [RNG.randrange(256) for _ in range(length)]} for length in (2, 21, 60)
-]
+PROMPTS = random_prompts(3, 2, 21, 60)
 
 
 def tokens(model: Path) -> list[list[int]]:
-    options = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"}
-    with LLM(str(model), max_model_len=128, kv_cache_dtype="float32", **options) as llm:
-        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+    with open_llm(model, max_model_len=128, kv_cache_dtype="float32") as llm:
+        return greedy_tokens(llm, PROMPTS)
 
 
 @pytest.mark.parametrize("twin", TWINS)

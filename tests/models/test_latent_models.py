@@ -5,23 +5,21 @@ alone and batched, is in test_parity."""
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from tiny_models import make_checkpoint
+from tiny_engine import greedy_tokens, open_llm, random_prompts
+from tiny_models import config_of, make_checkpoint
 
-from penstock import LLM, SamplingParams
-from penstock.config import LoadConfig, ModelConfig
+from penstock import LLM
 from penstock.distributed.group import Group
 from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.build import Build
 from penstock.layers.experts import Router
 from penstock.layers.latent_attention import LatentAttention
-from penstock.loading.source import resolve_source
 from penstock.models.decoder import DecoderLM
 from penstock.models.registry import build_model
 from penstock.ops.registry import Ops
@@ -33,21 +31,7 @@ VARIANTS = (
     "deepseek_v2", pytest.param("deepseek_v2_lite", marks=SLOW), "deepseek_v3", "glm4_moe",
     pytest.param("glm4_moe_lite", marks=SLOW), "minimax_m2",
 )  # fmt: skip
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-RNG = random.Random(6)  # under which no choice of experts is a near tie
-PROMPTS = [
-    {"prompt_token_ids": [RNG.randrange(256) for _ in range(length)]} for length in (3, 17, 40, 70)
-]
-
-
-def open_llm(checkpoint: Path, **options: Any) -> LLM:
-    settings = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"} | options
-    return LLM(str(checkpoint), **settings)
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+PROMPTS = random_prompts(6, 3, 17, 40, 70)  # no choice of experts in them is a near tie
 
 
 def model_of(llm: LLM) -> DecoderLM:
@@ -60,12 +44,12 @@ def model_of(llm: LLM) -> DecoderLM:
 def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint, cpu_backend="torch", max_num_batched_tokens=7) as llm:
-        chunked = tokens(llm)
-        assert tokens(llm) == chunked  # from the prefix cache
+        chunked = greedy_tokens(llm, PROMPTS)
+        assert greedy_tokens(llm, PROMPTS) == chunked  # from the prefix cache
         assert llm.engine.stats().num_prefix_hits > 0
     tight = {"max_model_len": 128, "num_gpu_blocks_override": 12, "async_scheduling": True}
     with open_llm(checkpoint, **tight) as llm:
-        assert tokens(llm) == chunked
+        assert greedy_tokens(llm, PROMPTS) == chunked
         assert llm.engine.stats().num_preemptions > 0
 
 
@@ -73,21 +57,21 @@ def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) ->
 def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint) as llm:
-        expected = tokens(llm)
+        expected = greedy_tokens(llm, PROMPTS)
     with open_llm(checkpoint, tensor_parallel_size=2) as llm:
-        assert tokens(llm) == expected
+        assert greedy_tokens(llm, PROMPTS) == expected
 
 
 def test_the_cache_holds_one_short_vector_a_token(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "deepseek_v3")
     with open_llm(checkpoint) as llm:
         specs = model_of(llm).kv_specs("bfloat16")
-        exact = tokens(llm)
+        exact = greedy_tokens(llm, PROMPTS)
     assert set(specs.values()) == {LatentSpec(entry_size=32 + 8, dtype="bfloat16")}
     assert len(specs) == 3
     assert specs["model.layers.0"].bytes_per_token() == 80
     with open_llm(checkpoint, kv_cache_dtype="int8") as llm:
-        rounded = tokens(llm)
+        rounded = greedy_tokens(llm, PROMPTS)
     agreeing = [own[0] == theirs[0] for own, theirs in zip(rounded, exact, strict=True)]
     assert sum(agreeing) >= 2, "8 bits are near enough for most"
 
@@ -110,7 +94,7 @@ def test_no_second_copy_of_a_matrix_is_kept(backend: str, tmp_path: Path) -> Non
 def test_layers_that_foretell_further_tokens_are_left_out(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint) as llm:
-        expected = tokens(llm)
+        expected = greedy_tokens(llm, PROMPTS)
     path = checkpoint / "model.safetensors"
     stored = safetensors.torch.load_file(path)
     last = {name: tensor for name, tensor in stored.items() if "layers.2." in name}
@@ -118,19 +102,17 @@ def test_layers_that_foretell_further_tokens_are_left_out(variant: str, tmp_path
     extra["model.layers.3.eh_proj.weight"] = torch.randn(64, 128)
     safetensors.torch.save_file({**extra, **stored}, path, metadata={"format": "pt"})
     with open_llm(checkpoint) as llm:
-        assert tokens(llm) == expected
+        assert greedy_tokens(llm, PROMPTS) == expected
     surplus = {**stored, "model.layers.2.eh_proj.weight": torch.randn(64, 128)}
     safetensors.torch.save_file(surplus, path, metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"no place for: model.layers.2.eh_proj.weight"):
         open_llm(checkpoint)
 
 
-def test_scores_of_experts_are_float32_in_a_model_of_16_bits(tmp_path: Path) -> None:
-    source = resolve_source(
-        ModelConfig(model=str(make_checkpoint(tmp_path, "deepseek_v3"))), LoadConfig()
-    )
+def test_scores_of_experts_are_float32_in_a_model_of_16_bits() -> None:
     build = Build(torch.bfloat16, torch.device("cpu"), 64, Ops("cpu"))
-    routers = [m for m in build_model(source.config, build).modules() if isinstance(m, Router)]
+    model = build_model(config_of("deepseek_v3"), build)
+    routers = [m for m in model.modules() if isinstance(m, Router)]
     assert len(routers) == 2
     with torch.inference_mode():
         for router in routers:
@@ -141,10 +123,9 @@ def test_scores_of_experts_are_float32_in_a_model_of_16_bits(tmp_path: Path) -> 
 
 
 def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "made", "deepseek_v3")
-    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config_of("deepseek_v3")))
     with open_llm(tmp_path, load_format="dummy") as llm:
-        assert all(len(own) == 16 for own in tokens(llm))
+        assert all(len(own) == 16 for own in greedy_tokens(llm, PROMPTS))
 
 
 @pytest.mark.parametrize(
@@ -158,24 +139,18 @@ def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_named(
-    variant: str, change: dict[str, Any], message: str, tmp_path: Path
+    variant: str, change: dict[str, Any], message: str
 ) -> None:
-    source = resolve_source(
-        ModelConfig(model=str(make_checkpoint(tmp_path, variant))), LoadConfig()
-    )
     build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
     with pytest.raises(ModelError, match=message):
-        build_model({**source.config, **change}, build)
+        build_model({**config_of(variant), **change}, build)
 
 
-def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
-    source = resolve_source(
-        ModelConfig(model=str(make_checkpoint(tmp_path, "deepseek_v2"))), LoadConfig()
-    )
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
     group = Group(rank=0, size=3)
     build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=group)
     with pytest.raises(ConfigError, match="must divide the model's 4 attention heads"):
-        build_model(source.config, build)
+        build_model(config_of("deepseek_v2"), build)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("torch", marks=SLOW), "auto"])
@@ -200,7 +175,7 @@ def test_of_an_fp8_checkpoint_the_matrix_is_unpacked(backend: str, tmp_path: Pat
     }  # fmt: skip
     (checkpoint / "config.json").write_text(json.dumps(config))
     with open_llm(checkpoint, cpu_backend=backend) as llm:
-        assert all(len(own) == 16 for own in tokens(llm))
+        assert all(len(own) == 16 for own in greedy_tokens(llm, PROMPTS))
         attention = model_of(llm).model.layers[2].self_attn
         assert isinstance(attention, LatentAttention)
         expected = floats["model.layers.2.self_attn.kv_b_proj.weight"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import COMMON, VARIANTS, architecture_of, config_class
+from tiny_models import config_of
 
 from penstock import LLM
 from penstock.layers.build import Build
@@ -17,13 +17,6 @@ from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, ModelError
 
 HUGE = 10**400  # which JSON may say, and no float can hold
-
-
-def config_of(variant: str) -> dict[str, Any]:
-    name, settings = VARIANTS[variant]
-    config = config_class(name)(**{**COMMON, **settings})
-    raw: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    return {**raw, "architectures": [architecture_of(name)]}
 
 
 def build(config: dict[str, Any]) -> None:

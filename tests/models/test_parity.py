@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
-from tiny_models import VARIANTS, Reference, count_near_ties, make_checkpoint
+from tiny_engine import greedy_tokens, open_llm, random_prompts
+from tiny_models import VARIANTS, Reference, make_checkpoint
 
-from penstock import LLM, SamplingParams
-
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-MARGIN = 1e-3
+NUM_TOKENS = 40
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_tokens_equal_transformers_alone_and_batched(variant: str, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, variant)
-    rng = random.Random(variant)
-    prompts = [[rng.randrange(256) for _ in range(length)] for length in (1, 5, 30, 77, 130)]
+    prompts = random_prompts(variant, 1, 5, 30, 77, 130)
+    with open_llm(folder, max_num_seqs=8, max_model_len=512) as llm:
+        batched = greedy_tokens(llm, prompts, NUM_TOKENS)
+        alone = [greedy_tokens(llm, [prompt], NUM_TOKENS)[0] for prompt in prompts]
     reference = Reference(folder)
-    expected = [reference.greedy(prompt, GREEDY.max_tokens or 0) for prompt in prompts]
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    with LLM(
-        str(folder), skip_tokenizer_init=True, cpu_threads=1, max_num_seqs=8, max_model_len=512
-    ) as llm:
-        batched = llm.generate(requests, GREEDY, use_tqdm=False)
-        alone = [llm.generate(request, GREEDY, use_tqdm=False)[0] for request in requests]
     num_ties = 0
-    for outputs in (batched, alone):
-        for output, (tokens, margins) in zip(outputs, expected, strict=True):
-            num_ties += count_near_ties(output.outputs[0].token_ids, tokens, margins, MARGIN)
+    for ours in (batched, alone):
+        for prompt, own in zip(prompts, ours, strict=True):
+            num_ties += reference.count_near_ties(prompt["prompt_token_ids"], own)
     assert num_ties <= 1

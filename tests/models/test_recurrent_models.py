@@ -5,22 +5,20 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import make_checkpoint
+from tiny_engine import greedy_tokens, open_llm, random_prompts
+from tiny_models import config_of, make_checkpoint
 
-from penstock import LLM, SamplingParams
-from penstock.config import LoadConfig, ModelConfig
+from penstock import LLM
 from penstock.distributed.group import Group
 from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.build import Build
 from penstock.layers.linear import Part
 from penstock.layers.recurrent import CausalConv
-from penstock.loading.source import resolve_source
 from penstock.models.config import DecoderConfig
 from penstock.models.qwen3_next import FULL, LINEAR, layer_kind
 from penstock.models.registry import build_model
@@ -33,21 +31,7 @@ from penstock.runner.tables import RequestTables
 
 # Of each, how many blocks are so few that requests must give way.
 VARIANTS = {"mamba2": 5, "falcon_h1": 12, "falcon_h1_normed": 12, "qwen3_next": 18}
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-RNG = random.Random(4)
-PROMPTS = [
-    {"prompt_token_ids": [RNG.randrange(256) for _ in range(length)]} for length in (3, 17, 40, 90)
-]
-
-
-def open_llm(checkpoint: Path, **options: Any) -> LLM:
-    settings = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"} | options
-    return LLM(str(checkpoint), **settings)
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+PROMPTS = random_prompts(4, 3, 17, 40, 90)
 
 
 def checkpoint_size(llm: LLM) -> int:
@@ -67,34 +51,34 @@ def checkpoint_size(llm: LLM) -> int:
 def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        alone = tokens(llm)
+        alone = greedy_tokens(llm, PROMPTS)
     with open_llm(checkpoint, cpu_backend="torch") as llm:
-        assert tokens(llm) == alone
+        assert greedy_tokens(llm, PROMPTS) == alone
     with open_llm(checkpoint, max_num_batched_tokens=7) as llm:  # prompts in chunks
-        assert tokens(llm) == alone
-        assert tokens(llm) == alone  # from the prefix cache
+        assert greedy_tokens(llm, PROMPTS) == alone
+        assert greedy_tokens(llm, PROMPTS) == alone  # from the prefix cache
         hits = llm.engine.stats().num_prefix_hits
         assert hits > 0
         assert hits % checkpoint_size(llm) == 0
     tight = {"num_gpu_blocks_override": VARIANTS[variant], "async_scheduling": True}
     with open_llm(checkpoint, max_model_len=128, max_num_batched_tokens=32, **tight) as llm:
-        assert tokens(llm) == alone
+        assert greedy_tokens(llm, PROMPTS) == alone
         assert llm.engine.stats().num_preemptions > 0
 
 
 def test_a_longer_prompt_goes_on_from_a_state_in_the_middle_of_another(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "qwen3_next")
     prompt = PROMPTS[3]["prompt_token_ids"]
-    fork: Any = {"prompt_token_ids": [*prompt[:70], 5, 6, 7]}
+    fork = {"prompt_token_ids": [*prompt[:70], 5, 6, 7]}
     with open_llm(checkpoint, enable_prefix_caching=False) as llm:
-        (expected,) = llm.generate(fork, GREEDY, use_tqdm=False)
+        expected = greedy_tokens(llm, [fork])
     with open_llm(checkpoint) as llm:
-        llm.generate(PROMPTS[3], GREEDY, use_tqdm=False)
+        greedy_tokens(llm, PROMPTS[3:])
         before = llm.engine.stats().num_prefix_hits
-        (output,) = llm.generate(fork, GREEDY, use_tqdm=False)
+        ours = greedy_tokens(llm, [fork])
         size = checkpoint_size(llm)
         assert llm.engine.stats().num_prefix_hits - before == 70 // size * size
-    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert ours == expected
 
 
 def test_states_that_nobody_holds_are_not_read(
@@ -103,7 +87,7 @@ def test_states_that_nobody_holds_are_not_read(
     checkpoint = make_checkpoint(tmp_path, "falcon_h1")
     options = {"enable_prefix_caching": False, "num_gpu_blocks_override": 64, "max_model_len": 256}
     with open_llm(checkpoint, **options) as llm:
-        expected = tokens(llm)
+        expected = greedy_tokens(llm, PROMPTS)
     with open_llm(checkpoint, **options) as llm:
         executor = llm.engine.executor
         assert isinstance(executor, InProcessExecutor)
@@ -118,7 +102,7 @@ def test_states_that_nobody_holds_are_not_read(
             return launch(plan)
 
         monkeypatch.setattr(runner, "launch", poison_and_launch)
-        assert tokens(llm) == expected
+        assert greedy_tokens(llm, PROMPTS) == expected
 
 
 class Drafter:
@@ -152,9 +136,9 @@ def test_drafts_are_refused(tmp_path: Path) -> None:
 def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint) as llm:
-        expected = tokens(llm)
+        expected = greedy_tokens(llm, PROMPTS)
     with open_llm(checkpoint, tensor_parallel_size=2) as llm:
-        assert tokens(llm) == expected
+        assert greedy_tokens(llm, PROMPTS) == expected
 
 
 @torch.inference_mode()
@@ -171,21 +155,20 @@ def test_a_rank_has_its_share_of_every_section_of_a_convolution() -> None:
 def test_a_mamba_says_no_word_of_attention_or_positions(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "mamba2")
     with open_llm(checkpoint) as llm:
-        expected = tokens(llm)
+        expected = greedy_tokens(llm, PROMPTS)
     config = json.loads((checkpoint / "config.json").read_text())
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         del config[name]
     del config["max_position_embeddings"]
     (checkpoint / "config.json").write_text(json.dumps(config))
     with open_llm(checkpoint, max_model_len=5000) as llm:
-        assert tokens(llm) == expected
+        assert greedy_tokens(llm, PROMPTS) == expected
 
 
 def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path, "falcon_h1")
-    (checkpoint / "model.safetensors").unlink()
-    with open_llm(checkpoint, load_format="dummy") as llm:
-        assert all(len(own) == 16 for own in tokens(llm))
+    (tmp_path / "config.json").write_text(json.dumps(config_of("falcon_h1")))
+    with open_llm(tmp_path, load_format="dummy") as llm:
+        assert all(len(own) == 16 for own in greedy_tokens(llm, PROMPTS))
 
 
 @pytest.mark.parametrize(
@@ -203,21 +186,18 @@ def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_make_no_sense_are_named(
-    variant: str, change: dict[str, Any], message: str, tmp_path: Path
+    variant: str, change: dict[str, Any], message: str
 ) -> None:
-    source = resolve_source(
-        ModelConfig(model=str(make_checkpoint(tmp_path, variant))), LoadConfig()
-    )
     build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
     with pytest.raises(ModelError, match=message):
-        build_model({**source.config, **change}, build)
+        build_model({**config_of(variant), **change}, build)
 
 
 @pytest.mark.parametrize("variant", ["mamba2", "falcon_h1", "qwen3_next"])
 def test_weights_and_keys_of_8_bits_leave_the_states_alone(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint, quantization="int8", kv_cache_dtype="int8") as llm:
-        assert all(len(own) == 16 for own in tokens(llm))
+        assert all(len(own) == 16 for own in greedy_tokens(llm, PROMPTS))
         executor = llm.engine.executor
         assert isinstance(executor, InProcessExecutor)
         specs = executor.capabilities.kv_specs.values()
@@ -235,21 +215,15 @@ def test_weights_and_keys_of_8_bits_leave_the_states_alone(variant: str, tmp_pat
     ],
 )
 def test_ranks_that_cannot_share_the_heads_are_refused(
-    variant: str, ranks: int, message: str, tmp_path: Path
+    variant: str, ranks: int, message: str
 ) -> None:
-    source = resolve_source(
-        ModelConfig(model=str(make_checkpoint(tmp_path, variant))), LoadConfig()
-    )
     build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=Group(size=ranks))
     with pytest.raises(ConfigError, match=message):
-        build_model(source.config, build)
+        build_model(config_of(variant), build)
 
 
-def test_every_fourth_layer_attends_where_the_file_lists_none(tmp_path: Path) -> None:
-    source = resolve_source(
-        ModelConfig(model=str(make_checkpoint(tmp_path, "qwen3_next"))), LoadConfig()
-    )
-    raw = {**source.config, "layer_types": None}
+def test_every_fourth_layer_attends_where_the_file_lists_none() -> None:
+    raw = {**config_of("qwen3_next"), "layer_types": None}
     build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
     config = build_model(raw, build).config
     assert isinstance(config, DecoderConfig)

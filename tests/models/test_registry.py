@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_engine import open_llm
 from tiny_models import VARIANTS, architecture_of, make_checkpoint
 
-from penstock import LLM, SamplingParams
+from penstock import SamplingParams
 from penstock.cli.main import main
 from penstock.models.architectures import ARCHITECTURES
 from penstock.models.docs import render
@@ -118,8 +119,7 @@ def test_a_plugin_brings_a_model_and_ops(
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
     def generate() -> list[int]:
-        options = {"skip_tokenizer_init": True, "cpu_threads": 1, "cpu_backend": "torch"}
-        with LLM(str(checkpoint), **options) as llm:
+        with open_llm(checkpoint, cpu_backend="torch") as llm:
             (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
         return output.outputs[0].token_ids
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from tiny_models import OUTSIDE, Reference, count_near_ties, make_checkpoint
+from tiny_engine import greedy_tokens, open_llm, random_prompts
+from tiny_models import OUTSIDE, Reference, make_checkpoint
 from transformers import masking_utils
 
 from penstock import LLM, SamplingParams
@@ -28,21 +28,7 @@ from penstock.models.transformers_probe import CausalMask, Unsupported, describe
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, ModelError
 
-MARGIN = 1e-3
-GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-RNG = random.Random(11)
-PROMPTS = [[RNG.randrange(256) for _ in range(length)] for length in (1, 9, 33, 70)]
-
-
-def open_llm(checkpoint: Path, **options: Any) -> LLM:
-    settings = {"skip_tokenizer_init": True, "cpu_threads": 1, "max_model_len": 128} | options
-    return LLM(str(checkpoint), log_level="warning", **settings)
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    requests = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
-    outputs = llm.generate(requests, GREEDY, use_tqdm=False)
-    return [output.outputs[0].token_ids for output in outputs]
+PROMPTS = random_prompts(11, 1, 9, 33, 70)
 
 
 def model_of(llm: LLM) -> TransformersLM:
@@ -82,25 +68,27 @@ def test_greedy_tokens_equal_transformers_however_they_are_computed(
 ) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        alone = tokens(llm)
+        alone = greedy_tokens(llm, PROMPTS)
         model = model_of(llm)
         assert any(isinstance(module, BatchedLinear) for module in model.modules())
         specs = model.kv_specs("float32")
     reference = Reference(checkpoint)
     num_ties = 0
     for prompt, own in zip(PROMPTS, alone, strict=True):
-        theirs, margins = reference.greedy(prompt, len(own))
-        num_ties += count_near_ties(own, theirs, margins, MARGIN)
+        num_ties += reference.count_near_ties(prompt["prompt_token_ids"], own)
     assert num_ties <= 1
     with open_llm(checkpoint, max_num_batched_tokens=7) as llm:  # prompts in chunks
-        assert tokens(llm) == alone
-        assert tokens(llm) == alone  # from the prefix cache
+        assert greedy_tokens(llm, PROMPTS) == alone
+        assert greedy_tokens(llm, PROMPTS) == alone  # from the prefix cache
         assert llm.engine.stats().num_prefix_hits > 0
     groups, _ = plan_groups(specs, block_size=4, max_model_len=128)
     num_blocks = blocks_for_request(groups, 128, max_step_tokens=16) + 2  # hardly for another
-    tight = {"num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": 16, "block_size": 4}
+    tight = {
+        "num_gpu_blocks_override": num_blocks, "max_num_batched_tokens": 16, "block_size": 4,
+        "max_model_len": 128,
+    }  # fmt: skip
     with open_llm(checkpoint, cpu_backend="torch", async_scheduling=True, **tight) as llm:
-        assert tokens(llm) == alone
+        assert greedy_tokens(llm, PROMPTS) == alone
         assert llm.engine.stats().num_preemptions > 0
 
 
@@ -110,18 +98,18 @@ def test_a_known_architecture_gives_the_same_tokens_either_way(
 ) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint) as llm:
-        own = tokens(llm)
+        own = greedy_tokens(llm, PROMPTS)
     with open_llm(checkpoint, model_impl="transformers") as llm:
         assert isinstance(model_of(llm), TransformersLM)
-        assert tokens(llm) == own
+        assert greedy_tokens(llm, PROMPTS) == own
 
 
 def test_weights_are_quantized_as_in_other_models(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "qwen3")
     with open_llm(checkpoint, quantization="int8") as llm:
-        own = tokens(llm)
+        own = greedy_tokens(llm, PROMPTS)
     with open_llm(checkpoint, quantization="int8", model_impl="transformers") as llm:
-        assert tokens(llm) == own
+        assert greedy_tokens(llm, PROMPTS) == own
 
 
 def test_random_weights_are_made_for_all_of_them() -> None:
@@ -212,11 +200,10 @@ def test_without_a_length_asked_for_it_is_that_of_learned_positions(tmp_path: Pa
     torch.manual_seed(1)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with open_llm(tmp_path, max_model_len=None) as llm:
+    with open_llm(tmp_path) as llm:
         assert llm.engine.max_model_len == 48
         (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
-    theirs, margins = Reference(tmp_path).greedy([5, 6, 7], 40)
-    assert count_near_ties(output.outputs[0].token_ids, theirs, margins, MARGIN) == 0
+    assert Reference(tmp_path).count_near_ties([5, 6, 7], output.outputs[0].token_ids) == 0
 
 
 def test_who_asks_for_own_code_alone_is_told_of_the_other() -> None:

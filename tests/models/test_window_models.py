@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import make_checkpoint
+from tiny_engine import greedy_tokens, open_llm, random_prompts
+from tiny_models import config_of, make_checkpoint
 
-from penstock import LLM, SamplingParams
-from penstock.config import LoadConfig, ModelConfig
 from penstock.executor.runtime import longest_context
 from penstock.layers.build import Build
 from penstock.layers.norm import ZeroCentredNorm
-from penstock.loading.source import resolve_source
 from penstock.loading.text_config import text_settings
 from penstock.models.config import DecoderConfig
 from penstock.models.gemma2 import Gemma2ForCausalLM, layer_is_windowed
@@ -32,28 +30,14 @@ from penstock.ops.registry import Ops
 from penstock.protocol.errors import ModelError
 from penstock.protocol.kv import ChunkedLocalSpec, SlidingWindowSpec
 
-OPTIONS: dict[str, Any] = {
-    "skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning", "max_model_len": 64
-}  # fmt: skip
-
 
 def build_of(max_model_len: int = 64, dtype: torch.dtype = torch.float32) -> Build:
     return Build(dtype, torch.device("cpu"), max_model_len, Ops("cpu"))
 
 
-def config_of(tmp_path: Path, variant: str) -> dict[str, Any]:
-    folder = make_checkpoint(tmp_path, variant)
-    return resolve_source(ModelConfig(model=str(folder)), LoadConfig()).config
-
-
-def tokens(folder: Path) -> list[int]:
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    with LLM(str(folder), **OPTIONS) as llm:
-        return (
-            llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)[0]
-            .outputs[0]
-            .token_ids
-        )
+def tokens(folder: Path) -> list[list[int]]:
+    with open_llm(folder, max_model_len=64) as llm:
+        return greedy_tokens(llm, random_prompts(0, 3), 12)
 
 
 def random_mxfp4(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,8 +101,8 @@ def test_a_gemma_norm_rounds_only_its_result() -> None:
     torch.testing.assert_close(norm(x).float(), exact, rtol=2**-7, atol=0)
 
 
-def test_older_files_of_gemma_3_mean_the_same(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "gemma3")
+def test_older_files_of_gemma_3_mean_the_same() -> None:
+    config = config_of("gemma3")
     older = {key: value for key, value in config.items() if key != "rope_parameters"}
     older |= {
         "rope_theta": 1_000_000.0,
@@ -186,8 +170,8 @@ def test_llama_4s_text_settings_are_found_and_filled_in() -> None:
     assert all(layer_has_experts(config, index) for index in range(48))
 
 
-def test_chunks_longer_than_any_request_are_full_attention(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "llama4")  # with chunks of 18
+def test_chunks_longer_than_any_request_are_full_attention() -> None:
+    config = config_of("llama4")  # with chunks of 18
     kinds = {
         length: build_model(config, build_of(length)).kv_specs("float32") for length in (18, 19)
     }
@@ -198,8 +182,8 @@ def test_chunks_longer_than_any_request_are_full_attention(tmp_path: Path) -> No
     assert chunked == {18: [False, False, False], 19: [True, False, True]}
 
 
-def test_without_layer_types_the_last_of_every_few_layers_sees_everything(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "gemma2")
+def test_without_layer_types_the_last_of_every_few_layers_sees_everything() -> None:
+    config = config_of("gemma2")
     del config["layer_types"]
     model = build_model(config, build_of())
     assert isinstance(model, Gemma2ForCausalLM)
@@ -207,8 +191,8 @@ def test_without_layer_types_the_last_of_every_few_layers_sees_everything(tmp_pa
     assert windowed == [True] * 5 + [False, True]
 
 
-def test_a_window_that_no_request_outgrows_needs_no_group_of_its_own(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "gemma2")  # a window of 24
+def test_a_window_that_no_request_outgrows_needs_no_group_of_its_own() -> None:
+    config = config_of("gemma2")  # a window of 24
     for max_model_len, num_windowed in ((24, 0), (25, 2)):
         specs = build_model(config, build_of(max_model_len)).kv_specs("float32").values()
         assert sum(isinstance(spec, SlidingWindowSpec) for spec in specs) == num_windowed
@@ -226,8 +210,8 @@ def test_a_window_that_no_request_outgrows_needs_no_group_of_its_own(tmp_path: P
     ],
 )
 def test_settings_that_make_no_sense_are_named(
-    variant: str, change: dict[str, Any], message: str, tmp_path: Path
+    variant: str, change: dict[str, Any], message: str
 ) -> None:
-    config = config_of(tmp_path, variant)
+    config = config_of(variant)
     with pytest.raises(ModelError, match=message):
         build_model({**config, **change}, build_of())

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from tiny_engine import OPTIONS
 from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
@@ -23,7 +24,6 @@ from penstock.platforms.platform import detect_platform
 from penstock.protocol.step import NewRequest, ScheduledRequest, StepPlan
 from penstock.runner.batch import StepBatch
 
-OPTIONS = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "error"}
 PROMPT = {"prompt_token_ids": [1, 2, 3, 4]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import tiny_engine
 from tiny_models import make_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from penstock import LLM
 from penstock.text.detokenizer import byte_level_alphabet
 
 SPECIAL = ["<pad>", "<s>", "</s>", "<call>", "</think>"]  # ids 0 to 4; 2 ends a text
@@ -30,3 +33,9 @@ def make_byte_model(folder: Path) -> Path:
     make_byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
     return folder
+
+
+def open_llm(model: str, **options: Any) -> LLM:
+    """An engine with a small cache for a checkpoint with a tokenizer."""
+    settings = {"skip_tokenizer_init": False, "max_model_len": 128} | options
+    return tiny_engine.open_llm(model, **settings)

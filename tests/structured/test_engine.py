@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from byte_model import open_llm
 from drafters import Oracle
 
 from penstock import LLM, SamplingParams
@@ -53,11 +54,6 @@ def run(llm: LLM) -> list[tuple[list[int], str | None]]:
     outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [(out.outputs[0].token_ids, out.outputs[0].finish_reason) for out in outputs]
-
-
-def open_llm(model: str, **options: Any) -> LLM:
-    settings = {"cpu_threads": 1, "log_level": "warning", "max_model_len": 128} | options
-    return LLM(model, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_model import open_llm
 
-from penstock import LLM, SamplingParams
+from penstock import SamplingParams
 from penstock import StructuredOutputsParams as Structured
 from penstock.protocol.errors import InputError
 from penstock.structured import checker as checker_module
@@ -118,8 +119,7 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
 
 def test_an_engine_refuses_it_and_goes_on(byte_model: str) -> None:
     """Others get their tokens meanwhile, and the same thing again is refused at once."""
-    options = {"cpu_threads": 1, "log_level": "error", "structured_outputs_timeout_s": TIMEOUT_S}
-    with LLM(byte_model, **options) as llm:
+    with open_llm(byte_model, structured_outputs_timeout_s=TIMEOUT_S) as llm:
         spec = Structured(regex="a+")
         fine = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=spec)
         bad = SamplingParams(structured_outputs=Structured(**REFUSED["huge multiples"]))
@@ -140,7 +140,7 @@ def test_masks_that_take_too_long_fail_their_request_alone(
     from penstock.structured import manager
 
     monkeypatch.setattr(manager, "STEP_LIMIT_S", 0.3)
-    with LLM(byte_model, cpu_threads=1, log_level="error") as llm:
+    with open_llm(byte_model) as llm:
         backend, _ = llm.engine.grammars._backend()
         fill = backend.fill
         slow_matchers: set[int] = set()

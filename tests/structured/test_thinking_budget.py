@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from byte_model import open_llm
 from drafters import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -94,15 +95,9 @@ def requests() -> list[tuple[str, SamplingParams]]:
     ]
 
 
-def open_llm(model: str, **options: Any) -> LLM:
-    settings: dict[str, Any] = {"cpu_threads": 1, "log_level": "warning", "max_model_len": 128}
-    settings |= options
-    return LLM(model, reasoning_parser="deepseek_r1", **settings)
-
-
 @pytest.fixture(scope="module")
 def llm(byte_model: str) -> Iterator[LLM]:
-    with open_llm(byte_model) as llm:
+    with open_llm(byte_model, reasoning_parser="deepseek_r1") as llm:
         yield llm
 
 
@@ -154,7 +149,7 @@ def test_the_same_tokens_whatever_the_engine_does(
     byte_model: str, alone: list[list[int]], options: dict[str, Any]
 ) -> None:
     prompts, params = zip(*requests(), strict=True)
-    with open_llm(byte_model, **options) as llm:
+    with open_llm(byte_model, reasoning_parser="deepseek_r1", **options) as llm:
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == alone
         if "num_gpu_blocks_override" in options:
@@ -164,7 +159,7 @@ def test_the_same_tokens_whatever_the_engine_does(
 def test_the_same_tokens_with_drafts(byte_model: str, alone: list[list[int]]) -> None:
     oracle = Oracle(alone, wrong=100)
     prompts, params = zip(*requests(), strict=True)
-    with open_llm(byte_model, drafter=oracle) as llm:
+    with open_llm(byte_model, reasoning_parser="deepseek_r1", drafter=oracle) as llm:
         outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == alone
     assert oracle.num_accepted > 100

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tiny_engine import open_llm
 from tiny_models import make_checkpoint
 
-from penstock import LLM, SamplingParams
+from penstock import SamplingParams
 from penstock.cli.main import main
 from penstock.ops.cpu import library
 from penstock.ops.cpu.library import FILE_NAME, STALE, open_library, sources_hash
@@ -79,7 +80,7 @@ def test_with_a_stale_library_models_run_on_torch_and_it_is_said(
     assert STALE in json.loads(capsys.readouterr().out)["cpu_library"]
     assert "pip install -e ." in caplog.text
     folder = make_checkpoint(tmp_path, "llama")
-    with LLM(str(folder), skip_tokenizer_init=True, cpu_threads=1, log_level="error") as llm:
+    with open_llm(folder) as llm:
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
         (output,) = llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)
         assert len(output.outputs[0].token_ids) == 3

@@ -36,6 +36,7 @@ SHAPE = {
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True, "cpu_threads": 1, "cpu_backend": "torch", "max_model_len": 32,
     "max_num_seqs": 4, "max_num_batched_tokens": 16, "log_level": "error",
+    "kv_cache_memory_bytes": 2**24,
 }  # fmt: skip
 PROMPTS = [{"prompt_token_ids": [1 + (index * 7) % 60 for index in range(n)]} for n in (1, 9)]
 
