@@ -32,11 +32,18 @@ def test_what_existed_before_is_out_of_sight_and_comes_back() -> None:
 
 
 def test_an_inner_use_leaves_the_outer_one_in_place() -> None:
+    old = Node()
     with settled_heap():
-        frozen = gc.get_freeze_count()
+        young = Node()
         with settled_heap():
             pass
-        assert gc.get_freeze_count() == frozen
+        old_alive, young_alive = weakref.ref(old), weakref.ref(young)
+        del old, young
+        gc.collect()
+        assert young_alive() is None
+        assert old_alive() is not None
+    gc.collect()
+    assert old_alive() is None
 
 
 HOLES = """

@@ -1,7 +1,8 @@
 """Faults at named points of a real server: which functions can be made to fail, and how.
 
-A point is ``module:function``. `FaultPoints.raise_at` makes its next call raise, in whichever
-process that happens; `stall_at` makes it stand still for a while, with all that its process does.
+A point is ``module:function``. `FaultPoints.raise_at` makes one of its next calls raise, in
+whichever process that happens; `stall_at` makes it stand still for a while, with all that its
+process does; `hold_at` makes a coroutine wait until `release`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,19 @@ class FaultPoints:
             "FAULT_POINTS": " ".join(points),
         }
 
-    def raise_at(self, point: str) -> None:
-        self._arm(point, "")
+    def raise_at(self, point: str, after_calls: int = 0) -> None:
+        """Raise once, after so many more calls that are left alone."""
+        self._arm(point, f"raise {after_calls}")
 
     def stall_at(self, point: str, seconds: float) -> None:
-        self._arm(point, str(seconds))
+        self._arm(point, f"stall {seconds}")
+
+    def hold_at(self, point: str) -> None:
+        """Let its next call wait for `release`."""
+        self._arm(point, "stall inf")
+
+    def release(self, point: str) -> None:
+        (self._folder / f"{point}.taken").unlink()
 
     def _arm(self, point: str, what: str) -> None:
         assert point in self._points

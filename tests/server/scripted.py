@@ -1,6 +1,7 @@
 """A model that says what the conversation tells it to: for what no small model does by itself.
 
-The prompt holds ``[[...]]``; the output is what stands between, token for token, and then the end.
+The prompt holds ``[[text]]``; the output is what stands between, token for token, and then the end,
+or, where that is ``...``, its last dot for ever.
 Masks come first: what a grammar or a limit forbids is not said.
 """
 
@@ -67,7 +68,10 @@ class Script(LogitsProcessor):
         if begin < 0:
             return False
         end = next(i for i in range(begin, len(ids)) if ids[i : i + 2] == brackets[1])
-        self._scripts[slot] = (request.num_prompt_tokens, [*ids[begin + 2 : end], 256])
+        script = ids[begin + 2 : end]
+        if script[-3:] != [_token(".")] * 3:
+            script = [*script, 256]
+        self._scripts[slot] = (request.num_prompt_tokens, script)
         return True
 
     def remove(self, slot: int) -> None:

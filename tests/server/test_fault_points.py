@@ -70,12 +70,8 @@ class Subject:
 
     def run(self, point: str, bodies: list[Body] = BODIES) -> list[Answer]:
         """Answers of requests in the midst of which `point` fails once."""
-
-        async def fault(streams: Streams) -> None:
-            await streams.chunks_more(20)
-            self.points.raise_at(point)
-
-        answers = Streams(self.server).run(bodies, fault)
+        self.points.raise_at(point, after_calls=20)  # of hundreds
+        answers = Streams(self.server).run(bodies)
         assert self.points.has_struck(point)
         eventually(lambda: self.server.get("/health").status_code == 200)
         return answers
@@ -150,12 +146,13 @@ def test_a_disk_that_is_slow_to_load_the_model_is_waited_for(subject: Subject) -
 def test_a_store_that_is_slow_or_fails_concerns_its_own_request(subject: Subject) -> None:
     before = subject.num_restarts()
     question = {"input": "Once", "max_output_tokens": 8}
-    subject.points.stall_at(STORING, 5.0)
+    subject.points.hold_at(STORING)
     with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(subject.server.post, "/v1/responses", question)
         subject.points.wait_for(STORING)
         assert Streams(subject.server).run(BODIES) == subject.calm
         assert not slow.done()
+        subject.points.release(STORING)
         assert slow.result().json()["status"] == "incomplete"
     subject.points.raise_at(STORING)
     assert subject.server.post("/v1/responses", question).status_code == 500

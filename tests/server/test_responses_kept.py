@@ -48,7 +48,7 @@ def test_a_response_in_the_background_can_be_cancelled(
     scripted: openai.OpenAI, scripted_server: ServerProcess
 ) -> None:
     endless: Any = {
-        "model": "scripted", "input": "Write without end.", "background": True,
+        "model": "scripted", "input": "[[And on and on...]]", "background": True,
         "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
     }  # fmt: skip
     begun = scripted.responses.create(**endless)

@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import functools
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -53,35 +54,48 @@ def wrap(module: ModuleType, module_name: str, path: str) -> None:
     for part in classes:
         owner = getattr(owner, part)
     inner: Callable[..., Any] = getattr(owner, name)
-    flag = FOLDER / f"{module_name}:{path}"
+    fault = Fault(FOLDER / f"{module_name}:{path}")
 
     @functools.wraps(inner)
     def wrapper(*arguments: Any, **options: Any) -> Any:
         # As a page of a mapped file does that a slow disk takes its time for: Python stands still.
-        ctypes.PyDLL(None).usleep(int(strike(flag) * 1e6))
+        ctypes.PyDLL(None).usleep(int(fault.strike() * 1e6))
         return inner(*arguments, **options)
 
     @functools.wraps(inner)
     async def async_wrapper(*arguments: Any, **options: Any) -> Any:
-        await asyncio.sleep(strike(flag))
+        stall_s = fault.strike()
+        while stall_s == math.inf and fault.taken.exists():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(stall_s if stall_s < math.inf else 0)
         return await inner(*arguments, **options)
 
     setattr(owner, name, async_wrapper if inspect.iscoroutinefunction(inner) else wrapper)
 
 
-def strike(flag: Path) -> float:
-    """Raise, or say for how long to stall, if the file is there and nobody took it before."""
-    if not flag.exists():
-        return 0.0
-    taken = flag.with_suffix(f".taken-{os.getpid()}")
-    try:
-        flag.rename(taken)
-    except FileNotFoundError:
-        return 0.0
-    stall_s = float(taken.read_text() or 0)
-    if not stall_s:
-        raise InjectedFault(flag.name)
-    return stall_s
+class Fault:
+    """What a file asks of one function; whoever takes the file away strikes."""
+
+    def __init__(self, flag: Path) -> None:
+        self._flag = flag
+        self.taken = flag.with_name(f"{flag.name}.taken")
+        self._num_calls = 0  # since the file came
+
+    def strike(self) -> float:
+        """Raise, or say for how many seconds to stall, if it is time for that."""
+        try:
+            kind, number = self._flag.read_text().split()
+            self._num_calls += 1
+            if kind == "raise" and self._num_calls <= int(number):
+                return 0.0
+            self._flag.rename(self.taken)
+        except FileNotFoundError:  # nothing is asked for, or another process was faster
+            self._num_calls = 0
+            return 0.0
+        self._num_calls = 0
+        if kind == "raise":
+            raise InjectedFault(self._flag.name)
+        return float(number)
 
 
 sys.meta_path.insert(0, Wrapper())
