@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_engine import OPTIONS
 from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
@@ -21,7 +22,6 @@ from penstock.protocol.step import StepPlan
 from penstock.runner.logits_processors import LogitsProcessor, ProcessorRows
 from penstock.runner.runner import StepHandle
 
-OPTIONS = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "error"}
 GOOD = {"prompt_token_ids": [1, 2, 3]}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 

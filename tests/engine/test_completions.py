@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tiny_engine import open_llm
 
 from penstock import LLM, RequestOutputKind, SamplingParams
 from penstock.text.frontend import child_seed
@@ -14,7 +15,7 @@ PROMPT = {"prompt_token_ids": [4, 5, 6, 7]}
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: str) -> LLM:
-    return LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1, log_level="warning")
+    return open_llm(tiny_llama)
 
 
 def generate(llm: LLM, **options: Any) -> list[Any]:
@@ -33,7 +34,7 @@ def test_n_completions_are_those_of_their_own_seeds(llm: LLM) -> None:
 def test_requests_without_a_seed_differ_and_a_new_engine_repeats_them(tiny_llama: str) -> None:
     runs = []
     for _ in range(2):
-        with LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1, seed=3) as llm:
+        with open_llm(tiny_llama, seed=3) as llm:
             runs.append([generate(llm, temperature=1.0)[0].token_ids for _ in range(3)])
     assert runs[0] == runs[1]
     assert len({tuple(tokens) for tokens in runs[0]}) == 3
@@ -107,7 +108,7 @@ def test_the_default_sampling_params_handed_out_are_a_copy(llm: LLM) -> None:
 def test_cached_prompt_tokens_are_counted(tiny_llama: str) -> None:
     prompt = {"prompt_token_ids": list(range(40))}
     params = SamplingParams(temperature=0, max_tokens=2)
-    with LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1) as llm:
+    with open_llm(tiny_llama) as llm:
         counts = [
             llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens for _ in range(2)
         ]
@@ -119,7 +120,7 @@ def test_cached_prompt_tokens_are_counted(tiny_llama: str) -> None:
 def test_the_prefix_cache_can_be_emptied_while_a_stream_goes_on(tiny_llama: str) -> None:
     prompt = {"prompt_token_ids": list(range(40))}
     params = SamplingParams(temperature=0, max_tokens=8)
-    with LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1) as llm:
+    with open_llm(tiny_llama) as llm:
         (expected,) = llm.generate(prompt, params, use_tqdm=False)
         stream = llm.stream(prompt, params)
         assert next(stream).num_cached_tokens == 32
@@ -137,7 +138,7 @@ def test_a_prompt_that_was_never_seen_counts_as_computed_for_all_its_completions
 ) -> None:
     prompt = {"prompt_token_ids": list(range(40))}
     params = SamplingParams(temperature=0, max_tokens=2, n=2)
-    with LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1, max_num_seqs=1) as llm:
+    with open_llm(tiny_llama, max_num_seqs=1) as llm:
         (output,) = llm.generate(prompt, params, use_tqdm=False)
     assert output.num_cached_tokens == 0
 

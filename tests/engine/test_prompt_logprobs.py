@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_engine import open_llm
 from tiny_models import Reference
 
-from penstock import LLM, SamplingParams
+from penstock import SamplingParams
 
 PROMPT = [random.Random(1).randrange(256) for _ in range(50)]
 WAYS: dict[str, dict[str, Any]] = {
@@ -48,8 +49,7 @@ def check(output: Any, reference: Reference, num_top: int) -> None:
 def test_logprobs_equal_transformers(way: str, tiny_qwen3: Path, reference: Reference) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=3)
     request = {"prompt_token_ids": PROMPT}
-    options = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"}
-    with LLM(str(tiny_qwen3), **options, **WAYS[way]) as llm:
+    with open_llm(tiny_qwen3, **WAYS[way]) as llm:
         check(llm.generate(request, params, use_tqdm=False)[0], reference, 3)
         plain = SamplingParams(temperature=0, max_tokens=6)
         llm.generate(request, plain, use_tqdm=False)  # now the prefix cache holds the prompt
@@ -61,13 +61,11 @@ def test_logprobs_survive_preemption(tiny_qwen3: Path, reference: Reference) -> 
         temperature=0, max_tokens=40, logprobs=2, prompt_logprobs=2, ignore_eos=True
     )
     requests = [{"prompt_token_ids": PROMPT[index:]} for index in range(6)]
-    options = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"}
-    with LLM(
-        str(tiny_qwen3),
+    with open_llm(
+        tiny_qwen3,
         max_model_len=96,
         num_gpu_blocks_override=16,
         max_num_batched_tokens=24,
-        **options,
     ) as llm:
         outputs = llm.generate(requests, params, use_tqdm=False)
         assert llm.engine.stats().num_preemptions > 0
@@ -77,7 +75,7 @@ def test_logprobs_survive_preemption(tiny_qwen3: Path, reference: Reference) -> 
 
 def test_minus_one_gives_the_whole_vocabulary(tiny_qwen3: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=-1, prompt_logprobs=-1)
-    with LLM(str(tiny_qwen3), skip_tokenizer_init=True, cpu_threads=1, max_logprobs=-1) as llm:
+    with open_llm(tiny_qwen3, max_logprobs=-1) as llm:
         (output,) = llm.generate({"prompt_token_ids": PROMPT[:3]}, params, use_tqdm=False)
     assert output.prompt_logprobs is not None
     assert output.outputs[0].logprobs is not None

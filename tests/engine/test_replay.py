@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import pytest
+from tiny_engine import open_llm
 
 from penstock import LLM, SamplingParams
 from penstock.protocol.errors import InputError
@@ -22,7 +23,7 @@ KINDS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: str) -> LLM:
-    return LLM(tiny_llama, skip_tokenizer_init=True, cpu_threads=1, log_level="warning")
+    return open_llm(tiny_llama)
 
 
 def finish(llm: LLM, params: SamplingParams, output: list[int]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from drafters import Oracle
+from tiny_engine import open_llm
 
 from penstock import LLM, SamplingParams
 
@@ -56,11 +57,6 @@ def run(llm: LLM, neighbours: int = 0) -> list[list[int]]:
     )
     by_index = {index: out for (_, index), out in zip(mixed, outputs, strict=True)}
     return [by_index[index].outputs[0].token_ids for index in range(len(requests))]
-
-
-def open_llm(model: str, **options: Any) -> LLM:
-    settings = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "warning"} | options
-    return LLM(model, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import torch
 from kvcache.kv_fakes import ONE_GROUP, REGISTRY, layout_of
 from scheduler.fake_device import expected_output, make_request
 from test_core import MAX_MODEL_LEN, Client, LateExecutor
+from tiny_engine import OPTIONS
 
 from penstock import LLM, SamplingParams
 from penstock.engine.core import EngineCore
@@ -30,7 +31,6 @@ from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.setbacks import STEPS_UNTIL_LARGER
 
-OPTIONS = {"skip_tokenizer_init": True, "cpu_threads": 1, "log_level": "error"}
 PROMPTS = [{"prompt_token_ids": [index + 1, 2, 3, index + 5]} for index in range(5)]
 
 
