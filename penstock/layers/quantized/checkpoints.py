@@ -12,6 +12,7 @@ from penstock.config.quantization import CHECKPOINT, ONLINE, REFUSED
 from penstock.layers.quantized.bitsandbytes import LlmInt8Scheme, TableScheme
 from penstock.layers.quantized.compressed_tensors import CompressedTensors
 from penstock.layers.quantized.packed import AwqScheme, GptqScheme
+from penstock.layers.quantized.patterns import check_pattern
 from penstock.layers.quantized.plan import Kind, Quantization
 from penstock.layers.quantized.schemes import (
     Fp4Scheme,
@@ -62,7 +63,9 @@ def choose_quantization(
             return _read_mxfp4(raw, config, num_ranks)
         found = readers[method](raw)
         found.scheme("a name that no pattern is for", "linear")  # so that all patterns are read
-    except (AttributeError, OverflowError, TypeError, ValueError, re.error) as error:
+    except (
+        AttributeError, OverflowError, RecursionError, TypeError, ValueError, re.error
+    ) as error:  # fmt: skip
         raise ModelError(f"config.json: quantization_config cannot be read: {error}") from error
     return found
 
@@ -161,7 +164,11 @@ def is_skipped(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _skipped(raw: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    return tuple(name for key in keys for name in raw.get(key) or ())
+    names = [(key, name) for key in keys for name in raw.get(key) or ()]
+    for key, name in names:
+        if name.startswith("re:"):
+            check_pattern(f"quantization_config's {key}", name[3:])
+    return tuple(name for _, name in names)
 
 
 def _read_fp8(raw: Mapping[str, Any]) -> Quantization:
@@ -251,7 +258,7 @@ class Gptq:
         if is_skipped(name, self.skipped):
             return None
         for pattern, changes in self.dynamic:
-            if re.match(pattern[2:] if pattern[:2] in ("+:", "-:") else pattern, name):
+            if re.match(_expression(pattern), name):
                 if pattern.startswith("-:"):
                     return None
                 bits = _one_of(changes, "bits", (4, 8), self.own.bits)
@@ -259,6 +266,11 @@ class Gptq:
                 order = changes.get("desc_act", self.own.act_order)
                 return replace(self.own, bits=bits, group_size=group, act_order=order)
         return self.own
+
+
+def _expression(pattern: str) -> str:
+    """Of an entry of `dynamic`, whose sign says whether it changes or leaves out."""
+    return pattern[2:] if pattern[:2] in ("+:", "-:") else pattern
 
 
 def _read_gptq(raw: Mapping[str, Any]) -> Quantization:
@@ -271,6 +283,8 @@ def _read_gptq(raw: Mapping[str, Any]) -> Quantization:
         zero_offset=1 if form == "gptq" else 0,
     )
     dynamic = tuple((raw.get("dynamic") or {}).items())
+    for pattern, _ in dynamic:
+        check_pattern("quantization_config's dynamic", _expression(pattern))
     return Gptq(scheme, dynamic, _skipped(raw, "modules_to_not_convert"))
 
 

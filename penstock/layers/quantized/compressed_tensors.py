@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.layers.quantized.packed import PackedScheme
+from penstock.layers.quantized.patterns import check_pattern
 from penstock.layers.quantized.plan import Kind
 from penstock.layers.quantized.schemes import Fp4Scheme, Fp8Scheme, Int8Scheme, Scheme
 from penstock.ops.quantized import BLOCK
@@ -79,6 +80,9 @@ def _names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
     names = raw.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"config.json: {key} must be a list of names, got {names!r:.80}")
+    for name in names:
+        if name.startswith("re:"):
+            check_pattern(f"quantization_config's {key}", name[3:])
     return tuple(names)
 
 
