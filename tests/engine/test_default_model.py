@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny_models import Reference
 
 from penstock import LLM, SamplingParams
@@ -36,8 +35,7 @@ PROMPTS = [
     "She opened the door and saw",
     "🙂 Emoji are small pictures that",
 ]
-GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-MARGIN = 1e-3
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -51,29 +49,19 @@ def llm(default_model: str) -> LLM:
     return LLM(default_model, gguf_compute="dequantize", max_model_len=1024, cpu_threads=1)
 
 
-def num_near_ties(reference: Reference, prompt: list[int], output: list[int]) -> int:
-    """Check that each token is the reference's choice after the ones before it.
-
-    By induction that makes the output the reference's greedy output. Fails where the reference
-    prefers another token by more than the margin.
-    """
-    logits = reference.logits(prompt + output)[len(prompt) - 1 : -1]
-    chosen = logits.gather(1, torch.tensor(output)[:, None]).squeeze(1)
-    behind = logits.max(dim=1).values - chosen
-    assert behind.max() < MARGIN, f"position {int(behind.argmax())}: behind by {behind.max():.2e}"
-    return int((behind > 0).sum())
-
-
 def test_twenty_prompts_give_transformers_tokens_batched_and_alone(
     llm: LLM, reference: Reference
 ) -> None:
     batched = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS]
-    num_ties = 0
+    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS[::4]]
+    seen = {}  # of most, alone and batched are the same
     for output in (*batched, *alone):
         assert output.outputs[0].finish_reason == "length"
-        assert len(output.outputs[0].token_ids) == 48
-        num_ties += num_near_ties(reference, output.prompt_token_ids, output.outputs[0].token_ids)
+        assert len(output.outputs[0].token_ids) == GREEDY.max_tokens
+        seen[(*output.prompt_token_ids, *output.outputs[0].token_ids)] = output
+    num_ties = 0
+    for output in seen.values():
+        num_ties += reference.count_near_ties(output.prompt_token_ids, output.outputs[0].token_ids)
     assert num_ties <= 2
 
 
@@ -92,7 +80,7 @@ def test_a_stream_of_deltas_adds_up_to_the_whole(llm: LLM) -> None:
     from penstock import RequestOutputKind
 
     params = SamplingParams(
-        temperature=0, max_tokens=48, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        temperature=0, max_tokens=32, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
     pieces = [output.outputs[0] for output in llm.stream(PROMPTS[-1], params)]
     assert "".join(piece.text for piece in pieces) == whole.text

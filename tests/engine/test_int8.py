@@ -7,21 +7,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+import tiny_engine
 import torch
 from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from penstock import LLM, SamplingParams
 
-OPTIONS: dict[str, Any] = {
-    "skip_tokenizer_init": True,
-    "cpu_threads": 1,
-    "enable_prefix_caching": False,
-    "log_level": "error",
-}
+OPTIONS = {**tiny_engine.OPTIONS, "enable_prefix_caching": False}
 VOCAB = 256
 PROMPTS = [
     torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -93,6 +88,7 @@ def test_weights_take_a_quarter_of_the_floats_memory(checkpoint: Path, int8: LLM
         assert size(int8) < 0.3 * size(llm)
 
 
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
 def test_the_command_line_gives_the_librarys_tokens(checkpoint: Path, int8: LLM) -> None:
     words = Tokenizer(models.WordLevel({f"t{token}": token for token in range(VOCAB)}))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -101,7 +97,8 @@ def test_the_command_line_gives_the_librarys_tokens(checkpoint: Path, int8: LLM)
         [
             sys.executable, "-m", "penstock", "generate", "--model", str(checkpoint),
             "--quantization", "int8", "--cpu-threads", "1", "--temperature", "0",
-            "--max-tokens", str(PARAMS.max_tokens), "--ignore-eos",
+            "--kv-cache-memory-bytes", "16MiB", "--ignore-eos",
+            "--max-tokens", str(PARAMS.max_tokens),
             " ".join(f"t{token}" for token in PROMPTS[1]),
         ],
         capture_output=True, text=True,

@@ -14,11 +14,25 @@ from penstock import LLM, SamplingParams
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_text()
 PROMPTS = [TEXT[:900], "The capital of France is", TEXT[2000:2600], "1 2 3 4", TEXT[5000:5900]]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=4)
+OPTIONS: dict[str, Any] = {"max_model_len": 1024, "log_level": "warning"}
 
 
 @pytest.fixture(scope="module")
 def llm(default_model: str) -> Iterator[LLM]:
-    with LLM(default_model, max_model_len=1024, enable_prefix_caching=False) as llm:
+    with LLM(default_model, enable_prefix_caching=False, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[Any]:
+    """What the prompts give together."""
+    return bits(llm, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def floats(default_model: str) -> Iterator[LLM]:
+    """The model with its weights unpacked."""
+    with LLM(default_model, gguf_compute="dequantize", **OPTIONS) as llm:
         yield llm
 
 
@@ -42,21 +56,17 @@ def prompt_logprobs(llm: LLM, token_ids: list[int]) -> list[float]:
     return [row[token].logprob for row, token in rows if row is not None]
 
 
-def test_a_request_gives_the_same_bits_alone_and_in_a_batch(llm: LLM) -> None:
-    alone = [bits(llm, [prompt])[0] for prompt in PROMPTS]
-    assert bits(llm, PROMPTS) == alone
-    assert bits(llm, PROMPTS[::-1]) == alone[::-1]
+def test_a_request_gives_the_same_bits_alone_and_in_a_batch(llm: LLM, expected: list[Any]) -> None:
+    assert [bits(llm, [prompt])[0] for prompt in PROMPTS] == expected
+    assert bits(llm, PROMPTS[::-1]) == expected[::-1]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_a_prompt_gives_the_same_bits_in_chunks(llm: LLM, default_model: str, chunk: int) -> None:
-    expected = bits(llm, PROMPTS)
-    with LLM(
-        default_model,
-        max_model_len=1024,
-        enable_prefix_caching=False,
-        long_prefill_token_threshold=chunk,
-    ) as chunked:
+def test_a_prompt_gives_the_same_bits_in_chunks(
+    default_model: str, expected: list[Any], chunk: int
+) -> None:
+    options = {**OPTIONS, "long_prefill_token_threshold": chunk}
+    with LLM(default_model, enable_prefix_caching=False, **options) as chunked:
         assert bits(chunked, PROMPTS) == expected
 
 
@@ -67,9 +77,10 @@ def test_decoded_tokens_give_the_same_bits_when_prefilled(llm: LLM) -> None:
     assert prompt_logprobs(llm, prompt + tokens)[len(prompt) - 1 :] == decoded
 
 
-def test_layers_in_one_call_give_the_same_bits_as_their_parts(llm: LLM, default_model: str) -> None:
-    expected = bits(llm, PROMPTS)
-    with LLM(default_model, max_model_len=1024, enable_prefix_caching=False) as parts:
+def test_layers_in_one_call_give_the_same_bits_as_their_parts(
+    default_model: str, expected: list[Any]
+) -> None:
+    with LLM(default_model, enable_prefix_caching=False, **OPTIONS) as parts:
         model: Any = parts.engine.executor.worker.model  # type: ignore[attr-defined]
         for layer in model.model.layers:
             assert layer.fused is not None
@@ -77,20 +88,18 @@ def test_layers_in_one_call_give_the_same_bits_as_their_parts(llm: LLM, default_
         assert bits(parts, PROMPTS) == expected
 
 
-def test_perplexity_is_that_of_the_floats_within_one_percent(llm: LLM, default_model: str) -> None:
+def test_perplexity_is_that_of_the_floats_within_one_percent(llm: LLM, floats: LLM) -> None:
     token_ids = llm.get_tokenizer().encode(TEXT)[:700]
 
     def perplexity(logprobs: list[float]) -> float:
         return math.exp(-sum(logprobs) / len(logprobs))
 
-    with LLM(default_model, max_model_len=1024, gguf_compute="dequantize") as floats:
-        expected = perplexity(prompt_logprobs(floats, token_ids))
+    expected = perplexity(prompt_logprobs(floats, token_ids))
     assert perplexity(prompt_logprobs(llm, token_ids)) == pytest.approx(expected, rel=0.01)
 
 
-def test_plain_torch_gives_nearly_the_same(llm: LLM, default_model: str) -> None:
-    token_ids = llm.get_tokenizer().encode(TEXT)[:200]
-    with LLM(default_model, max_model_len=1024, gguf_compute="dequantize") as native:
-        expected = prompt_logprobs(native, token_ids)
-    with LLM(default_model, max_model_len=1024, cpu_backend="torch") as plain:
+def test_plain_torch_gives_nearly_the_same(floats: LLM, default_model: str) -> None:
+    token_ids = floats.get_tokenizer().encode(TEXT)[:200]
+    expected = prompt_logprobs(floats, token_ids)
+    with LLM(default_model, cpu_backend="torch", **OPTIONS) as plain:
         assert prompt_logprobs(plain, token_ids) == pytest.approx(expected, abs=2e-3)

@@ -11,8 +11,9 @@ import quantized_checkpoints as made
 import torch
 from safetensors.torch import load_file, save_file
 from test_formats import EXACT, own_logits, reference_logits, relative_error
+from tiny_engine import greedy_tokens, open_llm
 
-from penstock import LLM, SamplingParams
+from penstock import LLM
 from penstock.config.quantization import REFUSED
 from penstock.layers.quantized.checkpoints import choose_quantization, is_skipped
 from penstock.layers.quantized.plan import Quantization
@@ -253,10 +254,8 @@ def test_models_that_transformers_runs_have_quantized_weights_too(
     prompt = {"prompt_token_ids": [5, 17, 60, 9]}
     tokens = []
     for model_impl in ("penstock", "transformers"):
-        options = {"skip_tokenizer_init": True, "cpu_threads": 1, "model_impl": model_impl}
-        with LLM(str(quantized), max_model_len=64, log_level="warning", **options) as llm:
-            params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-            tokens.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+        with open_llm(quantized, max_model_len=64, model_impl=model_impl) as llm:
+            tokens.append(greedy_tokens(llm, [prompt], 12))
     assert tokens[0] == tokens[1]
 
 

@@ -48,6 +48,7 @@ def test_weights_can_be_made_up_in_any_method(floats: Path) -> None:
     with LLM(
         str(floats), quantization="fp8", load_format="dummy", skip_tokenizer_init=True,
         cpu_threads=1, max_model_len=64, log_level="error", cpu_backend="torch",
+        kv_cache_memory_bytes=2**24,
     ) as llm:  # fmt: skip
         (output,) = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params, use_tqdm=False)
         model = llm.engine.executor.worker.model  # type: ignore[attr-defined]
