@@ -137,4 +137,5 @@ class NativeDecoderLayer:
 def _weights(linear: Linear) -> library.Weights:
     packed = linear.native.linear
     assert packed is not None, "weights are loaded first"
+    assert packed.in_features == linear.in_features, "columns are filled up: not for whole layers"
     return packed.weights(linear.bias)

@@ -67,6 +67,11 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, in_features] float32 -> [n, out_features]."""
+        # The library reads that many floats of each row, whatever is there.
+        if x.shape[-1] != self.in_features or x.dtype != torch.float32:
+            raise ValueError(
+                f"x must be [n, {self.in_features}] float32, got {list(x.shape)} {x.dtype}"
+            )
         if x.stride(-1) != 1:
             x = x.contiguous()
         rows = x.shape[0]

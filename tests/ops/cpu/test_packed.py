@@ -112,6 +112,14 @@ def test_parts_of_different_types_stand_side_by_side(isa: str, generator: torch.
     assert torch.equal(PackedLinear(parts)(x, bias), torch.cat(apart, dim=1))
 
 
+@pytest.mark.parametrize("x", [torch.ones(3, 63), torch.ones(3, 65), torch.ones(3, 64).half()])
+def test_what_has_other_columns_or_numbers_than_the_weight_is_refused(x: torch.Tensor) -> None:
+    """The library would read past its end."""
+    linear = PackedLinear([PackedMatrix(torch.randn(8, 64))])
+    with pytest.raises(ValueError, match=r"x must be \[n, 64\] float32, got \[3, 6"):
+        linear(x, None)
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_what_is_not_a_number_shows_in_its_own_row_alone(
     isa: str, generator: torch.Generator, poison: float
