@@ -17,7 +17,7 @@ import torch
 from penstock.ops.quantized import FP8, FP8_MAX, pack_nibbles
 
 CLIP_RATIOS = tuple(1.0 - step / 40 for step in range(17))  # of the largest number: 1 to 0.6
-TILE_NUMBERS = 1 << 24  # weights that are looked at together
+TILE_NUMBERS = 1 << 22  # weights that are looked at together
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Method:
     group_size: int | None  # columns with a scale of their own; None: whole rows
     limit: float  # the largest number that can be written
     round: Callable[[torch.Tensor], torch.Tensor]  # numbers to the nearest that can be
-    write: Callable[[torch.Tensor], dict[str, torch.Tensor]]  # rounded numbers -> tensors
+    write: Callable[[torch.Tensor], dict[str, torch.Tensor]]  # rows of them -> rows of tensors
 
     def refusal(self, weight: torch.Tensor) -> str | None:
         """Why a matrix cannot be written so."""
@@ -46,19 +46,25 @@ class Method:
     ) -> dict[str, torch.Tensor]:
         """[out, in] -> what stands in its place, by the last part of the tensor's name.
 
-        `moments` [in] are the mean squares of the layer's inputs, up to a factor.
+        `moments` [in] are the mean squares of the layer's inputs, up to a factor. Beyond the
+        result, memory holds floats of TILE_NUMBERS weights, a few times.
         """
         columns = weight.shape[1]
         group = self.group_size or columns
         step = max(TILE_NUMBERS // columns, 1)
-        numbers, scales = [], []
+        whole: dict[str, torch.Tensor] = {}
         for start in range(0, len(weight), step):
             tile = weight[start : start + step]
             grouped = tile.float().view(len(tile), -1, group)
             scale = self._scales(grouped, moments, weight.dtype)
-            numbers.append(self.round(grouped / scale[..., None].float()).view(len(tile), columns))
-            scales.append(scale)
-        return {**self.write(torch.cat(numbers)), "weight_scale": torch.cat(scales)}
+            numbers = self.round(grouped / scale[..., None].float()).view(len(tile), columns)
+            for name, part in {**self.write(numbers), "weight_scale": scale}.items():
+                if name not in whole:
+                    whole[name] = torch.empty((len(weight), *part.shape[1:]), dtype=part.dtype)
+                whole[name][start : start + step] = part
+        if self.group_size is not None:  # the one format whose numbers do not say how many
+            whole["weight_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
+        return whole
 
     def _scales(
         self, grouped: torch.Tensor, moments: torch.Tensor | None, dtype: torch.dtype
@@ -149,10 +155,7 @@ def _w4a16(group_size: int) -> Method:
 def _pack(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
     """Eight numbers, each plus 8, in an int32, the first in its lowest bits."""
     packed = pack_nibbles((numbers + 8).to(torch.uint8)).contiguous()
-    return {
-        "weight_packed": packed.view(torch.int32),
-        "weight_shape": torch.tensor(numbers.shape, dtype=torch.int64),
-    }
+    return {"weight_packed": packed.view(torch.int32)}
 
 
 METHODS: Mapping[str, Callable[[int], Method]] = {"fp8": _fp8, "int8": _int8, "w4a16": _w4a16}

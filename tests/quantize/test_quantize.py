@@ -21,7 +21,7 @@ from penstock.cli.main import main
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.source import ModelSource, resolve_source
 from penstock.protocol.errors import ConfigError, ModelError
-from penstock.quantize import write
+from penstock.quantize import methods, write
 from penstock.quantize.methods import METHODS, method_named
 from penstock.quantize.write import check_source, write_quantized
 
@@ -125,6 +125,29 @@ def test_rows_of_zeros_stay_zero() -> None:
         assert torch.isfinite(tensors["weight_scale"].float()).all()
         numbers = tensors.get("weight", torch.zeros(1)).float()
         assert not numbers.any()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_large_matrix_is_never_whole_as_floats(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted by torch's own allocator: what was allocated and not freed, at its highest."""
+    weight = torch.randn(2048, 1024).bfloat16()
+    method = method_named(name, 32)
+    at_once = method.compress(weight)
+    tile = 63 * 1024
+    monkeypatch.setattr(methods, "TILE_NUMBERS", tile)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        by_tile = method.compress(weight)
+    assert by_tile.keys() == at_once.keys()
+    assert all(torch.equal(by_tile[key].float(), at_once[key].float()) for key in at_once)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    result = sum(tensor.nbytes for tensor in by_tile.values())
+    assert result <= peak < result + 6 * 4 * tile < 4 * weight.numel()
 
 
 def test_large_models_come_in_several_files(model: Path, tmp_path: Path) -> None:
