@@ -86,7 +86,10 @@ def load_weights(
             continue
         own = [targets[part] for part in parts]
         for target, piece in zip(own, _pieces(name, tensor, own), strict=True):
-            target.layer.load(target.parameter, target.part, piece)
+            try:
+                target.layer.load(target.parameter, target.part, piece)
+            except ModelError as error:
+                raise ModelError(f"tensor {name}: {error}") from error
         missing.difference_update(parts)
     if missing:
         raise ModelError(f"the checkpoint lacks {_some(sorted(missing))}")

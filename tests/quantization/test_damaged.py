@@ -57,11 +57,14 @@ def damage(folder: Path, parameter: str, change: Change) -> None:
         (ORDERED, "g_idx", with_first(8), "g_idx names groups from 0 to 8, but the matrix has 8"),
         (ORDERED, "g_idx", with_first(2**31 - 1), "g_idx names groups from 0 to 2147483647"),
         (ORDERED, "qweight", torch.Tensor.float, "qweight is stored as float32"),
+        (ORDERED, "scales", torch.Tensor.byte, "scales is stored as uint8, supported are floats"),
+        (made.fp8("tensor"), "weight_scale", torch.Tensor.int, "weight_scale is stored as int32"),
+        (made.bitsandbytes_int8(), "SCB", torch.Tensor.long, "SCB is stored as int64"),
         (made.awq(), "qweight", torch.Tensor.long, "qweight is stored as int64"),
         (made.awq(), "qzeros", torch.Tensor.short, "qzeros is stored as int16"),
         (PACKED, "weight_packed", torch.Tensor.long, "weight_packed is stored as int64"),
         (PACKED, "weight_packed", torch.Tensor.char, "weight_packed is stored as int8"),
-        (PACKED, "weight_packed", lambda tensor: tensor[:, :-1], "weight_packed.* shape"),
+        (PACKED, "weight_packed", lambda tensor: tensor[:, :-1], " has shape"),
         (MXFP4, "weight_scale", torch.Tensor.half, "weight_scale is stored as float16"),
         (MXFP4, "weight_packed", torch.Tensor.int, "weight_packed is stored as int32"),
     ],
@@ -72,8 +75,41 @@ def test_tensors_that_do_not_fit_are_named(
     """A word twice as wide would be a row twice as long, past the end of what it multiplies."""
     quantized, _ = made.quantize(floats, tmp_path, *written)
     damage(quantized, parameter, change)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=rf"tensor {DOWN}\.\w+[: ].*{message}"):
         own_logits(quantized)
+
+
+def test_columns_in_an_order_that_the_configuration_does_not_know_of_are_refused(
+    floats: Path, tmp_path: Path
+) -> None:
+    """Their scales would be other columns'."""
+    config, write = ORDERED
+    quantized, _ = made.quantize(floats, tmp_path, {**config, "desc_act": False}, write)
+    with pytest.raises(ModelError, match="set desc_act to true"):
+        own_logits(quantized)
+
+
+def test_an_order_that_is_missing_is_named(floats: Path, tmp_path: Path) -> None:
+    quantized, _ = made.quantize(floats, tmp_path, *ORDERED)
+    path = quantized / "model.safetensors"
+    kept = {name: t for name, t in load_file(path).items() if not name.endswith("o_proj.g_idx")}
+    save_file(kept, path, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks .*o_proj\.g_idx"):
+        own_logits(quantized)
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+def test_an_order_of_zeros_is_none(act_order: bool, floats: Path, tmp_path: Path) -> None:
+    config, write = made.gptq(symmetric=False)
+
+    def write_unset(weight: torch.Tensor) -> tuple[made.Tensors, torch.Tensor]:
+        tensors, meant = write(weight)
+        return {**tensors, "g_idx": torch.zeros_like(tensors["g_idx"])}, meant
+
+    changed = {**config, "desc_act": act_order}
+    quantized, restored = made.quantize(floats, tmp_path, changed, write_unset)
+    own = own_logits(quantized, cpu_backend="torch")
+    assert relative_error(own, reference_logits(restored)) < EXACT
 
 
 def test_columns_whose_groups_were_never_set_are_in_order(floats: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from penstock.layers.loadable import ANY, Expected
 from penstock.layers.quantization import Shard
-from penstock.layers.quantized.schemes import Tensors, check_type
+from penstock.layers.quantized.schemes import Tensors, check_type, scales_of
 from penstock.layers.quantized.weights import QuantizedWeight, TableWeight, W4Weight
 from penstock.protocol.errors import ModelError
 
@@ -92,5 +92,5 @@ class LlmInt8Scheme:
                 f"save it with bitsandbytes 0.45 or later, which writes {_BY_ROW} (by rows)"
             )
         packed = (weight.view(torch.uint8) ^ 128).contiguous()
-        scales = tensors["SCB"].float()[:, None] / _LARGEST
+        scales = scales_of(tensors, "SCB").float()[:, None] / _LARGEST
         return W4Weight(packed, scales, None, weight.shape[1], bits=8)

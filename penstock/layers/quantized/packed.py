@@ -9,7 +9,7 @@ import torch
 
 from penstock.layers.loadable import Expected
 from penstock.layers.quantization import Shard
-from penstock.layers.quantized.schemes import Tensors, check_type
+from penstock.layers.quantized.schemes import Tensors, check_type, scales_of
 from penstock.layers.quantized.weights import QuantizedWeight, W4Weight
 from penstock.ops.quantized import pack_nibbles, unpack_nibbles
 from penstock.protocol.errors import ModelError
@@ -64,7 +64,8 @@ class GptqScheme(_Grouped):
 
     @property
     def optional(self) -> frozenset[str]:
-        return frozenset({"g_idx"})
+        needs_order = self.act_order and self.group_size != -1
+        return frozenset() if needs_order else frozenset({"g_idx"})
 
     @property
     def marks(self) -> frozenset[str]:
@@ -87,12 +88,21 @@ class GptqScheme(_Grouped):
         words = tensors["qweight"].contiguous()  # [in / per_word, out]
         packed = words.view(torch.uint8).view(*words.shape, 4).transpose(0, 1).flatten(1)
         zeros = self._zeros(tensors["qzeros"])
-        scales = tensors["scales"].t().contiguous()
+        scales = scales_of(tensors, "scales").t().contiguous()
         weight = _weight(packed, scales, zeros, self.bits)
-        if not self.act_order or "g_idx" not in tensors:
+        if "g_idx" not in tensors or self.group_size == -1:
             return weight
-        group_size = shard.shape[1] if self.group_size == -1 else self.group_size
-        return order_columns(weight, tensors["g_idx"].long(), group_size)
+        groups = tensors["g_idx"].long()
+        in_order = _in_order(groups, self.group_size, shard)
+        is_set = bool(groups.any())  # some writers leave it zero where columns are in order
+        if self.act_order:
+            return order_columns(weight, groups if is_set else in_order, self.group_size)
+        if is_set and not torch.equal(groups, in_order):
+            raise ModelError(
+                "g_idx has columns in activation order, but quantization_config says desc_act "
+                "false: set desc_act to true in config.json"
+            )
+        return weight
 
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:
         """[groups, out / per_word] int32 -> [out, groups] uint8."""
@@ -136,7 +146,7 @@ class AwqScheme(_Grouped):
         _check_words(tensors, "qweight", "qzeros")
         packed = pack_nibbles(_from_awq(tensors["qweight"]))
         zeros = _from_awq(tensors["qzeros"]) if self.has_zeros else None
-        scales = tensors["scales"].t().contiguous()
+        scales = scales_of(tensors, "scales").t().contiguous()
         return _weight(packed, scales, zeros, self.bits)
 
 
@@ -187,7 +197,7 @@ class PackedScheme(_Grouped):
     def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         _check_words(tensors, "weight_packed", "weight_zero_point")
         packed = tensors["weight_packed"].contiguous().view(torch.uint8)
-        scales = tensors["weight_scale"].contiguous()
+        scales = scales_of(tensors, "weight_scale").contiguous()
         zeros = None
         if self.has_zeros:
             words = tensors["weight_zero_point"].t().contiguous()  # [groups, out / per_word]
@@ -199,9 +209,14 @@ class PackedScheme(_Grouped):
         group_size = shard.shape[1] if self.group_size == -1 else self.group_size
         groups = tensors["weight_g_idx"].long()
         if (groups == -1).all():  # the format's way to say that columns are in order
-            columns = torch.arange(len(groups), device=groups.device)
-            groups = (shard.first_column + columns) // group_size
+            groups = _in_order(groups, group_size, shard)
         return order_columns(weight, groups, group_size)
+
+
+def _in_order(groups: torch.Tensor, group_size: int, shard: Shard) -> torch.Tensor:
+    """Each column's group, where columns are in the matrix's own order."""
+    columns = torch.arange(len(groups), device=groups.device)
+    return (shard.first_column + columns) // group_size
 
 
 def _check_words(tensors: Tensors, *names: str) -> None:

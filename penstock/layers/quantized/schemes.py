@@ -65,6 +65,16 @@ def check_type(name: str, tensor: torch.Tensor, *known: torch.dtype) -> None:
         )
 
 
+def scales_of(tensors: Tensors, name: str) -> torch.Tensor:
+    """As they are stored. ModelError for what is no float: places in a table, or damage."""
+    scales = tensors[name]
+    if not scales.is_floating_point():
+        raise ModelError(
+            f"{name} is stored as {str(scales.dtype).removeprefix('torch.')}, supported are floats"
+        )
+    return scales
+
+
 @dataclass(frozen=True)
 class Fp8Scheme:
     """e4m3 weights under a scale a matrix, a row, or a block of 128 x 128."""
@@ -112,12 +122,12 @@ class Fp8Scheme:
                 f"an fp8 weight is stored as {str(weight.dtype).removeprefix('torch.')}, "
                 "supported is float8_e4m3fn"
             )
-        scale = tensors[self.scale_name].float()
+        scale = scales_of(tensors, self.scale_name).float()
         if self.granularity == "block":
             scale = _own_blocks(scale, shard)
         elif self.granularity == "tensor":
             scale = scale.expand(len(weight)).contiguous()
-        input_scale = tensors[self.input_name].float() if self.static else None
+        input_scale = scales_of(tensors, self.input_name).float() if self.static else None
         return Fp8Weight(weight, scale, input_scale)
 
 
@@ -181,11 +191,13 @@ class Int8Scheme:
             raise ModelError(
                 f"an int8 weight is stored as {str(weight.dtype).removeprefix('torch.')}"
             )
-        scale = tensors["weight_scale"].float().expand(len(weight)).contiguous()
+        scale = scales_of(tensors, "weight_scale").float().expand(len(weight)).contiguous()
         if self.activations == "none":
             packed = (weight.view(torch.uint8) ^ 128).contiguous()
             return W4Weight(packed, scale[:, None], None, weight.shape[1], bits=8)
-        input_scale = tensors["input_scale"].float() if self.activations == "static" else None
+        input_scale = None
+        if self.activations == "static":
+            input_scale = scales_of(tensors, "input_scale").float()
         return Int8Weight(weight, scale, input_scale)
 
 
@@ -243,7 +255,7 @@ class Fp4Scheme:
                 f"NVFP4 scales are stored as {str(scales.dtype).removeprefix('torch.')}, "
                 "supported is float8_e4m3fn"
             )
-        one = tensors[self.global_name].float()
+        one = scales_of(tensors, self.global_name).float()
         rows = (1.0 / one if self.divides else one).expand(len(packed)).contiguous()
         return Fp4Weight(packed, scales, rows, self.group_size)
 
