@@ -64,7 +64,7 @@ def damage(folder: Path, parameter: str, change: Change) -> None:
         (made.awq(), "qzeros", torch.Tensor.short, "qzeros is stored as int16"),
         (PACKED, "weight_packed", torch.Tensor.long, "weight_packed is stored as int64"),
         (PACKED, "weight_packed", torch.Tensor.char, "weight_packed is stored as int8"),
-        (PACKED, "weight_packed", lambda tensor: tensor[:, :-1], " has shape"),
+        (PACKED, "weight_packed", lambda tensor: tensor[:, :-1], "has shape"),
         (MXFP4, "weight_scale", torch.Tensor.half, "weight_scale is stored as float16"),
         (MXFP4, "weight_packed", torch.Tensor.int, "weight_packed is stored as int32"),
     ],
