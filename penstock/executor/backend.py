@@ -10,12 +10,16 @@ import torch
 from torch import nn
 
 from penstock.config import EngineConfig
+from penstock.layers.gguf import GgufMethod
 from penstock.layers.quantization import DenseMethod, LinearMethod
 from penstock.layers.quantized.checkpoints import choose_quantization
 from penstock.layers.quantized.linear import Finish
 from penstock.layers.quantized.plan import Quantization
+from penstock.loading.gguf_dequant import FLOAT_DTYPES
+from penstock.loading.gguf_file import GGUFFile
 from penstock.models.plugins import find_plugins, plugin_ops
 from penstock.ops.cpu import library
+from penstock.ops.gguf_blocks import FORMATS
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import Platform
 
@@ -43,10 +47,15 @@ def choose_backend(
     config: EngineConfig,
     platform: Platform,
     dtype: torch.dtype,
-    is_gguf: bool,
+    gguf: GGUFFile | None,
     model_config: Mapping[str, Any],
 ) -> Backend:
-    """The C++ library on a CPU that has it, else torch. Sets how many threads each may use."""
+    """The C++ library on a CPU that has it, Triton on a GPU, else torch.
+
+    Sets how many threads each may use. `gguf` is the file, where weights come from one.
+    """
+    if config.load.load_format == "dummy":
+        gguf = None
     num_ranks = config.parallel.tensor_parallel_size
     quantization = choose_quantization(model_config, config.load.quantization, num_ranks)
     device = platform.device.type
@@ -57,6 +66,8 @@ def choose_backend(
         from penstock.ops.triton.cache import use_checked_cache  # needs Triton
 
         use_checked_cache()
+        if gguf is not None and config.load.gguf_compute == "auto" and quantization is None:
+            return _gguf_on_gpu(gguf, dtype)
     if native is None:
         return Backend(_ops(device), DenseMethod(), dtype, quantization=quantization)
     native.penstock_set_threads(platform.cpu_threads)
@@ -76,8 +87,7 @@ def choose_backend(
     )
     # Weights of 8 bits and less: keys and values of 16 lose nothing that shows, and halve what
     # attention reads. Measured in docs/benchmarks.md.
-    is_gguf = is_gguf and config.load.load_format != "dummy"
-    in_blocks = method.int8 or (is_gguf and bool(types))
+    in_blocks = method.int8 or (gguf is not None and bool(types))
     return Backend(
         _ops("cpu-native"),
         method,
@@ -88,6 +98,13 @@ def choose_backend(
         quantization=quantization,
         take_over=NativeFinish(method),
     )
+
+
+def _gguf_on_gpu(gguf: GGUFFile, dtype: torch.dtype) -> Backend:
+    """Matrices stay in their blocks; experts, too, if all of them are in blocks."""
+    experts = [tensor.type.name for tensor in gguf.tensors.values() if "_exps." in tensor.name]
+    method = GgufMethod(expert_blocks=all(name in FORMATS for name in experts))
+    return Backend(_ops("cuda"), method, dtype, native_types=(*FORMATS, *FLOAT_DTYPES))
 
 
 def _ops(backend: str) -> Ops:

@@ -69,7 +69,7 @@ class Worker:
     def _load(self, source: ModelSource) -> LanguageModel:
         started = time.perf_counter()
         backend = choose_backend(
-            self.config, self.platform, self.runtime.dtype, source.gguf is not None, source.config
+            self.config, self.platform, self.runtime.dtype, source.gguf, source.config
         )
         self.runtime = dataclasses.replace(self.runtime, dtype=backend.dtype)
         if self.config.cache.kv_cache_dtype == "auto" and backend.kv_dtype is not None:

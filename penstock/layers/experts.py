@@ -15,12 +15,14 @@ from torch import nn
 
 from penstock.layers.blocks import GatedMLP
 from penstock.layers.build import Build
+from penstock.layers.gguf import GgufMethod
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.loadable import Expected, Shape
 from penstock.layers.quantization import DenseMethod, Undecided
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, run_by_expert
+from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import ConfigError
 
 
@@ -166,7 +168,8 @@ class StackedExperts(nn.Module):
         return shapes
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        assert not isinstance(tensor, BlockTensor), "blocks are for PackedExperts"
+        if isinstance(tensor, BlockTensor):
+            tensor = dequantize(tensor)
         _, expert, name = part.split(".")
         first, size = self.build.tp.rank * self.size, self.size
         is_bias = parameter == "bias"
@@ -242,6 +245,19 @@ def _refuse_undecided(build: Build, config: ExpertsConfig) -> str | None:
     return None
 
 
+def _refuse_blocks(build: Build, config: ExpertsConfig) -> str | None:
+    method = build.linear_method
+    if not isinstance(method, GgufMethod) or not method.expert_blocks:
+        return "the checkpoint's experts are not in blocks that the device computes with"
+    return "experts with biases have no kernel for blocks" if config.bias else None
+
+
+def _make_blocks(build: Build, config: ExpertsConfig) -> nn.Module:
+    from penstock.layers.gguf_experts import GgufExperts  # which imports this module
+
+    return GgufExperts(build, config)
+
+
 def _refuse_triton(build: Build, config: ExpertsConfig) -> str | None:
     if build.device.type != "cuda":
         return f"it runs on GPUs, not on {build.device.type}"
@@ -260,7 +276,7 @@ def _make_triton(build: Build, config: ExpertsConfig) -> nn.Module:
 def _refuse_packed(build: Build, config: ExpertsConfig) -> str | None:
     if not build.linear_method.packs:
         return "weights are plain tensors here, not packed by the C++ library"
-    return None
+    return _refuse_torch(build, config)
 
 
 def _refuse_torch(build: Build, config: ExpertsConfig) -> str | None:
@@ -279,6 +295,7 @@ def _make_dense(build: Build, config: ExpertsConfig) -> nn.Module:
 
 IMPLEMENTATIONS = (
     Implementation("quantized: as each layer's scheme says", _refuse_undecided, UndecidedExperts),
+    Implementation("blocks: as in the GGUF file, grouped by expert", _refuse_blocks, _make_blocks),
     Implementation("triton: grouped by expert, fused", _refuse_triton, _make_triton),
     Implementation(
         "packed: one matmul of the C++ library an expert", _refuse_packed, PackedExperts

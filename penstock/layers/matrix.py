@@ -9,6 +9,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from penstock.layers.build import Build
+    from penstock.layers.gguf import GgufWeights
     from penstock.layers.native import NativeWeights
     from penstock.layers.quantization import LinearMethod
     from penstock.layers.quantized.linear import QuantizedWeights
@@ -19,6 +20,7 @@ class MatrixLayer(nn.Module):
 
     weight: nn.Parameter  # where the linear method is DenseMethod
     native: NativeWeights  # where it is NativeMethod
+    gguf: GgufWeights  # where it is GgufMethod
     quantized: QuantizedWeights  # where it is QuantizedMethod
     may_quantize = True  # by a linear method that does so while weights load
 

@@ -10,6 +10,7 @@ import torch
 
 from penstock.layers.loadable import Expected
 from penstock.ops.blocks import BlockTensor, Weight, pad_rows, take_columns, take_rows
+from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import ModelError
 
 if TYPE_CHECKING:
@@ -116,7 +117,8 @@ class DenseMethod:
     def load(
         self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
     ) -> None:
-        assert not isinstance(tensor, BlockTensor), "blocks are for methods that compute with them"
+        if isinstance(tensor, BlockTensor):
+            tensor = dequantize(tensor)
         check_floats(part, tensor)
         own = shard.cut(tensor)
         assert not isinstance(own, BlockTensor)

@@ -26,20 +26,29 @@ class BlockTensor:
 
     def rows(self, start: int, end: int) -> BlockTensor:
         """Rows [start, end), sharing memory."""
-        return self._with(self.data[start:end])
+        return self.with_data(self.data[start:end])
 
     def columns(self, start: int, end: int) -> BlockTensor:
         """Columns [start, end), which must begin and end between blocks."""
         first, last = (at // self.block_size * self.block_bytes for at in (start, end))
-        return self._with(self.data[:, first:last])
+        return self.with_data(self.data[:, first:last])
 
     def pad_rows(self, count: int) -> BlockTensor:
         """`count` rows, those past its own all zero."""
         padding = self.data.new_zeros(count - self.data.shape[0], self.data.shape[1])
-        return self._with(torch.cat([self.data, padding]))
+        return self.with_data(torch.cat([self.data, padding]))
 
-    def _with(self, data: torch.Tensor) -> BlockTensor:
+    def to(self, device: torch.device) -> BlockTensor:
+        """The same on a device; a copy, where it lies elsewhere."""
+        return self.with_data(self.data.to(device))
+
+    def with_data(self, data: torch.Tensor) -> BlockTensor:
+        """Another matrix of this type."""
         return dataclasses.replace(self, data=data)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What lies in memory, by name."""
+        return {"data": self.data}
 
 
 Weight = torch.Tensor | BlockTensor

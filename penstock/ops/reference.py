@@ -9,6 +9,7 @@ from penstock.ops.attention import AttentionMetadata, paged_attention, varlen_at
 from penstock.ops.attention import write_kv as write_kv
 from penstock.ops.delta_net import gated_delta_rule
 from penstock.ops.experts import experts, route
+from penstock.ops.gguf import gguf_embed, gguf_experts, gguf_linear, prepare_gguf, stack_gguf
 from penstock.ops.latent_attention import latent_attention, write_latent
 from penstock.ops.mamba2 import mamba2_scan
 from penstock.ops.quantized import (
@@ -36,17 +37,22 @@ __all__ = [
     "fp8_experts",
     "fp8_linear",
     "gated_delta_rule",
+    "gguf_embed",
+    "gguf_experts",
+    "gguf_linear",
     "int8_linear",
     "latent_attention",
     "layer_norm",
     "linear",
     "mamba2_scan",
     "paged_attention",
+    "prepare_gguf",
     "rms_norm",
     "rotate",
     "rotate_pair",
     "route",
     "silu_mul",
+    "stack_gguf",
     "table_experts",
     "table_linear",
     "varlen_attention",
@@ -60,6 +66,7 @@ __all__ = [
 ROW_INVARIANT = frozenset(
     {
         "embed",
+        "gguf_embed",
         "rms_norm",
         "add_rms_norm",
         "layer_norm",

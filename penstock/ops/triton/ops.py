@@ -6,6 +6,9 @@ from penstock.ops.triton.attention import paged_attention
 from penstock.ops.triton.byte_experts import table_experts
 from penstock.ops.triton.byte_weights import prepare_table, table_linear
 from penstock.ops.triton.fp8 import fp8_linear, prepare_fp8
+from penstock.ops.triton.gguf import gguf_embed, gguf_linear
+from penstock.ops.triton.gguf_experts import gguf_experts
+from penstock.ops.triton.gguf_layout import prepare_gguf, stack_gguf
 from penstock.ops.triton.int8 import int8_linear
 from penstock.ops.triton.latent_attention import latent_attention
 from penstock.ops.triton.latent_rotary import norm_rotate_latent
@@ -30,6 +33,9 @@ __all__ = [
     "fp8_experts",
     "fp8_linear",
     "gated_delta_rule",
+    "gguf_embed",
+    "gguf_experts",
+    "gguf_linear",
     "int8_linear",
     "latent_attention",
     "linear",
@@ -39,11 +45,13 @@ __all__ = [
     "paged_attention",
     "prepare_fp4",
     "prepare_fp8",
+    "prepare_gguf",
     "prepare_table",
     "prepare_w4",
     "rms_norm",
     "route",
     "silu_mul",
+    "stack_gguf",
     "table_experts",
     "table_linear",
     "w4_experts",
@@ -56,6 +64,7 @@ ROW_INVARIANT = frozenset(
     {
         "add_rms_norm",
         "embed",
+        "gguf_embed",
         "norm_rotate_latent",
         "norm_rotate_write",
         "rms_norm",

@@ -1,0 +1,88 @@
+"""Experts that stay in the blocks of a GGUF file, on devices whose ops decode them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from penstock.layers.build import Build
+from penstock.layers.experts import ExpertsConfig
+from penstock.layers.quantization import Shard
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.gguf import BlockMatrix, stack_gguf
+
+
+class GgufExperts(nn.Module):
+    """All experts' matrices one above the other, by gate, up and down; gate and up together where
+    they are of one type. Ranks share the intermediate size."""
+
+    def __init__(self, build: Build, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.build = build
+        self.config = config
+        self.size = config.intermediate_size // build.tp.size  # on this rank
+        self._parts: dict[str, dict[int, BlockTensor]] = {
+            name: {} for name in ("gate_proj", "up_proj", "down_proj")
+        }
+        self.gate_up: list[BlockMatrix] = []
+        self.down: BlockMatrix | None = None
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.build.ops.gguf_experts(
+            x, weights, ids, self.gate_up, self.down, self.config.activation
+        )
+        return output
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {
+            ("weight", f"experts.{expert}.{name}"): self._shape(name)
+            for expert in range(self.config.num_experts)
+            for name in self._parts
+        }
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        _, expert, name = part.split(".")
+        own = self._shard(name).cut(tensor)
+        assert isinstance(own, BlockTensor), "floats are for StackedExperts"
+        self._parts[name][int(expert)] = own
+        self._stack()
+
+    def _stack(self) -> None:
+        """Once all matrices of a kind are there, bring them together."""
+        count = self.config.num_experts
+        gates, ups, downs = self._parts.values()
+        if self.down is None and len(downs) == count:
+            self.down = self._stacked("down", [downs[expert] for expert in range(count)])
+            downs.clear()
+        if not self.gate_up and len(gates) == len(ups) == count:
+            order = range(count)
+            if gates[0].type_name == ups[0].type_name:
+                both = [half[expert] for expert in order for half in (gates, ups)]
+                self.gate_up = [self._stacked("gate_up", both)]
+            else:
+                self.gate_up = [
+                    self._stacked("gate", [gates[expert] for expert in order]),
+                    self._stacked("up", [ups[expert] for expert in order]),
+                ]
+            gates.clear()
+            ups.clear()
+
+    def _stacked(self, name: str, matrices: list[BlockTensor]) -> BlockMatrix:
+        assert len({matrix.type_name for matrix in matrices}) == 1, "a file has them in one tensor"
+        device = self.build.device
+        whole = stack_gguf([matrix.to(device) for matrix in matrices])
+        stacked: BlockMatrix = self.build.ops.prepare_gguf(whole, device)
+        for field, data in stacked.tensors().items():
+            # A buffer, so that the model's size counts it.
+            self.register_buffer(f"{name}_{field}", data, persistent=False)
+        return stacked
+
+    def _shape(self, name: str) -> tuple[int, int]:
+        hidden, size = self.config.hidden_size, self.config.intermediate_size
+        return (hidden, size) if name == "down_proj" else (size, hidden)
+
+    def _shard(self, name: str) -> Shard:
+        first, hidden = self.build.tp.rank * self.size, self.config.hidden_size
+        if name == "down_proj":
+            return Shard(self._shape(name), 0, hidden, first, self.size)
+        return Shard(self._shape(name), first, self.size, 0, hidden)

@@ -1,0 +1,379 @@
+"""Products with the blocks of GGUF files, which become floats in registers.
+
+One row waits for memory alone. A few rows are multiplied on the tensor cores, by weights that are
+rounded to the type of x there. For more, the matrix becomes floats, at most `SLAB` of them at one
+time, for cuBLAS; they are not kept.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.ops import reference
+from penstock.ops.triton.gguf_decode import (
+    fraction,
+    group_of,
+    load_scales,
+    load_words,
+    look_up,
+    unit,
+    values,
+)
+from penstock.ops.triton.gguf_layout import Planes
+from penstock.ops.triton.splitting import add_parts
+from penstock.ops.triton.tuning_gguf import RowPlan, TilePlan, row_plan, tile_plan
+
+SLAB = 1 << 27  # numbers that become floats at one time
+
+
+@triton.jit
+def _load_plane(
+    x_ptr, column, in_features, plane: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """x of a plane's columns, and as it is multiplied with fractions; float32."""
+    if EVEN:
+        x = tl.load(x_ptr + column + plane * 4).to(tl.float32)
+    else:
+        at = column + plane * 4
+        x = tl.load(x_ptr + at, mask=at < in_features, other=0.0).to(tl.float32)
+    weighted = x
+    if TABLE == 0:
+        weighted = x * unit(plane, LOW, HIGH)
+    return x, weighted
+
+
+@triton.jit
+def _load_planes(
+    x_ptr, column, in_features, first: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
+    EVEN: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """Four planes of x as they are multiplied, the sum of x, and what products are too much by."""
+    x0, w0 = _load_plane(x_ptr, column, in_features, first, LOW, HIGH, TABLE, EVEN)
+    x1, w1 = _load_plane(x_ptr, column, in_features, first + 1, LOW, HIGH, TABLE, EVEN)
+    x2, w2 = _load_plane(x_ptr, column, in_features, first + 2, LOW, HIGH, TABLE, EVEN)
+    x3, w3 = _load_plane(x_ptr, column, in_features, first + 3, LOW, HIGH, TABLE, EVEN)
+    total = (x0 + x1) + (x2 + x3)
+    surplus = (w0 + w1) + (w2 + w3) + ZERO * total
+    total = tl.sum(total.reshape(QUADS, 4), axis=1)
+    surplus = tl.sum(surplus.reshape(QUADS, 4), axis=1)
+    return w0, w1, w2, w3, total, surplus
+
+
+@triton.jit
+def _load_x(
+    x_ptr, first_quad, in_features,
+    LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
+    EVEN: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """x of some quads: what `_load_planes` gives of all planes, four by four.
+
+    Always four of them, the first again in the place of those that there are not.
+    """
+    word = tl.arange(0, QUADS * 4)
+    at = (first_quad + word // 4) * (128 // LOW) + word % 4
+    a = _load_planes(x_ptr, at, in_features, 0, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
+    if LOW == 8:
+        result = (a, a, a, a)
+    elif LOW == 4:
+        b = _load_planes(x_ptr, at, in_features, 4, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
+        result = (a, b, a, a)
+    else:
+        b = _load_planes(x_ptr, at, in_features, 4, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
+        c = _load_planes(x_ptr, at, in_features, 8, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
+        d = _load_planes(x_ptr, at, in_features, 12, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
+        result = (a, b, c, d)
+    return result
+
+
+@triton.jit
+def _products(
+    x,  # as `_load_x` gives it
+    words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+    row, first_quad, num_quads, in_features,  # row [ROWS, 1] int64
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """What each quad adds to its row's sum: [ROWS, QUADS] float32.
+
+    What a fraction has beside its number, and a number beside what it stands for, is taken off the
+    sum of products, by a sum of x.
+    """
+    PLANES: tl.constexpr = 32 // LOW
+    EACH: tl.constexpr = GROUP // 4 if GROUP // 4 < PLANES else PLANES  # planes of a scale
+    word = tl.arange(0, QUADS * 4)
+    words, high = load_words(
+        words_ptr, high_ptr, row, word[None, :], first_quad, num_quads, LOW, HIGH, EVEN
+    )
+    acc = tl.zeros([ROWS, QUADS], tl.float32)
+    for part in tl.static_range(PLANES // EACH):
+        group = group_of(first_quad + tl.arange(0, QUADS), part, LOW, GROUP)[None, :]
+        scale, offset = load_scales(
+            first_ptr, second_ptr, third_ptr, row, group, in_features // GROUP, KIND, GROUP
+        )
+        products = tl.zeros([ROWS, QUADS * 4], tl.float32)
+        x_total = tl.zeros([QUADS], tl.float32)
+        surplus = tl.zeros([QUADS], tl.float32)
+        for index in tl.static_range(EACH):
+            if TABLE != 0:
+                number = look_up(words, part * EACH + index, TABLE)
+            else:
+                number = fraction(words, high, part * EACH + index, LOW, HIGH)
+            products += number * x[(part * EACH + index) // 4][(part * EACH + index) % 4][None, :]
+            if index % 4 == 0:
+                x_total += x[(part * EACH + index) // 4][4]
+                surplus += x[(part * EACH + index) // 4][5]
+        summed = tl.sum(products.reshape(ROWS, QUADS, 4), axis=2)
+        if TABLE == 0:
+            summed -= surplus[None, :]
+        acc += summed * scale
+        if OFFSET:
+            acc += offset * x_total[None, :]
+    return acc
+
+
+@triton.jit
+def _one_row_kernel(
+    x_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, bias_ptr, out_ptr,
+    in_features, out_features, num_quads,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
+    QUADS: tl.constexpr,
+):  # fmt: skip
+    """STEPS times ROWS rows of the weight with x. WHOLE: x is in registers all the while."""
+    if WHOLE:
+        x = _load_x(x_ptr, 0, in_features, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
+    for step in range(STEPS):
+        row = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
+        is_row = row < out_features
+        # A row that is not there is read as the first: what comes of it is not stored.
+        own_row = tl.where(is_row, row, 0).to(tl.int64)[:, None]
+        if WHOLE:
+            acc = _products(
+                x, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+                own_row, 0, num_quads, in_features,
+                KIND, LOW, HIGH, GROUP, TABLE, OFFSET, EVEN, ROWS, QUADS,
+            )  # fmt: skip
+        else:
+            acc = tl.zeros([ROWS, QUADS], tl.float32)
+            for first_quad in range(0, num_quads, QUADS):
+                own = _load_x(x_ptr, first_quad, in_features, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
+                acc += _products(
+                    own, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+                    own_row, first_quad, num_quads, in_features,
+                    KIND, LOW, HIGH, GROUP, TABLE, OFFSET, EVEN, ROWS, QUADS,
+                )  # fmt: skip
+        out = tl.sum(acc, axis=1)
+        if BIAS:
+            out += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+@triton.jit
+def multiply(
+    acc,  # [ROWS, TOKENS] float32
+    x_at,  # [QUADS * 4, TOKENS] pointers to x: the first plane's columns of quad 0
+    is_token,  # [TOKENS]
+    words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+    row, low_quad, high_quad, in_features, num_quads,  # row [ROWS, 1] int64
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
+    QUADS: tl.constexpr,
+):  # fmt: skip
+    """acc + weights x over quads [low_quad, high_quad): plane by plane on the tensor cores."""
+    dtype: tl.constexpr = x_at.dtype.element_ty
+    PLANES: tl.constexpr = 32 // LOW
+    EACH: tl.constexpr = GROUP // 4 if GROUP // 4 < PLANES else PLANES
+    word = tl.arange(0, QUADS * 4)
+    x_column = word // 4 * (128 // LOW) + word % 4
+    for first_quad in range(low_quad, high_quad, QUADS):
+        words, high = load_words(
+            words_ptr, high_ptr, row, word[None, :], first_quad, num_quads, LOW, HIGH, EVEN
+        )
+        for part in tl.static_range(PLANES // EACH):
+            group = group_of(first_quad + word // 4, part, LOW, GROUP)[None, :]
+            scale, offset = load_scales(
+                first_ptr, second_ptr, third_ptr, row, group, in_features // GROUP, KIND, GROUP
+            )
+            for index in tl.static_range(EACH):
+                weight = values(
+                    words, high, scale, offset, part * EACH + index,
+                    LOW, HIGH, ZERO, TABLE, OFFSET,
+                )  # fmt: skip
+                at = first_quad * (128 // LOW) + (part * EACH + index) * 4
+                mask = is_token[None, :]
+                if not EVEN:
+                    mask = mask & (at + x_column < in_features)[:, None]
+                x = tl.load(x_at + at, mask=mask, other=0.0)
+                acc = tl.dot(weight.to(dtype), x, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _tile_kernel(
+    x_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, bias_ptr, out_ptr,
+    partial_ptr, arrived_ptr,
+    x_stride, out_stride, num_tokens, in_features, out_features, num_quads,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    EVEN: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    QUADS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of the weight with TOKENS rows of x, over one part of the columns."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(2)
+    is_token, is_row = token < num_tokens, row < out_features
+    each = tl.cdiv(tl.cdiv(num_quads, QUADS), SPLITS) * QUADS
+    low_quad = split * each
+    high_quad = tl.minimum(low_quad + each, num_quads)
+    word = tl.arange(0, QUADS * 4)
+    x_column = word // 4 * (128 // LOW) + word % 4
+    x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + x_column[:, None]
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc = multiply(
+        acc, x_at, is_token, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+        tl.where(is_row, row, 0).to(tl.int64)[:, None], low_quad, high_quad, in_features,
+        num_quads, KIND, LOW, HIGH, ZERO, GROUP, TABLE, OFFSET, EVEN, QUADS,
+    )  # fmt: skip
+    acc = acc.T
+    mask = is_token[:, None] & is_row[None, :]
+    done = True
+    if SPLITS > 1:
+        arrived = arrived_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        stride = num_tokens.to(tl.int64) * out_features
+        offset = token.to(tl.int64)[:, None] * out_features + row[None, :]
+        acc, done = add_parts(acc, partial_ptr, arrived, offset, stride, mask, split, SPLITS)
+    if done:
+        if BIAS:
+            acc += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)[None, :]
+        target = out_ptr + token.to(tl.int64)[:, None] * out_stride + row[None, :]
+        tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _floats_kernel(
+    row_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, out_ptr,
+    in_features, num_quads,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, CHOSEN: tl.constexpr,
+    QUADS: tl.constexpr,
+):  # fmt: skip
+    """Some quads of one row as floats; CHOSEN: of the row that `row_ptr` names."""
+    PLANES: tl.constexpr = 32 // LOW
+    EACH: tl.constexpr = GROUP // 4 if GROUP // 4 < PLANES else PLANES
+    at = tl.program_id(0).to(tl.int64)
+    row = at
+    if CHOSEN:
+        row = tl.load(row_ptr + at).to(tl.int64)
+    first_quad = tl.program_id(1) * QUADS
+    word = tl.arange(0, QUADS * 4)
+    words, high = load_words(
+        words_ptr, high_ptr, row, word, first_quad, num_quads, LOW, HIGH, False
+    )
+    for part in tl.static_range(PLANES // EACH):
+        group = group_of(first_quad + word // 4, part, LOW, GROUP)
+        scale, offset = load_scales(
+            first_ptr, second_ptr, third_ptr, row, group, in_features // GROUP, KIND, GROUP
+        )
+        for index in tl.static_range(EACH):
+            weight = values(
+                words, high, scale, offset, part * EACH + index,
+                LOW, HIGH, ZERO, TABLE, OFFSET,
+            )  # fmt: skip
+            column = (first_quad + word // 4) * (128 // LOW) + (part * EACH + index) * 4 + word % 4
+            target = out_ptr + at * in_features + column
+            tl.store(target, weight.to(out_ptr.dtype.element_ty), mask=column < in_features)
+
+
+def gguf_linear(
+    x: torch.Tensor,  # [n, in]
+    weight: Planes,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None = None,  # [n, out], of rows that need not follow each other
+) -> torch.Tensor:
+    """As the reference; one row is multiplied by weights that are not rounded."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_tokens, (out_features, in_features) = x.shape[0], weight.shape
+    if out is None:
+        out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    if num_tokens == 1:
+        return one_row(x, weight, bias, out, row_plan(weight.type_name, out_features, in_features))
+    plan = tile_plan(num_tokens, out_features, in_features)
+    if plan is not None:
+        return run_tiles(x, weight, bias, out, plan)
+    slab = max(SLAB // in_features, 1)
+    for start in range(0, out_features, slab):
+        end = min(start + slab, out_features)
+        floats = as_floats(weight.rows(start, end), x.dtype)
+        own_bias = None if bias is None else bias[start:end]
+        reference.linear(x, floats, own_bias, out[:, start:end])
+    return out
+
+
+def gguf_embed(token_ids: torch.Tensor, weight: Planes, dtype: torch.dtype) -> torch.Tensor:
+    """Some rows as floats: token_ids [n] -> [n, in]."""
+    return as_floats(weight, dtype, token_ids)
+
+
+def one_row(
+    x: torch.Tensor, weight: Planes, bias: torch.Tensor | None, out: torch.Tensor, plan: RowPlan
+) -> torch.Tensor:
+    """x [1, in] with all of the weight, in floats."""
+    out_features, in_features = weight.shape
+    num_quads = weight.words.shape[1] // 4
+    is_whole = num_quads <= plan.quads
+    steps = plan.steps if is_whole else 1
+    _one_row_kernel[(triton.cdiv(out_features, plan.rows * steps),)](
+        x, *weight.pointers, out if bias is None else bias, out,
+        in_features, out_features, num_quads, **weight.constants,
+        BIAS=bias is not None, EVEN=num_quads % plan.quads == 0, WHOLE=is_whole, STEPS=steps,
+        ROWS=plan.rows, QUADS=plan.quads,
+        num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def run_tiles(
+    x: torch.Tensor, weight: Planes, bias: torch.Tensor | None, out: torch.Tensor, plan: TilePlan
+) -> torch.Tensor:
+    """x [n, in] with all of the weight, on the tensor cores."""
+    num_tokens, (out_features, in_features) = x.shape[0], weight.shape
+    num_quads = weight.words.shape[1] // 4
+    grid = (triton.cdiv(num_tokens, plan.tokens), triton.cdiv(out_features, plan.rows), plan.splits)
+    partial = arrived = out
+    if plan.splits > 1:
+        shape = (plan.splits, num_tokens, out_features)
+        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
+        arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=x.device)
+    _tile_kernel[grid](
+        x, *weight.pointers, out if bias is None else bias, out, partial, arrived,
+        x.stride(0), out.stride(0), num_tokens, in_features, out_features, num_quads,
+        **weight.constants, BIAS=bias is not None, EVEN=num_quads % plan.quads == 0,
+        SPLITS=plan.splits, ROWS=plan.rows, TOKENS=plan.tokens, QUADS=plan.quads,
+        num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def as_floats(weight: Planes, dtype: torch.dtype, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """All rows, or those that are named [n], as [n, in] in `dtype`."""
+    out_features, in_features = weight.shape
+    count = out_features if rows is None else len(rows)
+    out = torch.empty((count, in_features), dtype=dtype, device=weight.words.device)
+    if count == 0:
+        return out
+    num_quads = weight.words.shape[1] // 4
+    quads = min(triton.next_power_of_2(num_quads), 128)
+    _floats_kernel[(count, triton.cdiv(num_quads, quads))](
+        weight.words if rows is None else rows, *weight.pointers, out, in_features, num_quads,
+        **weight.constants, CHOSEN=rows is not None, QUADS=quads, num_warps=4,
+    )  # fmt: skip
+    return out

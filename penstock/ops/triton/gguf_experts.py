@@ -1,0 +1,111 @@
+"""Experts in the blocks of GGUF files: tokens are sorted by expert, as in experts.py, and an
+expert's tokens are multiplied with its rows of the weight, a few at a time on the tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.ops.experts import ACTIVATIONS
+from penstock.ops.triton.experts import place, sum_experts
+from penstock.ops.triton.gguf import multiply
+from penstock.ops.triton.gguf_layout import Planes
+from penstock.ops.triton.pointwise import silu_mul
+from penstock.ops.triton.routing import Blocks, align
+from penstock.ops.triton.tuning_gguf import ExpertsPlan, experts_plan
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _experts_kernel(
+    x_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, out_ptr, factor_ptr,
+    pair_ptr, expert_ptr, rows_ptr, out_stride, in_features, out_features, num_quads, num_blocks,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, TOP_K: tl.constexpr,
+    SORTED: tl.constexpr, EVEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    QUADS: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """One block of an expert's tokens with ROWS rows of its matrix.
+
+    SORTED: x is in the blocks' order, and the result, times the token's weight of the expert, goes
+    to the pair that it is of. Else x is in the tokens' order, and the result in the blocks'.
+    """
+    block, column = place(num_blocks, tl.cdiv(out_features, ROWS), GROUPED)
+    num_rows = tl.load(rows_ptr + block)
+    if num_rows <= 0:
+        return
+    token = tl.arange(0, TOKENS)
+    is_token = token < num_rows
+    pair = tl.load(pair_ptr + block * TOKENS + token, mask=is_token, other=0)
+    row = column * ROWS + tl.arange(0, ROWS)
+    is_row = row < out_features
+    own_row = tl.load(expert_ptr + block).to(tl.int64) * out_features + tl.where(is_row, row, 0)
+    place_of = block * TOKENS + token
+    source = place_of if SORTED else pair // TOP_K
+    target = pair if SORTED else place_of
+    word = tl.arange(0, QUADS * 4)
+    x_column = word // 4 * (128 // LOW) + word % 4
+    x_at = x_ptr + source.to(tl.int64)[None, :] * in_features + x_column[:, None]
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    acc = multiply(
+        acc, x_at, is_token, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+        own_row[:, None], 0, num_quads, in_features, num_quads,
+        KIND, LOW, HIGH, ZERO, GROUP, TABLE, OFFSET, EVEN, QUADS,
+    )  # fmt: skip
+    if SORTED:
+        acc *= tl.load(factor_ptr + pair, mask=is_token, other=0.0)[None, :]
+    at = out_ptr + target.to(tl.int64)[:, None] * out_stride + row[None, :]
+    mask = is_token[:, None] & is_row[None, :]
+    tl.store(at, acc.T.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def gguf_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: Sequence[Planes],  # each expert's gate above its up; or all gates, and all ups
+    down: Planes,  # [experts * hidden, intermediate]
+    activation: str,
+) -> torch.Tensor:
+    """As the reference; nothing waits for the host to know the choice."""
+    num_tokens, top_k = ids.shape
+    if num_tokens == 0:
+        return torch.empty_like(x)
+    hidden = x.shape[1]
+    num_experts, size = down.shape[0] // hidden, down.shape[1]
+    plan = experts_plan(num_tokens * top_k, num_experts)
+    blocks = align(ids, num_experts, plan.tokens)
+    both = torch.empty((len(blocks.pairs), 2 * size), dtype=x.dtype, device=x.device)
+    each = 2 * size // len(gate_up)
+    for index, matrix in enumerate(gate_up):
+        part = both[:, index * each : (index + 1) * each]
+        _run(x.contiguous(), matrix, part, None, blocks, top_k, plan)
+    if activation == "silu":
+        activated = silu_mul(both)
+    else:
+        activated = ACTIVATIONS[activation](*both.chunk(2, dim=-1)).contiguous()
+    weighted = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
+    _run(activated, down, weighted, weights, blocks, top_k, plan)
+    return sum_experts(weighted, num_tokens)
+
+
+def _run(
+    x: torch.Tensor,
+    weight: Planes,
+    out: torch.Tensor,
+    factors: torch.Tensor | None,  # [n, top_k]: x is sorted, out is not
+    blocks: Blocks,
+    top_k: int,
+    plan: ExpertsPlan,
+) -> None:
+    num_blocks, out_features = len(blocks.experts), out.shape[1]
+    num_quads = weight.words.shape[1] // 4
+    _experts_kernel[(num_blocks * triton.cdiv(out_features, plan.rows),)](
+        x, *weight.pointers, out, out if factors is None else factors,
+        blocks.pairs, blocks.experts, blocks.rows, out.stride(0), weight.shape[1], out_features,
+        num_quads, num_blocks, **weight.constants, TOP_K=top_k, SORTED=factors is not None,
+        EVEN=num_quads % plan.quads == 0, TOKENS=plan.tokens, ROWS=plan.rows, QUADS=plan.quads,
+        GROUPED=plan.group, num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
+    )  # fmt: skip

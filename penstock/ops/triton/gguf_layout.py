@@ -1,0 +1,237 @@
+"""How the blocks of a GGUF file lie in memory on a GPU.
+
+A file's blocks of 17 to 210 bytes have their scales between their numbers, where no load of 16
+bytes fits. Here each kind of field lies by itself, in as many bytes as the file has for it:
+
+- `words`, int32: the low `low` bits of the numbers (2, 4 or 8 of them). Four words, a *quad*, are
+  one thread's load; they have 512 / (4 * low) neighbouring columns. Field f of a quad's word w is
+  its column 4 f + w, so that the fields that four words have in the same bits, a *plane*, are four
+  neighbouring columns, and x is read as it lies.
+- `high`, int32: the bits above those, where there are any, in the same order. Two or four quads,
+  as many as fill the fields, share four words: those of quad q % n are q % n numbers further up.
+  Rows are filled up to whole quads.
+- `first`, `second`, `third`: scales, as `gguf_decode.py` reads them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from penstock.ops.blocks import BlockTensor
+from penstock.ops.gguf_blocks import (
+    E2M1_DOUBLED,
+    FORMATS,
+    IQ4_VALUES,
+    half,
+    iq4_xs_scales,
+    k_scales,
+    q3_k_scales,
+)
+
+SLAB = 1 << 24  # numbers that are repacked at one time
+
+Scales = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+
+
+class Layout(NamedTuple):
+    """One type of blocks, as kernels are compiled for it."""
+
+    kind: str  # how scales are stored, which `gguf_decode.load_scales` knows
+    low: int  # bits of a number in `words`
+    high: int  # further bits, in `high`
+    zero: int  # what numbers are more by than what is scaled
+    group: int  # columns that share a scale
+    scales: Scales  # blocks [n, block_bytes] -> up to three tensors [n, ...]
+    table: tuple[int, ...] | None = None  # what numbers stand for, where they are no numbers
+
+    @property
+    def offset(self) -> bool:
+        """Whether something is added to numbers once they are scaled."""
+        return self.kind in ("pair", "nibbles", "six bits, minima")
+
+
+class Planes(NamedTuple):
+    """A matrix [out, in], or several one above the other."""
+
+    type_name: str
+    words: torch.Tensor  # [out, in * low / 32] int32
+    high: torch.Tensor | None  # [out, about in * high / 32] int32
+    first: torch.Tensor  # [out, ...]
+    second: torch.Tensor | None
+    third: torch.Tensor | None
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUTS[self.type_name]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, words = self.words.shape
+        return rows, words * 32 // self.layout.low
+
+    @property
+    def pointers(self) -> tuple[torch.Tensor, ...]:
+        """What a kernel is given; it does not read what is not there."""
+        optional = (self.high, self.second, self.third)
+        high, second, third = (self.words if one is None else one for one in optional)
+        return self.words, high, self.first, second, third
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What a kernel is compiled for."""
+        layout = self.layout
+        return {
+            "KIND": layout.kind, "LOW": layout.low, "HIGH": layout.high, "ZERO": layout.zero,
+            "GROUP": layout.group, "TABLE": _bytes(layout.table), "OFFSET": layout.offset,
+        }  # fmt: skip
+
+    def rows(self, start: int, end: int) -> Planes:
+        """Rows [start, end), sharing memory."""
+        return self._map(lambda tensor: tensor[start:end])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What lies in memory, by name."""
+        named = {name: getattr(self, name) for name in _BY_ROW}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Planes:
+        changed: dict[str, Any] = {name: change(one) for name, one in self.tensors().items()}
+        return self._replace(**changed)
+
+
+_BY_ROW = ("words", "high", "first", "second", "third")
+
+
+def prepare_gguf(weight: BlockTensor, device: torch.device) -> Planes:
+    """A matrix in this module's layout on `device`."""
+    layout = LAYOUTS[weight.type_name]
+    rows, columns = weight.shape
+    step = max(SLAB // columns, 1)
+    whole: dict[str, torch.Tensor] = {}
+    for start in range(0, rows, step):
+        part = weight.rows(start, min(start + step, rows))
+        for name, tensor in _repack(part, layout, device).items():
+            if name not in whole:
+                shape = (rows, *tensor.shape[1:])
+                whole[name] = torch.empty(shape, dtype=tensor.dtype, device=device)
+            whole[name][start : start + len(tensor)] = tensor
+    optional = {name: whole.get(name) for name in ("high", "second", "third")}
+    return Planes(weight.type_name, whole["words"], first=whole["first"], **optional)
+
+
+def stack_gguf(parts: Sequence[Planes]) -> Planes:
+    """Matrices of one type, one above the other."""
+    stacked: dict[str, Any] = {
+        name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()
+    }
+    return parts[0]._replace(**stacked)
+
+
+def _repack(part: BlockTensor, layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
+    rows, columns = part.shape
+    blocks = part.data.to(device).reshape(-1, part.block_bytes)
+    numbers = FORMATS[part.type_name].numbers(blocks)
+    fields, quads = 32 // layout.low, columns * layout.low // 128
+    # [rows, quads, fields, 4]
+    by_field = numbers.view(rows, quads, fields, 4).int()
+    low = by_field & ((1 << layout.low) - 1)
+    packed = {"words": _join(low, layout.low)}
+    if layout.high:
+        shared = layout.low // layout.high  # quads of four words
+        above = F.pad(by_field >> layout.low, (0, 0, 0, 0, 0, -quads % shared))
+        above = above.view(rows, -1, shared, fields, 4)
+        places = torch.arange(shared, device=device, dtype=torch.int32).view(-1, 1, 1)
+        packed["high"] = _join(
+            (above << (places * layout.high)).sum(2, dtype=torch.int32), layout.low
+        )
+    found = layout.scales(blocks)
+    for name, tensor in zip(("first", "second", "third"), found, strict=False):
+        packed[name] = tensor.reshape(rows, -1)
+    return packed
+
+
+def _bytes(table: tuple[int, ...] | None) -> tuple[int, ...] | int:
+    """16 numbers, each more by 128, as the bytes of four int32; 0 for none."""
+    if table is None:
+        return 0
+    words = struct.unpack("<4i", bytes(value + 128 for value in table))
+    return tuple(words)
+
+
+def _join(fields: torch.Tensor, width: int) -> torch.Tensor:
+    """Fields [rows, quads, fields, n] into words of 32 bits: [rows, quads * n]."""
+    words = fields[:, :, 0]
+    for index in range(1, fields.shape[2]):
+        words = words | (fields[:, :, index] << (index * width))
+    return words.flatten(1)
+
+
+# -- scales
+
+
+def _half_at(start: int) -> Scales:
+    return lambda blocks: (half(blocks, start),)
+
+
+def _pair_at(start: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Two float16 as one int32, the first in the low half."""
+    return lambda blocks: blocks[:, start : start + 4].contiguous().view(torch.int32)
+
+
+def _nibbles(numbers: torch.Tensor) -> torch.Tensor:
+    """Neighbours of 4 bits into one byte, the first in the low half: [n, m] -> [n, m / 2]."""
+    return numbers[:, 0::2] | (numbers[:, 1::2] << 4)
+
+
+def _two_bits(numbers: torch.Tensor) -> torch.Tensor:
+    """Four neighbours of 2 bits into one byte: [n, m] -> [n, m / 4]."""
+    pairs = numbers[:, 0::2] | (numbers[:, 1::2] << 2)
+    return _nibbles(pairs)
+
+
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Each group's scale with two bits of its minimum above it, and the minima's other four."""
+    scale, minimum = k_scales(blocks)
+    return _pair_at(0)(blocks), scale | (minimum << 6), _nibbles(minimum >> 2)
+
+
+def _q3_k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    scale = q3_k_scales(blocks)
+    return half(blocks, 108), _nibbles(scale & 15), _two_bits(scale >> 4)
+
+
+def _iq4_xs_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    scale = iq4_xs_scales(blocks)
+    return half(blocks, 0), _nibbles(scale & 15), _two_bits(scale >> 4)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "Q8_0": Layout("half", 8, 0, 128, 32, _half_at(0)),
+    "Q4_0": Layout("half", 4, 0, 8, 32, _half_at(0)),
+    "Q4_1": Layout("pair", 4, 0, 0, 32, lambda blocks: (_pair_at(0)(blocks),)),
+    "Q5_0": Layout("half", 4, 1, 16, 32, _half_at(0)),
+    "Q5_1": Layout("pair", 4, 1, 0, 32, lambda blocks: (_pair_at(0)(blocks),)),
+    "Q2_K": Layout(
+        "nibbles", 2, 0, 0, 16, lambda blocks: (_pair_at(80)(blocks), blocks[:, :16].contiguous())
+    ),
+    "Q3_K": Layout("six bits", 2, 1, 4, 16, _q3_k_scales),
+    "Q4_K": Layout("six bits, minima", 4, 0, 0, 32, _k_scales),
+    "Q5_K": Layout("six bits, minima", 4, 1, 0, 32, _k_scales),
+    "Q6_K": Layout(
+        "bytes", 4, 2, 32, 16,
+        lambda blocks: (half(blocks, 208), blocks[:, 192:208].contiguous().view(torch.int8)),
+    ),
+    "IQ4_NL": Layout("half", 4, 0, 0, 32, _half_at(0), IQ4_VALUES),
+    "IQ4_XS": Layout("six bits", 4, 0, 0, 32, _iq4_xs_scales, IQ4_VALUES),
+    "MXFP4": Layout(
+        "exponent", 4, 0, 0, 32, lambda blocks: (blocks[:, :1].contiguous(),), E2M1_DOUBLED
+    ),
+    # Ternary numbers take two bits each: a file's TQ1_0 has 1.6.
+    "TQ1_0": Layout("whole", 2, 0, 1, 256, _half_at(52)),
+    "TQ2_0": Layout("whole", 2, 0, 1, 256, _half_at(64)),
+}  # fmt: skip

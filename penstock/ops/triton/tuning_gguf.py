@@ -1,0 +1,63 @@
+"""Kernel configurations of products with GGUF blocks, found on an H200 like those of tuning.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.ops.triton.tuning import Launch
+
+PROCESSORS = 132
+
+
+class RowPlan(NamedTuple):
+    """One row of x: rows and quads of the weight at once, how often one after the other."""
+
+    rows: int
+    quads: int
+    steps: int  # where all quads of a row are read at once
+    launch: Launch
+
+
+class TilePlan(NamedTuple):
+    """Rows of the weight by rows of x, quads a step, programs a tile."""
+
+    rows: int
+    tokens: int
+    quads: int
+    splits: int
+    launch: Launch
+
+
+def row_plan(type_name: str, out_features: int, in_features: int) -> RowPlan:
+    """One row of x with weights of this type."""
+    return RowPlan(4, 128, 4 if out_features >= 8192 else 1, Launch(4, 3))
+
+
+def tile_plan(num_tokens: int, out_features: int, in_features: int) -> TilePlan | None:
+    """None: weights become floats, a slab of them at a time, for cuBLAS."""
+    if num_tokens > 64:
+        return None
+    tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    rows = 128 if tokens == 64 or out_features >= 128 * PROCESSORS else 64
+    # Programs that share a tile have at least 1,024 columns each.
+    splits, programs = 1, -(-out_features // rows)
+    while splits * programs < 256 and in_features >= 2048 * splits:
+        splits *= 2
+    return TilePlan(rows, tokens, 8, splits, Launch(4, 3))
+
+
+class ExpertsPlan(NamedTuple):
+    """One expert's rows by a block of its tokens, quads a step, blocks that follow each other."""
+
+    rows: int
+    tokens: int
+    quads: int
+    group: int
+    launch: Launch
+
+
+def experts_plan(num_pairs: int, num_experts: int) -> ExpertsPlan:
+    """By how many (token, expert) pairs an expert has on average."""
+    per_expert = num_pairs / num_experts
+    tokens = 16 if per_expert <= 8 else 32 if per_expert <= 20 else 64
+    return ExpertsPlan(64, tokens, 8, 1 if tokens == 16 else 4, Launch(4, 3))
