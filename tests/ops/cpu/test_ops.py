@@ -128,11 +128,15 @@ def test_blocks_behind_the_window_are_not_read(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(("window", "num_heads"), [(None, 6), (40, 6), (None, 2), (None, 14)])
 def test_a_token_attends_the_same_however_its_request_was_cut(
-    isa: str, generator: torch.Generator, dtype: torch.dtype, window: int | None
+    isa: str,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    window: int | None,
+    num_heads: int,
 ) -> None:
-    query, cache, metadata = paged(generator, dtype, 64, [150], [150])
+    query, cache, metadata = paged(generator, dtype, 64, [150], [150], num_heads)
     whole = ops.paged_attention(query, cache, metadata, 0.125, window)
     for chunk in (1, 7, 64):
         for start in range(0, 150, chunk):

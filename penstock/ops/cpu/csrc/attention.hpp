@@ -18,23 +18,16 @@ inline int64_t padded(int64_t head_dim) { return (head_dim + kWide - 1) / kWide 
 inline int64_t state_size(int64_t width) { return 2 * width + kWide; }
 
 int64_t attention_scratch(int64_t rows_and_heads, int64_t head_dim) {
-    return rows_and_heads * state_size(padded(head_dim)) + 2 * kTile * padded(head_dim);
+    return rows_and_heads * state_size(padded(head_dim)) + 3 * kTile * padded(head_dim);
 }
 
-// Where each position of a tile has its key and its value.
+// Keys lie dimension by dimension, so that the scores of a vector of positions grow side by side.
 struct Tile {
-    const float* key[kTile];
+    float* keys;  // [padded, kTile]
+    float* rows;  // [2 * kTile, padded]: keys and values as floats, where the cache has them otherwise
     const float* value[kTile];
+    const uint8_t* entry[kTile];  // where the cache has the keys; the values are to_values(task) further
 };
-
-// A position's key in the cache; its value is to_values(task) bytes further.
-inline const uint8_t* key_at(const AttentionTask& task, int64_t position) {
-    const int64_t kv_head = task.first_head / (task.num_heads / task.num_kv_heads);
-    const int64_t in_block = position % task.block_size * task.num_kv_heads + kv_head;
-    const int64_t elements = task.blocks[position / task.block_size] * task.block_stride +
-                             in_block * entry_elements(task.kv_type, task.head_dim);
-    return static_cast<const uint8_t*>(task.cache) + elements * element_bytes(task.kv_type);
-}
 
 inline int64_t entry_bytes(const AttentionTask& task) {
     return entry_elements(task.kv_type, task.head_dim) * element_bytes(task.kv_type);
@@ -44,14 +37,25 @@ inline int64_t to_values(const AttentionTask& task) {
     return task.block_size * task.num_kv_heads * entry_bytes(task);
 }
 
-// The pieces that a head has of each token lie apart: the hardware does not foresee them.
-void prefetch_tile(const AttentionTask& task, int64_t start, int64_t count) {
+// Where `count` positions from `start` on lie. They are fetched, too: the pieces that a head has of
+// each token lie apart, and the hardware does not foresee them.
+void find_tile(const AttentionTask& task, int64_t start, int64_t count, Tile& tile) {
+    if (count <= 0) return;
     const int64_t size = entry_bytes(task), distance = to_values(task);
-    for (int64_t j = 0; j < count; ++j) {
-        const uint8_t* key = key_at(task, start + j);
-        for (int64_t i = 0; i < size; i += 64) {
-            prefetch(key + i);
-            prefetch(key + distance + i);
+    const int64_t step = task.num_kv_heads * size;  // from token to token
+    const int64_t kv_head = task.first_head / (task.num_heads / task.num_kv_heads);
+    const int32_t* block = task.blocks + start / task.block_size;
+    int64_t offset = start % task.block_size;
+    for (int64_t j = 0; j < count; ++block, offset = 0) {
+        const uint8_t* entry = static_cast<const uint8_t*>(task.cache) +
+                               *block * task.block_stride * element_bytes(task.kv_type) +
+                               offset * step + kv_head * size;
+        for (; j < count && offset < task.block_size; ++j, ++offset, entry += step) {
+            tile.entry[j] = entry;
+            for (int64_t i = 0; i < size; i += 64) {
+                prefetch(entry + i);
+                prefetch(entry + distance + i);
+            }
         }
     }
 }
@@ -70,79 +74,67 @@ inline void load_entry(const uint8_t* from, int64_t dim, float* out) {
     constexpr int64_t bytes = element_bytes(type);
     float scale = 1.0f;
     if constexpr (type == Int8) std::memcpy(&scale, from + dim, sizeof scale);
-    for (int64_t i = 0; i < dim; i += kWide) {
-        uint8_t tail[kWide * bytes];
-        const uint8_t* p = from + i * bytes;
-        if (dim - i < kWide) {
-            std::memset(tail, 0, sizeof tail);
-            std::memcpy(tail, p, (dim - i) * bytes);
-            p = tail;
-        }
+    const auto put = [&](const uint8_t* p, int64_t i) {
         Isa::F numbers = load_numbers<type>(p);
         if constexpr (type == Int8) numbers = Isa::mul(numbers, Isa::set(scale));
         Isa::store(out + i, numbers);
+    };
+    int64_t i = 0;
+    for (; i + kWide <= dim; i += kWide) put(from + i * bytes, i);
+    if (i < dim) {
+        uint8_t tail[kWide * bytes] = {};
+        std::memcpy(tail, from + i * bytes, (dim - i) * bytes);
+        put(tail, i);
     }
 }
 
 template <Type type>
-void load_tile(const AttentionTask& task, int64_t start, int64_t count, float* buffer, Tile& tile) {
+void load_tile(const AttentionTask& task, int64_t count, Tile& tile) {
     const int64_t dim = task.head_dim, width = padded(dim), distance = to_values(task);
+    const float* key[kTile];
     for (int64_t j = 0; j < count; ++j) {
-        const uint8_t* from = key_at(task, start + j);
+        const uint8_t* from = tile.entry[j];
         if (type == F32 && dim == width) {
-            tile.key[j] = reinterpret_cast<const float*>(from);
+            key[j] = reinterpret_cast<const float*>(from);
             tile.value[j] = reinterpret_cast<const float*>(from + distance);
             continue;
         }
-        float* key = buffer + 2 * j * width;
-        float* value = key + width;
-        load_entry<type>(from, dim, key);
-        load_entry<type>(from + distance, dim, value);
-        tile.key[j] = key;
-        tile.value[j] = value;
+        float* row = tile.rows + 2 * j * width;
+        load_entry<type>(from, dim, row);
+        load_entry<type>(from + distance, dim, row + width);
+        key[j] = row;
+        tile.value[j] = row + width;
     }
-    for (int64_t j = count; j < kTile; ++j) {  // read, and then masked
-        tile.key[j] = tile.key[0];
-        tile.value[j] = tile.value[0];
+    for (int64_t j = count; j < kTile; ++j) key[j] = key[0];  // read, and then masked
+    for (int64_t d = 0; d < dim; d += 4) {
+        for (int64_t j = 0; j < kTile; j += kWide) {
+            Isa::four_rows_of(key + j, d, tile.keys + d * kTile + j, kTile);
+        }
     }
 }
 
-void load_tile(const AttentionTask& task, int64_t start, int64_t count, float* buffer, Tile& tile) {
+void load_tile(const AttentionTask& task, int64_t count, Tile& tile) {
     switch (task.kv_type) {
-        case F32: return load_tile<F32>(task, start, count, buffer, tile);
-        case F16: return load_tile<F16>(task, start, count, buffer, tile);
-        case BF16: return load_tile<BF16>(task, start, count, buffer, tile);
-        default: return load_tile<Int8>(task, start, count, buffer, tile);
+        case F32: return load_tile<F32>(task, count, tile);
+        case F16: return load_tile<F16>(task, count, tile);
+        case BF16: return load_tile<BF16>(task, count, tile);
+        default: return load_tile<Int8>(task, count, tile);
     }
 }
 
-struct RowState {
+// A row and head on its way through the tiles.
+struct State {
     float* query;   // [padded], times the scale
     float* output;  // [padded]
     float* most;
     float* total;
-};
 
-// output = output * keep + values times weights, for `count` vectors from dimension d on.
-template <int count>
-inline void add_values(const Tile& tile, const float* weights, int64_t low, int64_t high, float keep,
-                       int64_t d, float* output) {
-    Isa::F out[count];
-#pragma GCC unroll 8
-    for (int i = 0; i < count; ++i) {
-        out[i] = Isa::mul(Isa::load(output + d + kWide * i), Isa::set(keep));
-    }
-    for (int64_t j = low; j < high; ++j) {
-        const Isa::F weight = Isa::set(weights[j]);
-        const float* value = tile.value[j] + d;
-#pragma GCC unroll 8
-        for (int i = 0; i < count; ++i) {
-            out[i] = Isa::fma(weight, Isa::load(value + kWide * i), out[i]);
-        }
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < count; ++i) Isa::store(output + d + kWide * i, out[i]);
-}
+    State(float* states, int64_t index, int64_t width)
+        : query(states + index * state_size(width)),
+          output(query + width),
+          most(output + width),
+          total(most + 1) {}
+};
 
 // softcap * tanh(scores / softcap)
 void cap_scores(float* scores, float softcap) {
@@ -153,112 +145,171 @@ void cap_scores(float* scores, float softcap) {
     }
 }
 
-// Positions [low, high) of the tile are visible.
-void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, float softcap,
-                const RowState& row) {
-    float scores[kTile];
-    for (int j = 0; j < kTile; j += 8) {
-        if (j >= high) {
-            f8_store(scores + j, f8_set(-INFINITY));
-            continue;
-        }
-        Isa::F sums[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) sums[i] = Isa::zero();
-        for (int64_t d = 0; d < dim; d += kWide) {
-            const Isa::F q = Isa::load(row.query + d);
-#pragma GCC unroll 8
-            for (int i = 0; i < 8; ++i) {
-                sums[i] = Isa::fma(q, Isa::load(tile.key[j + i] + d), sums[i]);
-            }
-        }
-        f8_store(scores + j, Isa::sums_of_8(sums));
-    }
+// Scores become weights, of which those outside [low, high) are zero; returns what the weights of
+// earlier tiles are to be multiplied with.
+float weigh(float* scores, int64_t low, int64_t high, float softcap, const State& state) {
     if (softcap > 0.0f) cap_scores(scores, softcap);
     for (int64_t j = 0; j < low; ++j) scores[j] = -INFINITY;
     for (int64_t j = high; j < kTile; ++j) scores[j] = -INFINITY;
-
     F8 s[4];
     for (int i = 0; i < 4; ++i) s[i] = f8_load(scores + 8 * i);
     const float tile_most = f8_hmax(f8_max(f8_max(s[0], s[1]), f8_max(s[2], s[3])));
-    const float most = tile_most > *row.most ? tile_most : *row.most;
-    float correction[8] = {1.0f};  // what exp gives for 0
-    if (most != *row.most) f8_store(correction, f8_exp(f8_set(*row.most - most)));
-    float weights[kTile];
-    for (int i = 0; i < 4; ++i) f8_store(weights + 8 * i, f8_exp(s[i] - f8_set(most)));
-    for (int64_t j = 0; j < low; ++j) weights[j] = 0.0f;
-    for (int64_t j = high; j < kTile; ++j) weights[j] = 0.0f;
-    F8 p[4];
-    for (int i = 0; i < 4; ++i) p[i] = f8_load(weights + 8 * i);
-    *row.total = *row.total * correction[0] + f8_hsum((p[0] + p[1]) + (p[2] + p[3]));
-    *row.most = most;
+    const float most = tile_most > *state.most ? tile_most : *state.most;
+    float keep[8] = {1.0f};  // what exp gives for 0
+    if (most != *state.most) f8_store(keep, f8_exp(f8_set(*state.most - most)));
+    for (int i = 0; i < 4; ++i) f8_store(scores + 8 * i, f8_exp(s[i] - f8_set(most)));
+    for (int64_t j = 0; j < low; ++j) scores[j] = 0.0f;
+    for (int64_t j = high; j < kTile; ++j) scores[j] = 0.0f;
+    for (int i = 0; i < 4; ++i) s[i] = f8_load(scores + 8 * i);
+    *state.total = *state.total * keep[0] + f8_hsum((s[0] + s[1]) + (s[2] + s[3]));
+    *state.most = most;
+    return keep[0];
+}
 
+// output = output * keep + values times weights, for `vectors` of some states from dimension d on.
+template <int count, int vectors>
+inline void add_values(const Tile& tile, const float (*weights)[kTile], const float* keep, int64_t low,
+                       int64_t high, int64_t d, float* const* outputs) {
+    Isa::F out[count][vectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) {
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; ++v) {
+            out[i][v] = Isa::mul(Isa::load(outputs[i] + d + kWide * v), Isa::set(keep[i]));
+        }
+    }
+    for (int64_t j = low; j < high; ++j) {
+        Isa::F value[vectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; ++v) value[v] = Isa::load(tile.value[j] + d + kWide * v);
+#pragma GCC unroll 4
+        for (int i = 0; i < count; ++i) {
+            const Isa::F weight = Isa::set(weights[i][j]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; ++v) out[i][v] = Isa::fma(weight, value[v], out[i][v]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) {
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; ++v) Isa::store(outputs[i] + d + kWide * v, out[i][v]);
+    }
+}
+
+// `count` states from the one with index `first` on; positions [low, high) are visible to them. Each
+// state's numbers are the same for every count.
+template <int count>
+__attribute__((noinline)) void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, float softcap, float* states,
+                int64_t first) {
+    constexpr int vectors = kTile / kWide;
+    const int64_t width = padded(dim);
+    const float* queries = states + first * state_size(width);
+    constexpr int chains = Isa::kScoreChains;  // sums of every so manyeth dimension
+    Isa::F sums[count][chains][vectors];
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) {
+#pragma GCC unroll 2
+        for (int c = 0; c < chains; ++c) {
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; ++v) sums[i][c][v] = Isa::zero();
+        }
+    }
+    for (int64_t first_d = 0; first_d < dim; first_d += chains) {
+#pragma GCC unroll 2
+        for (int c = 0; c < chains; ++c) {
+            const int64_t d = first_d + c;
+            Isa::F keys[vectors];
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; ++v) keys[v] = Isa::load(tile.keys + d * kTile + kWide * v);
+#pragma GCC unroll 4
+            for (int i = 0; i < count; ++i) {
+                const Isa::F query = Isa::set(queries[i * state_size(width) + d]);
+#pragma GCC unroll 4
+                for (int v = 0; v < vectors; ++v) {
+                    sums[i][c][v] = Isa::fma(query, keys[v], sums[i][c][v]);
+                }
+            }
+        }
+    }
+    float weights[count][kTile], keep[count];
+    float* outputs[count];
+    for (int i = 0; i < count; ++i) {
+        for (int v = 0; v < vectors; ++v) {
+            Isa::F sum = sums[i][0][v];
+            if constexpr (chains == 2) sum = Isa::add(sum, sums[i][1][v]);
+            Isa::store(weights[i] + kWide * v, sum);
+        }
+        const State state(states, first + i, width);
+        keep[i] = weigh(weights[i], low, high, softcap, state);
+        outputs[i] = state.output;
+    }
     int64_t d = 0;
-    for (; d + 8 * kWide <= dim; d += 8 * kWide) {
-        add_values<8>(tile, weights, low, high, correction[0], d, row.output);
+    for (; d + 4 * kWide <= width; d += 4 * kWide) {
+        add_values<count, 4>(tile, weights, keep, low, high, d, outputs);
     }
-    for (; d + 4 * kWide <= dim; d += 4 * kWide) {
-        add_values<4>(tile, weights, low, high, correction[0], d, row.output);
+    for (; d < width; d += kWide) add_values<count, 1>(tile, weights, keep, low, high, d, outputs);
+}
+
+void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, float softcap, float* states,
+                int64_t first, int64_t end) {
+    for (; first + Isa::kStateTile <= end; first += Isa::kStateTile) {
+        visit_tile<Isa::kStateTile>(tile, dim, low, high, softcap, states, first);
     }
-    for (; d < dim; d += kWide) {
-        add_values<1>(tile, weights, low, high, correction[0], d, row.output);
+    if constexpr (Isa::kStateTile > 2) {
+        if (end - first == 3) return visit_tile<3>(tile, dim, low, high, softcap, states, first);
+        if (end - first == 2) return visit_tile<2>(tile, dim, low, high, softcap, states, first);
     }
+    if (first < end) visit_tile<1>(tile, dim, low, high, softcap, states, first);
 }
 
 void attend(const AttentionTask& task) {
     const int64_t dim = task.head_dim, width = padded(dim);
     const int64_t num_rows = task.end_row - task.first_row;
     const int64_t num_heads = task.end_head - task.first_head;
-    float* buffer = task.scratch;
-    float* states = buffer + 2 * kTile * width;
-    const auto state = [&](int64_t r, int64_t h) {
-        float* base = states + (r * num_heads + h) * state_size(width);
-        return RowState{base, base + width, base + 2 * width, base + 2 * width + 1};
-    };
-    for (int64_t r = 0; r < num_rows; ++r) {
-        for (int64_t h = 0; h < num_heads; ++h) {
-            const RowState row = state(r, h);
-            const float* query = task.query + (task.first_row + r) * task.query_stride +
-                                 (task.first_head + h) * dim;
-            for (int64_t i = 0; i < width; ++i) {
-                row.query[i] = i < dim ? query[i] * task.scale : 0.0f;
-                row.output[i] = 0.0f;
-            }
-            // A sink is a score without a value.
-            *row.most = task.sinks ? task.sinks[task.first_head + h] : -INFINITY;
-            *row.total = task.sinks ? 1.0f : 0.0f;
+    Tile tile;
+    tile.keys = task.scratch;
+    tile.rows = tile.keys + kTile * width;
+    float* states = tile.rows + 2 * kTile * width;  // of each row's heads
+    for (int64_t i = 0; i < num_rows * num_heads; ++i) {
+        const State state(states, i, width);
+        const int64_t row = task.first_row + i / num_heads, head = task.first_head + i % num_heads;
+        const float* query = task.query + row * task.query_stride + head * dim;
+        for (int64_t d = 0; d < width; ++d) {
+            state.query[d] = d < dim ? query[d] * task.scale : 0.0f;
+            state.output[d] = 0.0f;
         }
+        // A sink is a score without a value.
+        *state.most = task.sinks ? task.sinks[head] : -INFINITY;
+        *state.total = task.sinks ? 1.0f : 0.0f;
     }
     const int64_t end = task.first_position + num_rows;
-    const int64_t first_seen =
-        task.window > 0 && task.first_position + 1 > task.window ? task.first_position + 1 - task.window : 0;
+    const auto first_seen = [&](int64_t position) {
+        return task.window > 0 && position >= task.window ? position + 1 - task.window : 0;
+    };
     const auto positions_at = [&](int64_t start) { return end - start < kTile ? end - start : kTile; };
-    Tile tile;
-    int64_t start = first_seen / kTile * kTile;
-    prefetch_tile(task, start, positions_at(start));
+    int64_t start = first_seen(task.first_position) / kTile * kTile;
+    find_tile(task, start, positions_at(start), tile);
     for (; start < end; start += kTile) {
-        load_tile(task, start, positions_at(start), buffer, tile);
-        prefetch_tile(task, start + kTile, positions_at(start + kTile));
+        load_tile(task, positions_at(start), tile);
+        find_tile(task, start + kTile, positions_at(start + kTile), tile);
+        if (start + kTile <= task.first_position + 1 && first_seen(end - 1) <= start) {
+            visit_tile(tile, dim, 0, kTile, task.softcap, states, 0, num_rows * num_heads);
+            continue;
+        }
         for (int64_t r = 0; r < num_rows; ++r) {
             const int64_t position = task.first_position + r;
-            int64_t high = position + 1 - start, low = 0;
-            if (high > kTile) high = kTile;
-            if (task.window > 0 && position + 1 - task.window > start) {
-                low = position + 1 - task.window - start;
-            }
+            const int64_t seen = first_seen(position) - start, low = seen > 0 ? seen : 0;
+            const int64_t high = position + 1 - start < kTile ? position + 1 - start : kTile;
             if (low >= high) continue;
-            for (int64_t h = 0; h < num_heads; ++h) {
-                visit_tile(tile, width, low, high, task.softcap, state(r, h));
-            }
+            visit_tile(tile, dim, low, high, task.softcap, states, r * num_heads, (r + 1) * num_heads);
         }
     }
-    for (int64_t r = 0; r < num_rows; ++r) {
-        for (int64_t h = 0; h < num_heads; ++h) {
-            const RowState row = state(r, h);
-            const float inverse = 1.0f / *row.total;
-            float* out = task.output + ((task.first_row + r) * task.num_heads + task.first_head + h) * dim;
-            for (int64_t i = 0; i < dim; ++i) out[i] = row.output[i] * inverse;
-        }
+    for (int64_t i = 0; i < num_rows * num_heads; ++i) {
+        const State state(states, i, width);
+        const float inverse = 1.0f / *state.total;
+        const int64_t row = task.first_row + i / num_heads, head = task.first_head + i % num_heads;
+        float* out = task.output + (row * task.num_heads + head) * dim;
+        for (int64_t d = 0; d < dim; ++d) out[d] = state.output[d] * inverse;
     }
 }
 

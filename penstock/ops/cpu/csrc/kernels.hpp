@@ -41,6 +41,7 @@ struct MatmulTask {
     int64_t columns;  // of the weight; the last group may be partly filled
     int64_t k;
     const QuantizedRows* quantized;  // for block types
+    uint8_t* scratch;                // for them, too: matmul_scratch(k) bytes
     const float* x;                  // for float types: [rows, k] with stride ldx
     int64_t ldx;
     int64_t first_row, end_row;
@@ -94,6 +95,7 @@ struct Kernels {
     void (*pack_group)(Type type, const uint8_t* rows, int64_t row_bytes, int64_t num_rows,
                        int64_t k, uint8_t* packed);
     void (*unpack_row)(Type type, const uint8_t* group, int64_t lane, int64_t k, float* out);
+    int64_t (*matmul_scratch)(int64_t k);
     void (*matmul)(Type type, const MatmulTask& task);
 
     void (*quantize_row)(const float* x, const QuantizedRows& out, int64_t row);

@@ -8,7 +8,8 @@ namespace {
 constexpr int64_t kSmallWork = 16 * 1024;  // bytes of weights times rows that are not worth a fork
 constexpr int64_t kRowBlockBytes = 256 * 1024;  // of 8-bit activations, to stay in the L2 cache
 
-thread_local Scratch scratch;
+thread_local Scratch scratch;   // of the thread that calls
+thread_local Scratch unpacked;  // of the thread that takes a piece
 
 }  // namespace
 
@@ -50,6 +51,7 @@ void linear(const Weights& weights, const Activations& activations, float* y, in
             task.columns = part.columns;
             task.k = k;
             task.quantized = &activations.quantized;
+            task.scratch = unpacked.get(isa.matmul_scratch(k));
             task.x = activations.x;
             task.ldx = activations.ldx;
             task.first_row = block * block_rows;

@@ -3,6 +3,9 @@
 // Every output is one lane of an accumulator that walks the columns from first to last, and every
 // tile shape does the same arithmetic in the same order: a row's result does not depend on the
 // rows beside it.
+//
+// Few rows read blocks as they are packed. Many rows share the work of unpacking them to bytes, and
+// then take two groups at once, so that each four of activations are loaded for two vectors.
 #pragma once
 
 #include "weights.hpp"
@@ -75,98 +78,241 @@ inline void block_dots(const uint8_t* data, const int8_t* x, int64_t stride, Isa
     }
 }
 
-template <Type type, int rows>
-void quantized_tile(const MatmulTask& task, const uint8_t* packed, int64_t group, int64_t row) {
+// A block's eight vectors of bytes.
+template <int bits>
+inline void block_bytes(const uint8_t* data, Isa::B* w) {
+    if constexpr (bits == 8) {
+        for (int g = 0; g < 8; ++g) w[g] = Isa::load_bytes(data + g * 4 * L);
+        return;
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; ++g) {
+        const Isa::B both = Isa::load_bytes(data + g * 4 * L);
+        w[g] = Isa::low_nibbles(both);
+        w[g + 4] = Isa::high_nibbles(both);
+        if constexpr (bits == 5) {
+            const Isa::B plane = Isa::load_bytes(data + 16 * L);
+            w[g] = Isa::with_high(w[g], plane, g, 1);
+            w[g + 4] = Isa::with_high(w[g + 4], plane, g + 4, 1);
+        }
+        if constexpr (bits == 6) {
+            w[g] = Isa::with_high(w[g], Isa::load_bytes(data + 16 * L), 2 * g, 2);
+            w[g + 4] = Isa::with_high(w[g + 4], Isa::load_bytes(data + 20 * L), 2 * g, 2);
+        }
+    }
+}
+
+// What the integers of a group's block are to be multiplied with, and what is to be added.
+struct BlockScales {
+    Isa::F scale, minimum;
+    Isa::I first, second;  // of the halves
+};
+
+template <Type type>
+inline BlockScales block_scales(const uint8_t* block, const uint8_t* super) {
     constexpr Format format = format_of(type);
+    BlockScales s{Isa::zero(), Isa::zero(), Isa::iset(0), Isa::iset(0)};
+    if constexpr (format.scales == Scales::kSuperHalves) {
+        s.scale = Isa::load_half(super);
+        s.first = Isa::load_i8(block);
+        s.second = Isa::load_i8(block + L);
+    } else if constexpr (format.scales == Scales::kSuper) {
+        s.scale = Isa::mul(Isa::load_half(super), Isa::load_u8(block));
+        s.minimum = Isa::mul(Isa::load_half(super + 2 * L), Isa::load_u8(block + L));
+    } else {
+        s.scale = Isa::load_half(block);
+        if constexpr (format.scales == Scales::kScaleAndMin) s.minimum = Isa::load_half(block + 2 * L);
+    }
+    return s;
+}
+
+// A block's dot products onto a row's sums; `at` is the block of the row of activations.
+template <Type type>
+inline Isa::F add_block(Isa::F acc, Isa::I low, Isa::I high, const BlockScales& s,
+                        const QuantizedRows& x, int64_t at) {
+    constexpr Format format = format_of(type);
+    if constexpr (format.scales == Scales::kSuperHalves) {
+        low = Isa::isub(low, Isa::iset(format.offset * x.halves[2 * at]));
+        high = Isa::isub(high, Isa::iset(format.offset * x.halves[2 * at + 1]));
+        low = Isa::iadd(Isa::imul(low, s.first), Isa::imul(high, s.second));
+    } else if constexpr (format.offset != 0) {
+        const int32_t sum = x.halves[2 * at] + x.halves[2 * at + 1];
+        low = Isa::isub(low, Isa::iset(format.offset * sum));
+    }
+    const Isa::F both = Isa::mul(s.scale, Isa::set(x.scale[at]));
+    acc = Isa::fma(Isa::to_float(low), both, acc);
+    if constexpr (format.scales == Scales::kScaleAndMin) {
+        acc = Isa::fma(s.minimum, Isa::set(x.sum[at]), acc);
+    }
+    if constexpr (format.scales == Scales::kSuper) {
+        acc = Isa::fnma(s.minimum, Isa::set(x.sum[at]), acc);
+    }
+    return acc;
+}
+
+template <Type type, int rows>
+void packed_tile(const MatmulTask& task, const uint8_t* packed, int64_t group, int64_t row) {
+    constexpr Format format = format_of(type);
+    constexpr bool in_halves = format.scales == Scales::kSuperHalves;
     const QuantizedRows& x = *task.quantized;
     const int64_t num_blocks = task.k / kBlock;
     const int8_t* q = x.q + row * task.k;
-    const float* scales = x.scale + row * num_blocks;
-    const float* sums = x.sum + row * num_blocks;
-    const int32_t* halves = x.halves + row * num_blocks * 2;
     const uint8_t* supers = packed + num_blocks * format.stride();
 
     Isa::F acc[rows];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) acc[r] = Isa::zero();
-    Isa::F super_scale = Isa::zero(), super_minimum = Isa::zero();
-
     for (int64_t b = 0; b < num_blocks; ++b, packed += format.stride()) {
-        if constexpr (format.is_super()) {
-            if (b % 8 == 0) {
-                const uint8_t* super = supers + b / 8 * format.super_bytes();
-                super_scale = Isa::load_half(super);
-                if constexpr (format.scales == Scales::kSuper) {
-                    super_minimum = Isa::load_half(super + 2 * L);
-                }
-            }
-        }
-        Isa::F scale, minimum = Isa::zero();
-        Isa::I first = Isa::iset(0), second = first;
-        if constexpr (format.scales == Scales::kSuperHalves) {
-            scale = super_scale;
-            first = Isa::load_i8(packed);
-            second = Isa::load_i8(packed + L);
-        } else if constexpr (format.scales == Scales::kSuper) {
-            scale = Isa::mul(super_scale, Isa::load_u8(packed));
-            minimum = Isa::mul(super_minimum, Isa::load_u8(packed + L));
-        } else {
-            scale = Isa::load_half(packed);
-            if constexpr (format.scales == Scales::kScaleAndMin) {
-                minimum = Isa::load_half(packed + 2 * L);
-            }
-        }
-        constexpr bool in_halves = format.scales == Scales::kSuperHalves;
+        const BlockScales s = block_scales<type>(packed, supers + b / 8 * format.super_bytes());
         Isa::I low[rows], high[rows];
         block_dots<format.bits, in_halves, rows>(packed + format.scale_bytes(), q + b * kBlock,
                                                  task.k, low, high);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) {
-            const int64_t at = r * num_blocks + b;
-            Isa::I dot = low[r];
-            if constexpr (in_halves) {
-                low[r] = Isa::isub(low[r], Isa::iset(format.offset * halves[2 * at]));
-                high[r] = Isa::isub(high[r], Isa::iset(format.offset * halves[2 * at + 1]));
-                dot = Isa::iadd(Isa::imul(low[r], first), Isa::imul(high[r], second));
-            } else if constexpr (format.offset != 0) {
-                const int32_t sum = halves[2 * at] + halves[2 * at + 1];
-                dot = Isa::isub(dot, Isa::iset(format.offset * sum));
-            }
-            const Isa::F both = Isa::mul(scale, Isa::set(scales[at]));
-            acc[r] = Isa::fma(Isa::to_float(dot), both, acc[r]);
-            if constexpr (format.scales == Scales::kScaleAndMin) {
-                acc[r] = Isa::fma(minimum, Isa::set(sums[at]), acc[r]);
-            }
-            if constexpr (format.scales == Scales::kSuper) {
-                acc[r] = Isa::fnma(minimum, Isa::set(sums[at]), acc[r]);
-            }
+            acc[r] = add_block<type>(acc[r], low[r], high[r], s, x, (row + r) * num_blocks + b);
         }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) finish_tile(task, group, row + r, acc[r]);
 }
 
+// An unpacked block: its scales in as many vectors as it needs, then 8 vectors of bytes.
+template <Type type>
+struct Unpacked {
+    static constexpr Format format = format_of(type);
+    static constexpr bool in_halves = format.scales == Scales::kSuperHalves;
+    static constexpr bool has_minimum =
+        format.scales == Scales::kScaleAndMin || format.scales == Scales::kSuper;
+    static constexpr int kVector = 4 * L;  // bytes
+    static constexpr int kScales = in_halves ? 3 : has_minimum ? 2 : 1;
+    static constexpr int kStride = (kScales + 8) * kVector;
+
+    static BlockScales scales(const uint8_t* block) {
+        const auto* floats = reinterpret_cast<const float*>(block);
+        BlockScales s{Isa::load(floats), Isa::zero(), Isa::iset(0), Isa::iset(0)};
+        if constexpr (has_minimum) s.minimum = Isa::load(floats + L);
+        if constexpr (in_halves) {
+            std::memcpy(&s.first, block + kVector, kVector);
+            std::memcpy(&s.second, block + 2 * kVector, kVector);
+        }
+        return s;
+    }
+
+    static void unpack(const uint8_t* packed, int64_t num_blocks, uint8_t* out) {
+        const uint8_t* supers = packed + num_blocks * format.stride();
+        for (int64_t b = 0; b < num_blocks; ++b, packed += format.stride(), out += kStride) {
+            const BlockScales s = block_scales<type>(packed, supers + b / 8 * format.super_bytes());
+            auto* floats = reinterpret_cast<float*>(out);
+            Isa::store(floats, s.scale);
+            if constexpr (has_minimum) Isa::store(floats + L, s.minimum);
+            if constexpr (in_halves) {
+                std::memcpy(out + kVector, &s.first, kVector);
+                std::memcpy(out + 2 * kVector, &s.second, kVector);
+            }
+            Isa::B bytes[8];
+            block_bytes<format.bits>(packed + format.scale_bytes(), bytes);
+            for (int g = 0; g < 8; ++g) std::memcpy(out + (kScales + g) * kVector, &bytes[g], kVector);
+        }
+    }
+};
+
+template <Type type, int rows, int groups>
+void unpacked_tile(const MatmulTask& task, int64_t group, int64_t row) {
+    using Block = Unpacked<type>;
+    const QuantizedRows& x = *task.quantized;
+    const int64_t num_blocks = task.k / kBlock;
+    const int8_t* q = x.q + row * task.k;
+    const uint8_t* blocks = task.scratch;
+    const int64_t group_stride = num_blocks * Block::kStride;
+
+    Isa::F acc[rows][groups];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+        for (int i = 0; i < groups; ++i) acc[r][i] = Isa::zero();
+    }
+    for (int64_t b = 0; b < num_blocks; ++b, blocks += Block::kStride, q += kBlock) {
+        Isa::I low[rows][groups], high[rows][groups];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+            for (int i = 0; i < groups; ++i) low[r][i] = high[r][i] = Isa::iset(0);
+        }
+#pragma GCC unroll 8
+        for (int g = 0; g < 8; ++g) {
+            Isa::B w[groups];
+#pragma GCC unroll 2
+            for (int i = 0; i < groups; ++i) {
+                w[i] = Isa::load_bytes(blocks + i * group_stride + (Block::kScales + g) * Block::kVector);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) {
+                const Isa::B four = Isa::four_columns(q + r * task.k + 4 * g);
+#pragma GCC unroll 2
+                for (int i = 0; i < groups; ++i) {
+                    Isa::I& sum = Block::in_halves && g >= 4 ? high[r][i] : low[r][i];
+                    sum = Isa::mac8(sum, w[i], four);
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < groups; ++i) {
+            const BlockScales s = Block::scales(blocks + i * group_stride);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) {
+                acc[r][i] = add_block<type>(acc[r][i], low[r][i], high[r][i], s, x,
+                                            (row + r) * num_blocks + b);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 2
+        for (int i = 0; i < groups; ++i) finish_tile(task, group + i, row + r, acc[r][i]);
+    }
+}
+
 // Rows that pass over the weights together: what they write stays in the L1 cache until the columns
 // beside it are written too.
 constexpr int64_t kRowBlock = 32;
+constexpr int64_t kUnpackedRows = 48;
+constexpr int64_t kManyRows = 12;  // are worth the unpacking
+
+template <Type type>
+void packed_rows(const MatmulTask& task, int64_t group, int64_t row, int64_t end) {
+    const uint8_t* packed = task.packed + group * group_bytes(type, task.k);
+    for (; row + 4 <= end; row += 4) packed_tile<type, 4>(task, packed, group, row);
+    for (; row + 2 <= end; row += 2) packed_tile<type, 2>(task, packed, group, row);
+    if (row < end) packed_tile<type, 1>(task, packed, group, row);
+}
+
+// Two groups.
+template <Type type>
+void unpacked_rows(const MatmulTask& task, int64_t group, int64_t row, int64_t end) {
+    const int64_t bytes = group_bytes(type, task.k), num_blocks = task.k / kBlock;
+    for (int i = 0; i < 2; ++i) {
+        Unpacked<type>::unpack(task.packed + (group + i) * bytes, num_blocks,
+                               task.scratch + i * num_blocks * Unpacked<type>::kStride);
+    }
+    constexpr int most = Unpacked<type>::in_halves ? 4 : 6;  // what registers hold
+    for (; row + most <= end; row += most) unpacked_tile<type, most, 2>(task, group, row);
+    for (; row + 2 <= end; row += 2) unpacked_tile<type, 2, 2>(task, group, row);
+    if (row < end) unpacked_tile<type, 1, 2>(task, group, row);
+}
 
 template <Type type>
 void quantized_matmul(const MatmulTask& task) {
-    const int64_t bytes = group_bytes(type, task.k);
-    for (int64_t first = task.first_row; first < task.end_row; first += kRowBlock) {
-        const int64_t end = first + kRowBlock < task.end_row ? first + kRowBlock : task.end_row;
-        for (int64_t group = task.first_group; group < task.end_group; ++group) {
-            const uint8_t* packed = task.packed + group * bytes;
-            int64_t row = first;
-            for (; row + Isa::kRowTile <= end; row += Isa::kRowTile) {
-                quantized_tile<type, Isa::kRowTile>(task, packed, group, row);
+    const bool unpack = Isa::kUnpacks && task.end_row - task.first_row >= kManyRows;
+    const int64_t step = unpack ? kUnpackedRows : kRowBlock;
+    for (int64_t first = task.first_row; first < task.end_row; first += step) {
+        const int64_t end = first + step < task.end_row ? first + step : task.end_row;
+        int64_t group = task.first_group;
+        if constexpr (Isa::kUnpacks) {
+            for (; unpack && group + 2 <= task.end_group; group += 2) {
+                unpacked_rows<type>(task, group, first, end);
             }
-            if constexpr (Isa::kRowTile > 4) {
-                for (; row + 4 <= end; row += 4) quantized_tile<type, 4>(task, packed, group, row);
-            }
-            for (; row + 2 <= end; row += 2) quantized_tile<type, 2>(task, packed, group, row);
-            if (row < end) quantized_tile<type, 1>(task, packed, group, row);
         }
+        for (; group < task.end_group; ++group) packed_rows<type>(task, group, first, end);
     }
 }
 
@@ -227,6 +373,11 @@ void dense_matmul(const MatmulTask& whole) {
         for (; group + 3 <= task.end_group; group += 3) dense_rows<type, 3>(task, group);
         for (; group < task.end_group; ++group) dense_rows<type, 1>(task, group);
     }
+}
+
+// Bytes that a matmul of a type in blocks needs.
+int64_t matmul_scratch(int64_t k) {
+    return Isa::kUnpacks ? 2 * (k / kBlock) * Unpacked<Q6_K>::kStride : 0;  // of all types the widest
 }
 
 void matmul(Type type, const MatmulTask& task) {

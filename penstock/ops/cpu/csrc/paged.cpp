@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kRows = 16;    // of a piece
 constexpr int64_t kStates = 64;  // rows times heads of a piece
 
-thread_local Scratch scratch;
+thread_local Scratch scratch;  // of the thread that takes a piece
 thread_local std::vector<AttentionTask> task_list;
 
 }  // namespace
@@ -64,7 +64,7 @@ void attend(const float* query, int64_t query_stride, int64_t num_heads, const C
 
     // Heads that share keys go together, unless that leaves threads without work.
     int64_t heads = std::min(group, kStates);
-    if (step.num_requests * cache.num_kv_heads < 2 * num_threads()) heads = 1;
+    if (step.num_requests * cache.num_kv_heads < num_threads()) heads = 1;
     const int64_t num_rows = std::max<int64_t>(std::min(kRows, kStates / heads), 1);
     task_list.clear();
     for (int64_t i = 0; i < step.num_requests; ++i) {
@@ -83,11 +83,10 @@ void attend(const float* query, int64_t query_stride, int64_t num_heads, const C
             }
         }
     }
-    const int64_t floats = align(isa.attention_scratch(num_rows * heads, cache.head_dim));
-    float* memory = scratch.floats(floats * num_threads());
+    const int64_t floats = isa.attention_scratch(num_rows * heads, cache.head_dim);
     AttentionTask* tasks = task_list.data();  // the caller's: other threads have lists of their own
-    for_each(static_cast<int64_t>(task_list.size()), [=, &isa](int64_t index, int thread) {
-        tasks[index].scratch = memory + thread * floats;
+    for_each(static_cast<int64_t>(task_list.size()), [=, &isa](int64_t index, int) {
+        tasks[index].scratch = scratch.floats(floats);
         isa.attend(tasks[index]);
     });
 }

@@ -23,7 +23,7 @@ constexpr int64_t kSmallRows = 8;  // element-wise work on fewer rows is not wor
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t align(int64_t bytes) { return divide_up(bytes, 64) * 64; }
 
-// Memory that a calling thread keeps between calls.
+// Memory that a thread keeps between calls.
 class Scratch {
   public:
     ~Scratch() { std::free(memory_); }

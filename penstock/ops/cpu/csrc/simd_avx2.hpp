@@ -39,21 +39,6 @@ inline float f8_hmax(F8 v) {
     s = _mm_max_ss(s, _mm_movehdup_ps(s));
     return _mm_cvtss_f32(s);
 }
-inline F8 f8_hsum8(const F8* v) {  // the sums of eight vectors
-    // Halves, quarters, then single numbers of two vectors change places and are added: one shuffle
-    // for each pair, the rest are blends, which more ports can do.
-    F8 half[4], quarter[2];
-    for (int i = 0; i < 4; ++i) {
-        half[i] = _mm256_add_ps(_mm256_blend_ps(v[i], v[i + 4], 0xf0),
-                                _mm256_permute2f128_ps(v[i], v[i + 4], 0x21));
-    }
-    for (int i = 0; i < 2; ++i) {
-        quarter[i] = _mm256_add_ps(_mm256_blend_ps(half[i], half[i + 2], 0xcc),
-                                   _mm256_shuffle_ps(half[i], half[i + 2], 0x4e));
-    }
-    const F8 odd = _mm256_permute_ps(_mm256_blend_ps(quarter[0], quarter[1], 0x55), 0xb1);
-    return _mm256_add_ps(_mm256_blend_ps(quarter[0], quarter[1], 0xaa), odd);
-}
 // 32 integers as bytes; low and high become the sums of the first and the last 16.
 inline void i8_store_bytes(const I8* v, int8_t* out, int32_t& low, int32_t& high) {
     const I8 packed = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
@@ -79,7 +64,10 @@ inline void prefetch(const void* p) { __builtin_prefetch(p); }
 // How matmuls see the machine: vectors of kLanes floats or ints, and 4 * kLanes bytes.
 struct Isa {
     static constexpr int kLanes = 8;
-    static constexpr int kRowTile = 4;
+    static constexpr int kRowTile = 4;  // of matmuls with floats
+    static constexpr bool kUnpacks = false;
+    static constexpr int kStateTile = 2;  // rows and heads that attention takes at once
+    static constexpr int kScoreChains = 1;  // so that their latency does not show
 #if defined(PENSTOCK_VNNI)
     static constexpr bool kUnsignedBytes = true;  // weights of 8 bits are stored plus 128
 #else
@@ -97,7 +85,20 @@ struct Isa {
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
-    static F8 sums_of_8(const F* v) { return f8_hsum8(v); }
+    // Numbers from `column` on of eight rows: four vectors, `stride` apart, of one column each.
+    static void four_rows_of(const float* const* rows, int64_t column, float* out, int64_t stride) {
+        __m256 v[4];  // row i of each four
+        for (int i = 0; i < 4; ++i) {
+            v[i] = _mm256_castps128_ps256(_mm_loadu_ps(rows[i] + column));
+            v[i] = _mm256_insertf128_ps(v[i], _mm_loadu_ps(rows[i + 4] + column), 1);
+        }
+        const __m256 a = _mm256_unpacklo_ps(v[0], v[1]), b = _mm256_unpackhi_ps(v[0], v[1]);
+        const __m256 c = _mm256_unpacklo_ps(v[2], v[3]), d = _mm256_unpackhi_ps(v[2], v[3]);
+        _mm256_storeu_ps(out, _mm256_shuffle_ps(a, c, 0x44));
+        _mm256_storeu_ps(out + stride, _mm256_shuffle_ps(a, c, 0xee));
+        _mm256_storeu_ps(out + 2 * stride, _mm256_shuffle_ps(b, d, 0x44));
+        _mm256_storeu_ps(out + 3 * stride, _mm256_shuffle_ps(b, d, 0xee));
+    }
     static F load_bf16(const uint16_t* p) { return f8_load_bf16(p); }
     static F load_half(const uint8_t* p) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -8,7 +8,10 @@ namespace {
 
 struct Isa {
     static constexpr int kLanes = 16;
-    static constexpr int kRowTile = 8;
+    static constexpr int kRowTile = 8;  // of matmuls with floats
+    static constexpr bool kUnpacks = true;  // registers hold two groups of many rows
+    static constexpr int kStateTile = 4;  // rows and heads that attention takes at once
+    static constexpr int kScoreChains = 2;  // so that their latency does not show
     static constexpr bool kUnsignedBytes = true;  // weights of 8 bits are stored plus 128
     using F = __m512;
     using I = __m512i;
@@ -22,12 +25,21 @@ struct Isa {
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
-    static F8 sums_of_8(const F* v) {  // the sum of each of eight vectors
-        F8 halves[8];
-        for (int i = 0; i < 8; ++i) {
-            halves[i] = _mm256_add_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
+    // Numbers from `column` on of sixteen rows: four vectors, `stride` apart, of one column each.
+    static void four_rows_of(const float* const* rows, int64_t column, float* out, int64_t stride) {
+        __m512 v[4];  // row i of each four
+        for (int i = 0; i < 4; ++i) {
+            v[i] = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + column));
+            v[i] = _mm512_insertf32x4(v[i], _mm_loadu_ps(rows[i + 4] + column), 1);
+            v[i] = _mm512_insertf32x4(v[i], _mm_loadu_ps(rows[i + 8] + column), 2);
+            v[i] = _mm512_insertf32x4(v[i], _mm_loadu_ps(rows[i + 12] + column), 3);
         }
-        return f8_hsum8(halves);
+        const __m512 a = _mm512_unpacklo_ps(v[0], v[1]), b = _mm512_unpackhi_ps(v[0], v[1]);
+        const __m512 c = _mm512_unpacklo_ps(v[2], v[3]), d = _mm512_unpackhi_ps(v[2], v[3]);
+        _mm512_storeu_ps(out, _mm512_shuffle_ps(a, c, 0x44));
+        _mm512_storeu_ps(out + stride, _mm512_shuffle_ps(a, c, 0xee));
+        _mm512_storeu_ps(out + 2 * stride, _mm512_shuffle_ps(b, d, 0x44));
+        _mm512_storeu_ps(out + 3 * stride, _mm512_shuffle_ps(b, d, 0xee));
     }
     static F load_bf16(const uint16_t* p) {
         const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

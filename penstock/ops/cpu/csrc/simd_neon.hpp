@@ -12,7 +12,10 @@ namespace {
 // Two registers make a vector of eight floats or ints, or of 32 bytes.
 struct Isa {
     static constexpr int kLanes = 8;
-    static constexpr int kRowTile = 4;
+    static constexpr int kRowTile = 4;  // of matmuls with floats
+    static constexpr bool kUnpacks = false;
+    static constexpr int kStateTile = 2;  // rows and heads that attention takes at once
+    static constexpr int kScoreChains = 1;  // so that their latency does not show
     static constexpr bool kUnsignedBytes = false;  // weights of 8 bits are stored as they are
     struct F { float32x4_t low, high; };
     struct I { int32x4_t low, high; };
@@ -30,16 +33,11 @@ struct Isa {
     static F fnma(F a, F b, F c) {
         return {vfmsq_f32(c.low, a.low, b.low), vfmsq_f32(c.high, a.high, b.high)};
     }
-    static F8 sums_of_8(const F* v) {  // the sum of each of eight vectors
-        float out[8];
-        for (int i = 0; i < 8; i += 4) {
-            const float32x4_t first = vpaddq_f32(vaddq_f32(v[i].low, v[i].high),
-                                                 vaddq_f32(v[i + 1].low, v[i + 1].high));
-            const float32x4_t second = vpaddq_f32(vaddq_f32(v[i + 2].low, v[i + 2].high),
-                                                  vaddq_f32(v[i + 3].low, v[i + 3].high));
-            vst1q_f32(out + i, vpaddq_f32(first, second));
+    // Numbers from `column` on of eight rows: four vectors, `stride` apart, of one column each.
+    static void four_rows_of(const float* const* rows, int64_t column, float* out, int64_t stride) {
+        for (int i = 0; i < 4; ++i) {
+            for (int lane = 0; lane < 8; ++lane) out[i * stride + lane] = rows[lane][column + i];
         }
-        return f8_load(out);
     }
     static F load_bf16(const uint16_t* p) {
         const uint16x8_t raw = vld1q_u16(p);

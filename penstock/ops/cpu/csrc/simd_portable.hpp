@@ -40,11 +40,6 @@ inline float f8_hmax(F8 v) {
     for (int i = 1; i < 8; ++i) best = v[i] > best ? v[i] : best;
     return best;
 }
-inline F8 f8_hsum8(const F8* v) {  // the sums of eight vectors
-    F8 out;
-    for (int i = 0; i < 8; ++i) out[i] = f8_hsum(v[i]);
-    return out;
-}
 // 32 integers as bytes; low and high become the sums of the first and the last 16.
 inline void i8_store_bytes(const I8* v, int8_t* out, int32_t& low, int32_t& high) {
     low = high = 0;
@@ -102,7 +97,10 @@ inline void prefetch(const void* p) { __builtin_prefetch(p); }
 // How matmuls see the machine: vectors of kLanes floats or ints, and 4 * kLanes bytes.
 struct Isa {
     static constexpr int kLanes = 8;
-    static constexpr int kRowTile = 4;
+    static constexpr int kRowTile = 4;  // of matmuls with floats
+    static constexpr bool kUnpacks = false;
+    static constexpr int kStateTile = 2;  // rows and heads that attention takes at once
+    static constexpr int kScoreChains = 1;  // so that their latency does not show
     static constexpr bool kUnsignedBytes = false;  // weights of 8 bits are stored as they are
     using F = F8;
     using I = I8;
@@ -116,7 +114,12 @@ struct Isa {
     static F mul(F a, F b) { return a * b; }
     static F fma(F a, F b, F c) { return f8_fma(a, b, c); }
     static F fnma(F a, F b, F c) { return c - a * b; }
-    static F8 sums_of_8(const F* v) { return f8_hsum8(v); }
+    // Numbers from `column` on of eight rows: four vectors, `stride` apart, of one column each.
+    static void four_rows_of(const float* const* rows, int64_t column, float* out, int64_t stride) {
+        for (int i = 0; i < 4; ++i) {
+            for (int lane = 0; lane < 8; ++lane) out[i * stride + lane] = rows[lane][column + i];
+        }
+    }
     static F load_bf16(const uint16_t* p) { return f8_load_bf16(p); }
     static F load_half(const uint8_t* p) {
         uint16_t halves[8];
