@@ -20,6 +20,12 @@ from penstock.loading.hub import Snapshot, fetch_from_hub, is_hub_id
 from penstock.loading.text_config import text_settings
 from penstock.protocol.errors import ModelError
 
+# Beside config.json, and the quant_method that each is for.
+_QUANTIZATION_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
 _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
@@ -130,7 +136,7 @@ def _from_folder(name: str, folder: Path, load: LoadConfig) -> ModelSource:
             f"{folder} has no config.json and no .gguf file: a model is a folder with config.json "
             "and .safetensors files, or one .gguf file"
         )
-    config = text_settings(read_json(config_path))
+    config = _with_quantization(text_settings(read_json(config_path)), folder)
     generation_path = folder / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.exists() else {}
     files = [] if load.load_format == "dummy" else _tensor_files(folder, load)
@@ -144,6 +150,21 @@ def _from_folder(name: str, folder: Path, load: LoadConfig) -> ModelSource:
         gguf=None,
         fingerprint=_fingerprint(config, files),
     )
+
+
+def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """With what older tools say of the quantization in a file of its own."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, dict) else {}):
+        if place.get("quantization_config") or place.get("compression_config"):
+            return config
+    for file, method in _QUANTIZATION_FILES.items():
+        if (folder / file).exists():
+            raw = read_json(folder / file)
+            if file == "hf_quant_config.json" and isinstance(raw.get("quantization"), dict):
+                raw = raw["quantization"]
+            return {**config, "quantization_config": {"quant_method": method, **raw}}
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -39,7 +39,11 @@ def text_settings(config: dict[str, Any]) -> dict[str, Any]:
         return config
     if not isinstance(text, dict):
         raise ModelError(f"config.json: text_config must be an object, got {text!r:.80}")
-    outer = {key: value for key, value in config.items() if not key.endswith("_config")}
+    outer = {
+        key: value
+        for key, value in config.items()
+        if not key.endswith("_config") or key in ("quantization_config", "compression_config")
+    }
     said = {key: value for key, value in text.items() if value is not None}
     settings = {**outer, **defaults, **said, "architectures": config.get("architectures")}
     if config["model_type"] == "gemma3" and "rope_parameters" not in settings:

@@ -17,10 +17,12 @@ from penstock import LLM
 from penstock.config.quantization import REFUSED
 from penstock.layers.quantized.checkpoints import choose_quantization, is_skipped
 from penstock.layers.quantized.plan import Quantization
+from penstock.loading.text_config import text_settings
 from penstock.protocol.errors import ConfigError, ModelError
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+FLOAT8 = {"num_bits": 8, "type": "float", "dynamic": True}
 
 
 def read(config: dict[str, Any], option: str | None = None) -> Quantization:
@@ -117,11 +119,24 @@ def test_methods_that_are_gone_are_refused_with_what_to_use_instead(method: str)
         ({**GPTQ, "group_size": "128"}, "group_size must be -1 or at least 1, got '128'"),
         ({**GPTQ, "dynamic": {"+:(": {}}}, "quantization_config cannot be read: "),
         ({"quant_method": "fp8", "weight_block_size": 128}, "quantization_config cannot be read: "),
-        ({"quant_method": "awq", "modules_to_not_convert": [3]}, "cannot be read: "),
+        ({"quant_method": "awq", "modules_to_not_convert": [3]}, "must be a list of names"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
-            "quantization_config cannot be read: ",
+            "a of config_groups must be an object, got 1",
         ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 4}}},
+            "weights of a in config_groups must be an object, got 4",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"a": {"weights": {"type": "int"}, "input_activations": FLOAT8}},
+            },
+            "8-bit int weights and 8-bit float activations: both must be of one kind",
+        ),
+        ({**GPTQ, "desc_act": "false"}, "desc_act must be true or false, got 'false'"),
+        ({"quant_method": "fp8", "ignored_layers": "lm_head"}, "ignored_layers must be a list"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version must be gemm"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"\[64, 64\] is not supported"),
         (
@@ -230,6 +245,35 @@ def test_a_group_that_does_not_fit_is_named(floats: Path, tmp_path: Path) -> Non
     (quantized / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ModelError, match="cannot have 4-bit weights in groups of 48"):
         own_logits(quantized)
+
+
+@pytest.mark.parametrize(
+    ("file", "written", "wrap"),
+    [
+        ("quantize_config.json", made.gptq(), False),
+        ("quant_config.json", made.awq(), False),
+        ("hf_quant_config.json", made.modelopt_nvfp4(), True),
+    ],
+)
+def test_older_tools_say_it_in_a_file_of_its_own(
+    file: str, written: Any, wrap: bool, floats: Path, tmp_path: Path
+) -> None:
+    quantized, restored = made.quantize(floats, tmp_path, *written)
+    raw = json.loads((quantized / "config.json").read_text())
+    said = raw.pop("quantization_config")
+    del said["quant_method"]
+    (quantized / "config.json").write_text(json.dumps(raw))
+    (quantized / file).write_text(json.dumps({"quantization": said} if wrap else said))
+    own = own_logits(quantized, cpu_backend="torch")
+    assert relative_error(own, reference_logits(restored)) < EXACT
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_a_model_of_images_too_says_it_beside_its_text_model(key: str) -> None:
+    config = {"model_type": "gemma3", "text_config": {"hidden_size": 64}, key: GPTQ}
+    found = choose_quantization(text_settings(config), None)
+    assert found is not None
+    assert label(found, Q_PROJ) == "GPTQ 4 bits by 128"
 
 
 def test_fused_tensors_of_a_checkpoint_are_taken_apart(tmp_path: Path) -> None:

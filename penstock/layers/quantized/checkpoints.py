@@ -12,7 +12,7 @@ from penstock.config.quantization import CHECKPOINT, ONLINE, REFUSED
 from penstock.layers.quantized.bitsandbytes import LlmInt8Scheme, TableScheme
 from penstock.layers.quantized.compressed_tensors import CompressedTensors
 from penstock.layers.quantized.packed import AwqScheme, GptqScheme
-from penstock.layers.quantized.patterns import check_pattern
+from penstock.layers.quantized.patterns import check_pattern, names_in
 from penstock.layers.quantized.plan import Kind, Quantization
 from penstock.layers.quantized.schemes import (
     Fp4Scheme,
@@ -164,11 +164,7 @@ def is_skipped(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _skipped(raw: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
-    names = [(key, name) for key in keys for name in raw.get(key) or ()]
-    for key, name in names:
-        if name.startswith("re:"):
-            check_pattern(f"quantization_config's {key}", name[3:])
-    return tuple(name for _, name in names)
+    return tuple(name for key in keys for name in names_in(raw, key))
 
 
 def _read_fp8(raw: Mapping[str, Any]) -> Quantization:
@@ -199,7 +195,7 @@ def _read_modelopt(raw: Mapping[str, Any]) -> Quantization:
 
 
 def _bits_and_bytes(raw: Mapping[str, Any], bits: int) -> bool:
-    return bool(raw.get(f"load_in_{bits}bit") or raw.get(f"_load_in_{bits}bit"))
+    return _flag(raw, f"load_in_{bits}bit", _flag(raw, f"_load_in_{bits}bit", False))
 
 
 def _read_bitsandbytes(raw: Mapping[str, Any]) -> Quantization:
@@ -241,7 +237,7 @@ def _read_awq(raw: Mapping[str, Any]) -> Quantization:
     bits = _one_of(raw, "bits", (4,), raw.get("w_bit", 4))
     _one_of(raw, "version", ("gemm", "GEMM"), "gemm")
     group = raw.get("group_size", raw.get("q_group_size", 128))
-    scheme = AwqScheme(bits, group, bool(raw.get("zero_point", True)))
+    scheme = AwqScheme(bits, group, _flag(raw, "zero_point", True))
     return Uniform(scheme, _skipped(raw, "modules_to_not_convert"))
 
 
@@ -263,7 +259,7 @@ class Gptq:
                     return None
                 bits = _one_of(changes, "bits", (4, 8), self.own.bits)
                 group = changes.get("group_size", self.own.group_size)
-                order = changes.get("desc_act", self.own.act_order)
+                order = _flag(changes, "desc_act", self.own.act_order)
                 return replace(self.own, bits=bits, group_size=group, act_order=order)
         return self.own
 
@@ -275,11 +271,11 @@ def _expression(pattern: str) -> str:
 
 def _read_gptq(raw: Mapping[str, Any]) -> Quantization:
     bits = _one_of(raw, "bits", (4, 8), None)
-    form = _one_of(raw, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    form = _one_of(raw, "checkpoint_format", ("gptq", "gptq_v2"), raw.get("format") or "gptq")
     scheme = GptqScheme(
         bits,
         raw.get("group_size", 128),
-        act_order=bool(raw.get("desc_act", False)),
+        act_order=_flag(raw, "desc_act", False),
         zero_offset=1 if form == "gptq" else 0,
     )
     dynamic = tuple((raw.get("dynamic") or {}).items())
@@ -295,5 +291,16 @@ def _one_of(raw: Mapping[str, Any], key: str, known: Sequence[Any], default: Any
         options = " or ".join(str(each) for each in known)
         raise ModelError(
             f"config.json: quantization_config's {key} must be {options}, got {value!r}"
+        )
+    return value
+
+
+def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ModelError(
+            f"config.json: quantization_config's {key} must be true or false, got {value!r:.80}"
         )
     return value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.layers.quantized.packed import PackedScheme
-from penstock.layers.quantized.patterns import check_pattern
+from penstock.layers.quantized.patterns import names_in
 from penstock.layers.quantized.plan import Kind
 from penstock.layers.quantized.schemes import Fp4Scheme, Fp8Scheme, Int8Scheme, Scheme
 from penstock.ops.quantized import BLOCK
@@ -59,11 +59,16 @@ class CompressedTensors:
         if status not in ("compressed", "frozen"):
             raise ModelError(f"config.json: quantization_status must be compressed, got {status!r}")
         groups = raw.get("config_groups") or {}
+        for name, group in groups.items():
+            if not isinstance(group, Mapping):
+                raise ModelError(
+                    f"config.json: {name} of config_groups must be an object, got {group!r:.80}"
+                )
         made = tuple(
-            Group(_names(group, "targets") or ("Linear",), _scheme(name, group))
+            Group(names_in(group, "targets") or ("Linear",), _scheme(name, group))
             for name, group in groups.items()
         )
-        return cls(made, _names(raw, "ignore"))
+        return cls(made, names_in(raw, "ignore"))
 
     def scheme(self, name: str, kind: Kind) -> Scheme | None:
         for entry in self.skipped:
@@ -76,21 +81,10 @@ class CompressedTensors:
         return next((scheme for rank, scheme in found if rank == best), None) if best else None
 
 
-def _names(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    names = raw.get(key) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelError(f"config.json: {key} must be a list of names, got {names!r:.80}")
-    for name in names:
-        if name.startswith("re:"):
-            check_pattern(f"quantization_config's {key}", name[3:])
-    return tuple(names)
-
-
 def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
-    weights = group.get("weights")
-    inputs = group.get("input_activations")
-    if not isinstance(weights, Mapping):
-        raise ModelError(f"config.json: {name} of config_groups quantizes no weights")
+    weights, inputs = _arguments(name, group, "weights"), None
+    if group.get("input_activations") is not None:
+        inputs = _arguments(name, group, "input_activations")
     bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
     strategy: Any = weights.get("strategy")
     size: Any = weights.get("group_size")
@@ -98,6 +92,13 @@ def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     static = inputs is not None and not inputs.get("dynamic", False)
     symmetric = weights.get("symmetric", True)
+    if inputs is not None and bits == 8:
+        of_inputs = (inputs.get("num_bits", 8), inputs.get("type", "int"))
+        if of_inputs != (8, kind):
+            raise ModelError(
+                f"config.json: {name} of config_groups has {bits}-bit {kind} weights and "
+                f"{of_inputs[0]}-bit {of_inputs[1]} activations: both must be of one kind"
+            )
     if (bits, kind) == (8, "float") and symmetric and strategy in ("tensor", "channel", "block"):
         if strategy == "block" and list(weights.get("block_structure") or []) != [BLOCK, BLOCK]:
             raise ModelError(
@@ -113,9 +114,18 @@ def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
         if bits == 8 and group.get("format") in ("int-quantized", "naive-quantized"):
             return Int8Scheme("channel", "none")
         order = weights.get("actorder") in ("group", True)
-        columns = -1 if strategy == "channel" else int(size)
+        columns = -1 if strategy == "channel" else size
         return PackedScheme(bits, columns, not symmetric, order)
     raise ModelError(
         f"config.json: {name} of config_groups has {bits}-bit {kind} weights by {strategy}, which "
         "is not supported: take fp8, int8, 4- or 8-bit integers by group, NVFP4 or MXFP4"
     )
+
+
+def _arguments(name: str, group: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = group.get(key)
+    if not isinstance(found, Mapping):
+        raise ModelError(
+            f"config.json: {key} of {name} in config_groups must be an object, got {found!r:.80}"
+        )
+    return found

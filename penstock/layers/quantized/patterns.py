@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.protocol.errors import ModelError
@@ -22,6 +22,17 @@ else:
 _NAME_LENGTH = 100  # about as long as layers' names get
 _MAX_WAYS = 10_000_000  # that one name is tried in: a tenth of a second
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
+
+
+def names_in(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """A list of names, of which some may be patterns that begin with ``re:``; () if it has none."""
+    names = raw.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"config.json: {key} must be a list of names, got {names!r:.80}")
+    for name in names:
+        if name.startswith("re:"):
+            check_pattern(f"quantization_config's {key}", name[3:])
+    return tuple(names)
 
 
 def check_pattern(field: str, pattern: str) -> None:
