@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -61,11 +62,16 @@ def check_source(source: ModelSource) -> None:
 
 
 def check_target(out: Path, source: ModelSource) -> None:
-    """Refuse to write over anything."""
+    """Refuse to write over anything, and where nothing can be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already: name a folder that is not, or that is empty")
-    if out.resolve().is_relative_to(source.path.resolve()):
+    out = out.resolve()
+    if out.is_relative_to(source.path.resolve()):
         raise ConfigError(f"{out} lies inside the model {source.path}: name a folder elsewhere")
+    nearest = next(path for path in out.parents if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        what = "no folder" if not nearest.is_dir() else "a folder that cannot be written to"
+        raise ConfigError(f"{out} cannot be made: {nearest} is {what}")
 
 
 def write_quantized(
@@ -79,17 +85,34 @@ def write_quantized(
     """Write `source` with its linear layers quantized; `kept` are patterns of those that are not.
 
     `moments` are the inputs' second moments by layer. The folder appears when all of it is
-    written: what is interrupted leaves nothing.
+    written: what is interrupted leaves nothing. ConfigError if it cannot be written.
     """
+    out = out.resolve()  # a link may lead to the folder
+    try:
+        return _write(source, out, method, kept, moments or {}, shard_bytes)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot write {out}: {error}") from error
+
+
+def _write(
+    source: ModelSource,
+    out: Path,
+    method: Method,
+    kept: Sequence[str],
+    moments: Mapping[str, torch.Tensor],
+    shard_bytes: int,
+) -> Report:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         folder = Path(scratch) / "model"
         folder.mkdir()
         writer = _ShardWriter(folder, shard_bytes)
-        report = _convert(source, method, [*KEPT, *kept], moments or {}, writer)
+        report = _convert(source, method, [*KEPT, *kept], moments, writer)
         writer.finish()
         config = {**source.config, "quantization_config": method.config([*report.kept])}
         _write_json(folder / "config.json", config)
+        for path in folder.glob("*.safetensors"):  # which only their writer could read
+            path.chmod((folder / "config.json").stat().st_mode)
         _copy_others(source.path, folder)
         if out.exists():
             out.rmdir()  # empty: `check_target` has looked

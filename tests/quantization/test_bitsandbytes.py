@@ -168,6 +168,13 @@ def test_layers_that_were_left_out_are_floats(floats: Path, tmp_path: Path) -> N
     assert relative_error(own, reference_logits(restored)) < EXACT
 
 
+def test_the_output_projection_may_be_quantized_too(floats: Path, tmp_path: Path) -> None:
+    quantized, restored = made.quantize(
+        floats, tmp_path, *made.bitsandbytes(), lambda layer: "embed" not in layer
+    )
+    assert relative_error(own_logits(quantized), reference_logits(restored)) < EXACT
+
+
 def test_a_state_that_is_missing_is_said(floats: Path, tmp_path: Path) -> None:
     quantized, _ = made.quantize(floats, tmp_path, *made.bitsandbytes())
     path = quantized / "model.safetensors"

@@ -4,6 +4,7 @@ read, and what goes wrong leaves nothing behind."""
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +24,7 @@ from penstock.loading.source import ModelSource, resolve_source
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.quantize import methods, write
 from penstock.quantize.methods import METHODS, method_named
-from penstock.quantize.write import check_source, write_quantized
+from penstock.quantize.write import check_source, check_target, write_quantized
 
 TOKENS = [*range(60, 90), 7, 200, 31]
 
@@ -276,6 +277,44 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(
     assert code == 2
     assert message in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_to_an_empty_folder_is_that_folder(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    write_quantized(source_of(model), tmp_path / "link", method_named("int8", 128))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there" / "model.safetensors").exists()
+
+
+def test_others_may_read_the_weights_who_may_read_the_configuration(
+    model: Path, tmp_path: Path
+) -> None:
+    write_quantized(source_of(model), tmp_path / "out", method_named("int8", 128))
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert len(modes) == 1
+
+
+def test_a_place_that_cannot_be_made_is_said_before_anything_is_computed(
+    model: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is no folder"):
+        check_target(tmp_path / "file" / "out", source_of(model))
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk."""
+    before = sorted(tmp_path.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    source = source_of(model)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        with pytest.raises(ConfigError, match=r"cannot write .*out: .*File too large"):
+            write_quantized(source, tmp_path / "out", method_named("int8", 128))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_gguf_file_is_refused(default_model: str, tmp_path: Path) -> None:

@@ -199,10 +199,7 @@ def _bits_and_bytes(raw: Mapping[str, Any], bits: int) -> bool:
 
 
 def _read_bitsandbytes(raw: Mapping[str, Any]) -> Quantization:
-    names = _skipped(raw, "llm_int8_skip_modules")
-    if raw.get("llm_int8_skip_modules") is None:
-        names = ("lm_head",)  # what the library leaves out if it is told nothing
-    skipped = (*names, "embed_tokens")
+    skipped = (*_skipped(raw, "llm_int8_skip_modules"), "embed_tokens")
     if _bits_and_bytes(raw, 4):
         kind = _one_of(raw, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
         return Uniform(TableScheme(kind), skipped)
