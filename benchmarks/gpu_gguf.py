@@ -79,14 +79,14 @@ def time_us(call: Callable[[int], object], count: int) -> float:
 def variants(shape: tuple[int, int]) -> list[RowPlan]:
     """Configurations of one row with a matrix of this shape."""
     found = []
-    for rows, (quads, warps), steps in itertools.product(
-        (4, 8), ((128, 2), (128, 4), (256, 4), (256, 8)), (1, 2, 4)
+    for (quads, warps), steps in itertools.product(
+        ((64, 2), (128, 2), (128, 4), (256, 8)), (1, 2, 3, 4, 8)
     ):
         is_whole = shape[1] // 32 <= quads
         if is_whole and quads > 128:  # some of it for nothing
             continue
-        if (steps == 1 or is_whole) and shape[0] // (rows * steps) >= 200:
-            found.append(RowPlan(rows, quads, steps, Launch(warps, 3)))
+        if (steps == 1 or is_whole) and shape[0] // (4 * steps) >= 200:
+            found.append(RowPlan(quads, steps, Launch(warps, 3)))
     return found
 
 

@@ -13,11 +13,11 @@ import triton.language as tl
 
 from penstock.ops import reference
 from penstock.ops.triton.gguf_decode import (
+    ONE,
     fraction,
-    group_of,
-    load_scales,
-    load_words,
+    load_weights,
     look_up,
+    scales,
     unit,
     values,
 )
@@ -92,86 +92,124 @@ def _load_x(
 @triton.jit
 def _products(
     x,  # as `_load_x` gives it
-    words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-    row, first_quad, num_quads, in_features,  # row [ROWS, 1] int64
+    weights,  # words, high bits and fields of one row, as `load_weights` gives them
+    one,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, QUADS: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """What each quad adds to its row's sum: [ROWS, QUADS] float32.
+    """What each quad adds to its row's sum: [QUADS] float32.
 
     What a fraction has beside its number, and a number beside what it stands for, is taken off the
     sum of products, by a sum of x.
     """
     PLANES: tl.constexpr = 32 // LOW
     EACH: tl.constexpr = GROUP // 4 if GROUP // 4 < PLANES else PLANES  # planes of a scale
-    word = tl.arange(0, QUADS * 4)
-    words, high = load_words(
-        words_ptr, high_ptr, row, word[None, :], first_quad, num_quads, LOW, HIGH, EVEN
-    )
-    acc = tl.zeros([ROWS, QUADS], tl.float32)
+    words, high, fields = weights
+    acc = tl.zeros([QUADS], tl.float32)
     for part in tl.static_range(PLANES // EACH):
-        group = group_of(first_quad + tl.arange(0, QUADS), part, LOW, GROUP)[None, :]
-        scale, offset = load_scales(
-            first_ptr, second_ptr, third_ptr, row, group, in_features // GROUP, KIND, GROUP
-        )
-        products = tl.zeros([ROWS, QUADS * 4], tl.float32)
+        products = tl.zeros([QUADS * 4], tl.float32)
         x_total = tl.zeros([QUADS], tl.float32)
         surplus = tl.zeros([QUADS], tl.float32)
         for index in tl.static_range(EACH):
             if TABLE != 0:
                 number = look_up(words, part * EACH + index, TABLE)
             else:
-                number = fraction(words, high, part * EACH + index, LOW, HIGH)
-            products += number * x[(part * EACH + index) // 4][(part * EACH + index) % 4][None, :]
+                number = fraction(words, high, one, part * EACH + index, LOW, HIGH)
+            products += number * x[(part * EACH + index) // 4][(part * EACH + index) % 4]
             if index % 4 == 0:
                 x_total += x[(part * EACH + index) // 4][4]
                 surplus += x[(part * EACH + index) // 4][5]
-        summed = tl.sum(products.reshape(ROWS, QUADS, 4), axis=2)
+        summed = tl.sum(products.reshape(QUADS, 4), axis=1)
         if TABLE == 0:
-            summed -= surplus[None, :]
+            summed -= surplus
+        scale, offset = scales(fields[part], KIND)
         acc += summed * scale
         if OFFSET:
-            acc += offset * x_total[None, :]
+            acc += offset * x_total
     return acc
 
 
 @triton.jit
+def _four_rows(
+    x,  # as `_load_x` gives it
+    words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+    row, out_features, first_quad, in_features, one,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """`_products` of four rows from `row` on: [QUADS, 2, 2], of row 2 j + i at [:, i, j].
+
+    Each row is a tensor by itself: so its words and its scales come to the threads that have their
+    quads, which the compiler would else see to by way of shared memory.
+    """
+    word, quad = tl.arange(0, QUADS * 4), tl.arange(0, QUADS)
+    a = load_weights(
+        words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+        row, row < out_features, word, quad, first_quad, in_features, KIND, LOW, HIGH, GROUP,
+    )  # fmt: skip
+    b = load_weights(
+        words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, row + 1,
+        row + 1 < out_features, word, quad, first_quad, in_features, KIND, LOW, HIGH, GROUP,
+    )  # fmt: skip
+    c = load_weights(
+        words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, row + 2,
+        row + 2 < out_features, word, quad, first_quad, in_features, KIND, LOW, HIGH, GROUP,
+    )  # fmt: skip
+    d = load_weights(
+        words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, row + 3,
+        row + 3 < out_features, word, quad, first_quad, in_features, KIND, LOW, HIGH, GROUP,
+    )  # fmt: skip
+    ab = tl.join(
+        _products(x, a, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
+        _products(x, b, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
+    )
+    cd = tl.join(
+        _products(x, c, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
+        _products(x, d, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
+    )
+    return tl.join(ab, cd)
+
+
+@triton.jit
+def _store_sums(acc, bias_ptr, out_ptr, row, out_features, BIAS: tl.constexpr):
+    """Sums of what `_four_rows` gives."""
+    out = tl.sum(acc, axis=0)
+    own = row + tl.arange(0, 2)[:, None] + tl.arange(0, 2)[None, :] * 2
+    if BIAS:
+        out += tl.load(bias_ptr + own, mask=own < out_features, other=0.0).to(tl.float32)
+    tl.store(out_ptr + own, out.to(out_ptr.dtype.element_ty), mask=own < out_features)
+
+
+@triton.jit(do_not_specialize=["one"])
 def _one_row_kernel(
     x_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, bias_ptr, out_ptr,
-    in_features, out_features, num_quads,
+    in_features, out_features, one,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
-    QUADS: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """STEPS times ROWS rows of the weight with x. WHOLE: x is in registers all the while."""
+    """STEPS times four rows of the weight with x. WHOLE: x is in registers all the while."""
+    first_row = tl.program_id(0).to(tl.int64) * (STEPS * 4)
     if WHOLE:
         x = _load_x(x_ptr, 0, in_features, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
-    for step in range(STEPS):
-        row = (tl.program_id(0) * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        is_row = row < out_features
-        # A row that is not there is read as the first: what comes of it is not stored.
-        own_row = tl.where(is_row, row, 0).to(tl.int64)[:, None]
-        if WHOLE:
-            acc = _products(
+        for step in range(STEPS):
+            row = first_row + step * 4
+            acc = _four_rows(
                 x, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-                own_row, 0, num_quads, in_features,
-                KIND, LOW, HIGH, GROUP, TABLE, OFFSET, EVEN, ROWS, QUADS,
+                row, out_features, 0, in_features, one,
+                KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS,
             )  # fmt: skip
-        else:
-            acc = tl.zeros([ROWS, QUADS], tl.float32)
-            for first_quad in range(0, num_quads, QUADS):
-                own = _load_x(x_ptr, first_quad, in_features, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
-                acc += _products(
-                    own, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-                    own_row, first_quad, num_quads, in_features,
-                    KIND, LOW, HIGH, GROUP, TABLE, OFFSET, EVEN, ROWS, QUADS,
-                )  # fmt: skip
-        out = tl.sum(acc, axis=1)
-        if BIAS:
-            out += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
+            _store_sums(acc, bias_ptr, out_ptr, row, out_features, BIAS)
+    else:
+        acc = tl.zeros([QUADS, 2, 2], tl.float32)
+        for first_quad in range(0, in_features * LOW // 128, QUADS):
+            x = _load_x(x_ptr, first_quad, in_features, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
+            acc += _four_rows(
+                x, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+                first_row, out_features, first_quad, in_features, one,
+                KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS,
+            )  # fmt: skip
+        _store_sums(acc, bias_ptr, out_ptr, first_row, out_features, BIAS)
 
 
 @triton.jit
@@ -180,7 +218,7 @@ def multiply(
     x_at,  # [QUADS * 4, TOKENS] pointers to x: the first plane's columns of quad 0
     is_token,  # [TOKENS]
     words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-    row, low_quad, high_quad, in_features, num_quads,  # row [ROWS, 1] int64
+    row, is_row, low_quad, high_quad, in_features, one,  # row [ROWS] int64
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
     QUADS: tl.constexpr,
@@ -192,17 +230,16 @@ def multiply(
     word = tl.arange(0, QUADS * 4)
     x_column = word // 4 * (128 // LOW) + word % 4
     for first_quad in range(low_quad, high_quad, QUADS):
-        words, high = load_words(
-            words_ptr, high_ptr, row, word[None, :], first_quad, num_quads, LOW, HIGH, EVEN
-        )
+        words, high, fields = load_weights(
+            words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+            row[:, None], is_row[:, None], word[None, :], (word // 4)[None, :], first_quad,
+            in_features, KIND, LOW, HIGH, GROUP,
+        )  # fmt: skip
         for part in tl.static_range(PLANES // EACH):
-            group = group_of(first_quad + word // 4, part, LOW, GROUP)[None, :]
-            scale, offset = load_scales(
-                first_ptr, second_ptr, third_ptr, row, group, in_features // GROUP, KIND, GROUP
-            )
+            scale, offset = scales(fields[part], KIND)
             for index in tl.static_range(EACH):
                 weight = values(
-                    words, high, scale, offset, part * EACH + index,
+                    words, high, scale, offset, one, part * EACH + index,
                     LOW, HIGH, ZERO, TABLE, OFFSET,
                 )  # fmt: skip
                 at = first_quad * (128 // LOW) + (part * EACH + index) * 4
@@ -214,11 +251,11 @@ def multiply(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "one"])
 def _tile_kernel(
     x_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, bias_ptr, out_ptr,
     partial_ptr, arrived_ptr,
-    x_stride, out_stride, num_tokens, in_features, out_features, num_quads,
+    x_stride, out_stride, num_tokens, in_features, out_features, one,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
     EVEN: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
@@ -229,6 +266,7 @@ def _tile_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
     is_token, is_row = token < num_tokens, row < out_features
+    num_quads = in_features * LOW // 128
     each = tl.cdiv(tl.cdiv(num_quads, QUADS), SPLITS) * QUADS
     low_quad = split * each
     high_quad = tl.minimum(low_quad + each, num_quads)
@@ -238,8 +276,8 @@ def _tile_kernel(
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc = multiply(
         acc, x_at, is_token, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-        tl.where(is_row, row, 0).to(tl.int64)[:, None], low_quad, high_quad, in_features,
-        num_quads, KIND, LOW, HIGH, ZERO, GROUP, TABLE, OFFSET, EVEN, QUADS,
+        row.to(tl.int64), is_row, low_quad, high_quad, in_features, one,
+        KIND, LOW, HIGH, ZERO, GROUP, TABLE, OFFSET, EVEN, QUADS,
     )  # fmt: skip
     acc = acc.T
     mask = is_token[:, None] & is_row[None, :]
@@ -256,10 +294,10 @@ def _tile_kernel(
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["one"])
 def _floats_kernel(
     row_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, out_ptr,
-    in_features, num_quads,
+    in_features, one,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, CHOSEN: tl.constexpr,
     QUADS: tl.constexpr,
@@ -273,17 +311,15 @@ def _floats_kernel(
         row = tl.load(row_ptr + at).to(tl.int64)
     first_quad = tl.program_id(1) * QUADS
     word = tl.arange(0, QUADS * 4)
-    words, high = load_words(
-        words_ptr, high_ptr, row, word, first_quad, num_quads, LOW, HIGH, False
-    )
+    words, high, fields = load_weights(
+        words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+        row, row >= 0, word, word // 4, first_quad, in_features, KIND, LOW, HIGH, GROUP,
+    )  # fmt: skip
     for part in tl.static_range(PLANES // EACH):
-        group = group_of(first_quad + word // 4, part, LOW, GROUP)
-        scale, offset = load_scales(
-            first_ptr, second_ptr, third_ptr, row, group, in_features // GROUP, KIND, GROUP
-        )
+        scale, offset = scales(fields[part], KIND)
         for index in tl.static_range(EACH):
             weight = values(
-                words, high, scale, offset, part * EACH + index,
+                words, high, scale, offset, one, part * EACH + index,
                 LOW, HIGH, ZERO, TABLE, OFFSET,
             )  # fmt: skip
             column = (first_quad + word // 4) * (128 // LOW) + (part * EACH + index) * 4 + word % 4
@@ -331,11 +367,11 @@ def one_row(
     num_quads = weight.words.shape[1] // 4
     is_whole = num_quads <= plan.quads
     steps = plan.steps if is_whole else 1
-    _one_row_kernel[(triton.cdiv(out_features, plan.rows * steps),)](
+    _one_row_kernel[(triton.cdiv(out_features, 4 * steps),)](
         x, *weight.pointers, out if bias is None else bias, out,
-        in_features, out_features, num_quads, **weight.constants,
+        in_features, out_features, ONE, **weight.constants,
         BIAS=bias is not None, EVEN=num_quads % plan.quads == 0, WHOLE=is_whole, STEPS=steps,
-        ROWS=plan.rows, QUADS=plan.quads,
+        QUADS=plan.quads,
         num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
     )  # fmt: skip
     return out
@@ -355,7 +391,7 @@ def run_tiles(
         arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=x.device)
     _tile_kernel[grid](
         x, *weight.pointers, out if bias is None else bias, out, partial, arrived,
-        x.stride(0), out.stride(0), num_tokens, in_features, out_features, num_quads,
+        x.stride(0), out.stride(0), num_tokens, in_features, out_features, ONE,
         **weight.constants, BIAS=bias is not None, EVEN=num_quads % plan.quads == 0,
         SPLITS=plan.splits, ROWS=plan.rows, TOKENS=plan.tokens, QUADS=plan.quads,
         num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
@@ -373,7 +409,7 @@ def as_floats(weight: Planes, dtype: torch.dtype, rows: torch.Tensor | None = No
     num_quads = weight.words.shape[1] // 4
     quads = min(triton.next_power_of_2(num_quads), 128)
     _floats_kernel[(count, triton.cdiv(num_quads, quads))](
-        weight.words if rows is None else rows, *weight.pointers, out, in_features, num_quads,
+        weight.words if rows is None else rows, *weight.pointers, out, in_features, ONE,
         **weight.constants, CHOSEN=rows is not None, QUADS=quads, num_warps=4,
     )  # fmt: skip
     return out

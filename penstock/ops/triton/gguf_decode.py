@@ -1,8 +1,8 @@
 """GGUF blocks, laid out by `gguf_layout.py`, become floats in registers.
 
-All kernels go through `load_words`, `number` and `load_scales`: what differs between types is how
-many bits a number has, and how scales are stored. A number becomes a float without a conversion:
-put into the mantissa of 1, it is a fraction beside it.
+All kernels go through `load_weights`, `scales` and `values` (or `fraction`): what differs between
+types is how many bits a number has, and how scales are stored. A number becomes a float without a
+conversion: put into the mantissa of 1, it is a fraction beside it.
 """
 
 from __future__ import annotations
@@ -10,33 +10,55 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+ONE = 0x3F800000  # 1.0 as an int32
+
 
 @triton.jit
-def load_words(
-    words_ptr, high_ptr, row, word, first_quad, num_quads,
-    LOW: tl.constexpr, HIGH: tl.constexpr, EVEN: tl.constexpr,
+def load_weights(
+    words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+    row, is_row, word, quad, first_quad, in_features,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Words [R, C] of rows [R, 1] from quad `first_quad` on, and their high bits, aligned to them.
+    """Words [R, C], their high bits, aligned to them, and the fields of their scales, four times.
 
-    `word` [1, C] counts from 0. What lies past a row's end is 0. Without high bits, words again.
+    Of rows [R, 1] int64 and words [1, C], which count from quad `first_quad` on; scales of `quad`
+    [1, C or C / 4], which counts likewise. Where a row is not there, or has ended, all is 0.
+    Without high bits, words again; the first part's scales again for parts that there are not.
     """
+    num_quads = in_features * LOW // 128
     at = first_quad * 4 + word
-    if EVEN:
-        words = tl.load(words_ptr + row * (num_quads * 4) + at)
-    else:
-        is_word = at < num_quads * 4
-        words = tl.load(words_ptr + row * (num_quads * 4) + at, mask=is_word, other=0)
+    num_own = tl.where(is_row, num_quads, 0)
+    is_word = at < num_own * 4
+    words = tl.load(words_ptr + row * (num_quads * 4) + at, mask=is_word, other=0)
     high = words
     if HIGH > 0:
         SHARED: tl.constexpr = LOW // HIGH  # quads of four words; first_quad is a multiple of it
         source = high_ptr + row * (tl.cdiv(num_quads, SHARED) * 4) + first_quad // SHARED * 4
-        source += word // (4 * SHARED) * 4 + word % 4
-        if EVEN:
-            high = tl.load(source)
-        else:
-            high = tl.load(source, mask=is_word, other=0)
+        high = tl.load(source + word // (4 * SHARED) * 4 + word % 4, mask=is_word, other=0)
         high = high >> (word // 4 % SHARED * HIGH)
-    return words, high
+    own = first_quad + quad
+    is_quad = own < num_own
+    a = _load_fields(
+        first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 0, KIND, LOW, GROUP
+    )
+    fields = (a, a, a, a)
+    if GROUP == 16 and LOW == 4:
+        b = _load_fields(
+            first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 1, KIND, LOW, GROUP
+        )
+        fields = (a, b, a, a)
+    elif GROUP == 16:
+        b = _load_fields(
+            first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 1, KIND, LOW, GROUP
+        )
+        c = _load_fields(
+            first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 2, KIND, LOW, GROUP
+        )
+        d = _load_fields(
+            first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 3, KIND, LOW, GROUP
+        )
+        fields = (a, b, c, d)
+    return words, high, fields
 
 
 @triton.jit
@@ -49,16 +71,18 @@ def _shifted(bits, by: tl.constexpr):
 
 
 @triton.jit
-def fraction(words, high, plane: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+def fraction(words, high, one, plane: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
     """1 + a plane's numbers / `unit(plane)`, float32.
 
-    Fields of one byte are in the mantissa at one time: only the mask tells them apart.
+    Fields of one byte are in the mantissa at one time: only the mask tells them apart. `one` is
+    `ONE`, which the compiler does not know: else it has both it and the masks brought again and
+    again.
     """
     BASE: tl.constexpr = 13 if HIGH > 0 else 15
     EACH: tl.constexpr = 8 // LOW
     SHIFT: tl.constexpr = BASE - plane // EACH * 8
     AT: tl.constexpr = BASE + plane % EACH * LOW
-    bits = (_shifted(words, SHIFT) & (((1 << LOW) - 1) << AT)) | 0x3F800000
+    bits = (_shifted(words, SHIFT) & (((1 << LOW) - 1) << AT)) | one
     if HIGH > 0:
         bits = bits | (_shifted(high, SHIFT + LOW) & (((1 << HIGH) - 1) << (AT + LOW)))
     return bits.to(tl.float32, bitcast=True)
@@ -87,7 +111,7 @@ def look_up(words, plane: tl.constexpr, TABLE: tl.constexpr):
 
 @triton.jit
 def values(
-    words, high, scale, offset, plane: tl.constexpr,
+    words, high, scale, offset, one, plane: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -96,20 +120,9 @@ def values(
         result = look_up(words, plane, TABLE) * scale
     else:
         size = unit(plane, LOW, HIGH)
-        result = (fraction(words, high, plane, LOW, HIGH) * size - (size + ZERO)) * scale
+        result = (fraction(words, high, one, plane, LOW, HIGH) * size - (size + ZERO)) * scale
     if OFFSET:
         result += offset
-    return result
-
-
-@triton.jit
-def group_of(quad, part: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr):
-    """The group that has a quad's planes of this part."""
-    SPAN: tl.constexpr = 128 // LOW  # columns of a quad
-    if GROUP >= SPAN:
-        result = quad // (GROUP // SPAN)
-    else:
-        result = quad * (SPAN // GROUP) + part
     return result
 
 
@@ -128,58 +141,71 @@ def _halves(pair):
 
 
 @triton.jit
-def _load_bits(ptr, row, group, num_groups, WIDTH: tl.constexpr):
-    """Fields of WIDTH bits, 8 / WIDTH of them in a byte."""
+def _load_bits(ptr, row, group, mask, num_groups, WIDTH: tl.constexpr):
+    """Bytes of fields of WIDTH bits, and how far up the group's is."""
     EACH: tl.constexpr = 8 // WIDTH
-    packed = tl.load(ptr + row * (num_groups // EACH) + group // EACH).to(tl.int32)
-    return (packed >> (group % EACH * WIDTH)) & ((1 << WIDTH) - 1)
+    packed = tl.load(ptr + row * (num_groups // EACH) + group // EACH, mask=mask, other=0)
+    return packed.to(tl.int32) >> (group % EACH * WIDTH)
 
 
 @triton.jit
-def load_scales(
-    first_ptr, second_ptr, third_ptr, row, group, num_groups,
-    KIND: tl.constexpr, GROUP: tl.constexpr,
+def _load_fields(
+    first_ptr, second_ptr, third_ptr, row, quad, mask, in_features,
+    part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Scales of groups, and what is added after them (`Layout.offset`), float32.
-
-    Row and group are of shapes that go together; a group past the last is read as the last.
-    """
-    group = tl.minimum(group, num_groups - 1)
+    """What `scales` needs of the groups that have a part of quads; the first field for others."""
+    SPAN: tl.constexpr = 128 // LOW  # columns of a quad
+    if GROUP >= SPAN:
+        group = quad // (GROUP // SPAN)
+    else:
+        group = quad * (SPAN // GROUP) + part
+    num_groups = in_features // GROUP
     at = row * num_groups + group
     EACH: tl.constexpr = 256 // GROUP  # groups of a block
-    block = row * (num_groups // EACH) + group // EACH
-    if KIND == "half":
-        scale = tl.load(first_ptr + at).to(tl.float32)
-        offset = scale
-    elif KIND == "whole":
-        scale = tl.load(first_ptr + block).to(tl.float32)
+    if KIND == "half" or KIND == "pair" or KIND == "exponent":
+        first = tl.load(first_ptr + at, mask=mask, other=0)
+    else:
+        block = row * (num_groups // EACH) + group // EACH
+        first = tl.load(first_ptr + block, mask=mask, other=0)
+    second, third = first, first
+    if KIND == "bytes" or KIND == "nibbles" or KIND == "six bits, minima":
+        second = tl.load(second_ptr + at, mask=mask, other=0)
+    if KIND == "six bits":
+        second = _load_bits(second_ptr, row, group, mask, num_groups, 4)
+        third = _load_bits(third_ptr, row, group, mask, num_groups, 2)
+    if KIND == "six bits, minima":
+        third = _load_bits(third_ptr, row, group, mask, num_groups, 4)
+    return first, second, third
+
+
+@triton.jit
+def scales(fields, KIND: tl.constexpr):
+    """Scales of groups, and what is added after them (`Layout.offset`), float32."""
+    first, second, third = fields
+    if KIND == "half" or KIND == "whole":
+        scale = first.to(tl.float32)
         offset = scale
     elif KIND == "pair":
-        scale, offset = _halves(tl.load(first_ptr + at))
+        scale, offset = _halves(first)
     elif KIND == "exponent":  # a power of two, biased by 128: numbers are doubled
-        exponent = tl.load(first_ptr + at).to(tl.int32)
+        exponent = first.to(tl.int32)
         bits = tl.where(exponent < 2, (exponent + 1) << 21, (exponent - 1) << 23)
         scale = bits.to(tl.float32, bitcast=True)
         offset = scale
     elif KIND == "bytes":
-        number = tl.load(second_ptr + at).to(tl.float32)
-        scale = tl.load(first_ptr + block).to(tl.float32) * number
+        scale = first.to(tl.float32) * second.to(tl.float32)
         offset = scale
     elif KIND == "six bits":
-        low = _load_bits(second_ptr, row, group, num_groups, 4)
-        high = _load_bits(third_ptr, row, group, num_groups, 2)
-        number = _float(low | (high << 4)) - 32.0
-        scale = tl.load(first_ptr + block).to(tl.float32) * number
+        scale = first.to(tl.float32) * (_float((second & 15) | ((third & 3) << 4)) - 32.0)
         offset = scale
     elif KIND == "nibbles":
-        both = tl.load(second_ptr + at).to(tl.int32)
-        scale, offset = _halves(tl.load(first_ptr + block))
+        both = second.to(tl.int32)
+        scale, offset = _halves(first)
         scale = scale * _float(both & 15)
         offset = -(offset * _float(both >> 4))
     else:  # six bits, minima
-        both = tl.load(second_ptr + at).to(tl.int32)
-        least = _load_bits(third_ptr, row, group, num_groups, 4)
-        scale, offset = _halves(tl.load(first_ptr + block))
+        both = second.to(tl.int32)
+        scale, offset = _halves(first)
         scale = scale * _float(both & 63)
-        offset = -(offset * _float((both >> 6) | (least << 2)))
+        offset = -(offset * _float((both >> 6) | ((third & 15) << 2)))
     return scale, offset

@@ -12,16 +12,17 @@ import triton.language as tl
 from penstock.ops.experts import ACTIVATIONS
 from penstock.ops.triton.experts import place, sum_experts
 from penstock.ops.triton.gguf import multiply
+from penstock.ops.triton.gguf_decode import ONE
 from penstock.ops.triton.gguf_layout import Planes
 from penstock.ops.triton.pointwise import silu_mul
 from penstock.ops.triton.routing import Blocks, align
 from penstock.ops.triton.tuning_gguf import ExpertsPlan, experts_plan
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks", "one"])
 def _experts_kernel(
     x_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, out_ptr, factor_ptr,
-    pair_ptr, expert_ptr, rows_ptr, out_stride, in_features, out_features, num_quads, num_blocks,
+    pair_ptr, expert_ptr, rows_ptr, out_stride, in_features, out_features, num_blocks, one,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, TOP_K: tl.constexpr,
     SORTED: tl.constexpr, EVEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
@@ -41,7 +42,7 @@ def _experts_kernel(
     pair = tl.load(pair_ptr + block * TOKENS + token, mask=is_token, other=0)
     row = column * ROWS + tl.arange(0, ROWS)
     is_row = row < out_features
-    own_row = tl.load(expert_ptr + block).to(tl.int64) * out_features + tl.where(is_row, row, 0)
+    own_row = tl.load(expert_ptr + block).to(tl.int64) * out_features + row
     place_of = block * TOKENS + token
     source = place_of if SORTED else pair // TOP_K
     target = pair if SORTED else place_of
@@ -51,7 +52,7 @@ def _experts_kernel(
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     acc = multiply(
         acc, x_at, is_token, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-        own_row[:, None], 0, num_quads, in_features, num_quads,
+        own_row, is_row, 0, in_features * LOW // 128, in_features, one,
         KIND, LOW, HIGH, ZERO, GROUP, TABLE, OFFSET, EVEN, QUADS,
     )  # fmt: skip
     if SORTED:
@@ -105,7 +106,7 @@ def _run(
     _experts_kernel[(num_blocks * triton.cdiv(out_features, plan.rows),)](
         x, *weight.pointers, out, out if factors is None else factors,
         blocks.pairs, blocks.experts, blocks.rows, out.stride(0), weight.shape[1], out_features,
-        num_quads, num_blocks, **weight.constants, TOP_K=top_k, SORTED=factors is not None,
+        num_blocks, ONE, **weight.constants, TOP_K=top_k, SORTED=factors is not None,
         EVEN=num_quads % plan.quads == 0, TOKENS=plan.tokens, ROWS=plan.rows, QUADS=plan.quads,
         GROUPED=plan.group, num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
     )  # fmt: skip

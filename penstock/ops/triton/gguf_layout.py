@@ -41,7 +41,7 @@ Scales = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 class Layout(NamedTuple):
     """One type of blocks, as kernels are compiled for it."""
 
-    kind: str  # how scales are stored, which `gguf_decode.load_scales` knows
+    kind: str  # how scales are stored, which `gguf_decode.scales` knows
     low: int  # bits of a number in `words`
     high: int  # further bits, in `high`
     zero: int  # what numbers are more by than what is scaled

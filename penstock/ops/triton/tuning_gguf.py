@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from penstock.ops.triton.gguf_layout import LAYOUTS
 from penstock.ops.triton.tuning import Launch
 
 PROCESSORS = 132
 
 
 class RowPlan(NamedTuple):
-    """One row of x: rows and quads of the weight at once, how often one after the other."""
+    """One row of x: quads of the weight at once, and four rows how often one after the other."""
 
-    rows: int
     quads: int
-    steps: int  # where all quads of a row are read at once
+    steps: int  # 1 where rows have more quads
     launch: Launch
 
 
@@ -29,8 +29,15 @@ class TilePlan(NamedTuple):
 
 
 def row_plan(type_name: str, out_features: int, in_features: int) -> RowPlan:
-    """One row of x with weights of this type."""
-    return RowPlan(4, 128, 4 if out_features >= 8192 else 1, Launch(4, 3))
+    """One row of x with weights of this type. A thread has a quad of each row."""
+    layout = LAYOUTS[type_name]
+    quads = 32
+    while quads < 128 and quads * 128 < in_features * layout.low:
+        quads *= 2
+    if quads * 128 < in_features * layout.low:
+        return RowPlan(64, 1, Launch(2, 3))
+    steps = 2 if layout.low + layout.high <= 4 and out_features >= 4096 else 1
+    return RowPlan(quads, steps, Launch(quads // 32, 3))
 
 
 def tile_plan(num_tokens: int, out_features: int, in_features: int) -> TilePlan | None:

@@ -33,9 +33,9 @@ def check(
     ours: torch.Tensor, x: torch.Tensor, floats: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
     """Ours is x times floats + bias, but for rounding: relative to what is summed up."""
-    added = 0.0 if bias is None else bias.double()
+    added = torch.zeros(len(floats), device=x.device) if bias is None else bias.double()
     expected = x.double() @ floats.double().T + added
-    summed = x.double().abs() @ floats.double().abs().T
+    summed = x.double().abs() @ floats.double().abs().T + added.abs()
     tolerance = 1e-5 if x.dtype == torch.float32 else 3e-3
     assert ours.shape == expected.shape
     assert bool((((ours - expected) / summed).abs() < tolerance).all())  # a NaN never is
@@ -100,7 +100,7 @@ def test_one_row_is_multiplied_by_every_type(
     x = (torch.randn(1, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
     bias = torch.randn(rows, device=device).to(dtype) if rows > 1 else None
     out = torch.full((1, rows), torch.nan, dtype=dtype, device=device)
-    plan = RowPlan(2, 16, steps, Launch(1, 3))
+    plan = RowPlan(16, steps, Launch(1, 3))
     check(kernels.one_row(x, planes, bias, out, plan), x, floats, bias)
 
 
@@ -168,7 +168,7 @@ def test_experts_are_the_references(
         gate_up = [make(own, num_experts * size, hidden, device) for own in types[:2]]
         floats = torch.cat([own.view(num_experts, size, hidden) for _, own in gate_up], dim=1)
     down, down_floats = make(types[2], num_experts * hidden, size, device)
-    x = torch.randn(n, hidden, device=device) * 0.1
+    x = torch.randn(n, hidden, device=device) * 0.001
     weights = torch.rand(n, top_k, device=device)
     ids = torch.rand(n, num_experts, device=device).topk(top_k).indices.int()
     ours = gguf_experts(x, weights, ids, [planes for planes, _ in gate_up], down, activation)
