@@ -98,6 +98,19 @@ def w4_linear(
     return _linear_by_tile(x32, rows, len(packed), bias, x.dtype)
 
 
+def w8_linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,  # [out, in] uint8
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    group_size: int,
+    bias: torch.Tensor | None,
+    perm: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`w4_linear` of 8 bits, which has kernels of its own."""
+    return w4_linear(x, packed, scales, zeros, group_size, bias, 8, perm)
+
+
 def fp4_linear(
     x: torch.Tensor,  # [n, in]
     packed: torch.Tensor,  # [out, in / 2] uint8
@@ -199,6 +212,28 @@ def w4_experts(
     return _experts(
         x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
     )
+
+
+def w8_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] uint8: gate above up
+    gate_up_scales: torch.Tensor,
+    gate_up_zeros: torch.Tensor | None,
+    down: torch.Tensor,  # [experts, hidden, intermediate] uint8
+    down_scales: torch.Tensor,
+    down_zeros: torch.Tensor | None,
+    group_size: int,
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`w4_experts` of 8 bits."""
+    return w4_experts(
+        x, weights, ids, gate_up, gate_up_scales, gate_up_zeros, down, down_scales, down_zeros,
+        group_size, activation, gate_up_bias, down_bias, 8,
+    )  # fmt: skip
 
 
 def fp4_experts(

@@ -22,6 +22,8 @@ from penstock.ops.quantized import (
     table_linear,
     w4_experts,
     w4_linear,
+    w8_experts,
+    w8_linear,
 )
 from penstock.ops.recurrent import causal_conv
 
@@ -58,6 +60,8 @@ __all__ = [
     "varlen_attention",
     "w4_experts",
     "w4_linear",
+    "w8_experts",
+    "w8_linear",
     "write_kv",
     "write_latent",
 ]

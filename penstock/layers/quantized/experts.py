@@ -79,10 +79,11 @@ class QuantizedExperts(nn.Module):
             )  # fmt: skip
         elif isinstance(first, W4Weight):
             assert isinstance(second, W4Weight)
-            output = ops.w4_experts(
+            compute = ops.w8_experts if first.bits == 8 else ops.w4_experts
+            output = compute(
                 x, weights, ids, first.packed, first.scales, first.zeros,
                 second.packed, second.scales, second.zeros,
-                max(first.group_size, second.group_size), activation, *biases, first.bits,
+                max(first.group_size, second.group_size), activation, *biases,
             )  # fmt: skip
         elif isinstance(first, TableWeight):
             assert isinstance(second, TableWeight)

@@ -133,6 +133,27 @@ def table_experts(
     return experts(x, weights, ids, first, second, activation, gate_up_bias, down_bias)
 
 
+def w8_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] uint8
+    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
+    gate_up_zeros: torch.Tensor | None,
+    down: torch.Tensor,  # [experts, hidden, intermediate] uint8
+    down_scales: torch.Tensor,
+    down_zeros: torch.Tensor | None,
+    group_size: int,  # as long as a row, where a row has one scale
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the reference."""
+    first = ByteWeight(gate_up, gate_up_scales, group_size, gate_up_zeros)
+    second = ByteWeight(down, down_scales, group_size, down_zeros)
+    return experts(x, weights, ids, first, second, activation, gate_up_bias, down_bias)
+
+
 def experts(
     x: torch.Tensor,
     weights: torch.Tensor,

@@ -224,6 +224,20 @@ def table_linear(
     return linear(x, ByteWeight(packed, scales, group_size, values=values), bias)
 
 
+def w8_linear(
+    x: torch.Tensor,  # [n, in], or what `perm` takes its columns from
+    packed: torch.Tensor,  # [out, in] uint8
+    scales: torch.Tensor,  # [out, in / group_size]
+    zeros: torch.Tensor | None,  # [out, in / group_size] uint8
+    group_size: int,
+    bias: torch.Tensor | None,
+    perm: torch.Tensor | None = None,  # [in] int64
+) -> torch.Tensor:
+    """As the reference."""
+    x = x if perm is None else x[:, perm]
+    return linear(x, ByteWeight(packed, scales, group_size, zeros), bias)
+
+
 def linear(x: torch.Tensor, weight: ByteWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """x [n, in] with all of the weight: [n, out]."""
     x = x if x.stride(1) == 1 else x.contiguous()

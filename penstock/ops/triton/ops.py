@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.ops.triton.attention import paged_attention
-from penstock.ops.triton.byte_experts import table_experts
-from penstock.ops.triton.byte_weights import prepare_table, table_linear
+from penstock.ops.triton.byte_experts import table_experts, w8_experts
+from penstock.ops.triton.byte_weights import prepare_table, table_linear, w8_linear
 from penstock.ops.triton.fp8 import fp8_linear, prepare_fp8
 from penstock.ops.triton.gguf import gguf_embed, gguf_linear
 from penstock.ops.triton.gguf_experts import gguf_experts
@@ -56,6 +56,8 @@ __all__ = [
     "table_linear",
     "w4_experts",
     "w4_linear",
+    "w8_experts",
+    "w8_linear",
 ]
 
 # Attention splits a decode's cache by how many requests there are, and matmul chooses its kernel

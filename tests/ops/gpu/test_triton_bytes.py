@@ -80,8 +80,14 @@ def test_rows_with_weights_of_8_bits_are_the_references(
     data, scales, points = int_weight(70, size, group=group, zeros=zeros, device=device)
     x = torch.randn(n, size, device=device).to(dtype)
     expected = plain.w4_linear(x.float(), data, scales, points, group or size, None, 8)
-    weight = byte_weights.ByteWeight(data, scales.to(dtype), group or size, points)
-    close(byte_weights.linear(x, weight, None), expected, dtype)
+    close(byte_weights.w8_linear(x, data, scales, points, group or size, None), expected, dtype)
+
+
+def test_columns_may_be_in_another_order(device: torch.device) -> None:
+    data, scales, _ = int_weight(24, 96, group=32, zeros=False, device=device)
+    x, perm = torch.randn(3, 80, device=device), torch.randint(0, 80, (96,), device=device)
+    expected = plain.w8_linear(x, data, scales, None, 32, None, perm)
+    close(byte_weights.w8_linear(x, data, scales, None, 32, None, perm), expected, torch.float32)
 
 
 def int_weight(
@@ -133,3 +139,16 @@ def test_experts_with_weights_from_a_table_are_the_references(
         *inputs, prepare(gate_up), gate_up_scales, prepare(down), down_scales, *rest
     )
     close(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "bias"), EXPERT_TOKENS)
+@pytest.mark.parametrize(("group", "zeros"), [(32, True), (16, False), (0, True)])
+def test_experts_with_weights_of_8_bits_are_the_references(
+    device: torch.device, dtype: torch.dtype, n: int, bias: bool, group: int, zeros: bool
+) -> None:
+    inputs, biases = experts_case(device, n, dtype, bias)
+    first = int_weight(5, 192, 160, group=group, zeros=zeros, device=device)
+    second = int_weight(5, 160, 96, group=group, zeros=zeros, device=device)
+    rest = (*first, *second, group or 160, "swiglu_clamped", *biases)
+    close(byte_experts.w8_experts(*inputs, *rest), plain.w8_experts(*inputs, *rest), dtype)
