@@ -91,7 +91,7 @@ def test_rows_are_found_by_number(type_name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "blocks", "steps"), [(1, 1, 2), (3, 3, 1), (7, 1, 2)])
+@pytest.mark.parametrize(("rows", "blocks", "steps"), [(1, 3, 1), (7, 1, 2)])
 @pytest.mark.parametrize("type_name", TYPES)
 def test_one_row_is_multiplied_by_every_type(
     type_name: str, rows: int, blocks: int, steps: int, dtype: torch.dtype, device: torch.device
@@ -105,13 +105,13 @@ def test_one_row_is_multiplied_by_every_type(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "rows", "splits"), [(19, 30, 1), (2, 70, 2)])
-@pytest.mark.parametrize("type_name", TYPES)
+@pytest.mark.parametrize(
+    ("type_name", "n", "rows", "splits"),
+    [*((own, 19, 30, 1) for own in TYPES), *((own, 2, 70, 2) for own in ("Q5_0", "Q3_K"))],
+)
 def test_a_few_rows_are_multiplied_by_every_type(
     type_name: str, n: int, rows: int, splits: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    if rows == 70 and not ON_GPU and type_name not in OF_EACH_KIND:
-        rows = 20  # the interpreter is slow
     planes, floats = make(type_name, rows, columns_of(type_name, 3), device)
     x = (torch.randn(n, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
     bias = torch.randn(rows, device=device).to(dtype) if n > 2 else None
@@ -137,10 +137,14 @@ def test_any_number_of_rows_goes_into_columns_of_a_larger_result(
 
 
 def test_the_order_in_which_parts_arrive_does_not_show(device: torch.device) -> None:
-    planes, _ = make("Q4_K", 70, 1024, device)
+    planes, _ = make("Q4_K", 70 if ON_GPU else 60, 1024, device)
     x = torch.randn(5, 1024, device=device)
     plan = TilePlan(64, 16, 8, 4, Launch(4, 2))
-    results = [kernels.run_tiles(x, planes, None, x.new_empty(5, 70), plan) for _ in range(3)]
+    count = 20 if ON_GPU else 2
+    results = [
+        kernels.run_tiles(x, planes, None, x.new_empty(5, len(planes.words)), plan)
+        for _ in range(count)
+    ]
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -155,12 +159,14 @@ def test_matrices_of_one_type_stand_one_above_the_other(
     assert torch.equal(kernels.as_floats(stacked.rows(1, 3), torch.float32), ours[1:3])
 
 
-@pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_0", "Q8_0", "Q4_1")])
-@pytest.mark.parametrize(("n", "activation"), [(1, "silu"), (20, "gelu_tanh")])
+@pytest.mark.parametrize(
+    ("types", "n", "activation"),
+    [(("Q4_K", "Q4_K", "Q6_K"), 1, "silu"), (("Q5_0", "Q8_0", "Q4_1"), 9, "gelu_tanh")],
+)
 def test_experts_are_the_references(
     types: tuple[str, ...], n: int, activation: str, device: torch.device
 ) -> None:
-    hidden, size, num_experts, top_k = 256, 256, 3, 2
+    hidden, size, num_experts, top_k = 256, 256 if n == 1 else 64, 3, 2
     if types[0] == types[1]:
         gate_up = [make(types[0], num_experts * 2 * size, hidden, device)]
         floats = gate_up[0][1].view(num_experts, 2 * size, hidden)

@@ -1,0 +1,79 @@
+"""Compiles kernels of `penstock.ops.triton.gguf` for a Hopper GPU, without one.
+
+python compile_gguf.py KERNEL:TYPE...    prints what is in the code of each, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from penstock.loading.gguf_file import GGML_TYPES
+from penstock.ops.blocks import BlockTensor
+from penstock.ops.triton import gguf, gguf_experts
+from penstock.ops.triton.gguf_layout import Planes, prepare_gguf
+
+KERNELS = {
+    "row": (gguf._one_row_kernel, {"WHOLE": True, "STEPS": 2, "QUADS": 128, "EVEN": True}),
+    "long row": (gguf._one_row_kernel, {"WHOLE": False, "STEPS": 1, "QUADS": 64, "EVEN": False}),
+    "tile": (
+        gguf._tile_kernel, {"SPLITS": 2, "ROWS": 64, "TOKENS": 16, "QUADS": 8, "EVEN": True}
+    ),
+    "floats": (gguf._floats_kernel, {"CHOSEN": True, "QUADS": 128}),
+    "experts": (
+        gguf_experts._experts_kernel,
+        {"TOP_K": 2, "SORTED": True, "TOKENS": 16, "ROWS": 64, "QUADS": 8, "GROUPED": 1,
+         "EVEN": True},
+    ),
+}  # fmt: skip
+POINTERS = {
+    "x_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32",
+    "factor_ptr": "*fp32", "row_ptr": "*i64", "arrived_ptr": "*i32", "pair_ptr": "*i32",
+    "expert_ptr": "*i32", "rows_ptr": "*i32",
+}  # fmt: skip
+DTYPES = {
+    torch.int32: "*i32", torch.float16: "*fp16", torch.uint8: "*u8", torch.int8: "*i8"
+}  # fmt: skip
+
+
+def a_matrix(type_name: str) -> Planes:
+    own = next(one for one in GGML_TYPES.values() if one.name == type_name)
+    data = torch.zeros(1, 256 // own.block_size * own.block_bytes, dtype=torch.uint8)
+    return prepare_gguf(BlockTensor(*own, data), torch.device("cpu"))
+
+
+def compile_one(kernel: str, type_name: str) -> dict[str, int]:
+    function, settings = KERNELS[kernel]
+    planes = a_matrix(type_name)
+    constants: dict[str, Any] = {"BIAS": True, **planes.constants, **settings}
+    names = ("words_ptr", "high_ptr", "first_ptr", "second_ptr", "third_ptr")
+    weights = zip(names, planes.pointers, strict=True)
+    pointers = {**POINTERS, **{name: DTYPES[tensor.dtype] for name, tensor in weights}}
+    signature, constexprs, attributes = {}, {}, {}
+    for index, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name], constexprs[index,] = "constexpr", constants[name]
+        else:
+            signature[name] = pointers.get(name, "i32")
+            if name in pointers or name in ("in_features", "x_stride", "out_stride"):
+                attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature, constexprs, attributes)
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
+    code = compiled.asm["ptx"]
+    return {
+        "loads of 16 bytes": sum("ld.global" in line and ".v4.b32" in line
+                                 for line in code.splitlines()),
+        "tensor cores": code.count("mma"),
+        "shared memory": compiled.metadata.shared,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    asked = [argument.split(":") for argument in sys.argv[1:]]
+    print(json.dumps({f"{kernel}:{own}": compile_one(kernel, own) for kernel, own in asked}))

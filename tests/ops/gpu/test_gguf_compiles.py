@@ -1,0 +1,45 @@
+"""The kernels of GGUF blocks, compiled for a Hopper GPU where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton")
+
+HERE = Path(__file__).parent
+
+
+def compiled(*kernels: str) -> dict[str, dict[str, int]]:
+    """In a process of its own: in this one Triton interprets."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(HERE / "compile_gguf.py"), *kernels]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def check(found: dict[str, dict[str, int]]) -> None:
+    for name, counts in found.items():
+        if name.startswith(("tile", "experts")):
+            assert counts["tensor cores"] > 0, name
+        else:  # what threads need is theirs from the first: only sums are exchanged
+            assert counts["loads of 16 bytes"] > 0, name
+            assert counts["shared memory"] <= 1024, name
+
+
+def test_kernels_compile_and_load_sixteen_bytes_at_once() -> None:
+    check(compiled("row:Q4_K", "tile:Q6_K"))
+
+
+@pytest.mark.slow
+def test_kernels_of_every_kind_of_blocks_compile() -> None:
+    types = ("Q8_0", "Q4_1", "Q5_0", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "TQ2_0")
+    kinds = ("row", "long row", "tile", "floats", "experts")
+    check(compiled(*(f"{kind}:{own}" for kind in kinds for own in types)))
