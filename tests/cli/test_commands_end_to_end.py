@@ -1,16 +1,21 @@
-"""The commands as a user runs them: real processes, the real default model."""
+"""The commands as a user runs them, on the real default model: each once in a process of its own,
+and what else they do in this one."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from penstock.cli.main import main
+
 PROMPT = "The capital of France is"
 GREEDY = ("--temperature", "0", "--max-tokens", "8")
+Here = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,17 @@ class Run:
         return done
 
 
+@pytest.fixture
+def here(default_model: str, capsys: pytest.CaptureFixture[str]) -> Here:
+    """Runs `penstock` in this process; what it writes to standard output."""
+
+    def run(*arguments: str) -> str:
+        assert main([*arguments, "--model", default_model]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
 def test_generate_prints_the_text_alone_on_standard_output(completion: str) -> None:
     assert completion.startswith(" Paris")
     assert completion.endswith("\n")
@@ -54,28 +70,31 @@ def test_generate_reads_the_prompt_from_a_pipe(penstock: Run, completion: str) -
     assert penstock("generate", *GREEDY, "-", stdin=PROMPT + "\n").stdout == completion
 
 
-def test_generate_gives_one_completion_for_each_prompt(penstock: Run, completion: str) -> None:
-    done = penstock("generate", *GREEDY, PROMPT, "One, two, three, four,", PROMPT)
-    assert done.stdout.startswith(completion + " five,")
-    assert done.stdout.endswith("\n" + completion)
+def test_generate_gives_one_completion_for_each_prompt(here: Here, completion: str) -> None:
+    texts = here("generate", *GREEDY, PROMPT, "One, two, three, four,", PROMPT)
+    assert texts.startswith(completion + " five,")
+    assert texts.endswith("\n" + completion)
 
 
-def test_generate_repeats_itself_for_a_seed(penstock: Run) -> None:
+def test_generate_repeats_itself_for_a_seed(here: Here) -> None:
     flags = ("--temperature", "1.0", "--max-tokens", "16")
     first, again, other = (
-        penstock("generate", "--seed", seed, *flags, PROMPT).stdout for seed in ("7", "7", "8")
+        here("generate", "--seed", seed, *flags, PROMPT) for seed in ("7", "7", "8")
     )
     assert again == first
     assert other != first
 
 
-def test_generate_takes_engine_options_from_a_file(penstock: Run) -> None:
+def test_generate_takes_engine_options_from_a_file(
+    penstock: Run, here: Here, completion: str
+) -> None:
     config = penstock.folder / "engine.yaml"
     config.write_text("max-model-len: 4\n")
     done = penstock("generate", *GREEDY, "--config", str(config), PROMPT, code=2)
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith("penstock: error: ")
-    penstock("generate", *GREEDY, "--config", str(config), "--max-model-len", "64", PROMPT)
+    longer = ("--config", str(config), "--max-model-len", "64")
+    assert here("generate", *GREEDY, *longer, PROMPT) == completion
 
 
 def test_a_model_that_is_not_there_is_one_line_of_error(tmp_path: Path) -> None:
@@ -108,13 +127,13 @@ def test_bench_throughput_reports_rates(penstock: Run) -> None:
     assert "requests_per_s" in done.stderr
 
 
-def test_bench_latency_reports_times(penstock: Run) -> None:
+def test_bench_latency_reports_times(here: Here, tmp_path: Path) -> None:
     shape = ("--batch-size", "2", "--input-len", "8", "--output-len", "4", "--num-iters", "2")
-    report = penstock.folder / "report.json"
-    done = penstock("bench", "latency", *shape, "--json", str(report))
+    report = tmp_path / "report.json"
+    table = here("bench", "latency", *shape, "--json", str(report))
     result = json.loads(report.read_text())
     assert 0 < result["time_to_first_token_ms"]["p50"] < result["total_ms"]["p50"]
-    assert "ms_per_token" in done.stdout
+    assert "ms_per_token" in table
 
 
 def test_bench_startup_says_where_the_time_went(penstock: Run) -> None:

@@ -86,7 +86,7 @@ class Streams:
             happening = asyncio.ensure_future(fault(self)) if fault is not None else None
             answers = await asyncio.gather(*(self.stream(client, body) for body in bodies))
             if happening is not None:
-                await asyncio.wait_for(happening, 10)
+                await asyncio.wait_for(happening, 60)
             return answers
 
     def run_during(

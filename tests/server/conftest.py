@@ -9,15 +9,17 @@ from typing import Any
 import openai
 import pytest
 from scripted import make_scripted_model
-from server_process import ServerProcess, make_tiny_model
-
-SMALL = ("--cpu-threads", "1", "--kv-cache-memory-bytes", "512MiB")
+from server_process import DUMMY, ServerProcess, make_tiny_model
 
 
 @pytest.fixture(scope="session")
 def server(default_model: str) -> Iterator[ServerProcess]:
     """The real default model behind the API, with room for prompts of 2048 tokens."""
-    process = ServerProcess(default_model, *SMALL, "--max-model-len", "2048")
+    process = ServerProcess(
+        default_model,
+        *("--cpu-threads", "1", "--kv-cache-memory-bytes", "512MiB", "--max-model-len", "2048"),
+        "--no-spare-engine",
+    )
     yield process
     process.close()
 
@@ -33,8 +35,7 @@ def serve_tiny(tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
     processes: list[ServerProcess] = []
 
     def start(*flags: str, **options: Any) -> ServerProcess:
-        tiny = ("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
-        processes.append(ServerProcess(str(tiny_model), *tiny, *flags, **options))
+        processes.append(ServerProcess(str(tiny_model), *DUMMY, *flags, **options))
         return processes[-1]
 
     yield start
@@ -48,7 +49,7 @@ def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
     folder = make_scripted_model(tmp_path_factory.mktemp("scripted"))
     process = ServerProcess(
         str(folder),
-        *("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1"),
+        *DUMMY,
         *("--logits-processors", "scripted:Script", "--served-model-name", "scripted"),
         env={"PYTHONPATH": str(Path(__file__).parent)},
     )

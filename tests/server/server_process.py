@@ -19,6 +19,9 @@ from typing import Any
 import httpx
 
 START_TIMEOUT_S = 120.0
+# For models that are tiny, and servers that nobody kills.
+SMALL = ("--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1", "--no-spare-engine")
+DUMMY = ("--load-format", "dummy", *SMALL)
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from faults.tiny_checkpoint import make_tiny_checkpoint
 from hostile import Attack, Report, resident_bytes
-from server_process import ServerProcess, eventually
+from server_process import SMALL, ServerProcess, eventually
 
 MAX_BODY = 2**20
 FLAGS = ("--max-request-body-bytes", str(MAX_BODY), "--request-read-timeout-s", "2")
@@ -35,7 +35,7 @@ def attack(server: ServerProcess, count: int, seed: int) -> Report:
 
 def test_hostile_requests_neither_harm_the_server_nor_its_good_clients(tmp_path: Path) -> None:
     model = str(make_tiny_checkpoint(tmp_path))
-    server = ServerProcess(model, *FLAGS, "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
+    server = ServerProcess(model, *FLAGS, *SMALL)
     try:
         attack(server, count=300, seed=1)
     finally:

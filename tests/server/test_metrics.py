@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
-from server_process import ServerProcess, eventually
+from server_process import DUMMY, ServerProcess, eventually
 
 from penstock.config import EngineConfig
 from penstock.engine.messages import EngineInfo, EngineStats
@@ -50,7 +50,7 @@ def parse(text: str) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[ServerProcess]:
     """A tiny model with 16 blocks of 16 tokens: just enough for one request of full length."""
-    flags = ("--load-format", "dummy", "--cpu-threads", "1", "--num-gpu-blocks-override", "17")
+    flags = (*DUMMY, "--num-gpu-blocks-override", "17")
     process = ServerProcess(str(tiny_model), *flags, "--served-model-name", "tiny")
     yield process
     process.close()

@@ -16,12 +16,11 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import ServerProcess, events, eventually
+from server_process import DUMMY, ServerProcess, events, eventually
 
 from penstock.server.run import PROBE_AFTER_S
 
 LIMIT_S = 1.0
-TINY = ("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
 # Ten megabytes of events or more: what sockets hold is at most about four.
 VERBOSE = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "logprobs": 20, "n": 128}
 ROOT_KEY = "key-of-rööt"
@@ -32,7 +31,7 @@ LONG = {"prompt": "x", "max_tokens": 240, "ignore_eos": True}
 def strict(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server with little patience and few connections."""
     process = ServerProcess(
-        str(tiny_model), *TINY,
+        str(tiny_model), *DUMMY,
         *("--request-read-timeout-s", str(LIMIT_S), "--slow-reader-timeout-s", str(LIMIT_S)),
         *("--max-connections", "40"),
     )  # fmt: skip
@@ -44,7 +43,7 @@ def strict(tiny_model: Path) -> Iterator[ServerProcess]:
 def shared(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server whose keys take turns, one request at a time."""
     process = ServerProcess(
-        str(tiny_model), *TINY,
+        str(tiny_model), *DUMMY,
         *("--api-key", "key-of-anna", "--api-key", "key-of-bert", "--admin-api-key", ROOT_KEY),
         *("--scheduling-policy", "fair", "--max-num-seqs", "1", "--max-queued-requests", "5"),
         *("--access-log", "--log-level", "debug"),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
-from server_process import ServerProcess, eventually
+from server_process import DUMMY, ServerProcess, eventually
 
 from penstock.server.playground import load_files
 
@@ -79,8 +79,7 @@ def is_bad(said: Any) -> bool:
 @pytest.fixture(scope="module")
 def locked_server(tiny_model: Path) -> Iterator[ServerProcess]:
     """A tiny model behind a key."""
-    flags = ("--load-format", "dummy", "--cpu-threads", "1", "--kv-cache-memory-bytes", "64MiB")
-    process = ServerProcess(str(tiny_model), *flags, "--api-key", "open-sesame")
+    process = ServerProcess(str(tiny_model), *DUMMY, "--api-key", "open-sesame")
     yield process
     process.close()
 

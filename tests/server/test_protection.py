@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_process import ServerProcess, eventually
+from server_process import DUMMY, ServerProcess, eventually
 
 KEYS = ("first-key", "second-key")
 LONG = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}
@@ -37,7 +37,7 @@ def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     key, certificate = make_certificate(tmp_path_factory.mktemp("tls"))
     process = ServerProcess(
         str(tiny_model),
-        *("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1"),
+        *DUMMY,
         *("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)),
         *(flag for value in KEYS for flag in ("--api-key", value)),
         *("--max-num-seqs", "1", "--max-queued-requests", "1"),

@@ -15,10 +15,9 @@ import pytest
 from faults.saboteur import Fault, saboteur_options, seed_of
 from faults.streams import Answer, Body, Streams, kill_and_wait
 from faults.tiny_checkpoint import make_tiny_checkpoint
-from server_process import ServerProcess, eventually, is_running
+from server_process import SMALL, ServerProcess, eventually, is_running
 
 Serve = Callable[..., ServerProcess]
-SMALL = ("--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
 
 GREEDY: Body = {"prompt": "Once", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
 SEEDED: Body = {**GREEDY, "temperature": 1.0, "seed": 11}
@@ -50,7 +49,14 @@ def tiny_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     flags, options = saboteur_options(tmp_path_factory.mktemp("flag") / "flag")
     impatient = ("--engine-heartbeat-timeout-s", "2.5", "--step-timeout-s", "5")
     process = ServerProcess(
-        str(model), *SMALL, *impatient, "--max-request-crashes", "1", *flags, **options
+        str(model),
+        *SMALL,
+        *impatient,
+        "--max-request-crashes",
+        "1",
+        "--spare-engine",
+        *flags,
+        **options,
     )
     yield process
     process.close()
@@ -291,7 +297,7 @@ def test_connections_that_take_all_files_do_not_keep_the_engine_from_coming_back
 
 
 def test_a_spare_takes_the_place_of_a_dead_engine(serve: Serve) -> None:
-    server = serve()
+    server = serve("--spare-engine")
     calm = Streams(server).run([GREEDY])
 
     def spare_pid() -> int:

@@ -14,14 +14,13 @@ from typing import Any
 import openai
 import pytest
 from scripted import make_scripted_model
-from server_process import ServerProcess, eventually, free_port
+from server_process import DUMMY, ServerProcess, eventually, free_port
 
 from penstock.config import ServerConfig
 from penstock.protocol.errors import ConfigError
 from penstock.server.responses.tool_servers import connect_tool_servers
 
 HERE = Path(__file__).parent
-SMALL = ("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
 MCP: Any = {"type": "mcp", "server_label": "warehouse", "require_approval": "never"}
 MAX_ROUNDS = 3
 
@@ -57,7 +56,7 @@ def client(
     folder = make_scripted_model(tmp_path_factory.mktemp("scripted"))
     process = ServerProcess(
         str(folder),
-        *SMALL,
+        *DUMMY,
         *("--logits-processors", "scripted:Script", "--served-model-name", "scripted"),
         *("--tool-server", f"http://127.0.0.1:{tool_server.port}/mcp"),
         *("--tool-call-timeout-s", "10", "--max-tool-rounds", str(MAX_ROUNDS)),
@@ -250,7 +249,7 @@ def test_the_default_model_calls_a_tool_over_sse(default_model: str) -> None:
     server = ServerProcess(
         default_model,
         *("--cpu-threads", "1", "--kv-cache-memory-bytes", "256MiB", "--max-model-len", "2048"),
-        *("--tool-server", f"127.0.0.1:{tools.port}"),
+        *("--no-spare-engine", "--tool-server", f"127.0.0.1:{tools.port}"),
     )
     try:
         client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
@@ -287,7 +286,7 @@ def test_calls_take_only_so_long(tool_server: ToolServerProcess) -> None:
 
 
 def test_a_tool_server_that_cannot_be_reached_is_said_at_the_start(tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "penstock", "serve", str(tiny_model), *SMALL, "--port", "0"]
+    command = [sys.executable, "-m", "penstock", "serve", str(tiny_model), *DUMMY, "--port", "0"]
     ended = subprocess.run(
         [*command, "--tool-server", "127.0.0.1:1"], capture_output=True, text=True, timeout=60
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from server_process import ServerProcess, events, make_tiny_model
+from server_process import DUMMY, ServerProcess, events, make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 2,
     }  # fmt: skip
     (model / "config.json").write_text(json.dumps(config))
-    tiny = ("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1")
-    process = ServerProcess(str(model), *tiny, "--enable-return-routed-experts")
+    process = ServerProcess(str(model), *DUMMY, "--enable-return-routed-experts")
     yield process
     process.close()
 

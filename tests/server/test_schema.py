@@ -10,7 +10,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
-from server_process import ServerProcess
+from server_process import DUMMY, ServerProcess
 
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
@@ -43,7 +43,7 @@ EXCLUDED = [schemathesis.checks.positive_data_acceptance]
 def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
     process = ServerProcess(
         str(tiny_model),
-        *("--load-format", "dummy", "--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1"),
+        *DUMMY,
         *("--max-model-len", "64", "--max-n", "4"),
     )
     yield process
@@ -55,10 +55,16 @@ def schema(tiny_server: ServerProcess) -> Any:
     return schemathesis.openapi.from_url(f"{tiny_server.base_url}/openapi.json")
 
 
+@pytest.mark.parametrize("num_examples", [40, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: value)
 def test_no_request_breaks_the_promises_of_the_schema(
-    schema: Any, tiny_server: ServerProcess, method: str, path: str, mode: GenerationMode
+    schema: Any,
+    tiny_server: ServerProcess,
+    method: str,
+    path: str,
+    mode: GenerationMode,
+    num_examples: int,
 ) -> None:
     operation = schema[path][method]
     has_input = operation.body or operation.path_parameters
@@ -67,7 +73,7 @@ def test_no_request_breaks_the_promises_of_the_schema(
 
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(
-        max_examples=100 if has_input else 1,
+        max_examples=num_examples if has_input else 1,
         deadline=None,
         derandomize=True,
         database=None,

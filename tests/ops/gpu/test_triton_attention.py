@@ -131,19 +131,28 @@ def check(
     torch.testing.assert_close(got[: len(wanted)].cpu(), wanted, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("window", [None, 5, 64])
-@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((3, 1), 24), ((2, 2), 128)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "window"),
+    [
+        ((4, 2), 32, None),
+        ((4, 2), 32, 5),
+        ((4, 2), 32, 64),
+        ((3, 1), 24, 5),
+        ((3, 1), 24, None),
+        ((2, 2), 128, 64),
+    ],
+)
 def test_any_mix_of_prompts_chunks_and_decodes(
-    device: torch.device, window: int | None, heads: tuple[int, int], dim: int
+    device: torch.device, heads: tuple[int, int], dim: int, window: int | None
 ) -> None:
     torch.manual_seed(0)
     check(device, [1, 1, 1, 7, 40, 3], [1, 18, 100, 7, 61, 40], heads, dim, 16, window=window)
 
 
-@pytest.mark.parametrize("chunk", [16, 24, 37, 100, 200])
+@pytest.mark.parametrize("chunk", [16, pytest.param(24, marks=pytest.mark.slow), 37, 100, 200])
 def test_tokens_see_their_own_chunk_alone(device: torch.device, chunk: int) -> None:
     torch.manual_seed(0)
-    lens = [1, 1, 1, 1, 7, 40, 3, 80], [1, 18, 100, 101, 7, 61, 40, 80]
+    lens = [1, 1, 1, 1, 7, 40, 3], [1, 18, 100, 101, 7, 61, 40]
     check(device, *lens, (4, 2), 32, 16, chunk=chunk)
     check(device, *lens, (3, 1), 24, 64, chunk=chunk, with_sinks=True, any_order=True, padding=2)
 
@@ -174,9 +183,9 @@ def test_single_tokens_in_any_order_with_padding_behind_them(device: torch.devic
 
 def test_many_requests_of_which_only_the_longest_are_split(device: torch.device) -> None:
     torch.manual_seed(5)
-    lens = [1 + (7 * index) % 40 for index in range(64)]
-    lens[10], lens[50] = 1300, 600
-    check(device, [1] * 64, lens, (8, 8), 16, 16)
+    lens = [1 + (7 * index) % 40 for index in range(32)]
+    lens[10], lens[25] = 1300, 600
+    check(device, [1] * 32, lens, (2, 2), 16, 16)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 32), ((3, 1), 16), ((2, 2), 64)])
