@@ -16,7 +16,10 @@ from tiny_models import Reference
 
 from penstock.layers.quantization import Shard
 from penstock.layers.quantized.bitsandbytes import LlmInt8Scheme, TableScheme
+from penstock.layers.quantized.native import to_blocks
 from penstock.loading.bitsandbytes import BitsAndBytesCheckpoint
+from penstock.ops.blocks import BlockTensor
+from penstock.ops.cpu.packed import PackedMatrix
 from penstock.ops.quantized import dequantize_table
 from penstock.protocol.errors import ModelError
 
@@ -154,7 +157,8 @@ def test_transformers_reads_the_same_from_the_checkpoint_itself(
     quantized, _ = made.quantize(floats, tmp_path, *made.bitsandbytes(nested=True))
     reference = Reference(quantized)
     rows = [reference.logits(prompt)[-1].log_softmax(-1) for prompt in PROMPTS]
-    assert relative_error(own_logits(quantized), torch.stack(rows)) < 1e-2
+    own = own_logits(quantized, cpu_backend="torch")
+    assert relative_error(own, torch.stack(rows)) < 5e-3  # it computes in float16
 
 
 def test_layers_that_were_left_out_are_floats(floats: Path, tmp_path: Path) -> None:
@@ -164,7 +168,7 @@ def test_layers_that_were_left_out_are_floats(floats: Path, tmp_path: Path) -> N
     quantized, restored = made.quantize(
         floats, tmp_path, config, writer, lambda layer: "self_attn" in layer
     )
-    own = own_logits(quantized)
+    own = own_logits(quantized, cpu_backend="torch")
     assert relative_error(own, reference_logits(restored)) < EXACT
 
 
@@ -172,7 +176,8 @@ def test_the_output_projection_may_be_quantized_too(floats: Path, tmp_path: Path
     quantized, restored = made.quantize(
         floats, tmp_path, *made.bitsandbytes(), lambda layer: "embed" not in layer
     )
-    assert relative_error(own_logits(quantized), reference_logits(restored)) < EXACT
+    own = own_logits(quantized, cpu_backend="torch")
+    assert relative_error(own, reference_logits(restored)) < EXACT
 
 
 def test_a_state_that_is_missing_is_said(floats: Path, tmp_path: Path) -> None:
@@ -192,6 +197,22 @@ def test_weights_in_an_order_for_one_kind_of_gpu_are_refused() -> None:
     }
     with pytest.raises(ModelError, match="weight_format is 2"):
         LlmInt8Scheme().convert(tensors, Shard((4, 8), 0, 4, 0, 8))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_the_librarys_integers_are_near_the_table(kind: str) -> None:
+    _, writer = made.bitsandbytes(kind, nested=True)
+    tensors, meant = writer(torch.randn(48, 192) * torch.logspace(-6, 2, 48)[:, None])
+    found = made.as_layers_take_them(tensors)
+    weight = TableScheme(kind).convert(found, Shard((48, 192), 0, 48, 0, 192))
+    blocks = to_blocks(weight)
+    assert blocks is not None
+    assert isinstance(blocks.blocks, BlockTensor)
+    floats = PackedMatrix(blocks.blocks).embed(torch.arange(48))
+    if blocks.row_factor is not None:
+        floats *= blocks.row_factor[:, None]
+    largest = meant.view(48, 3, 64).abs().amax(-1).repeat_interleave(64, dim=1)
+    assert ((floats - meant).abs() <= largest * (1 / 254 + 2**-10)).all()
 
 
 def test_rows_of_a_table_are_its_numbers_times_their_scales() -> None:

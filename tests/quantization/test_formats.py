@@ -131,7 +131,10 @@ FORMATS: dict[str, tuple[Callable[[], Any], Rounding | None]] = {
         None,
     ),
 }
-ON_INTEGERS = ["gptq", "gptq act-order", "gptq 8 bits", "awq by 128", "ct w4a16", "ct w8a8"]
+ON_INTEGERS = [
+    "gptq", "gptq act-order", "gptq 8 bits", "awq by 128", "ct w4a16", "ct w8a8", "bnb nf4",
+    "bnb fp4 by 128", "bnb int8",
+]  # fmt: skip
 ON_HALVES = ["fp8 by block", "fp8 by tensor"]
 
 

@@ -1,9 +1,10 @@
 """Quantized weights for the C++ library, where its own types hold them.
 
 Integers go into blocks of 32 columns under a float16 scale, and only if that is exact. fp8 becomes
-float16, of which e4m3 numbers use a few bits: exact too, but for scales by block. What does not
-fit is done around the product: factors of whole rows, zero points, the order of columns. Weights
-that have no place here stay with `penstock.ops.quantized`.
+float16, of which e4m3 numbers use a few bits: exact too, but for scales by block. Tables of 16 are
+rounded to integers of 8 bits: floats a tile at a time would take a hundred times as long. What does
+not fit is done around the product: factors of whole rows, zero points, the order of columns.
+Weights that have no place here stay with `penstock.ops.quantized`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from penstock.layers.quantized.weights import (
     Fp8Weight,
     Int8Weight,
     QuantizedWeight,
+    TableWeight,
     W4Weight,
 )
 from penstock.ops.blocks import BlockTensor, Weight
@@ -47,7 +49,7 @@ class Blocks:
 
 
 def to_blocks(weight: QuantizedWeight) -> Blocks | None:
-    """The same numbers in blocks, or None where they have no exact place there."""
+    """The same numbers in blocks, or None where they have no place there."""
     if isinstance(weight, Int8Weight):
         whole = weight.weight.shape[1]
         return _blocks(weight.weight, weight.scale[:, None], None, whole, 8, None)
@@ -58,6 +60,8 @@ def to_blocks(weight: QuantizedWeight) -> Blocks | None:
         doubled = torch.tensor([int(2 * value) for value in FP4_VALUES], dtype=torch.int8)
         numbers = doubled[unpack_nibbles(weight.packed).int()]
         return _blocks(numbers, e8m0_to_float(weight.scales) / 2, None, weight.group_size, 8, None)
+    if isinstance(weight, TableWeight):
+        return _table(weight)
     if not isinstance(weight, W4Weight):
         return None
     if weight.bits == 4:
@@ -95,6 +99,17 @@ def _blocks(
     if zeros is not None:
         offsets = (float(1 << (bits - 1)) - zeros.float()) * halves.float()
     return Blocks(blocks, factor, offsets, perm)
+
+
+def _table(weight: TableWeight) -> Blocks | None:
+    """What is off is at most 1/254 of a group's largest weight, and scales' rounding to float16."""
+    unit = weight.values.abs().amax().clamp_min(1e-30) / 127
+    places = (weight.values / unit).round().to(torch.int8)
+    numbers = places[unpack_nibbles(weight.packed).int()]
+    scales = weight.scales * unit
+    factor = _near_one(scales)[:, None]
+    rounded = (scales / factor).half().float() * factor
+    return _blocks(numbers, rounded, None, numbers.shape[1] // scales.shape[1], 8, None)
 
 
 def _fp8(weight: Fp8Weight) -> Blocks:
