@@ -98,13 +98,17 @@ def unit(plane: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def look_up(words, plane: tl.constexpr, TABLE: tl.constexpr):
-    """What a plane's numbers of 4 bits stand for, float32. TABLE has them as bytes of four int32.
+    """What a plane's numbers of 4 bits stand for, float32. TABLE has them as bytes, more by 128.
 
     Not in memory: a load would spread words over threads in another way.
     """
+    FIRST: tl.constexpr = (TABLE & 0xFFFFFFFF) - ((TABLE & 0x80000000) << 1)  # as an int32
+    SECOND: tl.constexpr = ((TABLE >> 32) & 0xFFFFFFFF) - (((TABLE >> 32) & 0x80000000) << 1)
+    THIRD: tl.constexpr = ((TABLE >> 64) & 0xFFFFFFFF) - (((TABLE >> 64) & 0x80000000) << 1)
+    FOURTH: tl.constexpr = ((TABLE >> 96) & 0xFFFFFFFF) - (((TABLE >> 96) & 0x80000000) << 1)
     number = _shifted(words, -4 * plane) & 15
-    low = tl.where(number < 4, TABLE[0], TABLE[1])
-    high = tl.where(number < 12, TABLE[2], TABLE[3])
+    low = tl.where(number < 4, FIRST, SECOND)
+    high = tl.where(number < 12, THIRD, FOURTH)
     packed = tl.where(number < 8, low, high)
     return _float((packed >> ((number & 3) * 8)) & 255) - 128.0
 

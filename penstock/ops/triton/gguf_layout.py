@@ -15,7 +15,6 @@ bytes fits. Here each kind of field lies by itself, in as many bytes as the file
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -155,12 +154,9 @@ def _repack(part: BlockTensor, layout: Layout, device: torch.device) -> dict[str
     return packed
 
 
-def _bytes(table: tuple[int, ...] | None) -> tuple[int, ...] | int:
-    """16 numbers, each more by 128, as the bytes of four int32; 0 for none."""
-    if table is None:
-        return 0
-    words = struct.unpack("<4i", bytes(value + 128 for value in table))
-    return tuple(words)
+def _bytes(table: tuple[int, ...] | None) -> int:
+    """16 numbers, each more by 128, as the bytes of one; 0 for none."""
+    return 0 if table is None else int.from_bytes(bytes(value + 128 for value in table), "little")
 
 
 def _join(fields: torch.Tensor, width: int) -> torch.Tensor:

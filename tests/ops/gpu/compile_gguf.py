@@ -50,6 +50,7 @@ def a_matrix(type_name: str) -> Planes:
 
 def compile_one(kernel: str, type_name: str) -> dict[str, int]:
     function, settings = KERNELS[kernel]
+    warps = 2 if kernel == "long row" else 4
     planes = a_matrix(type_name)
     constants: dict[str, Any] = {"BIAS": True, **planes.constants, **settings}
     names = ("words_ptr", "high_ptr", "first_ptr", "second_ptr", "third_ptr")
@@ -64,7 +65,7 @@ def compile_one(kernel: str, type_name: str) -> dict[str, int]:
             if name in pointers or name in ("in_features", "x_stride", "out_stride"):
                 attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs, attributes)
-    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
     code = compiled.asm["ptx"]
     return {
         "loads of 16 bytes": sum("ld.global" in line and ".v4.b32" in line
