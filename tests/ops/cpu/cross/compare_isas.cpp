@@ -25,8 +25,8 @@ void penstock_silu_mul(const float*, int64_t, int64_t, float*);
 void penstock_rotate(float*, int64_t, int64_t, int64_t, const Step*);
 void penstock_write_kv(const float*, int64_t, const float*, int64_t, const Cache*, const int64_t*,
                        int64_t);
-void penstock_attend(const float*, int64_t, int64_t, const Cache*, const Step*, float, int64_t,
-                     float*);
+void penstock_attend(const float*, int64_t, int64_t, const Cache*, const Step*, float, int64_t, float,
+                     const float*, float*);
 }
 
 namespace {
@@ -188,7 +188,8 @@ Floats attend_in_chunks(Type type, int64_t dim, int64_t window, int64_t length, 
         step.num_requests = 1;
         step.rows = rows;
         penstock_attend(&query[start * kHeads * dim], kHeads * dim, kHeads, &cache, &step,
-                        1.0f / std::sqrt(static_cast<float>(dim)), window, &output[start * kHeads * dim]);
+                        1.0f / std::sqrt(static_cast<float>(dim)), window, 0.0f, nullptr,
+                        &output[start * kHeads * dim]);
     }
     return output;
 }
