@@ -57,6 +57,13 @@ def test_decoding_gives_the_tokens_of_the_floats(path: Path) -> None:
     assert ours == theirs
 
 
+def test_a_request_alone_gives_the_tokens_of_the_floats(path: Path) -> None:
+    options = {**OPTIONS, "prompts": PROMPTS[1:2]}
+    ours = tokens(run(path, sampling(max_tokens=16), **options))
+    theirs = tokens(run(path, sampling(max_tokens=16), gguf_compute="dequantize", **options))
+    assert ours == theirs
+
+
 def test_graphs_change_no_token(path: Path) -> None:
     graphs, eager = (
         tokens(run(path, sampling(max_tokens=16), enforce_eager=eager, **OPTIONS))

@@ -18,7 +18,7 @@ from tiny_engine import greedy_tokens, open_llm
 
 from penstock.distributed.group import Group
 from penstock.executor import worker
-from penstock.executor.backend import Backend
+from penstock.executor.backend import Backend, _gguf_on_gpu
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import ExpertsConfig, choose_implementation
@@ -26,7 +26,7 @@ from penstock.layers.gguf import GgufMethod
 from penstock.layers.gguf_experts import GgufExperts
 from penstock.layers.linear import Linear, column_linear, row_linear
 from penstock.loading.gguf_dequant import FLOAT_DTYPES
-from penstock.loading.gguf_file import GGML_TYPES
+from penstock.loading.gguf_file import GGML_TYPES, GGUFFile, GGUFTensor
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import Routing
@@ -173,6 +173,23 @@ def test_other_experts_become_floats_at_load(
     assert reason in why
     layer = implementation.make(build, an_experts_config(**settings))
     assert not isinstance(layer, GgufExperts)
+
+
+@pytest.mark.parametrize(("types", "stay"), [(("Q4_K", "Q6_K"), True), (("Q4_K", "F16"), False)])
+def test_on_a_gpu_experts_stay_in_blocks_if_all_of_them_are(
+    types: tuple[str, ...], stay: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip("triton", reason="needs Triton")
+    names = ("blk.0.ffn_up_exps.weight", "blk.0.ffn_down_exps.weight")
+    tensors = {
+        name: GGUFTensor(name, BY_NAME[own], (2, IN, IN), 0, 0)
+        for name, own in zip(names, types, strict=True)
+    }
+    tensors["blk.0.ffn_gate_inp.weight"] = GGUFTensor("", BY_NAME["F32"], (2, IN), 0, 0)
+    backend = _gguf_on_gpu(GGUFFile(tmp_path, {}, tensors), torch.bfloat16)
+    assert isinstance(backend.linear_method, GgufMethod)
+    assert backend.linear_method.expert_blocks is stay
+    assert {"Q4_K", "IQ4_XS", "F16"} < set(backend.native_types)
 
 
 # -- an engine
