@@ -14,7 +14,9 @@ from penstock.ops.triton import byte_experts, byte_weights
 ON_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
 # Columns that share a scale, and columns; 0: one scale a row.
-GROUPS = [(64, 256), (64, 192), (128, 384), (32, 160), (16, 48), (10, 50), (0, 130)]
+GROUPS = [(64, 192), (32, 160), (10, 50), (0, 130)]
+if ON_GPU:
+    GROUPS += [(64, 256), (128, 384), (16, 48)]
 EXPERT_TOKENS = [(1, False), (30, True), (130, False)] if ON_GPU else [(1, False), (9, True)]
 
 
@@ -36,7 +38,7 @@ def table_weight(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("group", "size"), GROUPS)
-@pytest.mark.parametrize("n", [1, 19, 130])  # tiles, and floats for cuBLAS
+@pytest.mark.parametrize("n", [1, 130])  # tiles, and floats for cuBLAS
 def test_rows_with_weights_from_a_table_are_the_references(
     device: torch.device, dtype: torch.dtype, group: int, size: int, n: int
 ) -> None:
@@ -73,7 +75,7 @@ def test_slabs_of_a_large_matrix_are_the_whole(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("group", "size"), GROUPS)
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("n", [1, 19, 130])
+@pytest.mark.parametrize("n", [19, 130])
 def test_rows_with_weights_of_8_bits_are_the_references(
     device: torch.device, dtype: torch.dtype, group: int, size: int, zeros: bool, n: int
 ) -> None:
