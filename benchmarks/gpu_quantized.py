@@ -50,8 +50,8 @@ class Weights:
         self.scale = scale
         blocks, self.block_scale = plain.quantize_fp8_by_block(dense)
         self.blocks = blocks
-        words = torch.randint(-(2**31), 2**31 - 1, (self.out, self.size // 8), device="cuda")
-        self.w4 = [words.int() for _ in range(self.count * 2)]
+        words = torch.randint(-(2**15), 2**15 - 1, (self.out, self.size // 4), device="cuda")
+        self.w4 = [words.short() for _ in range(self.count * 2)]
         self.w4_scales = torch.rand(self.out, self.size // GROUP, device="cuda").bfloat16() * 0.01
         self.w4_zeros = torch.full_like(self.w4_scales, 7).to(torch.uint8)
 
@@ -110,32 +110,26 @@ def fp8_tiles(weights: Weights, num_tokens: int) -> Iterator[Variant]:
 
 def w4_rows(weights: Weights) -> Iterator[Variant]:
     x = weights.x(1)
-    for rows, chunks, warps, ahead in itertools.product(
-        (2, 4, 8, 16), (8, 16, 32), (1, 2, 4, 8), (False, True)
-    ):
-        held = rows * chunks * 16 / (warps * 32)
-        if not 8 <= held <= (32 if ahead else 64):
-            continue
-        tile = RowTile(rows, chunks, Launch(warps, 3))
+    for warps in 1, 2, 4, 8:
 
-        def call(index: int, tile: RowTile = tile, ahead: bool = ahead) -> object:
-            return w4_row.one_row(x, weights.packed(index), None, tile, ahead)
+        def call(index: int, warps: int = warps) -> object:
+            return w4_row.one_row(x, weights.packed(index), None, warps)
 
-        yield "w4 1", (tile, ahead), call, 2 * weights.count
+        yield "w4 1", warps, call, 2 * weights.count
 
 
 def w4_tiles(weights: Weights, num_tokens: int) -> Iterator[Variant]:
     x = weights.x(num_tokens)
     tokens = max(triton.next_power_of_2(num_tokens), 16)
-    for rows, splits, stages, asm in itertools.product((64, 128), (1, 2, 4), (2, 4), (True, False)):
-        if not 64 <= weights.out // rows * splits <= 800 or (not asm and splits > 2):
+    for rows, splits, warps, stages in itertools.product((64, 128), (1, 2, 4), (4, 8), (2, 3, 4)):
+        if not 64 <= weights.out // rows * splits <= 800 or rows < 16 * warps:
             continue
-        plan = W4Plan(rows, tokens, splits, Launch(4, stages))
+        plan = W4Plan(rows, tokens, splits, Launch(warps, stages))
 
-        def call(index: int, plan: W4Plan = plan, asm: bool = asm) -> object:
-            return w4.run_tiles(x, weights.packed(index), None, plan, asm)
+        def call(index: int, plan: W4Plan = plan) -> object:
+            return w4.run_tiles(x, weights.packed(index), None, plan)
 
-        yield f"w4 {num_tokens}", (plan, asm), call, 2 * weights.count
+        yield f"w4 {num_tokens}", plan, call, 2 * weights.count
 
 
 def variants(name: str) -> Iterator[Variant]:
@@ -144,8 +138,8 @@ def variants(name: str) -> Iterator[Variant]:
     yield from w4_rows(weights)
     for num_tokens in 8, 64:
         yield from fp8_tiles(weights, num_tokens)
-        if name in ("o", "gate_up"):
-            yield from w4_tiles(weights, num_tokens)
+    for num_tokens in 16, 32, 64, 128:
+        yield from w4_tiles(weights, num_tokens)
 
 
 def compile_part(part: int, parts: int) -> None:

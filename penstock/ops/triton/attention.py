@@ -15,6 +15,7 @@ import triton.language as tl
 
 from penstock.ops.attention import UNSCALED, AttentionMetadata
 from penstock.ops.triton.lookup import find_request
+from penstock.ops.triton.overlap import begin, overlap
 from penstock.ops.triton.prompt_attention import can_attend, prompt_attention
 from penstock.ops.triton.tuning import decode_plan, prefill_tile
 
@@ -52,13 +53,14 @@ def _decode_kernel(
     GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One request, one key head, one part of its cache. Requests of other lengths are skipped.
 
     How many parts a cache has depends on its length, so that a long one does not keep the others
     waiting. The program that is done last with a request's parts puts them together.
     """
+    begin(OVERLAP)
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts_ptr + request)
     if tl.load(query_starts_ptr + request + 1) - start != 1:
@@ -355,7 +357,7 @@ def _decode(
         MIN_TILES=plan.min_tiles,
         WINDOW=local.window > 0, CHUNKED=local.is_chunked, SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
-        PRECISION=_precision(query),
+        PRECISION=_precision(query), **overlap(query.device),
         num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
     )  # fmt: skip
 

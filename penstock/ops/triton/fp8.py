@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.ops import quantized as plain
+from penstock.ops.triton.overlap import begin, overlap
 from penstock.ops.triton.splitting import add_parts
 from penstock.ops.triton.tuning import RowTile
 from penstock.ops.triton.tuning_quantized import (
@@ -68,13 +69,14 @@ def _quantize_kernel(
 def _one_row_kernel(
     x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, in_features, out_features, num_blocks,
     BIAS: tl.constexpr, BLOCKED: tl.constexpr, ROW_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, SPAN: tl.constexpr,
+    COLUMNS: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of the weight with x. Products are summed across threads once, at the end.
 
     SPAN columns are summed at once, which are one thread's: sums in float32 take four times the
     registers of what they are made of, and what is loaded ahead needs them.
     """
+    begin(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < out_features
     if BLOCKED:
@@ -287,7 +289,8 @@ def one_row(
         x, weight, weight_scale, out if bias is None else bias, out, in_features, out_features,
         weight_scale.shape[1] if blocked else 0, BIAS=bias is not None, BLOCKED=blocked,
         ROW_BLOCK=_row_block(weight, weight_scale), ROWS=tile.rows, COLUMNS=tile.columns,
-        SPAN=span, num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
+        SPAN=span, **overlap(x.device),
+        num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
     )  # fmt: skip
     return out
 

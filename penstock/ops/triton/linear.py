@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from penstock.ops import reference
+from penstock.ops.triton.overlap import begin, overlap
 from penstock.ops.triton.tuning import row_tile
 
 
@@ -17,8 +18,10 @@ from penstock.ops.triton.tuning import row_tile
 def _one_row_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, in_features, out_features,
     BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of the weight with x. Products are summed across threads once, at the end."""
+    begin(OVERLAP)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     row_mask = rows < out_features
@@ -53,7 +56,7 @@ def linear(
     tile = row_tile(in_features)
     _one_row_kernel[(triton.cdiv(out_features, tile.rows),)](
         x, weight, weight if bias is None else bias, out, in_features, out_features,
-        BIAS=bias is not None, ROWS=tile.rows, BLOCK=tile.columns,
+        BIAS=bias is not None, ROWS=tile.rows, BLOCK=tile.columns, **overlap(x.device),
         num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
     )  # fmt: skip
     return out

@@ -10,12 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.ops.triton.overlap import begin, overlap
+
 
 @triton.jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, size, eps,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < size
@@ -32,7 +35,8 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
@@ -87,7 +91,8 @@ def _launch_norm(
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(num_rows,)](
         x, residual if residual is not None else x, weight, out, x.stride(0), size, eps,
-        ADD=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        ADD=residual is not None, BLOCK=block, **overlap(x.device),
+        num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
 
 
@@ -98,7 +103,9 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
     if num_rows:
         block = min(triton.next_power_of_2(size), 1024)
         grid = (num_rows, triton.cdiv(size, block))
-        _silu_mul_kernel[grid](x.contiguous(), out, size, BLOCK=block, num_warps=4)
+        _silu_mul_kernel[grid](
+            x.contiguous(), out, size, BLOCK=block, **overlap(x.device), num_warps=4
+        )
     return out
 
 

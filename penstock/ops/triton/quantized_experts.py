@@ -17,8 +17,8 @@ from penstock.ops.triton.fp8 import quantize
 from penstock.ops.triton.routing import Blocks, align
 from penstock.ops.triton.tuning import ExpertsPlan
 from penstock.ops.triton.tuning_quantized import quantized_experts_plan
-from penstock.ops.triton.w4 import multiply_chunk
-from penstock.ops.triton.w4_layout import CHUNK, Packed
+from penstock.ops.triton.w4_layout import CHUNK, WORDS, Packed
+from penstock.ops.triton.w4_unpack import load_groups, load_planes, multiply_chunk
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_scales"])
@@ -133,9 +133,9 @@ def _store_weighted(
 @triton.jit(do_not_specialize=["num_blocks"])
 def _w4_gate_up_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr,
-    pair_ptr, expert_ptr, rows_ptr, hidden, size, num_blocks, num_words, num_groups, chunks_each,
+    pair_ptr, expert_ptr, rows_ptr, hidden, size, num_blocks, num_chunks, num_groups, chunks_each,
     TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, FP4: tl.constexpr,
-    GLOBAL: tl.constexpr, ZEROS: tl.constexpr, PLANES: tl.constexpr, ASM: tl.constexpr,
+    GLOBAL: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
     EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out [num_blocks * ROWS, size], sorted by expert, of x [n, hidden], in the tokens' order."""
@@ -152,16 +152,17 @@ def _w4_gate_up_kernel(
     within = first + index % COLUMNS
     is_weight = within < size
     weight_row = expert * 2 * size + tl.where(is_weight, within + index // COLUMNS * size, 0)
-    word = tl.arange(0, 16)
-    source = weight_ptr + weight_row[:, None] * num_words + word[None, :]
+    word = tl.arange(0, 32)
+    source = weight_ptr + weight_row[:, None] * (num_chunks * 32) + word[None, :]
     x_at = x_ptr + (pair // TOP_K).to(tl.int64)[None, :] * hidden + word[:, None]
-    scales, zeros = scale_ptr + weight_row * num_groups, zero_ptr + weight_row * num_groups
+    scale_at, zero_at = scale_ptr + weight_row * num_groups, zero_ptr + weight_row * num_groups
     acc = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
-    for chunk in range(num_words // 16):
-        acc = multiply_chunk(
-            acc, tl.load(source + chunk * 16), x_at + chunk * 128, is_row, scales, zeros,
-            chunk, chunks_each, num_groups, hidden, FP4, ZEROS, PLANES, ASM, EVEN,
-        )  # fmt: skip
+    for chunk in range(num_chunks):
+        words = tl.load(source + chunk * 32)
+        xs = load_planes(x_at + chunk * 128, is_row, hidden - chunk * 128, EVEN)
+        scales = load_groups(scale_at, chunk, chunks_each, num_groups, PARTS)
+        zeros = load_groups(zero_at, chunk, chunks_each, num_groups, PARTS) if ZEROS else scales
+        acc = multiply_chunk(acc, words, xs, scales, zeros, word // 16, FP4, ZEROS, PARTS, ASM)
     if GLOBAL:
         acc *= tl.load(global_ptr + weight_row, mask=is_weight, other=0.0)[:, None]
     if BIAS:
@@ -176,9 +177,9 @@ def _w4_gate_up_kernel(
 @triton.jit(do_not_specialize=["num_blocks"])
 def _w4_down_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr, factor_ptr,
-    pair_ptr, expert_ptr, rows_ptr, size, hidden, num_blocks, num_words, num_groups, chunks_each,
+    pair_ptr, expert_ptr, rows_ptr, size, hidden, num_blocks, num_chunks, num_groups, chunks_each,
     BIAS: tl.constexpr, FP4: tl.constexpr, GLOBAL: tl.constexpr, ZEROS: tl.constexpr,
-    PLANES: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out [num_pairs, hidden], weighted, of x [num_blocks * ROWS, size], which is sorted."""
@@ -192,16 +193,17 @@ def _w4_down_kernel(
     within = column * COLUMNS + tl.arange(0, COLUMNS)
     is_weight = within < hidden
     weight_row = expert * hidden + tl.where(is_weight, within, 0)
-    word = tl.arange(0, 16)
-    source = weight_ptr + weight_row[:, None] * num_words + word[None, :]
+    word = tl.arange(0, 32)
+    source = weight_ptr + weight_row[:, None] * (num_chunks * 32) + word[None, :]
     x_at = x_ptr + (block * ROWS + row).to(tl.int64)[None, :] * size + word[:, None]
-    scales, zeros = scale_ptr + weight_row * num_groups, zero_ptr + weight_row * num_groups
+    scale_at, zero_at = scale_ptr + weight_row * num_groups, zero_ptr + weight_row * num_groups
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for chunk in range(num_words // 16):
-        acc = multiply_chunk(
-            acc, tl.load(source + chunk * 16), x_at + chunk * 128, is_row, scales, zeros,
-            chunk, chunks_each, num_groups, size, FP4, ZEROS, PLANES, ASM, EVEN,
-        )  # fmt: skip
+    for chunk in range(num_chunks):
+        words = tl.load(source + chunk * 32)
+        xs = load_planes(x_at + chunk * 128, is_row, size - chunk * 128, EVEN)
+        scales = load_groups(scale_at, chunk, chunks_each, num_groups, PARTS)
+        zeros = load_groups(zero_at, chunk, chunks_each, num_groups, PARTS) if ZEROS else scales
+        acc = multiply_chunk(acc, words, xs, scales, zeros, word // 16, FP4, ZEROS, PARTS, ASM)
     if GLOBAL:
         acc *= tl.load(global_ptr + weight_row, mask=is_weight, other=0.0)[:, None]
     _store_weighted(
@@ -343,7 +345,7 @@ def w4_experts(
     bits: int = 4,
 ) -> torch.Tensor:
     """As the reference. What is not in our layout (8 bits, unusual groups) is slow."""
-    if gate_up.dtype != torch.int32 or down.dtype != torch.int32:
+    if gate_up.dtype != torch.int16 or down.dtype != torch.int16:
         return _dense(
             len(gate_up), x, weights, ids, activation, gate_up_bias, down_bias,
             lambda expert, rows, bias: plain.w4_linear(
@@ -376,7 +378,7 @@ def fp4_experts(
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference."""
-    assert gate_up.dtype == down.dtype == torch.int32, "groups of 16 or 32 are what there is"
+    assert gate_up.dtype == down.dtype == torch.int16, "groups of 16 or 32 are what there is"
     first = Packed(gate_up, gate_up_scales, None, group_size, True, gate_up_global)
     second = Packed(down, down_scales, None, group_size, True, down_global)
     return _packed_experts(x, weights, ids, first, second, activation, gate_up_bias, down_bias)
@@ -403,8 +405,8 @@ def _packed_experts(
     x = x.contiguous()
     activated = torch.empty((len(blocks.pairs), size), dtype=x.dtype, device=x.device)
     _w4_gate_up_kernel[(num_blocks * triton.cdiv(size, plan.gate_up.columns),)](
-        x, *_operands(gate_up, x), x if gate_up_bias is None else gate_up_bias, activated,
-        blocks.pairs, blocks.experts, blocks.rows, hidden, size, num_blocks, num_words,
+        x, *gate_up.operands(x), x if gate_up_bias is None else gate_up_bias, activated,
+        blocks.pairs, blocks.experts, blocks.rows, hidden, size, num_blocks, num_words // WORDS,
         gate_up.num_groups, gate_up.chunks_each,
         TOP_K=top_k, ACTIVATION=activation, BIAS=gate_up_bias is not None, **gate_up.constants,
         ASM=x.is_cuda, EVEN=hidden % CHUNK == 0, ROWS=plan.rows, COLUMNS=plan.gate_up.columns,
@@ -413,23 +415,14 @@ def _packed_experts(
     )  # fmt: skip
     weighted = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     _w4_down_kernel[(num_blocks * triton.cdiv(hidden, plan.down.columns),)](
-        activated, *_operands(down, x), x if down_bias is None else down_bias, weighted, weights,
-        blocks.pairs, blocks.experts, blocks.rows, size, hidden, num_blocks, down.words.shape[2],
-        down.num_groups, down.chunks_each,
+        activated, *down.operands(x), x if down_bias is None else down_bias, weighted, weights,
+        blocks.pairs, blocks.experts, blocks.rows, size, hidden, num_blocks,
+        down.words.shape[2] // WORDS, down.num_groups, down.chunks_each,
         BIAS=down_bias is not None, **down.constants, ASM=x.is_cuda, EVEN=size % CHUNK == 0,
         ROWS=plan.rows, COLUMNS=plan.down.columns, GROUP=plan.down.group,
         num_warps=plan.down.launch.num_warps, num_stages=plan.down.launch.num_stages,
     )  # fmt: skip
     return sum_experts(weighted, num_tokens)
-
-
-def _operands(weight: Packed, unused: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (
-        weight.words,
-        weight.scales,
-        weight.words if weight.zeros is None else weight.zeros,
-        unused if weight.global_scale is None else weight.global_scale,
-    )
 
 
 _ExpertLinear = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from penstock.ops.attention import UNSCALED
+from penstock.ops.triton.overlap import begin, overlap
 
 
 @triton.jit
@@ -20,8 +21,10 @@ def _norm_rotate_write_kernel(
     qkv_stride, cos_stride, page_stride, num_heads, num_kv_heads, block_size, eps,
     key_factor, value_factor,  # what is cached in fp8 is multiplied with
     NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes HEADS heads of one token, whichever of query, key and value they are."""
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, HALF)
@@ -91,7 +94,7 @@ def norm_rotate_write(
             cos, sin, cache, slot_mapping, qkv.stride(0), cos.stride(0), cache.stride(0),
             num_heads, num_kv_heads, cache.shape[2], eps, 1.0 / kv_scales[0], 1.0 / kv_scales[1],
             NORM=q_weight is not None, HALF=head_dim // 2, HEADS=heads_each,
-            FP8=cache.dtype == torch.float8_e4m3fn,
+            FP8=cache.dtype == torch.float8_e4m3fn, **overlap(qkv.device),
             num_warps=1 if heads_each == 1 else 4,
         )  # fmt: skip
     heads = qkv.view(n, num_all, head_dim)

@@ -59,16 +59,14 @@ def fp8_plan(num_tokens: int, out_features: int, in_features: int, blocked: bool
     return Fp8Plan(64, tokens, 256, splits, True, True, Launch(4, 5))
 
 
-def w4_row_tile(out_features: int, in_features: int) -> tuple[RowTile, bool]:
-    """One row of x with weights of 4 bits; columns in chunks of 128.
-
-    And whether the next weights are loaded while others are multiplied.
-    """
+def w4_row_warps(out_features: int, num_chunks: int) -> int:
+    """One row of x with weights of 4 bits: warps, of eight chunks each, that share 16 rows."""
     if out_features >= 16384:
-        return RowTile(16, 8, Launch(4, 3)), False
-    if in_features >= 8192:
-        return RowTile(8, 16, Launch(4, 3)), False
-    return RowTile(8, 8, Launch(4, 3)), True
+        return 1
+    warps = 1
+    while warps < 4 and warps * 8 < num_chunks:
+        warps *= 2
+    return warps
 
 
 def w4_plan(num_tokens: int, out_features: int, in_features: int) -> W4Plan | None:
@@ -76,12 +74,14 @@ def w4_plan(num_tokens: int, out_features: int, in_features: int) -> W4Plan | No
     if num_tokens > 128:
         return None
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    rows = 128 if tokens == 64 or out_features >= 128 * PROCESSORS else 64
-    # Programs that share a tile have at least 1,024 columns each.
-    splits, programs = 1, -(-out_features // rows)
-    while splits * programs < (128 if tokens == 64 else 256) and in_features >= 2048 * splits:
+    rows = 128 if out_features >= 128 * PROCESSORS else 64
+    # Programs that share a tile have at least 512 columns each.
+    splits, programs = 1, -(-out_features // rows) * -(-num_tokens // tokens)
+    while splits < 4 and splits * programs < (256 if tokens <= 32 else 192):
+        if in_features < 1024 * splits:
+            break
         splits *= 2
-    return W4Plan(rows, tokens, splits, Launch(4, 4))
+    return W4Plan(rows, tokens, splits, Launch(8 if rows == 128 and num_tokens > 64 else 4, 3))
 
 
 def quantized_experts_plan(num_pairs: int, num_experts: int) -> ExpertsPlan:

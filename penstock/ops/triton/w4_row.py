@@ -1,4 +1,15 @@
-"""One row of x with weights of 4 bits, where memory is what is waited for."""
+"""One row of x with weights of 4 bits, where memory is what is waited for.
+
+The tensor cores multiply sixteen rows of a matrix with eight columns at least. Here the columns are
+the row's own parts: column i is x of the i-th of eight chunks. Each chunk's words are multiplied
+with all eight, which costs nothing, and of the result one column is taken. So eight chunks share
+one operand, and their scales are one tensor.
+
+A warp has eight chunks of its own. Everything goes straight from memory into the registers of the
+tensor cores: what is loaded has its dimensions in such an order that each thread gets what is its
+own in an operand, eight words or eight numbers of x at once. Another order would be slower, not
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -6,248 +17,175 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.ops.triton.tuning import RowTile
-from penstock.ops.triton.tuning_quantized import w4_row_tile
-from penstock.ops.triton.w4_layout import CHUNK, Packed
+from penstock.ops.triton.overlap import let_next_start, overlap, wait_for_others
+from penstock.ops.triton.tuning_quantized import w4_row_warps
+from penstock.ops.triton.w4_layout import CHUNK, WORDS, Packed
+from penstock.ops.triton.w4_unpack import base_of, load_groups, scale_to_float, unpack
 
-# A word's numbers less 8 times four pairs of x: two at a time in fp16, whose sum is a float32.
-# Those in bits 4 to 7 are 16 times as large beside their power of two, 1024.
-_MULTIPLY = """{
-.reg .b32 high, t, sum, eight, sixteenth, less;
-.reg .b16 a, b;
-.reg .f32 fa, fb;
-mov.b32 eight, 0x64086408;
-mov.b32 sixteenth, 0x2C002C00;
-mov.b32 less, 0xD480D480;
-shr.u32 high, $1, 8;
-lop3.b32 t, $1, 0x000F000F, 0x64006400, 0xEA;
-sub.f16x2 t, t, eight;
-mul.f16x2 sum, t, $2;
-lop3.b32 t, $1, 0x00F000F0, 0x64006400, 0xEA;
-fma.rn.f16x2 t, t, sixteenth, less;
-fma.rn.f16x2 sum, t, $3, sum;
-lop3.b32 t, high, 0x000F000F, 0x64006400, 0xEA;
-sub.f16x2 t, t, eight;
-fma.rn.f16x2 sum, t, $4, sum;
-lop3.b32 t, high, 0x00F000F0, 0x64006400, 0xEA;
-fma.rn.f16x2 t, t, sixteenth, less;
-fma.rn.f16x2 sum, t, $5, sum;
-mov.b32 {a, b}, sum;
-cvt.f32.f16 fa, a;
-cvt.f32.f16 fb, b;
-add.f32 $0, fa, fb;
-}"""
-MULTIPLY = tl.constexpr(_MULTIPLY)
+ROWS = 16
+REGISTERS = 168  # of a thread, so that twelve warps share a processor; with half planes, any
 
 
 @triton.jit
-def _scaled_pair(low, high, factor):
-    """Two tensors times factor, as fp16 side by side in an int32."""
-    return tl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [low * factor, high * factor],
-        dtype=tl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+def _to_operand(tile):
+    """[8, N, M, 32] as [N, 8 M, 32], where a thread's eight neighbours come apart."""
+    count: tl.constexpr = tile.shape[1]
+    eights: tl.constexpr = tile.shape[2]
+    tile = tile.reshape(8, count, eights, 4, 2, 2, 2).permute(1, 2, 0, 4, 5, 3, 6)
+    return tile.reshape(count, eights * 8, 32)
 
 
 @triton.jit
-def _load_plane(x_ptr, at, in_features, PLANE: tl.constexpr, EVEN: tl.constexpr):
-    at += PLANE * 16
-    if EVEN:
-        x = tl.load(x_ptr + at)
-    else:
-        x = tl.load(x_ptr + at, mask=at < in_features, other=0.0)
-    return x.to(tl.float32)
+def _load_x(x_ptr, chunk, num_chunks, in_features, plane: tl.constexpr, EVEN: tl.constexpr):
+    """A plane's columns of x, of chunks [8, WARPS, 1, 1]: [WARPS, 8, 32]."""
+    column = chunk * 128 + plane * 32 + tl.arange(0, 32)[None, None, None, :]
+    mask = chunk < num_chunks
+    if not EVEN:
+        mask = mask & (column < in_features)
+    return _to_operand(tl.load(x_ptr + column, mask=mask, other=0.0))
 
 
 @triton.jit
-def _one_row_in_halves_kernel(
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-    in_features, out_features, num_words, num_groups, chunks_each,
-    BIAS: tl.constexpr, ZEROS: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+def _load_xs(x_ptr, chunk, num_chunks, in_features, EVEN: tl.constexpr):
+    return (
+        _load_x(x_ptr, chunk, num_chunks, in_features, 0, EVEN),
+        _load_x(x_ptr, chunk, num_chunks, in_features, 1, EVEN),
+        _load_x(x_ptr, chunk, num_chunks, in_features, 2, EVEN),
+        _load_x(x_ptr, chunk, num_chunks, in_features, 3, EVEN),
+    )
+
+
+@triton.jit
+def _load_weights(
+    source, scale_at, zero_at, first, chunk, own_chunk, num_chunks, chunks_each, num_groups,
+    ZEROS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """As `_one_row_kernel`, for scales of whole chunks and x in 16 bits.
-
-    The eight numbers of a word are multiplied in fp16, with their eight of x divided by a power of
-    two near the largest that four words have, so that nothing overflows; their sum continues in
-    float32. What four words have is one thread's.
-    """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_row = row < out_features
-    own_row = tl.where(is_row, row, 0).to(tl.int64)
-    word, chunk = tl.arange(0, 16), tl.arange(0, CHUNKS)
-    within = chunk[:, None] * 16 + word[None, :]  # [CHUNKS, 16] words
-    source = weight_ptr + own_row[:, None, None] * num_words + within[None, :, :]
-    scale_at = own_row[:, None] * num_groups
-    x_at = chunk[:, None] * 128 + word[None, :]
-    acc = tl.zeros([ROWS, CHUNKS, 4], tl.float32)
-    if AHEAD:
-        upcoming = _load_words(source, 0, chunk, num_words, EVEN)
-    for first in range(0, num_words // 16, CHUNKS):
-        if AHEAD:  # the next ones are on their way while these are multiplied
-            words = upcoming
-            upcoming = _load_words(source, first + CHUNKS, chunk, num_words, False)
-        else:
-            words = _load_words(source, first, chunk, num_words, EVEN)
-        group = tl.minimum((first + chunk) // chunks_each, num_groups - 1)
-        scale = tl.load(scale_ptr + scale_at + group[None, :]).to(tl.float32)
-        at = first * 128 + x_at
-        x0 = _load_plane(x_ptr, at, in_features, 0, EVEN)
-        x1 = _load_plane(x_ptr, at, in_features, 1, EVEN)
-        x2 = _load_plane(x_ptr, at, in_features, 2, EVEN)
-        x3 = _load_plane(x_ptr, at, in_features, 3, EVEN)
-        x4 = _load_plane(x_ptr, at, in_features, 4, EVEN)
-        x5 = _load_plane(x_ptr, at, in_features, 5, EVEN)
-        x6 = _load_plane(x_ptr, at, in_features, 6, EVEN)
-        x7 = _load_plane(x_ptr, at, in_features, 7, EVEN)
-        largest = tl.maximum(
-            tl.maximum(tl.maximum(tl.abs(x0), tl.abs(x1)), tl.maximum(tl.abs(x2), tl.abs(x3))),
-            tl.maximum(tl.maximum(tl.abs(x4), tl.abs(x5)), tl.maximum(tl.abs(x6), tl.abs(x7))),
-        )
-        largest = tl.max(largest.reshape(CHUNKS, 4, 4), axis=2)
-        power = largest.to(tl.int32, bitcast=True) & 0x7F800000
-        inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
-        inverse = inverse[:, :, None].broadcast_to(CHUNKS, 4, 4).reshape(CHUNKS, 16)
-        total = tl.inline_asm_elementwise(
-            MULTIPLY, "=f,r,r,r,r,r",
-            [
-                words,
-                _scaled_pair(x0, x4, inverse)[None, :, :],
-                _scaled_pair(x1, x5, inverse)[None, :, :],
-                _scaled_pair(x2, x6, inverse)[None, :, :],
-                _scaled_pair(x3, x7, inverse)[None, :, :],
-            ],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-        total = tl.sum(total.reshape(ROWS, CHUNKS, 4, 4), axis=3)
-        total *= power.to(tl.float32, bitcast=True)[None, :, :]
-        if ZEROS:
-            zero = tl.load(zero_ptr + scale_at + group[None, :]).to(tl.float32)
-            x_total = (x0 + x1) + (x2 + x3) + ((x4 + x5) + (x6 + x7))
-            x_total = tl.sum(x_total.reshape(CHUNKS, 4, 4), axis=2)
-            total += (8.0 - zero)[:, :, None] * x_total[None, :, :]
-        acc += total * scale[:, :, None]
-    out = tl.sum(acc.reshape(ROWS, CHUNKS * 4), axis=1)
-    if BIAS:
-        out += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
+    """Chunks from the first on, zeros behind the last: words, scales, zeros."""
+    there = first + chunk < num_chunks
+    words = tl.load(source + first * 32, mask=there, other=0, eviction_policy="evict_first")
+    scales = load_groups(scale_at, first + own_chunk, chunks_each, num_groups, PARTS)
+    zeros = scales
+    if ZEROS:
+        zeros = load_groups(zero_at, first + own_chunk, chunks_each, num_groups, PARTS)
+    return words, scales, zeros
 
 
 @triton.jit
-def _load_words(source, first, chunk, num_words, EVEN: tl.constexpr):
-    if EVEN:
-        words = tl.load(source + first * 16, eviction_policy="evict_first")
+def _part_of_x(xs, half, part: tl.constexpr, step: tl.constexpr, PARTS: tl.constexpr):
+    """x of a part's plane, or of half a plane: the other columns are zero."""
+    if PARTS == 8:
+        x = tl.where(half == part % 2, xs[part // 2], 0.0).to(xs[0].dtype)
     else:
-        mask = (first + chunk < num_words // 16)[None, :, None]
-        words = tl.load(source + first * 16, mask=mask, other=0, eviction_policy="evict_first")
-    return words
+        x = xs[part * (4 // PARTS) + step]
+    return x
+
+
+@triton.jit
+def _sums_of_x(xs, half, PARTS: tl.constexpr):
+    """Of each part: [WARPS, 8] float32."""
+    sums = ()
+    for part in tl.static_range(PARTS):
+        own = tl.sum(_part_of_x(xs, half, part, 0, PARTS).to(tl.float32), axis=2)
+        for step in tl.static_range(1, 4 // PARTS):
+            own += tl.sum(_part_of_x(xs, half, part, step, PARTS).to(tl.float32), axis=2)
+        sums += (own,)  # type: ignore[assignment]
+    return sums
+
+
+@triton.jit
+def _multiply(x, plane, total):
+    """total + a plane's numbers [8 WARPS, 16, 32] with x [WARPS, 8, 32], for every chunk."""
+    warps: tl.constexpr = x.shape[0]
+    operand = x.permute(0, 2, 1)[None, :, :, :].broadcast_to(8, warps, 32, 8)
+    return tl.dot(plane, operand.reshape(8 * warps, 32, 8), total, input_precision="ieee")
 
 
 @triton.jit
 def _one_row_kernel(
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr,
-    in_features, out_features, num_words, num_groups, chunks_each,
-    BIAS: tl.constexpr, ZEROS: tl.constexpr, PLANES: tl.constexpr, EVEN: tl.constexpr,
-    ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr,
+    in_features, out_features, num_chunks, num_groups, chunks_each,
+    BIAS: tl.constexpr, FP4: tl.constexpr, GLOBAL: tl.constexpr, ZEROS: tl.constexpr,
+    PARTS: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+    WARPS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the weight with x. A scale is that of PLANES planes, or of whole chunks.
+    """Sixteen rows of the weight with x.
 
-    Four bits in a mantissa of float32 cost one instruction, and the product another: the power of
-    two that they come with, and their zero, are taken off the sum of products, by the sum of x.
+    Integers keep the power of two that they come with; it is taken off the sum of products together
+    with their zero, by the sum of x.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    let_next_start(OVERLAP)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # Warps change fastest among the chunks: [8, 8 WARPS, 2, 32] of words, [8, WARPS, 1, 32] of x.
+    eight, warp = tl.arange(0, 8)[:, None, None, None], tl.arange(0, WARPS)[None, :, None, None]
+    index = tl.arange(0, 8 * WARPS)[None, :, None, None]
+    chunk = index % WARPS * 8 + index // WARPS
+    row = tl.program_id(0) * 16 + tl.arange(0, 2)[None, None, :, None] * 8 + eight
+    # A row that is not there is read as the first: what comes of it is not stored.
+    row = tl.where(row < out_features, row, 0).to(tl.int64)
+    word = tl.arange(0, 32)[None, None, None, :]
+    source = weight_ptr + row * (num_chunks * 32) + chunk * 32 + word
+    x_chunk = warp * 8 + eight
+    # [WARPS, 16, 8]: of the results, whose columns are chunks.
+    row = tl.program_id(0) * 16 + tl.arange(0, 16)
     is_row = row < out_features
-    own_row = tl.where(is_row, row, 0).to(tl.int64)
-    word, chunk = tl.arange(0, 16), tl.arange(0, CHUNKS)
-    within = chunk[:, None] * 16 + word[None, :]  # [CHUNKS, 16] words
-    source = weight_ptr + own_row[:, None, None] * num_words + within[None, :, :]
-    scale_at = own_row[:, None] * num_groups
-    x_at = chunk[:, None] * 128 + word[None, :]
-    acc = tl.zeros([ROWS, CHUNKS, 16], tl.float32)
-    for first in range(0, num_words // 16, CHUNKS):
-        if EVEN:
-            words = tl.load(source + first * 16, eviction_policy="evict_first")
-        else:
-            mask = (first + chunk < num_words // 16)[None, :, None]
-            words = tl.load(source + first * 16, mask=mask, other=0, eviction_policy="evict_first")
-        for part in tl.static_range(8 // PLANES):
-            taken = tl.zeros([CHUNKS, 16], tl.float32)
-            x_total = tl.zeros([CHUNKS, 16], tl.float32)
-            total = tl.zeros([ROWS, CHUNKS, 16], tl.float32)
-            for index in tl.static_range(PLANES):
-                at = first * 128 + x_at + (part * PLANES + index) * 16
-                if EVEN:
-                    x = tl.load(x_ptr + at).to(tl.float32)
-                else:
-                    x = tl.load(x_ptr + at, mask=at < in_features, other=0.0).to(tl.float32)
-                if part * PLANES + index < 3:
-                    total, taken = _add_plane(total, taken, words << 11, x, part * PLANES + index)
-                elif part * PLANES + index < 6:
-                    total, taken = _add_plane(
-                        total, taken, words >> 1, x, part * PLANES + index - 3
-                    )
-                else:
-                    total, taken = _add_plane(
-                        total, taken, words >> 9, x, part * PLANES + index - 5
-                    )
-                x_total += x
-            group = first + chunk
-            if PLANES == 8:
-                group = group // chunks_each
-            else:
-                group = group * (8 // PLANES) + part
-            group = tl.minimum(group, num_groups - 1)  # what is padding is multiplied with zeros
-            scale = tl.load(scale_ptr + scale_at + group[None, :]).to(tl.float32)
+    at_group = tl.where(is_row, row, 0).to(tl.int64)[None, :, None] * num_groups
+    scale_at, zero_at = scale_ptr + at_group, zero_ptr + at_group
+    column = tl.arange(0, 8)[None, None, :]
+    own_chunk = tl.arange(0, WARPS)[:, None, None] * 8 + column
+    is_own = tl.arange(0, 8)[:, None, None, None] == column[None, :, :, :]
+    half = tl.arange(0, 32) // 4 % 2  # of a plane's columns, as `_to_operand` orders them
+    acc = tl.zeros([WARPS, 16, 8], tl.float32)
+    words, scales, zeros = _load_weights(
+        source, scale_at, zero_at, 0, chunk, own_chunk, num_chunks, chunks_each, num_groups,
+        ZEROS, PARTS,
+    )  # fmt: skip
+    wait_for_others(OVERLAP)
+    xs = _load_xs(x_ptr, x_chunk, num_chunks, in_features, EVEN)
+    for first in range(0, num_chunks, 8 * WARPS):
+        sums = _sums_of_x(xs, half, PARTS)
+        planes = unpack(_to_operand(words), None, dtype, FP4, ASM)
+        for part in tl.static_range(PARTS):
+            total = tl.zeros([8 * WARPS, 16, 8], tl.float32)
+            for step in tl.static_range((4 + PARTS - 1) // PARTS):
+                x = _part_of_x(xs, half, part, step, PARTS)
+                total = _multiply(x, planes[part * 4 // PARTS + step], total)
+            # Of chunk i, column i.
+            own = tl.sum(tl.where(is_own, total.reshape(8, WARPS, 16, 8), 0.0), axis=0)
             if ZEROS:
-                zero = tl.load(zero_ptr + scale_at + group[None, :]).to(tl.float32)
-                total -= zero[:, :, None] * x_total[None, :, :]
-                total -= taken[None, :, :]
-            else:
-                total -= (taken + 8.0 * x_total)[None, :, :]
-            acc += total * scale[:, :, None]
-    out = tl.sum(tl.sum(acc, axis=2), axis=1)
+                own -= (zeros[part].to(tl.float32) + base_of(dtype)) * sums[part][:, None, :]
+            elif not FP4:
+                own -= (8.0 + base_of(dtype)) * sums[part][:, None, :]
+            acc += own * scale_to_float(scales[part])
+        # All at once, before the next turn: else x would be loaded when it is to be multiplied.
+        if first + 8 * WARPS < num_chunks:
+            words, scales, zeros = _load_weights(
+                source, scale_at, zero_at, first + 8 * WARPS, chunk, own_chunk, num_chunks,
+                chunks_each, num_groups, ZEROS, PARTS,
+            )  # fmt: skip
+            next_chunk = first + 8 * WARPS + x_chunk
+            xs = _load_xs(x_ptr, next_chunk, num_chunks, in_features, EVEN)
+    out = tl.sum(tl.sum(acc, axis=2), axis=0)
+    if GLOBAL:
+        out *= tl.load(global_ptr + row, mask=is_row, other=0.0)
     if BIAS:
         out += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
     tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
-@triton.jit
-def _add_plane(total, taken, words, x, PLACE: tl.constexpr):
-    """total + a plane's numbers times x, and what that is too much; PLACE 2 is the mantissa's top.
-
-    Read as a float, 1 with a number in bits 11, 15 or 19 is 1 + number / 4096, / 256 or / 16.
-    """
-    bits = (words & (15 << (11 + 4 * PLACE))) | 0x3F800000
-    weighted = x * (1 << (12 - 4 * PLACE))
-    total += bits.to(tl.float32, bitcast=True) * weighted[None, :, :]
-    return total, taken + weighted
-
-
 def one_row(
-    x: torch.Tensor,
-    weight: Packed,
-    bias: torch.Tensor | None,
-    tile: RowTile | None = None,
-    ahead: bool = False,  # whether weights are loaded while others are multiplied
+    x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, warps: int | None = None
 ) -> torch.Tensor:
-    """x [1, in] with all of the weight, in floats."""
+    """x [1, in] with all of the weight: [1, out]."""
     out_features, num_words = weight.words.shape
-    if tile is None:
-        tile, ahead = w4_row_tile(out_features, x.shape[1])
+    in_features, num_chunks = x.shape[1], num_words // WORDS
+    if warps is None:
+        warps = w4_row_warps(out_features, num_chunks)
     out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(out_features, tile.rows),)
-    operands = (
-        x, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros,
-        out if bias is None else bias, out,
-        x.shape[1], out_features, num_words, weight.num_groups, weight.chunks_each,
+    _one_row_kernel[(triton.cdiv(out_features, ROWS),)](
+        x, *weight.operands(out), out if bias is None else bias, out,
+        in_features, out_features, num_chunks, weight.num_groups, weight.chunks_each,
+        BIAS=bias is not None, **weight.constants, ASM=x.is_cuda, EVEN=in_features % CHUNK == 0,
+        **overlap(x.device), WARPS=warps, num_warps=warps, num_stages=1,
+        maxnreg=REGISTERS if weight.parts < 8 else None,
     )  # fmt: skip
-    settings = {
-        "BIAS": bias is not None, "ZEROS": weight.zeros is not None,
-        "EVEN": x.shape[1] % (CHUNK * tile.columns) == 0, "ROWS": tile.rows,
-        "CHUNKS": tile.columns, **tile.launch._asdict(),
-    }  # fmt: skip
-    if weight.planes == 8 and x.is_cuda and x.element_size() == 2:
-        _one_row_in_halves_kernel[grid](*operands, AHEAD=ahead, **settings)
-    else:
-        _one_row_kernel[grid](*operands, PLANES=weight.planes, **settings)
     return out

@@ -9,7 +9,7 @@ from penstock.ops import quantized as plain
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from penstock.ops.triton import fp8, quantized_experts, w4, w4_layout
+from penstock.ops.triton import fp8, quantized_experts, w4, w4_layout, w4_row
 from penstock.ops.triton.tuning import Launch
 from penstock.ops.triton.tuning_quantized import Fp8Plan, W4Plan
 
@@ -166,6 +166,18 @@ def w4_weight(
     return plain.pack_nibbles(numbers), scales, zero
 
 
+def fp4_weight(
+    out: int, size: int, group: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Groups of 32 as MXFP4 has them, others as NVFP4."""
+    packed = torch.randint(0, 256, (out, size // 2), dtype=torch.uint8, device=device)
+    shape = (out, size // group)
+    if group == 32:
+        return packed, torch.randint(120, 130, shape, dtype=torch.uint8, device=device), None
+    scales = (torch.rand(shape, device=device) * 4 + 0.1).to(torch.float8_e4m3fn)
+    return packed, scales, torch.rand(out, device=device) + 0.5
+
+
 GROUPS = [(128, 256), (32, 160), (64, 64), (200, 200)]
 if ON_GPU:  # the interpreter takes its time
     GROUPS += [(64, 192), (16, 48), (256, 512)]
@@ -174,7 +186,7 @@ if ON_GPU:  # the interpreter takes its time
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("group", "size"), GROUPS)
-@pytest.mark.parametrize("n", [1, 5, 130])  # one row, tiles, floats for cuBLAS
+@pytest.mark.parametrize("n", [1, 5, 130])  # one row (float32: a tile), tiles, floats for cuBLAS
 def test_rows_with_weights_of_4_bits_are_the_references(
     device: torch.device, group: int, size: int, zeros: bool, dtype: torch.dtype, n: int
 ) -> None:
@@ -184,10 +196,36 @@ def test_rows_with_weights_of_4_bits_are_the_references(
     bias = torch.randn(out, device=device).to(dtype)
     expected = plain.w4_linear(x.float(), packed, scales, zero, group, bias.float())
     prepared = w4_layout.prepare_w4(packed, scales, zero, group)
-    assert prepared[0].dtype == torch.int32
-    ours = w4.w4_linear(x, *prepared, group, bias)
-    # One row takes powers of two off its sums, which costs them some of float32's bits.
-    close(ours, expected, max(tolerance_of(dtype), 1e-4 if n == 1 else 0.0))
+    assert prepared[0].dtype == torch.int16
+    close(w4.w4_linear(x, *prepared, group, bias), expected, tolerance_of(dtype))
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("group", "size"), [*GROUPS, (128, 4224), (16, 144)])
+def test_one_row_with_weights_of_4_bits_is_the_references(
+    device: torch.device, group: int, size: int, zeros: bool, warps: int
+) -> None:
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    packed, scales, zero = w4_weight(20, size, group, zeros, dtype, device)
+    x = (torch.randn(1, size, device=device) + 1).to(dtype)
+    bias = torch.randn(20, device=device).to(dtype)
+    expected = plain.w4_linear(x.float(), packed, scales, zero, group, bias.float())
+    weight = w4_layout.Packed(*w4_layout.prepare_w4(packed, scales, zero, group), group)
+    close(w4_row.one_row(x, weight, bias, warps), expected, tolerance_of(dtype))
+
+
+@pytest.mark.parametrize(("group", "size"), [(32, 1184), (16, 144)])
+def test_one_row_with_weights_of_4_floating_point_bits_is_the_references(
+    device: torch.device, group: int, size: int
+) -> None:
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    packed, scales, global_scale = fp4_weight(20, size, group, device)
+    x = torch.randn(1, size, device=device).to(dtype)
+    expected = plain.fp4_linear(x.float(), packed, scales, global_scale, group, None)
+    numbers = w4_layout.prepare_fp4(packed, scales, global_scale, group)
+    weight = w4_layout.Packed(numbers[0], numbers[1], None, group, True, numbers[2])
+    close(w4_row.one_row(x, weight, None), expected, tolerance_of(dtype))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
@@ -245,18 +283,11 @@ def test_slabs_of_a_large_matrix_are_the_whole(
 def test_rows_with_weights_of_4_floating_point_bits_are_the_references(
     device: torch.device, group: int, size: int, dtype: torch.dtype, n: int
 ) -> None:
-    out = 72 if ON_GPU else 20
-    packed = torch.randint(0, 256, (out, size // 2), dtype=torch.uint8, device=device)
-    shape, global_scale = (out, size // group), None
-    if group == 32:
-        scales = torch.randint(120, 130, shape, dtype=torch.uint8, device=device)
-    else:
-        scales = (torch.rand(shape, device=device) * 4 + 0.1).to(torch.float8_e4m3fn)
-        global_scale = torch.rand(out, device=device) + 0.5
+    packed, scales, global_scale = fp4_weight(72 if ON_GPU else 20, size, group, device)
     x = torch.randn(n, size, device=device).to(dtype)
     expected = plain.fp4_linear(x.float(), packed, scales, global_scale, group, None)
     prepared = w4_layout.prepare_fp4(packed, scales, global_scale, group)
-    assert prepared[0].dtype == torch.int32
+    assert prepared[0].dtype == torch.int16
     close(w4.fp4_linear(x, *prepared, group, None), expected, tolerance_of(dtype))
 
 
