@@ -20,7 +20,7 @@ from penstock.config import LoadConfig
 from penstock.layers.quantization import check_floats
 from penstock.layers.quantized.checkpoints import find_quantization_config
 from penstock.loading.checkpoint import open_checkpoint
-from penstock.loading.source import ModelSource
+from penstock.loading.source import ModelSource, read_json
 from penstock.ops.blocks import BlockTensor
 from penstock.protocol.errors import ConfigError
 from penstock.quantize.methods import Method
@@ -33,6 +33,8 @@ NOT_LINEAR = re.compile(r"(embed\w*|wte|wpe|\w*norm\w*|conv1d)\.weight$")
 # Linear layers that stay as they are: the head, and those that choose experts, whose few numbers
 # decide much.
 KEPT = (r"lm_head$", r".*\.(gate|router|shared_expert_gate|block_sparse_moe\.gate)$")
+# What reads images or sounds beside a text model: few numbers, and not run here.
+NOT_TEXT = r"(.*\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\..*"
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -107,9 +109,11 @@ def _write(
         folder = Path(scratch) / "model"
         folder.mkdir()
         writer = _ShardWriter(folder, shard_bytes)
-        report = _convert(source, method, [*KEPT, *kept], moments, writer)
+        report = _convert(source, method, [*KEPT, NOT_TEXT, *kept], moments, writer)
         writer.finish()
-        config = {**source.config, "quantization_config": method.config([*report.kept])}
+        # The file's own: `source.config` has the text model's settings alone.
+        config = read_json(source.path / "config.json")
+        config["quantization_config"] = method.config(_ignored(report))
         _write_json(folder / "config.json", config)
         for path in folder.glob("*.safetensors"):  # which only their writer could read
             path.chmod((folder / "config.json").stat().st_mode)
@@ -118,6 +122,26 @@ def _write(
             out.rmdir()  # empty: `check_target` has looked
         os.replace(folder, out)
     return report
+
+
+def _ignored(report: Report) -> list[str]:
+    """Linear layers that readers must leave alone.
+
+    Names are the checkpoint's own. Where the text model is a part of another, readers differ in
+    what they call its parts: then patterns have what names end with.
+    """
+    # A head that shares the embedding's matrix is not in the file, but it is a linear layer too.
+    has_head = any(layer.rpartition(".")[2] == "lm_head" for layer in report.kept)
+    ignored = [] if has_head else ["re:.*lm_head$"]
+    if any(re.match(NOT_TEXT, layer) for layer in report.kept):
+        ignored.append(f"re:{NOT_TEXT}")
+    for layer in report.kept:
+        if re.match(NOT_TEXT, layer):
+            continue
+        inner = layer.partition("language_model.")[2]
+        last = inner[inner.find("layers.") :] if "layers." in inner else inner
+        ignored.append(f"re:.*{re.escape(last)}$" if last else layer)
+    return ignored
 
 
 def _convert(

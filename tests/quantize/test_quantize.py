@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import make_checkpoint
+from tiny_models import Reference, make_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock import LLM, SamplingParams
@@ -82,6 +82,21 @@ def test_transformers_reads_the_same_from_what_is_written(
     # number more than kernels do.
     assert torch.allclose(written, theirs, atol={"w4a16": 1e-4, "fp8": 2e-2, "int8": 0.25}[name])
     assert 1e-5 < (written - floats).abs().max() < 3  # it is quantized, and still the model
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma3_images"])
+def test_a_head_that_is_the_embedding_stays_one_for_every_reader(
+    variant: str, tmp_path: Path
+) -> None:
+    """It is not in the file, but transformers has a linear layer for it."""
+    model = make_checkpoint(tmp_path / "model", variant, tie_word_embeddings=True)
+    out = tmp_path / "out"
+    write_quantized(source_of(model), out, method_named("w4a16", 32), [r".*\.1\.mlp"])
+    logits = Reference(out).logits(TOKENS)[:-1].float().log_softmax(-1)
+    theirs = logits[torch.arange(len(TOKENS) - 1), torch.tensor(TOKENS[1:])]
+    assert torch.allclose(
+        logprobs_here(out, cpu_backend="torch", skip_tokenizer_init=True), theirs, atol=1e-4
+    )
 
 
 def test_the_packages_own_code_unpacks_the_four_bits(model: Path, tmp_path: Path) -> None:
