@@ -27,22 +27,25 @@ REGISTERS = 168  # of a thread, so that twelve warps share a processor; with hal
 
 
 @triton.jit
-def _to_operand(tile):
-    """[8, N, M, 32] as [N, 8 M, 32], where a thread's eight neighbours come apart."""
-    count: tl.constexpr = tile.shape[1]
-    eights: tl.constexpr = tile.shape[2]
-    tile = tile.reshape(8, count, eights, 4, 2, 2, 2).permute(1, 2, 0, 4, 5, 3, 6)
-    return tile.reshape(count, eights * 8, 32)
+def _to_operand(words, WARPS: tl.constexpr):
+    """[2 * 8 * WARPS * 8, 32] as [8 * WARPS, 16, 32]: chunk and warp, row, column.
+
+    The columns of a plane change their order, since a thread's eight neighbours come apart.
+    """
+    words = words.reshape(2, 8, WARPS, 8, 4, 2, 2, 2).permute(1, 2, 0, 3, 5, 6, 4, 7)
+    return words.reshape(8 * WARPS, 16, 32)
 
 
 @triton.jit
 def _load_x(x_ptr, chunk, num_chunks, in_features, plane: tl.constexpr, EVEN: tl.constexpr):
-    """A plane's columns of x, of chunks [8, WARPS, 1, 1]: [WARPS, 8, 32]."""
-    column = chunk * 128 + plane * 32 + tl.arange(0, 32)[None, None, None, :]
+    """A plane of x, of chunks [WARPS * 8, 1], in the order of `_to_operand`: [WARPS, 8, 32]."""
+    column = chunk * 128 + plane * 32 + tl.arange(0, 32)[None, :]
     mask = chunk < num_chunks
     if not EVEN:
         mask = mask & (column < in_features)
-    return _to_operand(tl.load(x_ptr + column, mask=mask, other=0.0))
+    x = tl.load(x_ptr + column, mask=mask, other=0.0)
+    warps: tl.constexpr = x.shape[0] // 8
+    return x.reshape(warps, 8, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(warps, 8, 32)
 
 
 @triton.jit
@@ -115,16 +118,15 @@ def _one_row_kernel(
     """
     let_next_start(OVERLAP)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    # Warps change fastest among the chunks: [8, 8 WARPS, 2, 32] of words, [8, WARPS, 1, 32] of x.
-    eight, warp = tl.arange(0, 8)[:, None, None, None], tl.arange(0, WARPS)[None, :, None, None]
-    index = tl.arange(0, 8 * WARPS)[None, :, None, None]
-    chunk = index % WARPS * 8 + index // WARPS
-    row = tl.program_id(0) * 16 + tl.arange(0, 2)[None, None, :, None] * 8 + eight
+    # [2 * 8 * WARPS * 8, 32] of words: half of the rows, chunk, warp, row. So eight rows of a chunk
+    # are a warp's at once, and what the other warps do not take is registers.
+    index = tl.arange(0, 128 * WARPS)[:, None]
+    chunk = index // 8 % WARPS * 8 + index // (8 * WARPS) % 8
+    row = tl.program_id(0) * 16 + index // (64 * WARPS) * 8 + index % 8
     # A row that is not there is read as the first: what comes of it is not stored.
     row = tl.where(row < out_features, row, 0).to(tl.int64)
-    word = tl.arange(0, 32)[None, None, None, :]
-    source = weight_ptr + row * (num_chunks * 32) + chunk * 32 + word
-    x_chunk = warp * 8 + eight
+    source = weight_ptr + row * (num_chunks * 32) + chunk * 32 + tl.arange(0, 32)[None, :]
+    x_chunk = tl.arange(0, 8 * WARPS)[:, None]
     # [WARPS, 16, 8]: of the results, whose columns are chunks.
     row = tl.program_id(0) * 16 + tl.arange(0, 16)
     is_row = row < out_features
@@ -143,7 +145,7 @@ def _one_row_kernel(
     xs = _load_xs(x_ptr, x_chunk, num_chunks, in_features, EVEN)
     for first in range(0, num_chunks, 8 * WARPS):
         sums = _sums_of_x(xs, half, PARTS)
-        planes = unpack(_to_operand(words), None, dtype, FP4, ASM)
+        planes = unpack(_to_operand(words, WARPS), None, dtype, FP4, ASM)
         for part in tl.static_range(PARTS):
             total = tl.zeros([8 * WARPS, 16, 8], tl.float32)
             for step in tl.static_range((4 + PARTS - 1) // PARTS):
