@@ -84,6 +84,17 @@ def test_transformers_reads_the_same_from_what_is_written(
     assert 1e-5 < (written - floats).abs().max() < 3  # it is quantized, and still the model
 
 
+def test_experts_in_one_tensor_stay_floats_for_every_reader(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "gpt_oss")
+    out = tmp_path / "out"
+    report = write_quantized(source_of(model), out, method_named("w4a16", 32))
+    assert any("experts" in layer for layer in report.kept)
+    logits = Reference(out).logits(TOKENS)[:-1].float().log_softmax(-1)
+    theirs = logits[torch.arange(len(TOKENS) - 1), torch.tensor(TOKENS[1:])]
+    ours = logprobs_here(out, cpu_backend="torch", skip_tokenizer_init=True)
+    assert torch.allclose(ours, theirs, atol=1e-4)
+
+
 @pytest.mark.parametrize("variant", ["llama", "gemma3_images"])
 def test_a_head_that_is_the_embedding_stays_one_for_every_reader(
     variant: str, tmp_path: Path

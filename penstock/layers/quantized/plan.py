@@ -22,6 +22,8 @@ from penstock.protocol.errors import ModelError
 logger = logging.getLogger(__name__)
 
 Kind = Literal["linear", "router", "vocabulary"]
+# Matrices of all experts in one tensor, of floats: quantized ones have other names.
+_STACKED = frozenset({"gate_up_proj", "down_proj"})
 
 
 class Quantization(Protocol):
@@ -61,6 +63,12 @@ class StoredLayers:
 
     def find(self, own_name: str) -> StoredLayer | None:
         return self._layers.get(own_name)
+
+    def find_stacked(self, own_name: str) -> StoredLayer | None:
+        """The layer that has an expert's matrix together with those of all others."""
+        path, found, _ = own_name.rpartition(".experts.")
+        layer = self.find(f"{path}.experts") if found else None
+        return layer if layer is not None and layer.tensors & _STACKED else None
 
 
 def assign_methods(
@@ -116,12 +124,15 @@ def _agreed(
     present: dict[str, Collection[str]] = {}
     for part, own_name in names.items():
         layer = whole if whole is not None else stored.find(own_name) if stored else None
+        if stored is not None and layer is None:
+            layer = stored.find_stacked(own_name)
         scheme = quantization.scheme(layer.name if layer is not None else own_name, kind)
         if scheme is not None and layer is not None:
             present[part] = layer.tensors
             if isinstance(scheme, Fp8Scheme):
                 scheme = scheme.named_as(layer.tensors)
-            if "weight" in layer.tensors and scheme.marks and not scheme.marks & layer.tensors:
+            is_float = "weight" in layer.tensors and not scheme.marks & layer.tensors
+            if scheme.marks and (is_float or layer.tensors & _STACKED):
                 scheme = None  # whatever the configuration says, these are floats
         schemes[part] = scheme
     kinds = list(dict.fromkeys(schemes.values()))
