@@ -37,35 +37,40 @@ def _to_operand(words, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _load_x(x_ptr, chunk, num_chunks, in_features, plane: tl.constexpr, EVEN: tl.constexpr):
+def _load_x(x_ptr, chunk, num_chunks, in_features, plane: tl.constexpr, MASKED: tl.constexpr):
     """A plane of x, of chunks [WARPS * 8, 1], in the order of `_to_operand`: [WARPS, 8, 32]."""
     column = chunk * 128 + plane * 32 + tl.arange(0, 32)[None, :]
-    mask = chunk < num_chunks
-    if not EVEN:
-        mask = mask & (column < in_features)
-    x = tl.load(x_ptr + column, mask=mask, other=0.0)
+    if MASKED == "columns":
+        x = tl.load(x_ptr + column, mask=column < in_features, other=0.0)
+    elif MASKED == "chunks":
+        x = tl.load(x_ptr + column, mask=chunk < num_chunks, other=0.0)
+    else:
+        x = tl.load(x_ptr + column)
     warps: tl.constexpr = x.shape[0] // 8
     return x.reshape(warps, 8, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5).reshape(warps, 8, 32)
 
 
 @triton.jit
-def _load_xs(x_ptr, chunk, num_chunks, in_features, EVEN: tl.constexpr):
+def _load_xs(x_ptr, chunk, num_chunks, in_features, MASKED: tl.constexpr):
     return (
-        _load_x(x_ptr, chunk, num_chunks, in_features, 0, EVEN),
-        _load_x(x_ptr, chunk, num_chunks, in_features, 1, EVEN),
-        _load_x(x_ptr, chunk, num_chunks, in_features, 2, EVEN),
-        _load_x(x_ptr, chunk, num_chunks, in_features, 3, EVEN),
+        _load_x(x_ptr, chunk, num_chunks, in_features, 0, MASKED),
+        _load_x(x_ptr, chunk, num_chunks, in_features, 1, MASKED),
+        _load_x(x_ptr, chunk, num_chunks, in_features, 2, MASKED),
+        _load_x(x_ptr, chunk, num_chunks, in_features, 3, MASKED),
     )
 
 
 @triton.jit
 def _load_weights(
     source, scale_at, zero_at, first, chunk, own_chunk, num_chunks, chunks_each, num_groups,
-    ZEROS: tl.constexpr, PARTS: tl.constexpr,
+    ZEROS: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Chunks from the first on, zeros behind the last: words, scales, zeros."""
-    there = first + chunk < num_chunks
-    words = tl.load(source + first * 32, mask=there, other=0, eviction_policy="evict_first")
+    if MASKED == "":
+        words = tl.load(source + first * 32, eviction_policy="evict_first")
+    else:
+        there = first + chunk < num_chunks
+        words = tl.load(source + first * 32, mask=there, other=0, eviction_policy="evict_first")
     scales = load_groups(scale_at, first + own_chunk, chunks_each, num_groups, PARTS)
     zeros = scales
     if ZEROS:
@@ -108,7 +113,7 @@ def _one_row_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr,
     in_features, out_features, num_chunks, num_groups, chunks_each,
     BIAS: tl.constexpr, FP4: tl.constexpr, GLOBAL: tl.constexpr, ZEROS: tl.constexpr,
-    PARTS: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+    PARTS: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
     """Sixteen rows of the weight with x.
@@ -139,10 +144,10 @@ def _one_row_kernel(
     acc = tl.zeros([WARPS, 16, 8], tl.float32)
     words, scales, zeros = _load_weights(
         source, scale_at, zero_at, 0, chunk, own_chunk, num_chunks, chunks_each, num_groups,
-        ZEROS, PARTS,
+        ZEROS, PARTS, MASKED,
     )  # fmt: skip
     wait_for_others(OVERLAP)
-    xs = _load_xs(x_ptr, x_chunk, num_chunks, in_features, EVEN)
+    xs = _load_xs(x_ptr, x_chunk, num_chunks, in_features, MASKED)
     for first in range(0, num_chunks, 8 * WARPS):
         sums = _sums_of_x(xs, half, PARTS)
         planes = unpack(_to_operand(words, WARPS), None, dtype, FP4, ASM)
@@ -162,10 +167,10 @@ def _one_row_kernel(
         if first + 8 * WARPS < num_chunks:
             words, scales, zeros = _load_weights(
                 source, scale_at, zero_at, first + 8 * WARPS, chunk, own_chunk, num_chunks,
-                chunks_each, num_groups, ZEROS, PARTS,
+                chunks_each, num_groups, ZEROS, PARTS, MASKED,
             )  # fmt: skip
             next_chunk = first + 8 * WARPS + x_chunk
-            xs = _load_xs(x_ptr, next_chunk, num_chunks, in_features, EVEN)
+            xs = _load_xs(x_ptr, next_chunk, num_chunks, in_features, MASKED)
     out = tl.sum(tl.sum(acc, axis=2), axis=0)
     if GLOBAL:
         out *= tl.load(global_ptr + row, mask=is_row, other=0.0)
@@ -182,11 +187,12 @@ def one_row(
     in_features, num_chunks = x.shape[1], num_words // WORDS
     if warps is None:
         warps = w4_row_warps(out_features, num_chunks)
+    masked = "columns" if in_features % CHUNK else "chunks" if num_chunks % (8 * warps) else ""
     out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(out_features, ROWS),)](
         x, *weight.operands(out), out if bias is None else bias, out,
         in_features, out_features, num_chunks, weight.num_groups, weight.chunks_each,
-        BIAS=bias is not None, **weight.constants, ASM=x.is_cuda, EVEN=in_features % CHUNK == 0,
+        BIAS=bias is not None, **weight.constants, ASM=x.is_cuda, MASKED=masked,
         **overlap(x.device), WARPS=warps, num_warps=warps, num_stages=1,
         maxnreg=REGISTERS if weight.parts < 8 else None,
     )  # fmt: skip

@@ -18,7 +18,8 @@ from penstock.ops.triton.w4_row import REGISTERS, _one_row_kernel
 def compile_one(dtype: str, kind: str, parts: int) -> dict[str, int]:
     constants = {
         "BIAS": False, "FP4": kind == "floats", "GLOBAL": False, "ZEROS": kind == "zeros",
-        "PARTS": parts, "ASM": True, "EVEN": True, "OVERLAP": True, "WARPS": 4, "chunks_each": 1,
+        "PARTS": parts, "ASM": True, "MASKED": "chunks", "OVERLAP": True, "WARPS": 4,
+        "chunks_each": 1,
     }  # fmt: skip
     pointers = {
         "x_ptr": dtype, "weight_ptr": "*i16", "scale_ptr": dtype, "zero_ptr": "*u8",

@@ -202,7 +202,7 @@ def test_rows_with_weights_of_4_bits_are_the_references(
 
 @pytest.mark.parametrize("warps", [1, 4])
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize(("group", "size"), [*GROUPS, (128, 4224), (16, 144)])
+@pytest.mark.parametrize(("group", "size"), [*GROUPS, (128, 4096), (128, 4224), (16, 144)])
 def test_one_row_with_weights_of_4_bits_is_the_references(
     device: torch.device, group: int, size: int, zeros: bool, warps: int
 ) -> None:
