@@ -13,10 +13,12 @@ QUANTIZABLE = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 # gguf can read these, but not make all of them
 K_TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
 OTHER_TYPES = ["IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0"]
+GRID_TYPES = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
 # Where a block's float16 scales lie; everything else in a block may be any byte.
 SCALE_OFFSETS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,)}
 SCALE_OFFSETS |= {"Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}
 SCALE_OFFSETS |= {"IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "TQ1_0": (52,), "TQ2_0": (64,)}
+SCALE_OFFSETS |= {name: () if name == "IQ1_M" else (0,) for name in GRID_TYPES}
 
 
 def random_blocks(rng: np.random.Generator, type_name: str, rows: int, columns: int) -> np.ndarray:
@@ -33,6 +35,10 @@ def random_blocks(rng: np.random.Generator, type_name: str, rows: int, columns: 
         blocks[:, offset : offset + 2] = scales.view(np.uint8)
     if type_name == "MXFP4":  # a power of two between 1 / 64 and 4
         blocks[:, 0] = rng.integers(121, 130, count)
+    if type_name == "IQ1_M":  # four bits of the float16 on top of each of the last four pairs
+        half = rng.standard_normal((count, 1)).astype(np.float16).view(np.uint16)
+        quarters = ((half >> np.arange(0, 16, 4, dtype=np.uint16)) & 15).astype(np.uint8)
+        blocks[:, 49::2] = (blocks[:, 49::2] & 15) | (quarters << 4)
     return blocks.reshape(rows, -1)
 
 

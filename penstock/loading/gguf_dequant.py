@@ -10,6 +10,7 @@ import torch
 
 from penstock.loading.gguf_file import GGUFTensor
 from penstock.ops.gguf_blocks import FORMATS, dequantize_blocks
+from penstock.ops.gguf_grids import GRIDS, table
 from penstock.protocol.errors import ModelError
 
 FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -36,9 +37,17 @@ def dequantize(
 
 
 def check_supported(tensor: GGUFTensor, path: Path | None = None) -> None:
-    """Raise ModelError if `tensor` (of the file `path`) cannot be turned into floats."""
+    """Raise ModelError if `tensor` (of the file `path`) cannot be turned into floats.
+
+    Also where its type needs a table that nothing here has.
+    """
+    where = "" if path is None else f"{path}: "
+    if tensor.type.name in GRIDS:
+        try:
+            table(tensor.type.name)
+        except ModelError as error:
+            raise ModelError(f"{where}tensor {tensor.name!r}: {error}") from error
     if tensor.type.name not in SUPPORTED_TYPES:
-        where = "" if path is None else f"{path}: "
         raise ModelError(
             f"{where}tensor {tensor.name!r} is of type {tensor.type.name}, which is not supported; "
             f"supported are {', '.join(SUPPORTED_TYPES)}: choose a file quantized to one of them"

@@ -9,11 +9,14 @@ reference, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from penstock.ops.blocks import BlockTensor
+from penstock.ops.gguf_fields import bits, half, nibbles
+from penstock.ops.gguf_grids import GRIDS, grid_numbers, scale_grid
 
 # Elements dequantized at a time: several passes go over them, which should hit the cache, but each
 # pass is a parallel region, and on a busy machine those are dear.
@@ -51,38 +54,21 @@ def dequantize(weight: BlockTensor) -> torch.Tensor:
     return out
 
 
-def half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 at byte `start` of every block: [num_blocks, 1]."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16)
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Low halves of packed [..., n], then high halves: [..., 2, n]."""
-    packed = packed.contiguous()  # one strided pass instead of two
-    return torch.stack([packed & 0x0F, packed >> 4], dim=-2)
-
-
-def _bits(packed: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """`count` fields of `width` bits of each byte, lowest first: [..., n] -> [..., count, n]."""
-    shifts = torch.arange(0, count * width, width, dtype=torch.uint8, device=packed.device)
-    return (packed.unsqueeze(-2) >> shifts.unsqueeze(-1)) & ((1 << width) - 1)
-
-
 # -- numbers
 
 
 def _four_bits(start: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """16 bytes from `start`: (element i, element i + 16)."""
-    return lambda blocks: _nibbles(blocks[:, start:]).flatten(1)
+    return lambda blocks: nibbles(blocks[:, start:]).flatten(1)
 
 
 def _five_bits(start: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """From `start`: 32 fifth bits, then the low four as above."""
 
     def numbers(blocks: torch.Tensor) -> torch.Tensor:
-        low = _nibbles(blocks[:, start + 4 :]).flatten(1)
+        low = nibbles(blocks[:, start + 4 :]).flatten(1)
         # [n, 4] -> [n, 8, 4] -> [n, 4, 8]: bit i of byte j belongs to element 8 j + i
-        high = _bits(blocks[:, start : start + 4], 8, 1).transpose(1, 2).flatten(1)
+        high = bits(blocks[:, start : start + 4], 8, 1).transpose(1, 2).flatten(1)
         return low | (high << 4)
 
     return numbers
@@ -94,35 +80,35 @@ def _q8_0_numbers(blocks: torch.Tensor) -> torch.Tensor:
 
 def _q2_k_numbers(blocks: torch.Tensor) -> torch.Tensor:
     # 16 x (scale: 4 bits, minimum: 4 bits) | 2 x 32 x four fields of two bits | f16 | f16
-    return _bits(blocks[:, 16:80].view(-1, 2, 32), 4, 2).flatten(1)
+    return bits(blocks[:, 16:80].view(-1, 2, 32), 4, 2).flatten(1)
 
 
 def _q3_k_numbers(blocks: torch.Tensor) -> torch.Tensor:
     # 32 x third bits | as Q2_K | 12 bytes of scales | f16; bit j of byte i: element 32 j + i
-    low = _bits(blocks[:, 32:96].view(-1, 2, 32), 4, 2).flatten(1)
-    return low | (_bits(blocks[:, :32], 8, 1).flatten(1) << 2)
+    low = bits(blocks[:, 32:96].view(-1, 2, 32), 4, 2).flatten(1)
+    return low | (bits(blocks[:, :32], 8, 1).flatten(1) << 2)
 
 
 def _q4_k_numbers(blocks: torch.Tensor) -> torch.Tensor:
     # scale: f16 | scale of minima: f16 | 12 bytes | 4 x 32 x (element i, element i + 32)
-    return _nibbles(blocks[:, 16:].view(-1, 4, 32)).flatten(1)
+    return nibbles(blocks[:, 16:].view(-1, 4, 32)).flatten(1)
 
 
 def _q5_k_numbers(blocks: torch.Tensor) -> torch.Tensor:
     # as Q4_K, but with 32 bytes of fifth bits before the low four; bit j of byte i: 32 j + i
-    low = _nibbles(blocks[:, 48:].view(-1, 4, 32)).flatten(1)
-    return low | (_bits(blocks[:, 16:48], 8, 1).flatten(1) << 4)
+    low = nibbles(blocks[:, 48:].view(-1, 4, 32)).flatten(1)
+    return low | (bits(blocks[:, 16:48], 8, 1).flatten(1) << 4)
 
 
 def _q6_k_numbers(blocks: torch.Tensor) -> torch.Tensor:
     # 2 x 64 x low four bits | 2 x 32 x four fields of high two bits | 16 x scale: int8 | f16
-    low = _nibbles(blocks[:, :128].view(-1, 2, 64)).flatten(1)
-    return low | (_bits(blocks[:, 128:192].view(-1, 2, 32), 4, 2).flatten(1) << 4)
+    low = nibbles(blocks[:, :128].view(-1, 2, 64)).flatten(1)
+    return low | (bits(blocks[:, 128:192].view(-1, 2, 32), 4, 2).flatten(1) << 4)
 
 
 def _iq4_xs_numbers(blocks: torch.Tensor) -> torch.Tensor:
     # f16 | high two bits of 8 scales | low four of them | 8 x 16 x (element i, element i + 16)
-    return _nibbles(blocks[:, 8:].view(-1, 8, 16)).flatten(1)
+    return nibbles(blocks[:, 8:].view(-1, 8, 16)).flatten(1)
 
 
 def _tq1_0_numbers(blocks: torch.Tensor) -> torch.Tensor:
@@ -138,7 +124,7 @@ def _tq1_0_numbers(blocks: torch.Tensor) -> torch.Tensor:
 
 def _tq2_0_numbers(blocks: torch.Tensor) -> torch.Tensor:
     # as Q2_K's | f16
-    return _bits(blocks[:, :64].view(-1, 2, 32), 4, 2).flatten(1)
+    return bits(blocks[:, :64].view(-1, 2, 32), 4, 2).flatten(1)
 
 
 # -- scales
@@ -158,14 +144,14 @@ def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def q3_k_scales(blocks: torch.Tensor) -> torch.Tensor:
     """Six-bit scales, more by 32, of the 16 groups of Q3_K: [num_blocks, 16] uint8."""
-    low = _nibbles(blocks[:, 96:104]).flatten(1)
-    return low | (_bits(blocks[:, 104:108], 4, 2).flatten(1) << 4)
+    low = nibbles(blocks[:, 96:104]).flatten(1)
+    return low | (bits(blocks[:, 104:108], 4, 2).flatten(1) << 4)
 
 
 def iq4_xs_scales(blocks: torch.Tensor) -> torch.Tensor:
     """Six-bit scales, more by 32, of the 8 groups of IQ4_XS: [num_blocks, 8] uint8."""
-    low = _nibbles(blocks[:, 4:8]).transpose(1, 2).flatten(1)
-    high = _bits(blocks[:, 2:4], 4, 2).transpose(1, 2).flatten(1)
+    low = nibbles(blocks[:, 4:8]).transpose(1, 2).flatten(1)
+    high = bits(blocks[:, 2:4], 4, 2).transpose(1, 2).flatten(1)
     return low | (high << 4)
 
 
@@ -245,4 +231,5 @@ FORMATS: dict[str, BlockFormat] = {
     "MXFP4": BlockFormat(_four_bits(1), _scale_mxfp4),
     "TQ1_0": BlockFormat(_tq1_0_numbers, _less(1, 52)),
     "TQ2_0": BlockFormat(_tq2_0_numbers, _less(1, 64)),
+    **{name: BlockFormat(partial(grid_numbers, name), partial(scale_grid, name)) for name in GRIDS},
 }

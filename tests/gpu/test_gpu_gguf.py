@@ -23,6 +23,8 @@ MODELS = {
     "qwen2, Q6_K": ("qwen2", "Q6_K", False),
     "qwen3, Q5_0": ("qwen3", "Q5_0", False),
     "llama, IQ4_XS": ("llama", "IQ4_XS", False),
+    "llama, IQ2_XXS, tied": ("llama", "IQ2_XXS", True),
+    "qwen3, IQ3_S": ("qwen3", "IQ3_S", False),
 }
 
 

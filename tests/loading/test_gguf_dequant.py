@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_builder import K_TYPES, OTHER_TYPES, QUANTIZABLE, random_blocks
+from gguf_builder import GRID_TYPES, K_TYPES, OTHER_TYPES, QUANTIZABLE, random_blocks
 
-from penstock.loading.gguf_dequant import SUPPORTED_TYPES, dequantize
+from penstock.loading.gguf_dequant import SUPPORTED_TYPES, check_supported, dequantize
 from penstock.loading.gguf_file import GGML_TYPES, GGUFTensor
-from penstock.ops import gguf_blocks
+from penstock.ops import gguf_blocks, gguf_grids
 from penstock.protocol.errors import ModelError
 
 TYPES = {ggml_type.name: ggml_type for ggml_type in GGML_TYPES.values()}
@@ -62,10 +66,34 @@ def test_out_is_filled_and_returned() -> None:
 
 
 def test_every_type_that_must_be_supported_is() -> None:
-    assert set(SUPPORTED_TYPES) == {*QUANTIZABLE, *K_TYPES, *OTHER_TYPES}
+    assert set(SUPPORTED_TYPES) == {*QUANTIZABLE, *K_TYPES, *OTHER_TYPES, *GRID_TYPES}
 
 
 def test_an_unsupported_type_is_named_with_the_tensor_and_what_is_supported() -> None:
-    tensor = GGUFTensor("blk.0.attn_q.weight", TYPES["IQ2_XXS"], (1, 256), 0, 66)
-    with pytest.raises(ModelError, match=r"blk\.0\.attn_q\.weight.*IQ2_XXS.*Q4_K, Q5_K, Q6_K"):
-        dequantize(tensor, np.zeros(66, np.uint8))
+    tensor = GGUFTensor("blk.0.attn_q.weight", TYPES["Q8_1"], (1, 32), 0, 36)
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_q\.weight.*Q8_1.*Q4_K, Q5_K, Q6_K"):
+        dequantize(tensor, np.zeros(36, np.uint8))
+
+
+@pytest.mark.parametrize("type_name", GRID_TYPES)
+def test_without_the_tables_of_a_type_the_error_says_what_to_install(
+    type_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = GGUFTensor("blk.0.attn_q.weight", TYPES[type_name], (1, 256), 0, 0)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    gguf_grids.table.cache_clear()
+    with pytest.raises(ModelError, match=rf"attn_q\.weight.*{type_name}.*pip install.*gguf"):
+        check_supported(tensor, tmp_path)
+    check_supported(tensor._replace(type=TYPES["Q4_K"]))  # which needs none
+
+
+def test_the_gguf_package_is_imported_only_for_types_that_need_its_tables() -> None:
+    code = (
+        "import sys; from penstock.loading.gguf_dequant import check_supported; "
+        "from penstock.loading.gguf_file import GGML_TYPES, GGUFTensor; "
+        "check_supported(GGUFTensor('a', GGML_TYPES[12], (1, 256), 0, 144)); "
+        "assert 'gguf' not in sys.modules; "
+        "check_supported(GGUFTensor('a', GGML_TYPES[16], (1, 256), 0, 66)); "
+        "assert 'gguf' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -61,6 +61,7 @@ def a_matrix(type_name: str, rows: int, columns: int = IN) -> tuple[Weight, torc
         (("Q4_0", "Q4_1", "Q8_0"), 3),
         (("Q5_K", "Q5_K", "Q5_K"), 1),
         (("F16", "BF16", "Q4_K"), 2),
+        (("IQ3_S", "IQ3_S", "IQ1_M"), 2),
         (("F32", "F32", "F32"), 1),
     ],
 )
@@ -79,7 +80,7 @@ def test_fused_parts_may_be_of_different_types(types: tuple[str, ...], count: in
     torch.testing.assert_close(layer(x), expected)
 
 
-@pytest.mark.parametrize("type_name", ["Q6_K", "Q4_1", "F16"])
+@pytest.mark.parametrize("type_name", ["Q6_K", "Q4_1", "F16", "IQ3_XXS"])
 def test_an_embedding_reads_rows_and_projects_with_them(type_name: str) -> None:
     layer = VocabEmbedding(a_build(), 20, IN)
     weight, floats = a_matrix(type_name, 20)
@@ -200,7 +201,9 @@ def in_blocks(*_: Any) -> Backend:
     return Backend(Ops("cpu"), GgufMethod(), torch.float32, native_types=(*FORMATS, *FLOAT_DTYPES))
 
 
-@pytest.mark.parametrize(("arch", "type_name"), [("llama", "Q4_K"), ("qwen3", "Q5_0")])
+@pytest.mark.parametrize(
+    ("arch", "type_name"), [("llama", "Q4_K"), ("qwen3", "Q5_0"), ("llama", "IQ2_S")]
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_an_engine_gives_the_tokens_of_the_dequantized_file(
     arch: str, type_name: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

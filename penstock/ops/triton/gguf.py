@@ -364,7 +364,7 @@ def one_row(
 ) -> torch.Tensor:
     """x [1, in] with all of the weight, in floats."""
     out_features, in_features = weight.shape
-    num_quads = weight.words.shape[1] // 4
+    num_quads = weight.num_quads
     is_whole = num_quads <= plan.quads
     steps = plan.steps if is_whole else 1
     _one_row_kernel[(triton.cdiv(out_features, 4 * steps),)](
@@ -382,7 +382,7 @@ def run_tiles(
 ) -> torch.Tensor:
     """x [n, in] with all of the weight, on the tensor cores."""
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
-    num_quads = weight.words.shape[1] // 4
+    num_quads = weight.num_quads
     grid = (triton.cdiv(num_tokens, plan.tokens), triton.cdiv(out_features, plan.rows), plan.splits)
     partial = arrived = out
     if plan.splits > 1:
@@ -406,7 +406,7 @@ def as_floats(weight: Planes, dtype: torch.dtype, rows: torch.Tensor | None = No
     out = torch.empty((count, in_features), dtype=dtype, device=weight.words.device)
     if count == 0:
         return out
-    num_quads = weight.words.shape[1] // 4
+    num_quads = weight.num_quads
     quads = min(triton.next_power_of_2(num_quads), 128)
     _floats_kernel[(count, triton.cdiv(num_quads, quads))](
         weight.words if rows is None else rows, *weight.pointers, out, in_features, ONE,

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from penstock.ops.triton.gguf_grid_decode import grid_scale, grid_words, is_grid
+
 ONE = 0x3F800000  # 1.0 as an int32
 
 
@@ -29,7 +31,13 @@ def load_weights(
     at = first_quad * 4 + word
     num_own = tl.where(is_row, num_quads, 0)
     is_word = at < num_own * 4
-    words = tl.load(words_ptr + row * (num_quads * 4) + at, mask=is_word, other=0)
+    if is_grid(KIND):  # `high_ptr` is their table
+        words = grid_words(
+            words_ptr, high_ptr, second_ptr, third_ptr, row, num_own, word, first_quad,
+            in_features, KIND,
+        )  # fmt: skip
+    else:
+        words = tl.load(words_ptr + row * (num_quads * 4) + at, mask=is_word, other=0)
     high = words
     if HIGH > 0:
         SHARED: tl.constexpr = LOW // HIGH  # quads of four words; first_quad is a multiple of it
@@ -47,7 +55,7 @@ def load_weights(
             first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 1, KIND, LOW, GROUP
         )
         fields = (a, b, a, a)
-    elif GROUP == 16:
+    elif GROUP == 16 and LOW == 2:
         b = _load_fields(
             first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 1, KIND, LOW, GROUP
         )
@@ -174,8 +182,13 @@ def _load_fields(
     second, third = first, first
     if KIND == "bytes" or KIND == "nibbles" or KIND == "six bits, minima":
         second = tl.load(second_ptr + at, mask=mask, other=0)
-    if KIND == "six bits":
+    if KIND == "six bits" or KIND == "IQ2_XS" or KIND == "IQ2_S" or KIND == "IQ3_S":
         second = _load_bits(second_ptr, row, group, mask, num_groups, 4)
+    if KIND == "IQ2_XXS" or KIND == "IQ3_XXS" or KIND == "IQ1_S":
+        second = tl.load(second_ptr + at, mask=mask, other=0)
+    if KIND == "IQ1_M":  # how far up in the first its three bits are
+        second = (group % EACH // 4 * 16 + group % 4 * 3).to(tl.int64)
+    if KIND == "six bits":
         third = _load_bits(third_ptr, row, group, mask, num_groups, 2)
     if KIND == "six bits, minima":
         third = _load_bits(third_ptr, row, group, mask, num_groups, 4)
@@ -207,6 +220,9 @@ def scales(fields, KIND: tl.constexpr):
         scale, offset = _halves(first)
         scale = scale * _float(both & 15)
         offset = -(offset * _float(both >> 4))
+    elif is_grid(KIND):
+        scale = grid_scale(fields, KIND)
+        offset = scale
     else:  # six bits, minima
         both = second.to(tl.int32)
         scale, offset = _halves(first)

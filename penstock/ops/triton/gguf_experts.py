@@ -102,7 +102,7 @@ def _run(
     plan: ExpertsPlan,
 ) -> None:
     num_blocks, out_features = len(blocks.experts), out.shape[1]
-    num_quads = weight.words.shape[1] // 4
+    num_quads = weight.num_quads
     _experts_kernel[(num_blocks * triton.cdiv(out_features, plan.rows),)](
         x, *weight.pointers, out, out if factors is None else factors,
         blocks.pairs, blocks.experts, blocks.rows, out.stride(0), weight.shape[1], out_features,

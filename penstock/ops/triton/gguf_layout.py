@@ -11,10 +11,14 @@ bytes fits. Here each kind of field lies by itself, in as many bytes as the file
   as many as fill the fields, share four words: those of quad q % n are q % n numbers further up.
   Rows are filled up to whole quads.
 - `first`, `second`, `third`: scales, as `gguf_decode.py` reads them.
+
+IQ1, IQ2 and IQ3 blocks have places in a table instead of numbers: `words` are their low bits, other
+fields are the file's, too, and `gguf_grid_decode.py` makes words of numbers of 8 bits of them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,15 +30,17 @@ from penstock.ops.gguf_blocks import (
     E2M1_DOUBLED,
     FORMATS,
     IQ4_VALUES,
-    half,
     iq4_xs_scales,
     k_scales,
     q3_k_scales,
 )
+from penstock.ops.gguf_fields import half, view_as
+from penstock.ops.gguf_grids import GRIDS, table
 
 SLAB = 1 << 24  # numbers that are repacked at one time
 
 Scales = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+Places = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Layout(NamedTuple):
@@ -47,6 +53,12 @@ class Layout(NamedTuple):
     group: int  # columns that share a scale
     scales: Scales  # blocks [n, block_bytes] -> up to three tensors [n, ...]
     table: tuple[int, ...] | None = None  # what numbers stand for, where they are no numbers
+    places: Places | None = None  # blocks -> [n, ...], where there are places in a grid
+
+    @property
+    def columns(self) -> int:
+        """Columns of one element of `words`."""
+        return 32 // self.low if self.places is None else GRIDS[self.kind].each
 
     @property
     def offset(self) -> bool:
@@ -58,11 +70,12 @@ class Planes(NamedTuple):
     """A matrix [out, in], or several one above the other."""
 
     type_name: str
-    words: torch.Tensor  # [out, in * low / 32] int32
+    words: torch.Tensor  # [out, in / layout.columns] int32; of a grid, its places
     high: torch.Tensor | None  # [out, about in * high / 32] int32
     first: torch.Tensor  # [out, ...]
     second: torch.Tensor | None
     third: torch.Tensor | None
+    grid: torch.Tensor | None = None  # what places stand for: shared by all matrices of the type
 
     @property
     def layout(self) -> Layout:
@@ -71,12 +84,17 @@ class Planes(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         rows, words = self.words.shape
-        return rows, words * 32 // self.layout.low
+        return rows, words * self.layout.columns
+
+    @property
+    def num_quads(self) -> int:
+        """Of one row."""
+        return self.shape[1] * self.layout.low // 128
 
     @property
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """What a kernel is given; it does not read what is not there."""
-        optional = (self.high, self.second, self.third)
+        """What a kernel is given, a grid for high bits; it does not read what is not there."""
+        optional = (self.high if self.grid is None else self.grid, self.second, self.third)
         high, second, third = (self.words if one is None else one for one in optional)
         return self.words, high, self.first, second, third
 
@@ -120,6 +138,8 @@ def prepare_gguf(weight: BlockTensor, device: torch.device) -> Planes:
                 whole[name] = torch.empty(shape, dtype=tensor.dtype, device=device)
             whole[name][start : start + len(tensor)] = tensor
     optional = {name: whole.get(name) for name in ("high", "second", "third")}
+    if layout.places is not None:
+        optional["grid"] = _grid(weight.type_name, device)
     return Planes(weight.type_name, whole["words"], first=whole["first"], **optional)
 
 
@@ -132,8 +152,20 @@ def stack_gguf(parts: Sequence[Planes]) -> Planes:
 
 
 def _repack(part: BlockTensor, layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
-    rows, columns = part.shape
+    rows = part.shape[0]
     blocks = part.data.to(device).reshape(-1, part.block_bytes)
+    if layout.places is None:
+        packed = _pack(part, blocks, layout)
+    else:
+        packed = {"words": layout.places(blocks).reshape(rows, -1)}
+    for name, tensor in zip(("first", "second", "third"), layout.scales(blocks), strict=False):
+        packed[name] = tensor.reshape(rows, -1)
+    return packed
+
+
+def _pack(part: BlockTensor, blocks: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    """Numbers, their low bits and those above them."""
+    rows, columns = part.shape
     numbers = FORMATS[part.type_name].numbers(blocks)
     fields, quads = 32 // layout.low, columns * layout.low // 128
     # [rows, quads, fields, 4]
@@ -144,13 +176,10 @@ def _repack(part: BlockTensor, layout: Layout, device: torch.device) -> dict[str
         shared = layout.low // layout.high  # quads of four words
         above = F.pad(by_field >> layout.low, (0, 0, 0, 0, 0, -quads % shared))
         above = above.view(rows, -1, shared, fields, 4)
-        places = torch.arange(shared, device=device, dtype=torch.int32).view(-1, 1, 1)
+        places = torch.arange(shared, device=blocks.device, dtype=torch.int32).view(-1, 1, 1)
         packed["high"] = _join(
             (above << (places * layout.high)).sum(2, dtype=torch.int32), layout.low
         )
-    found = layout.scales(blocks)
-    for name, tensor in zip(("first", "second", "third"), found, strict=False):
-        packed[name] = tensor.reshape(rows, -1)
     return packed
 
 
@@ -206,6 +235,46 @@ def _iq4_xs_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return half(blocks, 0), _nibbles(scale & 15), _two_bits(scale >> 4)
 
 
+# -- places in grids
+
+
+@functools.cache
+def _grid(type_name: str, device: torch.device) -> torch.Tensor:
+    """What places stand for, as `gguf_grid_decode.py` reads it: int32."""
+    grid = table(type_name)
+    if GRIDS[type_name].each == 8:
+        grid = grid[:, [0, 4, 2, 6, 1, 5, 3, 7]]
+    return view_as(grid, torch.int32).flatten().to(device)
+
+
+def _on_grid(type_name: str, places: Places, scales: Scales) -> Layout:
+    return Layout(type_name, 8, 0, 128, GRIDS[type_name].group, scales, places=places)
+
+
+def _from(start: int, end: int, dtype: torch.dtype = torch.uint8) -> Places:
+    return lambda blocks: view_as(blocks[:, start:end], dtype)
+
+
+def _fields(*fields: Places) -> Scales:
+    return lambda blocks: tuple(field(blocks) for field in fields)
+
+
+_HALF = _from(0, 2, torch.float16)
+_ON_GRIDS = [
+    _on_grid(
+        "IQ2_XXS", lambda blocks: blocks[:, 2:].view(-1, 8, 8)[:, :, :4],
+        _fields(_HALF, lambda blocks: view_as(blocks[:, 2:], torch.int32)[:, 1::2]),
+    ),
+    _on_grid("IQ2_XS", _from(2, 66, torch.int16), _fields(_HALF, _from(66, 74))),
+    # with signs, and then the high bits of places
+    _on_grid("IQ2_S", _from(2, 34), _fields(_HALF, _from(74, 82), _from(34, 74))),
+    _on_grid("IQ3_XXS", _from(2, 66), _fields(_HALF, _from(66, 98, torch.int32))),
+    # with the high bits of places, and then signs
+    _on_grid("IQ3_S", _from(2, 66), _fields(_HALF, _from(106, 110), _from(66, 106))),
+    _on_grid("IQ1_S", _from(2, 34), _fields(_HALF, _from(34, 50, torch.int16))),
+    _on_grid("IQ1_M", _from(0, 32), _fields(_from(48, 56, torch.int64), _from(32, 48))),
+]  # fmt: skip
+
 LAYOUTS: dict[str, Layout] = {
     "Q8_0": Layout("half", 8, 0, 128, 32, _half_at(0)),
     "Q4_0": Layout("half", 4, 0, 8, 32, _half_at(0)),
@@ -230,4 +299,5 @@ LAYOUTS: dict[str, Layout] = {
     # Ternary numbers take two bits each: a file's TQ1_0 has 1.6.
     "TQ1_0": Layout("whole", 2, 0, 1, 256, _half_at(52)),
     "TQ2_0": Layout("whole", 2, 0, 1, 256, _half_at(64)),
+    **{layout.kind: layout for layout in _ON_GRIDS},
 }  # fmt: skip

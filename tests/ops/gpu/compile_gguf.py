@@ -38,7 +38,8 @@ POINTERS = {
     "expert_ptr": "*i32", "rows_ptr": "*i32",
 }  # fmt: skip
 DTYPES = {
-    torch.int32: "*i32", torch.float16: "*fp16", torch.uint8: "*u8", torch.int8: "*i8"
+    torch.int32: "*i32", torch.float16: "*fp16", torch.uint8: "*u8", torch.int8: "*i8",
+    torch.int16: "*i16", torch.int64: "*i64",
 }  # fmt: skip
 
 

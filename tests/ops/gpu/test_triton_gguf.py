@@ -26,7 +26,7 @@ ON_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
 BY_NAME = {ggml_type.name: ggml_type for ggml_type in GGML_TYPES.values()}
 TYPES = list(LAYOUTS)
-OF_EACH_KIND = ["Q4_0", "Q5_1", "Q8_0", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS"]
+OF_EACH_KIND = ["Q4_0", "Q5_1", "Q8_0", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ2_S", "IQ3_XXS"]
 
 
 def check(
@@ -161,7 +161,11 @@ def test_matrices_of_one_type_stand_one_above_the_other(
 
 @pytest.mark.parametrize(
     ("types", "n", "activation"),
-    [(("Q4_K", "Q4_K", "Q6_K"), 1, "silu"), (("Q5_0", "Q8_0", "Q4_1"), 9, "gelu_tanh")],
+    [
+        (("Q4_K", "Q4_K", "Q6_K"), 1, "silu"),
+        (("Q5_0", "Q8_0", "Q4_1"), 9, "gelu_tanh"),
+        (("IQ2_XS", "IQ2_XS", "IQ3_S"), 1, "silu"),
+    ],
 )
 def test_experts_are_the_references(
     types: tuple[str, ...], n: int, activation: str, device: torch.device

@@ -1,0 +1,167 @@
+"""What the blocks of types IQ1, IQ2 and IQ3 of a GGUF file stand for, in plain torch operations.
+
+Eight neighbouring columns, an *octet*, are a place in a table of the format (or four and four are,
+with IQ3), and a sign each; with IQ1, a shift of all of them instead. A block of 256 columns has a
+float16 and, for every group of columns, a number s: a group's scale is (2 s + 1) times the float16
+times a factor of the type. The tables are taken from the gguf package when a file needs them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from penstock.ops.gguf_fields import bits_in_order, half, view_as
+from penstock.protocol.errors import ModelError
+
+
+class Codes(NamedTuple):
+    """What some blocks hold."""
+
+    places: torch.Tensor  # [num_blocks, 32 or 64]: one or two an octet
+    signs: torch.Tensor  # [num_blocks, 32]: one bit a column, set where it is negative
+    scale: torch.Tensor  # [num_blocks, 1] float16
+    steps: torch.Tensor  # [num_blocks, groups]: s
+
+
+class GridFormat(NamedTuple):
+    """One type of blocks."""
+
+    codes: Callable[[torch.Tensor], Codes]
+    factor: float
+    group: int  # columns
+    each: int = 8  # columns of a place in the table
+    shifts: bool = False  # signs are of a shift by 1 / 8; all of an octet are the same
+
+
+@functools.cache
+def table(type_name: str) -> torch.Tensor:
+    """What places stand for: [places, 8 or 4] uint8.
+
+    With IQ1, whose numbers are -1, 0 and 1: eight times as much, shifted up, and more by 128.
+    Raises ModelError where the gguf package is missing.
+    """
+    try:
+        from gguf import quants  # only here: other types do not need it
+
+        source = getattr(quants, type_name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"{type_name} blocks are places in a table that the gguf package has, which is not "
+            "installed, or too old: pip install 'gguf>=0.17' (or 'penstock[iq]'), or choose a file "
+            "of another type"
+        ) from error
+    source.init_grid()
+    numbers = torch.from_numpy(source.grid).view(source.grid_shape)
+    if GRIDS[type_name].shifts:
+        numbers = numbers * 8 + 129
+    return numbers.to(torch.uint8)
+
+
+def grid_numbers(type_name: str, blocks: torch.Tensor) -> torch.Tensor:
+    """What is scaled, more by 128: [num_blocks, 256] uint8. With IQ1, eight times as much."""
+    own = GRIDS[type_name]
+    codes = own.codes(blocks)
+    found = table(type_name).to(blocks.device)[codes.places.long()].flatten(1)
+    negative = bits_in_order(codes.signs, 8, 1).to(torch.uint8)
+    if own.shifts:
+        return found - 2 * negative
+    return torch.where(negative.bool(), 128 - found, 128 + found)
+
+
+def scale_grid(type_name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
+    """Scale numbers [num_blocks, 256] float32, in place."""
+    own = GRIDS[type_name]
+    codes = own.codes(blocks)
+    scale = codes.scale.float() * (2 * codes.steps + 1) * own.factor
+    out.sub_(128).view(-1, 256 // own.group, own.group).mul_(scale.unsqueeze(-1))
+
+
+def _eight_signs(seven: torch.Tensor) -> torch.Tensor:
+    """The eighth, on top, makes an even number of them negative."""
+    parity = seven ^ (seven >> 4)
+    parity = parity ^ (parity >> 2)
+    parity = (parity ^ (parity >> 1)) & 1
+    return seven | (parity << 7)
+
+
+def _steps(packed: torch.Tensor) -> torch.Tensor:
+    """Two of 4 bits in each byte."""
+    return bits_in_order(packed, 2, 4)
+
+
+def _iq2_xxs(blocks: torch.Tensor) -> Codes:
+    # f16 | 8 x (4 places, 4 x 7 signs and s: 4 bits)
+    fields = blocks[:, 2:].view(-1, 8, 8)
+    signs = view_as(fields[:, :, 4:], torch.int32).flatten(1)
+    return Codes(
+        fields[:, :, :4].flatten(1),
+        _eight_signs(bits_in_order(signs, 4, 7)),
+        half(blocks, 0),
+        (signs >> 28) & 15,
+    )
+
+
+def _iq2_xs(blocks: torch.Tensor) -> Codes:
+    # f16 | 32 x (place: 9 bits, 7 signs) | 16 x s: 4 bits
+    fields = view_as(blocks[:, 2:66], torch.int16)
+    signs = _eight_signs((fields >> 9) & 127)
+    return Codes(fields & 511, signs, half(blocks, 0), _steps(blocks[:, 66:]))
+
+
+def _iq2_s(blocks: torch.Tensor) -> Codes:
+    # f16 | 32 x low 8 bits of places | 32 x 8 signs | 32 x their high 2 bits | 16 x s: 4 bits
+    high = bits_in_order(blocks[:, 66:74], 4, 2).int()
+    places = blocks[:, 2:34] | (high << 8)
+    return Codes(places, blocks[:, 34:66], half(blocks, 0), _steps(blocks[:, 74:]))
+
+
+def _iq3_xxs(blocks: torch.Tensor) -> Codes:
+    # f16 | 64 places | 8 x (4 x 7 signs, s: 4 bits)
+    signs = view_as(blocks[:, 66:], torch.int32)
+    return Codes(
+        blocks[:, 2:66],
+        _eight_signs(bits_in_order(signs, 4, 7)),
+        half(blocks, 0),
+        (signs >> 28) & 15,
+    )
+
+
+def _iq3_s(blocks: torch.Tensor) -> Codes:
+    # f16 | 64 x low 8 bits of places | 64 x their high bit | 32 x 8 signs | 8 x s: 4 bits
+    high = bits_in_order(blocks[:, 66:74], 8, 1).int()
+    places = blocks[:, 2:66] | (high << 8)
+    return Codes(places, blocks[:, 74:106], half(blocks, 0), _steps(blocks[:, 106:]))
+
+
+def _iq1_s(blocks: torch.Tensor) -> Codes:
+    # f16 | 32 x low 8 bits of places | 8 x (4 x their high 3 bits, s: 3 bits, sign of the shift)
+    fields = view_as(blocks[:, 34:], torch.int16).int()
+    places = blocks[:, 2:34] | (bits_in_order(fields, 4, 3) << 8)
+    negative = ((fields >> 15) & 1).repeat_interleave(4, dim=1)
+    return Codes(places, negative * 255, half(blocks, 0), (fields >> 12) & 7)
+
+
+def _iq1_m(blocks: torch.Tensor) -> Codes:
+    # 32 x low 8 bits of places | 32 x (their high 3 bits, sign of the shift)
+    # | 4 x (4 x s: 3 bits, and 4 bits of the f16)
+    high = bits_in_order(blocks[:, 32:48], 2, 4).int()
+    fields = view_as(blocks[:, 48:], torch.int16).int()
+    quarters = ((fields >> 12) & 15) << torch.arange(0, 16, 4, device=blocks.device)
+    scale = quarters.sum(1, keepdim=True).to(torch.int16).view(torch.float16)
+    places = blocks[:, :32] | ((high & 7) << 8)
+    return Codes(places, (high >> 3) * 255, scale, bits_in_order(fields, 4, 3))
+
+
+GRIDS: dict[str, GridFormat] = {
+    "IQ2_XXS": GridFormat(_iq2_xxs, 0.125, 32),
+    "IQ2_XS": GridFormat(_iq2_xs, 0.125, 16),
+    "IQ2_S": GridFormat(_iq2_s, 0.125, 16),
+    "IQ3_XXS": GridFormat(_iq3_xxs, 0.25, 32, each=4),
+    "IQ3_S": GridFormat(_iq3_s, 1.0, 32, each=4),
+    "IQ1_S": GridFormat(_iq1_s, 0.125, 32, shifts=True),
+    "IQ1_M": GridFormat(_iq1_m, 0.125, 16, shifts=True),
+}
