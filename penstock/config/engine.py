@@ -14,6 +14,7 @@ from penstock.config.options import Option, option, options_of
 from penstock.protocol.errors import ConfigError
 
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
+MOST_CPU_THREADS = 1024  # more than machines have; what a slip of the keyboard asks for
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,10 @@ class DeviceConfig:
     enforce_eager: bool = option(False, "Never capture graphs, on devices that can.")
 
     def __post_init__(self) -> None:
-        if self.cpu_threads is not None and self.cpu_threads < 1:
-            raise ConfigError(f"cpu_threads must be at least 1, got {self.cpu_threads}")
+        if self.cpu_threads is not None and not 1 <= self.cpu_threads <= MOST_CPU_THREADS:
+            raise ConfigError(
+                f"cpu_threads must be from 1 to {MOST_CPU_THREADS}, got {self.cpu_threads}"
+            )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.ops.cpu import library
 from penstock.ops.gguf_blocks import FORMATS
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import Platform
+from penstock.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,17 @@ class Backend:
             from penstock.models.native_decoder import fuse_layers  # needs the library
 
             fuse_layers(model)
+
+
+def start_threads(native: ctypes.CDLL, count: int) -> None:
+    """Let the library compute with so many threads; refuses what the system does not give."""
+    started = native.penstock_set_threads(count)
+    if started < count:
+        native.penstock_set_threads(1)
+        raise ConfigError(
+            f"cpu_threads={count}: the system gives this process no more than {started}; set "
+            "cpu_threads to fewer, or raise the process's limits on threads and memory"
+        )
 
 
 def choose_backend(
@@ -70,7 +83,7 @@ def choose_backend(
             return _gguf_on_gpu(gguf, dtype)
     if native is None:
         return Backend(_ops(device), DenseMethod(), dtype, quantization=quantization)
-    native.penstock_set_threads(platform.cpu_threads)
+    start_threads(native, platform.cpu_threads)
     torch.set_num_threads(1)  # two pools would fight for the cores
     # Imported here because both need the library.
     from penstock.layers.native import NativeMethod

@@ -56,6 +56,8 @@ def test_options_reach_their_sections() -> None:
             {"dtype": "float8"},
             "dtype must be one of auto, float32, float, bfloat16, float16, half, got 'float8'",
         ),
+        ({"cpu_threads": 0}, "cpu_threads must be from 1 to 1024, got 0"),
+        ({"cpu_threads": 10**12}, "cpu_threads must be from 1 to 1024, got 1000000000000"),
         ({"block_size": None}, "block_size must be int, got None"),
         ({"served_model_name": 3}, "served_model_name must be a list, got 3"),
         ({"max_modle_len": 5}, "unknown option 'max_modle_len'; did you mean 'max_model_len'?"),

@@ -30,7 +30,7 @@ _SIGNATURES = {
     "penstock_sources": ("", "s"),
     "penstock_isa": ("", "s"),
     "penstock_select_isa": ("s", "n"),
-    "penstock_set_threads": ("n", ""),
+    "penstock_set_threads": ("n", "n"),
     "penstock_threads": ("", "n"),
     "penstock_packed_bytes": ("nii", "i"),
     "penstock_pack": ("npiiip", ""),

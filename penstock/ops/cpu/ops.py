@@ -69,7 +69,8 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference."""
-    if x.dtype != _F32 or not (x.is_contiguous() and residual.is_contiguous()):
+    are_floats = all(tensor.dtype == _F32 for tensor in (x, residual, weight))
+    if not (are_floats and x.is_contiguous() and residual.is_contiguous()):
         return reference.add_rms_norm(x, residual, weight, eps)
     out = torch.empty_like(x)
     total = torch.empty_like(x)

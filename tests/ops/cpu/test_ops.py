@@ -183,6 +183,11 @@ def test_other_dtypes_go_to_the_reference(isa: str, generator: torch.Generator) 
     weight = torch.ones(16, dtype=torch.bfloat16)
     assert torch.equal(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     assert torch.equal(ops.silu_mul(x), reference.silu_mul(x))
+    residual = torch.randn(3, 16, generator=generator)
+    for arguments in [(residual, residual, weight), (residual, x, weight.float())]:
+        expected = reference.add_rms_norm(*arguments, 1e-5)
+        for own, other in zip(ops.add_rms_norm(*arguments, 1e-5), expected, strict=True):
+            assert torch.equal(own, other)
 
 
 def test_the_native_backend_says_which_ops_are_row_invariant() -> None:

@@ -92,7 +92,8 @@ PENSTOCK_API int penstock_select_isa(const char* name) {
     return 0;
 }
 
-PENSTOCK_API void penstock_set_threads(int count) { set_num_threads(count); }
+// Returns how many there are then: less where the system gives no more.
+PENSTOCK_API int penstock_set_threads(int count) { return set_num_threads(count); }
 PENSTOCK_API int penstock_threads() { return num_threads(); }
 
 // -- weights

@@ -31,9 +31,10 @@ class Scratch {
     uint8_t* get(int64_t bytes) {
         if (bytes > size_) {
             std::free(memory_);
-            size_ = align(bytes);
-            memory_ = static_cast<uint8_t*>(std::aligned_alloc(64, size_));
+            size_ = 0;
+            memory_ = static_cast<uint8_t*>(std::aligned_alloc(64, align(bytes)));
             if (memory_ == nullptr) throw std::bad_alloc();
+            size_ = align(bytes);
         }
         return memory_;
     }

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -40,15 +41,20 @@ class Pool {
   public:
     ~Pool() { stop(); }
 
-    void resize(int count) {
+    int resize(int count) {
         std::lock_guard<std::mutex> running(loop_mutex_);
-        if (count == size_) return;
+        if (count == size_) return count;
         stop();
-        size_ = count;
         stopping_.store(false);
-        for (int thread = 1; thread < count; ++thread) {
-            threads_.emplace_back([this, thread] { work(thread); });
+        try {
+            for (int thread = 1; thread < count; ++thread) {
+                threads_.emplace_back([this, thread] { work(thread); });
+            }
+        } catch (const std::exception&) {
+            // The system gives no more of them, and the caller is told: across the C interface
+            // this would end the process.
         }
+        return size_ = static_cast<int>(threads_.size()) + 1;
     }
 
     int size() const { return size_; }
@@ -140,7 +146,7 @@ class Pool {
 
     std::mutex loop_mutex_;  // one loop at a time, whoever calls
     std::vector<std::thread> threads_;
-    int size_ = 1;
+    std::atomic<int> size_{1};  // others ask for it while it changes
 
     LoopBody body_ = nullptr;
     void* context_ = nullptr;
@@ -163,7 +169,7 @@ Pool& pool() {
 
 }  // namespace
 
-void set_num_threads(int count) { pool().resize(count); }
+int set_num_threads(int count) { return pool().resize(count); }
 int num_threads() { return pool().size(); }
 void parallel_for(int64_t count, LoopBody body, void* context) { pool().run(count, body, context); }
 

@@ -8,8 +8,9 @@ namespace penstock {
 // body(context, index, thread): one piece of a loop. `thread` is below num_threads().
 using LoopBody = void (*)(void* context, int64_t index, int thread);
 
-// The number of threads that loops run on, the calling one among them. Not during a loop.
-void set_num_threads(int count);
+// The number of threads that loops run on, the calling one among them. Returns how many they are: less
+// than asked for where the system gives no more. Waits for the loop in progress.
+int set_num_threads(int count);
 int num_threads();
 
 // Runs body for every index below `count` and returns when all are done. Pieces are handed out one

@@ -14,7 +14,7 @@ using namespace penstock;
 extern "C" {
 const char* penstock_isa();
 int penstock_select_isa(const char* name);
-void penstock_set_threads(int count);
+int penstock_set_threads(int count);
 int64_t penstock_packed_bytes(int32_t type, int64_t rows, int64_t k);
 void penstock_pack(int32_t, const uint8_t*, int64_t, int64_t, int64_t, uint8_t*);
 void penstock_embed(int32_t, const uint8_t*, int64_t, const int64_t*, int64_t, float*);
