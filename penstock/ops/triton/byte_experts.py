@@ -171,6 +171,8 @@ def experts(
     num_experts, double, _ = gate_up.data.shape
     hidden, size = x.shape[1], double // 2
     plan = quantized_experts_plan(num_tokens * top_k, num_experts)
+    # Floats of 32 bits fill the shared memory with fewer chunks on their way.
+    num_stages = 2 if x.dtype == torch.float32 else plan.gate_up.launch.num_stages
     blocks = align(ids, num_experts, plan.rows)
     num_blocks = len(blocks.experts)
     x = x.contiguous()
@@ -181,8 +183,7 @@ def experts(
         gate_up.num_groups, gate_up.columns_each,
         TOP_K=top_k, ACTIVATION=activation, BIAS=gate_up_bias is not None,
         **gate_up.constants(hidden), ROWS=plan.rows, COLUMNS=plan.gate_up.columns,
-        GROUP=plan.gate_up.group, num_warps=plan.gate_up.launch.num_warps,
-        num_stages=plan.gate_up.launch.num_stages,
+        GROUP=plan.gate_up.group, num_warps=plan.gate_up.launch.num_warps, num_stages=num_stages,
     )  # fmt: skip
     weighted = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     _down_kernel[(num_blocks * triton.cdiv(hidden, plan.down.columns),)](
@@ -191,6 +192,6 @@ def experts(
         down.num_groups, down.columns_each,
         BIAS=down_bias is not None, **down.constants(size), ROWS=plan.rows,
         COLUMNS=plan.down.columns, GROUP=plan.down.group,
-        num_warps=plan.down.launch.num_warps, num_stages=plan.down.launch.num_stages,
+        num_warps=plan.down.launch.num_warps, num_stages=num_stages,
     )  # fmt: skip
     return sum_experts(weighted, num_tokens)

@@ -117,7 +117,8 @@ def test_tables_have_room_for_all_blocks_of_another_sequence(
 ) -> None:
     spec = CrossAttentionSpec(num_kv_heads=2, head_dim=16, dtype="float32", max_tokens=max_tokens)
     group = KVCacheGroup(spec=spec, block_size=4, layer_names=["c"])
-    tables = kind(MAX_SEQS, MAX_LEN, [group], device)
+    where = device if kind is DeviceTables else torch.device("cpu")
+    tables = kind(MAX_SEQS, MAX_LEN, [group], where)
     others = [*range(1, 1 + max_tokens // 4)]
     tables.add(new_request("p", 9, 0))
     tables.append_blocks([ScheduledRequest("p", 0, 9, True, [others])])

@@ -97,7 +97,8 @@ def int_weight(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     *rows, columns = shape
     data = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
-    scales = torch.rand(*rows, columns // (group or columns), device=device) + 0.1
+    # Small enough for what two layers make of them to be a float16.
+    scales = (torch.rand(*rows, columns // (group or columns), device=device) + 0.1) / 128
     points = torch.randint_like(scales, 0, 256).to(torch.uint8) if zeros else None
     return data, scales, points
 
