@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,7 @@ def write_gguf(
     arch: str = "llama",
     type_name: str = "F32",
     *,
+    types: Sequence[str] = (),
     tied: bool = True,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
@@ -87,6 +90,7 @@ def write_gguf(
 ) -> dict[str, np.ndarray]:
     """Write a tiny model; returns what its tensors are in float32, by GGUF name.
 
+    `types` are those of the matrices, in turn, where they are not all of one.
     `metadata` replaces or adds keys (a value of None leaves the key out); `extra` adds tensors.
     """
     rng = np.random.default_rng(seed)
@@ -108,13 +112,15 @@ def write_gguf(
     for key, value in values.items():
         _add(writer, key, value)
     floats: dict[str, np.ndarray] = {}
-    quant = gguf.GGMLQuantizationType[type_name]
+    in_turn = itertools.cycle(types or [type_name])
     for name, shape in tensor_shapes(arch, tied).items():
         if len(shape) == 1:
             floats[name] = rng.standard_normal(shape, dtype=np.float32)
             writer.add_tensor(name, floats[name])
             continue
-        data = random_blocks(rng, type_name, *shape)
+        own_type = next(in_turn)
+        quant = gguf.GGMLQuantizationType[own_type]
+        data = random_blocks(rng, own_type, *shape)
         floats[name] = gguf.quants.dequantize(data, quant).reshape(shape)
         writer.add_tensor(name, data, raw_dtype=quant)
     for name, array in (extra or {}).items():

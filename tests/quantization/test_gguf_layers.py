@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf_builder import random_blocks, write_gguf
+import transformers
+from gguf_builder import GRID_TYPES, random_blocks, write_gguf
 from tiny_engine import greedy_tokens, open_llm
 
+from penstock.config import LoadConfig, ModelConfig
 from penstock.distributed.group import Group
 from penstock.executor import worker
 from penstock.executor.backend import Backend, _gguf_on_gpu
@@ -25,8 +27,10 @@ from penstock.layers.experts import ExpertsConfig, choose_implementation
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.gguf_experts import GgufExperts
 from penstock.layers.linear import Linear, column_linear, row_linear
+from penstock.loading.gguf_config import map_tensors
 from penstock.loading.gguf_dequant import FLOAT_DTYPES
 from penstock.loading.gguf_file import GGML_TYPES, GGUFFile, GGUFTensor
+from penstock.loading.source import resolve_source
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import Routing
@@ -217,3 +221,19 @@ def test_an_engine_gives_the_tokens_of_the_dequantized_file(
     monkeypatch.setattr(worker, "choose_backend", in_blocks)
     with open_llm(path, **options) as llm:
         assert greedy_tokens(llm, prompts) == expected
+
+
+def test_a_file_of_all_types_with_tables_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    written = write_gguf(path, "qwen3", types=GRID_TYPES, tied=False)
+    source = resolve_source(ModelConfig(model=str(path)), LoadConfig())
+    assert source.gguf is not None
+    theirs = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**source.config)).eval()
+    mapped = map_tensors(source.gguf, source.config)
+    theirs.load_state_dict({one.name: torch.from_numpy(written[one.tensor.name]) for one in mapped})
+    prompt = [n % 40 for n in range(2, 30)]
+    theirs.generation_config.eos_token_id = None
+    expected = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    with open_llm(path, max_model_len=64, kv_cache_dtype="float32") as llm:
+        ours = greedy_tokens(llm, [{"prompt_token_ids": prompt}], 8)
+    assert ours == [expected[0, len(prompt) :].tolist()]
