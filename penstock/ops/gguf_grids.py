@@ -17,6 +17,8 @@ import torch
 from penstock.ops.gguf_fields import bits_in_order, half, view_as
 from penstock.protocol.errors import ModelError
 
+_EACH_128 = int.from_bytes(b"\x80" * 8, "little", signed=True)
+
 
 class Codes(NamedTuple):
     """What some blocks hold."""
@@ -61,15 +63,27 @@ def table(type_name: str) -> torch.Tensor:
     return numbers.to(torch.uint8)
 
 
+@functools.cache
+def _sign_bytes() -> torch.Tensor:
+    """A byte for each bit of a byte, as one number: [256] int64."""
+    every = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
+    return bits_in_order(every, 8, 1).view(torch.int64).flatten()
+
+
 def grid_numbers(type_name: str, blocks: torch.Tensor) -> torch.Tensor:
     """What is scaled, more by 128: [num_blocks, 256] uint8. With IQ1, eight times as much."""
     own = GRIDS[type_name]
     codes = own.codes(blocks)
-    found = table(type_name).to(blocks.device)[codes.places.long()].flatten(1)
-    negative = bits_in_order(codes.signs, 8, 1).to(torch.uint8)
+    # Eight numbers at once, a byte each; no byte's carry goes into the next.
+    dtype = torch.int64 if own.each == 8 else torch.int32
+    places, signs = codes.places.flatten().int(), codes.signs.flatten().int()
+    found = table(type_name).to(blocks.device).view(dtype).flatten()[places].view(torch.int64)
+    negative = _sign_bytes().to(blocks.device)[signs]  # 1 in the bytes that are negative
     if own.shifts:
-        return found - 2 * negative
-    return torch.where(negative.bool(), 128 - found, 128 + found)
+        numbers = found - 2 * negative
+    else:
+        numbers = ((found ^ (negative * 255)) + negative) ^ _EACH_128
+    return numbers.view(torch.uint8).view(len(blocks), 256)
 
 
 def scale_grid(type_name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
