@@ -23,23 +23,33 @@ bool has_f16c() {
     return __get_cpuid(1, &a, &b, &c, &d) && (c & (1u << 29));
 }
 
+#if defined(PENSTOCK_AVXVNNI)
 bool has_avx_vnni() {
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4));
 }
+#endif
 
 bool supports(const Kernels& kernels) {
     __builtin_cpu_init();
     if (&kernels == &kPortable) return true;
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     if (&kernels == &kAvx2) return avx2;
+#if defined(PENSTOCK_AVXVNNI)
     if (&kernels == &kAvxVnni) return avx2 && has_avx_vnni();
+#endif
     return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vnni");
 }
 
-const Kernels* const kAll[] = {&kAvx512, &kAvxVnni, &kAvx2, &kPortable};  // best first
+const Kernels* const kAll[] = {  // best first
+    &kAvx512,
+#if defined(PENSTOCK_AVXVNNI)
+    &kAvxVnni,
+#endif
+    &kAvx2, &kPortable,
+};
 #elif defined(PENSTOCK_ARM64)
 bool supports(const Kernels& kernels) {
     if (&kernels == &kPortable) return true;
