@@ -54,7 +54,7 @@ def take_model_argument(args: argparse.Namespace) -> None:
 
 def open_llm(options: dict[str, Any]) -> LLM:
     """An engine, for a `with`. Torch is imported here and not before."""
-    from penstock.llm import LLM
+    from penstock import LLM
 
     return LLM(**options)
 
