@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING, Any
 
 from penstock.protocol.outputs import CompletionOutput, RequestOutput
@@ -26,14 +25,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "LLM":  # imports torch, so only when it is asked for
-        # The objects of so many modules stay: a collector that walks them, again and again as they
-        # come, takes a tenth of the time that it takes to import them.
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
+        from penstock.engine.heap import collector_at_rest
+
+        with collector_at_rest():
             from penstock.llm import LLM
-        finally:
-            if was_enabled:
-                gc.enable()
+
         return LLM
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -30,6 +30,22 @@ def settled_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Collect nothing meanwhile: for imports.
+
+    The objects of modules stay. A collector that walks them, again and again as they come, takes a
+    tenth of the time that it takes to import torch.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class HeapTrimmer:
     """Gives back, every few seconds, what has become free inside the C library's heap.
 

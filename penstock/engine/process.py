@@ -24,7 +24,7 @@ import zmq
 
 from penstock.engine import messages
 from penstock.engine.black_box import BlackBox
-from penstock.engine.heap import HeapTrimmer, settled_heap
+from penstock.engine.heap import HeapTrimmer, collector_at_rest, settled_heap
 from penstock.engine.messages import Answer, EngineInfo, EngineStats, Failed, Outputs, Ready
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import InputError, PenstockError
@@ -158,9 +158,10 @@ def send(socket: zmq.Socket[bytes], answer: Answer) -> None:
 def run(socket: zmq.Socket[bytes], box: BlackBox) -> None:
     """Load the model that the first message names, then serve."""
     send(socket, messages.Connected())
-    from penstock.engine.build import build_engine  # torch is imported while the config comes
-    from penstock.loading.source import resolve_source
-    from penstock.observability.logs import setup_logging
+    with collector_at_rest():  # torch is imported while the config comes
+        from penstock.engine.build import build_engine
+        from penstock.loading.source import resolve_source
+        from penstock.observability.logs import setup_logging
 
     kind, *frames = socket.recv_multipart()
     if kind == messages.CLOSE:

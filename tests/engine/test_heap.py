@@ -8,7 +8,7 @@ import subprocess
 import sys
 import weakref
 
-from penstock.engine.heap import HeapTrimmer, settled_heap
+from penstock.engine.heap import HeapTrimmer, collector_at_rest, settled_heap
 
 
 class Node:
@@ -44,6 +44,16 @@ def test_an_inner_use_leaves_the_outer_one_in_place() -> None:
         assert old_alive() is not None
     gc.collect()
     assert old_alive() is None
+
+
+def test_the_collector_rests_and_is_then_as_it_was() -> None:
+    assert gc.isenabled()
+    with collector_at_rest():
+        assert not gc.isenabled()
+        with collector_at_rest():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
 
 
 HOLES = """

@@ -199,12 +199,13 @@ inline void add_values(const Tile& tile, const float (*weights)[kTile], const fl
 // `count` states from the one with index `first` on; positions [low, high) are visible to them. Each
 // state's numbers are the same for every count.
 template <int count>
-__attribute__((noinline)) void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, float softcap, float* states,
+__attribute__((noinline))
+void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, float softcap, float* states,
                 int64_t first) {
     constexpr int vectors = kTile / kWide;
     const int64_t width = padded(dim);
     const float* queries = states + first * state_size(width);
-    constexpr int chains = Isa::kScoreChains;  // sums of every so manyeth dimension
+    constexpr int chains = Isa::kScoreChains;  // dimension d is added to sum d % chains
     Isa::F sums[count][chains][vectors];
 #pragma GCC unroll 4
     for (int i = 0; i < count; ++i) {
