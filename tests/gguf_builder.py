@@ -23,7 +23,9 @@ SCALE_OFFSETS |= {"IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "TQ1_0": (52,), "
 SCALE_OFFSETS |= {name: () if name == "IQ1_M" else (0,) for name in GRID_TYPES}
 
 
-def random_blocks(rng: np.random.Generator, type_name: str, rows: int, columns: int) -> np.ndarray:
+def random_blocks(
+    rng: np.random.Generator, type_name: str, rows: int, columns: int, scale: float = 1.0
+) -> np.ndarray:
     """Random bytes whose scales (or floats) are finite: [rows, bytes of a row] uint8."""
     quant = gguf.GGMLQuantizationType[type_name]
     if type_name in ("F32", "F16", "BF16"):
@@ -33,12 +35,12 @@ def random_blocks(rng: np.random.Generator, type_name: str, rows: int, columns: 
     count = rows * columns // block_size
     blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     for offset in SCALE_OFFSETS[type_name]:
-        scales = rng.standard_normal((count, 1)).astype(np.float16)
+        scales = (rng.standard_normal((count, 1)) * scale).astype(np.float16)
         blocks[:, offset : offset + 2] = scales.view(np.uint8)
     if type_name == "MXFP4":  # a power of two between 1 / 64 and 4
         blocks[:, 0] = rng.integers(121, 130, count)
     if type_name == "IQ1_M":  # four bits of the float16 on top of each of the last four pairs
-        half = rng.standard_normal((count, 1)).astype(np.float16).view(np.uint16)
+        half = (rng.standard_normal((count, 1)) * scale).astype(np.float16).view(np.uint16)
         quarters = ((half >> np.arange(0, 16, 4, dtype=np.uint16)) & 15).astype(np.uint8)
         blocks[:, 49::2] = (blocks[:, 49::2] & 15) | (quarters << 4)
     return blocks.reshape(rows, -1)
@@ -87,10 +89,12 @@ def write_gguf(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     seed: int = 0,
+    scale: float = 1.0,
 ) -> dict[str, np.ndarray]:
     """Write a tiny model; returns what its tensors are in float32, by GGUF name.
 
     `types` are those of the matrices, in turn, where they are not all of one.
+    `scale` is about how large blocks' scales are, where blocks are made up.
     `metadata` replaces or adds keys (a value of None leaves the key out); `extra` adds tensors.
     """
     rng = np.random.default_rng(seed)
@@ -120,7 +124,7 @@ def write_gguf(
             continue
         own_type = next(in_turn)
         quant = gguf.GGMLQuantizationType[own_type]
-        data = random_blocks(rng, own_type, *shape)
+        data = random_blocks(rng, own_type, *shape, scale)
         floats[name] = gguf.quants.dequantize(data, quant).reshape(shape)
         writer.add_tensor(name, data, raw_dtype=quant)
     for name, array in (extra or {}).items():

@@ -1,6 +1,6 @@
 """Products with weights that become floats a byte at a time.
 
-A byte is an 8-bit integer (`w4` of 8 bits), or two numbers of 4 bits that are places in a table
+A byte is an 8-bit integer (`w8`), or two numbers of 4 bits that are places in a table
 (`table`): then byte i of a chunk of 64 bytes holds columns i and 64 + i of 128, so that the
 numbers in the same half of neighbouring bytes are neighbouring columns, and x is read as it lies.
 """

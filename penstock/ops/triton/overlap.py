@@ -2,9 +2,9 @@
 
 At one token a step, memory rests between kernels and while small ones run. So a kernel lets its
 successor start at once, and itself waits until everything before it is finished, before it reads or
-writes what others write or read. A product loads its first weights before it waits. All programs of
-a kernel must wait, also those with nothing to do: a kernel that has ended stands for everything
-before it.
+writes what others write or read. A product with 4-bit weights loads its first before it waits. All
+programs of a kernel must wait, also those with nothing to do: a kernel that has ended stands for
+everything before it.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ def w4_experts(
     down_bias: torch.Tensor | None = None,
     bits: int = 4,
 ) -> torch.Tensor:
-    """As the reference. What is not in our layout (8 bits, unusual groups) is slow."""
+    """As the reference. What is not in our layout (unusual groups) is slow."""
     if gate_up.dtype != torch.int16 or down.dtype != torch.int16:
         return _dense(
             len(gate_up), x, weights, ids, activation, gate_up_bias, down_bias,
