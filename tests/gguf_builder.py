@@ -124,7 +124,7 @@ def write_gguf(
             continue
         own_type = next(in_turn)
         quant = gguf.GGMLQuantizationType[own_type]
-        data = random_blocks(rng, own_type, *shape, scale=scale)
+        data = random_blocks(rng, own_type, shape[0], shape[1], scale)
         floats[name] = gguf.quants.dequantize(data, quant).reshape(shape)
         writer.add_tensor(name, data, raw_dtype=quant)
     for name, array in (extra or {}).items():
