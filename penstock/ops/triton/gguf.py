@@ -342,7 +342,7 @@ def gguf_linear(
         return out
     if num_tokens == 1:
         return one_row(x, weight, bias, out, row_plan(weight.type_name, out_features, in_features))
-    plan = tile_plan(num_tokens, out_features, in_features)
+    plan = tile_plan(num_tokens, out_features, in_features, x.element_size())
     if plan is not None:
         return run_tiles(x, weight, bias, out, plan)
     slab = max(SLAB // in_features, 1)

@@ -76,7 +76,7 @@ def gguf_experts(
         return torch.empty_like(x)
     hidden = x.shape[1]
     num_experts, size = down.shape[0] // hidden, down.shape[1]
-    plan = experts_plan(num_tokens * top_k, num_experts)
+    plan = experts_plan(num_tokens * top_k, num_experts, x.element_size())
     blocks = align(ids, num_experts, plan.tokens)
     both = torch.empty((len(blocks.pairs), 2 * size), dtype=x.dtype, device=x.device)
     each = 2 * size // len(gate_up)

@@ -40,17 +40,22 @@ def row_plan(type_name: str, out_features: int, in_features: int) -> RowPlan:
     return RowPlan(quads, steps, Launch(quads // 32, 3))
 
 
-def tile_plan(num_tokens: int, out_features: int, in_features: int) -> TilePlan | None:
+def tile_plan(
+    num_tokens: int, out_features: int, in_features: int, element_size: int
+) -> TilePlan | None:
     """None: weights become floats, a slab of them at a time, for cuBLAS."""
     if num_tokens > 64:
         return None
-    tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    rows = 128 if tokens == 64 or out_features >= 128 * PROCESSORS else 64
+    if element_size == 4:  # by plain instructions, of which a larger tile has too many
+        rows, tokens = 64, 16
+    else:
+        tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+        rows = 128 if tokens == 64 or out_features >= 128 * PROCESSORS else 64
     # Programs that share a tile have at least 1,024 columns each.
     splits, programs = 1, -(-out_features // rows)
     while splits * programs < 256 and in_features >= 2048 * splits:
         splits *= 2
-    return TilePlan(rows, tokens, 8, splits, Launch(4, 3))
+    return TilePlan(rows, tokens, 8, splits, Launch(4, 2 if element_size == 4 else 3))
 
 
 class ExpertsPlan(NamedTuple):
@@ -63,8 +68,8 @@ class ExpertsPlan(NamedTuple):
     launch: Launch
 
 
-def experts_plan(num_pairs: int, num_experts: int) -> ExpertsPlan:
+def experts_plan(num_pairs: int, num_experts: int, element_size: int) -> ExpertsPlan:
     """By how many (token, expert) pairs an expert has on average."""
     per_expert = num_pairs / num_experts
-    tokens = 16 if per_expert <= 8 else 32 if per_expert <= 20 else 64
+    tokens = 16 if per_expert <= 8 or element_size == 4 else 32 if per_expert <= 20 else 64
     return ExpertsPlan(64, tokens, 8, 1 if tokens == 16 else 4, Launch(4, 3))

@@ -18,12 +18,22 @@ from penstock.loading.gguf_file import GGML_TYPES
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.triton import gguf, gguf_experts
 from penstock.ops.triton.gguf_layout import Planes, prepare_gguf
+from penstock.ops.triton.tuning_gguf import TilePlan, tile_plan
+
+
+def _sizes(plan: TilePlan | None) -> dict[str, int]:
+    assert plan is not None
+    return {"ROWS": plan.rows, "TOKENS": plan.tokens, "QUADS": plan.quads}
+
 
 KERNELS = {
     "row": (gguf._one_row_kernel, {"WHOLE": True, "STEPS": 2, "QUADS": 128, "EVEN": True}),
     "long row": (gguf._one_row_kernel, {"WHOLE": False, "STEPS": 1, "QUADS": 64, "EVEN": False}),
     "tile": (
         gguf._tile_kernel, {"SPLITS": 2, "ROWS": 64, "TOKENS": 16, "QUADS": 8, "EVEN": True}
+    ),
+    "float32 tile": (
+        gguf._tile_kernel, {"SPLITS": 1, **_sizes(tile_plan(64, 4096, 4096, 4)), "EVEN": True}
     ),
     "floats": (gguf._floats_kernel, {"CHOSEN": True, "QUADS": 128}),
     "experts": (
@@ -51,12 +61,15 @@ def a_matrix(type_name: str) -> Planes:
 
 def compile_one(kernel: str, type_name: str) -> dict[str, int]:
     function, settings = KERNELS[kernel]
-    warps = 2 if kernel == "long row" else 4
+    options = {"num_warps": 2 if kernel == "long row" else 4}
     planes = a_matrix(type_name)
     constants: dict[str, Any] = {"BIAS": True, **planes.constants, **settings}
     names = ("words_ptr", "high_ptr", "first_ptr", "second_ptr", "third_ptr")
     weights = zip(names, planes.pointers, strict=True)
     pointers = {**POINTERS, **{name: DTYPES[tensor.dtype] for name, tensor in weights}}
+    if kernel == "float32 tile":
+        pointers |= dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), "*fp32")
+        options["num_stages"] = 2
     signature, constexprs, attributes = {}, {}, {}
     for index, name in enumerate(function.arg_names):
         if name in constants:
@@ -66,7 +79,7 @@ def compile_one(kernel: str, type_name: str) -> dict[str, int]:
             if name in pointers or name in ("in_features", "x_stride", "out_stride"):
                 attributes[index,] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constexprs, attributes)
-    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
+    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), options)
     code = compiled.asm["ptx"]
     return {
         "loads of 16 bytes": sum("ld.global" in line and ".v4.b32" in line

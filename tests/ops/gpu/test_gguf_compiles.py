@@ -30,6 +30,8 @@ def check(found: dict[str, dict[str, int]]) -> None:
     for name, counts in found.items():
         if name.startswith(("tile", "experts")):
             assert counts["tensor cores"] > 0, name
+        elif name.startswith("float32 tile"):
+            assert counts["shared memory"] <= 96 * 1024, name  # smaller GPUs have 99
         else:  # what threads need is theirs from the first: only sums are exchanged
             if name.rpartition(":")[2] not in GRID_TYPES:
                 assert counts["loads of 16 bytes"] > 0, name
@@ -41,7 +43,7 @@ def test_kernels_compile_and_load_sixteen_bytes_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["row", "long row", "tile", "floats", "experts"])
+@pytest.mark.parametrize("kernel", ["row", "long row", "tile", "float32 tile", "floats", "experts"])
 def test_kernels_of_every_kind_of_blocks_compile(kernel: str) -> None:
     types = ("Q8_0", "Q4_1", "Q5_0", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "TQ2_0")
     check(compiled(*(f"{kernel}:{own}" for own in (*types, *GRID_TYPES))))
