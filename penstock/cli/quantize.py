@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.common import Subparsers, add_command
@@ -115,13 +119,28 @@ def run(args: argparse.Namespace) -> int:
                 windows = perplexity.windows_of(llm, calibration, args.calibration_text)
                 moments = perplexity.observe(llm, windows)
     method = method_named(args.method, args.group_size)
-    report = write_quantized(source, args.out, method, args.keep, moments)
+    with _sigterm_unwinds():
+        report = write_quantized(source, args.out, method, args.keep, moments)
     _print_report(report, args.out)
     if before is not None:
         with perplexity.open_for_windows(str(args.out), source.config) as llm:
             windows = perplexity.windows_of(llm, text, text_path)
             _print_change(before, perplexity.measure(llm, windows, "Perplexity after"))
     return 0
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Ended by SIGTERM as by Ctrl-C: what is half written is taken away first."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _print_report(report: Report, out: Path) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,26 +199,59 @@ def test_a_layer_whose_columns_do_not_divide_is_kept_and_named(model: Path, tmp_
     assert torch.allclose(logprobs_here(out, cpu_backend="torch"), theirs, atol=1e-4)
 
 
+class Interrupted:
+    """A checkpoint in whose midst something happens."""
+
+    def __init__(self, real: Any, event: Callable[[], None]) -> None:
+        self.real = real
+        self.event = event
+
+    def names(self) -> list[str]:
+        return list(self.real.names())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, item in enumerate(self.real.tensors()):
+            if index == 5:
+                self.event()
+            yield item
+
+
 def test_an_interrupted_run_leaves_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Interrupted:
-        def __init__(self, real: Any) -> None:
-            self.real = real
-
-        def names(self) -> list[str]:
-            return list(self.real.names())
-
-        def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-            tensors = self.real.tensors()
-            for _ in range(5):
-                yield next(tensors)
-            raise KeyboardInterrupt
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
     opened = write.open_checkpoint
-    monkeypatch.setattr(write, "open_checkpoint", lambda *args: Interrupted(opened(*args)))
+    monkeypatch.setattr(
+        write, "open_checkpoint", lambda *args: Interrupted(opened(*args), interrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         write_quantized(source_of(model), tmp_path / "out", method_named("fp8", 128), shard_bytes=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_run_that_is_told_to_end_leaves_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unheard(*args: object) -> None:
+        raise AssertionError("SIGTERM came to what stood there before the command")
+
+    opened = write.open_checkpoint
+    monkeypatch.setattr(
+        write,
+        "open_checkpoint",
+        lambda *args: Interrupted(opened(*args), lambda: signal.raise_signal(signal.SIGTERM)),
+    )
+    previous = signal.signal(signal.SIGTERM, unheard)
+    arguments = ["--method", "fp8", "--no-perplexity"]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main(["quantize", str(model), str(tmp_path / "out"), *arguments])
+        assert signal.getsignal(signal.SIGTERM) is unheard
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert ended.value.code == 128 + signal.SIGTERM
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
