@@ -1,4 +1,4 @@
-"""A drafter for tests: right most of the time, and wrong now and then."""
+"""Drafters for tests: right most of the time, and wrong now and then or always."""
 
 from __future__ import annotations
 
@@ -38,3 +38,19 @@ class Oracle:
                 draft[1] = self._wrong
             drafts.append(draft)
         return torch.tensor(drafts)
+
+
+class Stubborn:
+    """Drafts the same tokens every time, which never hold."""
+
+    num_drafts = 5
+
+    def propose(
+        self,
+        tables: RequestTables,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor,
+        slots: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> torch.Tensor:
+        return torch.full((len(slots), self.num_drafts), 9)

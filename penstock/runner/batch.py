@@ -19,6 +19,7 @@ class StepBatch:
 
     requests: list[ScheduledRequest]  # in row order
     host_slots: IntArray  # [num_requests]
+    tenancies: IntArray  # [num_requests]: the how many-th request of its slot each is
     slots: torch.Tensor  # the same on the device, int64
     host_starts: IntArray  # [num_requests + 1]: first row of each request, and the end
     query_starts: torch.Tensor  # the same on the device, int32
@@ -78,6 +79,7 @@ def make_batch(plan: StepPlan, tables: RequestTables) -> StepBatch:
     return StepBatch(
         requests=requests,
         host_slots=host_slots,
+        tenancies=tables.tenancies[host_slots],
         slots=slots,
         host_starts=host_starts,
         query_starts=starts,

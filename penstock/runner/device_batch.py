@@ -166,6 +166,7 @@ class StepBuffers:
         return StepBatch(
             requests=requests,
             host_slots=host_slots,
+            tenancies=tables.tenancies[host_slots],
             slots=self.slots[:n],
             host_starts=host_starts,
             query_starts=self.query_starts[: n + 1],

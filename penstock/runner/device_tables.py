@@ -30,10 +30,7 @@ class DeviceTables(RequestTables):
 
     def add(self, request: NewRequest) -> int:
         """Give the request a slot. It is in the tables after the next `append_blocks`."""
-        slot = self._free.pop()
-        self._slots[request.request_id] = slot
-        self.computed_bound[slot] = request.num_computed_tokens
-        self._num_blocks[:, slot] = 0
+        slot = self._take_slot(request)
         self._entering.append((slot, request))
         return slot
 

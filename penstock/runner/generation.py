@@ -223,7 +223,8 @@ class GenerationHead:
             num_new = output.num_new.numpy()
         # The host's bound counted every draft as accepted.
         rejected = batch.rows_per_sample - num_new
-        self.tables.computed_bound[batch.host_slots[batch.sampling]] -= rejected
+        own = batch.sampling
+        self.tables.lower_bounds(batch.host_slots[own], batch.tenancies[own], rejected)
         return {
             index: range(start, start + count)
             for index, start, count in zip(

@@ -56,6 +56,7 @@ class RequestTables:
         self._num_blocks = np.zeros((len(groups), max_num_seqs), dtype=np.int64)
         # Upper bounds of num_computed, for what the host must size.
         self.computed_bound: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
+        self.tenancies: IntArray = np.zeros(max_num_seqs, dtype=np.int64)  # requests a slot has had
 
     def slot_of(self, request_id: str) -> int:
         return self._slots[request_id]
@@ -66,13 +67,18 @@ class RequestTables:
 
     def add(self, request: NewRequest) -> int:
         """Give the request a slot and write what is known of it."""
-        slot = self._free.pop()
-        self._slots[request.request_id] = slot
+        slot = self._take_slot(request)
         tokens = torch.tensor(request.token_ids, dtype=torch.int32)
         self.token_ids[slot, : len(tokens)] = tokens.to(self.device, non_blocking=True)
         self.num_tokens[slot] = len(tokens)
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed[slot] = request.num_computed_tokens
+        return slot
+
+    def _take_slot(self, request: NewRequest) -> int:
+        slot = self._free.pop()
+        self._slots[request.request_id] = slot
+        self.tenancies[slot] += 1
         self.computed_bound[slot] = request.num_computed_tokens
         self._num_blocks[:, slot] = 0
         return slot
@@ -111,6 +117,14 @@ class RequestTables:
     def advance(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
         """`counts` more tokens of each slot are computed."""
         self.num_computed[slots] += counts
+
+    def lower_bounds(self, slots: IntArray, tenancies: IntArray, counts: IntArray) -> None:
+        """So many tokens of each slot were counted as computed, and are not.
+
+        Steps are collected late: a slot that has another request by now is left alone.
+        """
+        same = self.tenancies[slots] == tenancies
+        self.computed_bound[slots[same]] -= counts[same]
 
     def append_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """One sampled token for each slot. Slots are distinct."""

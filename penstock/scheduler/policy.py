@@ -127,6 +127,8 @@ class WaitingQueue:
     def remove(self, state: RequestState) -> None:
         """Take out a request, wherever it is; one that is not here is ignored."""
         self._members.discard(state)
-        if len(self._heap) > 2 * len(self._members) + 64:
+        if not self._members:
+            self._heap.clear()  # nothing is kept of requests that are gone
+        elif len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [entry for entry in self._heap if entry[1] in self._members]
             heapq.heapify(self._heap)

@@ -465,6 +465,8 @@ class Scheduler:
         """Take a request out of everything; steps in flight may go on for it unheard."""
         del self._requests[state.request_id]
         self._setbacks.acquit(state)
+        if self._refused is state:
+            self._refused = None
         if self._grammars is not None:
             self._grammars.drop(state.request_id)
         if state.status is RequestStatus.RUNNING:

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from drafters import Oracle
+from drafters import Oracle, Stubborn
 from tiny_engine import open_llm
 
 from penstock import LLM, SamplingParams
@@ -130,3 +130,21 @@ def test_with_drafts_that_hold_and_drafts_that_do_not(
         assert run(llm, neighbours=6) == alone
         assert llm.engine.stats().kv_cache_usage == 0.0
     assert drafter.num_accepted > 20
+
+
+def test_after_a_request_whose_failed_drafts_are_in_flight(
+    tiny_llama: str, alone: list[list[int]]
+) -> None:
+    """It leaves its slot to the next request before its last step is collected."""
+    options = {"max_num_seqs": 1, "block_size": 1, "cpu_backend": "torch"}
+    prompt = {"prompt_token_ids": prompts()[1]["prompt_token_ids"]}
+    own = [
+        SamplingParams(temperature=0, max_tokens=8, stop_token_ids=[alone[1][at]]) for at in (0, 2)
+    ]
+    with open_llm(tiny_llama, enable_prefix_caching=False, **options) as llm:
+        expected = [
+            llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for params in own
+        ]
+    with open_llm(tiny_llama, drafter=Stubborn(), async_scheduling=True, **options) as llm:
+        outputs = llm.generate([prompt] * 6, own * 3, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == expected * 3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import msgspec
 import pytest
 from fake_device import EOS, expected_output, make_request
@@ -13,6 +15,7 @@ from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.step import PromptLogprobs, RequestResult, StepResult, TokenLogprobs
 from penstock.protocol.structured import StructuredOutputsParams
+from penstock.scheduler.request import RequestState
 
 # -- how requests end
 
@@ -212,3 +215,17 @@ def test_deltas_say_how_many_prompt_tokens_were_cached():
         engine.drain()
     assert engine.endings["a"].num_cached_tokens == 0
     assert engine.endings["b"].num_cached_tokens == 8
+
+
+def test_nothing_is_kept_of_requests_that_left_the_queue():
+    engine = Engine(num_blocks=12, max_num_seqs=2, depth=2)
+    names = [f"left {index}" for index in range(4)]
+    for name in names:
+        engine.add(long_request(name))
+    engine.turn()
+    engine.hear(engine.scheduler.finish(reversed(names)))  # some run, some wait
+    while engine.device.in_flight:
+        engine.collect()
+    gc.collect()
+    states = [thing for thing in gc.get_objects() if type(thing) is RequestState]
+    assert [state.request_id for state in states if state.request_id in names] == []
