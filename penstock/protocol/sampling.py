@@ -17,6 +17,7 @@ MAX_N = 128
 MAX_STOP_STRINGS = 64
 MAX_BAD_WORDS = 1024
 MAX_TEXT_LENGTH = 4096  # of a stop string or a bad word, in characters
+MAX_TEXTS_LENGTH = 32 * 1024  # of all stop strings, or of all bad words
 MAX_BIAS_ENTRIES = 1024
 FLAGS = (
     "ignore_eos",
@@ -236,6 +237,10 @@ def _check_texts(name: str, texts: Collection[str], most: int) -> None:
                 f"got {text!r:.80}",
                 name,
             )
+    if (length := sum(map(len, texts))) > MAX_TEXTS_LENGTH:
+        raise InputError(
+            f"{name} may be at most {MAX_TEXTS_LENGTH} characters long together, got {length}", name
+        )
 
 
 def _check_items(name: str, values: object) -> None:

@@ -64,7 +64,8 @@ class GuidanceBackend:
             case "choice":
                 assert params.choice is not None
                 texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
-                return LLMatcher.grammar_from_lark(f"start: {texts}")
+                # As one terminal: a rule of so many alternatives is more than a parser's row holds.
+                return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
             case "grammar":
                 assert params.grammar is not None
                 text = params.grammar

@@ -8,12 +8,15 @@ shows when it is tried.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.protocol.errors import InputError
+
+Render = Callable[[list[dict[str, Any]]], str]
 
 _KEY = "penstock_probe"
 PROBE_TOOLS = [{"type": "function", "function": {"name": "probe", "parameters": {}}}]
@@ -43,31 +46,36 @@ class HistoryForm:
                 )
 
 
-def find_form(render: Callable[[list[dict[str, Any]]], str]) -> HistoryForm:
+def find_form(render: Render) -> HistoryForm:
     """The form in which a template shows a call as it should; `render` gives it PROBE_TOOLS."""
     for arguments_as_text in (False, True):
-        contents = tuple(
-            content
-            for content in (None, "")
-            if _shows_call(render, HistoryForm((content,), arguments_as_text))
-        )
+        texts = _probe(render, arguments_as_text)
+        contents = tuple(content for content, text in texts.items() if _shows_call(text))
         if contents:
             return HistoryForm(contents, arguments_as_text)
-    return HistoryForm((None, ""), arguments_as_text=False)
+    # It knows no calls: what counts is that it takes messages that have nothing but calls.
+    return HistoryForm(tuple(texts) or (None, ""), arguments_as_text=False)
 
 
-def _shows_call(render: Callable[[list[dict[str, Any]]], str], form: HistoryForm) -> bool:
-    call = {"name": "probe", "arguments": json.dumps({_KEY: 1})}
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "probe0000", "type": "function", "function": call}],
-    }
-    form.fit(message)
-    try:
-        text = render([{"role": "user", "content": "probe"}, message])
-    except InputError:
-        return False
+def _probe(render: Render, arguments_as_text: bool) -> dict[str | None, str]:
+    """A conversation with a call, by what stands for the content in it, where that can be."""
+    texts: dict[str | None, str] = {}
+    for content in (None, ""):
+        call = {"name": "probe", "arguments": json.dumps({_KEY: 1})}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "probe0000", "type": "function", "function": call}],
+        }
+        HistoryForm((content,), arguments_as_text).fit(message)
+        with contextlib.suppress(InputError):
+            texts[content] = render([{"role": "user", "content": "probe"}, message])
+    if len(texts) == 2 and texts[None].count("None") > texts[""].count("None"):
+        del texts[None]  # which the template would write out
+    return texts
+
+
+def _shows_call(text: str) -> bool:
     is_python = f"'{_KEY}'" in text
     is_quoted_twice = f'\\"{_KEY}' in text
     return _KEY in text and not is_python and not is_quoted_twice

@@ -250,13 +250,13 @@ class Frontend:
         if not words:
             return []
         assert self.tokenizer is not None
-        sequences = []
+        sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for spelling in (word, " " + word.lstrip()):
                 token_ids = self.tokenizer.encode(spelling, add_special_tokens=False)
-                if token_ids and token_ids not in sequences:
-                    sequences.append(token_ids)
-        return sequences
+                if token_ids:
+                    sequences[tuple(token_ids)] = None
+        return [list(token_ids) for token_ids in sequences]
 
 
 def choose_parsers(config: ChatConfig, renderer: Renderer | None) -> Detected:

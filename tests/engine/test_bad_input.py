@@ -118,6 +118,8 @@ def test_a_priority_that_cannot_be_ranked_is_refused_before_it_harms_others(
         ({"stop": ["x"] * 65}, "stop may hold at most 64 strings, got 65"),
         ({"bad_words": ["x"] * 1025}, "bad_words may hold at most 1024 strings, got 1025"),
         ({"bad_words": ["x" * 5000]}, "bad_words must hold non-empty strings of at most 4096"),
+        ({"stop": ["x" * 4096] * 9}, "stop may be at most 32768 characters long together, got 36864"),
+        ({"bad_words": ["x" * 4096] * 9}, "bad_words may be at most 32768 characters long together"),
         ({"extra_args": 5}, "extra_args must be a dict, got 5"),
         ({"bad_words": "foo"}, "bad_words must be a list, got 'foo'"),
         ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),

@@ -68,6 +68,8 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"json_object": True}, ["{}", '{"x": [1, null]}'], ["[]", "1"]),
     ({"regex": r"\d{3}-[a-zé]+x"}, ["123-abcx", "000-éx"], ["12-ax", "123-AX"]),
     ({"choice": ["yes", "no", 'say "no"', "日本"]}, ["no", 'say "no"', "日本"], ["nope", "日"]),
+    ({"choice": ["a", "ab", "abc", "a\nb"]}, ["a", "ab", "abc", "a\nb"], ["b", "a\n", "abcd"]),
+    ({"choice": [f"x{i}" for i in range(10_000)]}, ["x7", "x77", "x9999"], ["x", "x10000"]),
     ({"grammar": ARITHMETIC_LARK}, ["(1+22)*3", "7"], ["(1", "1+", "a"]),
     ({"grammar": ARITHMETIC_EBNF}, ["(1+22)*3", "7"], ["(1", "1+", "a"]),
     (

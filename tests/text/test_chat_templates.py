@@ -201,6 +201,27 @@ def test_parts_reach_a_template_that_loops_over_them_through_a_variable() -> Non
     assert template(text).render([{"role": "user", "content": parts}]) == "<one><two>"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        CHATML,  # which stumbles over a content that is null
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",  # writes it out
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}"
+        "{% endfor %}{% endfor %}",
+    ],
+)
+def test_a_call_without_content_is_no_text_to_a_template_that_wants_one(text: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "7"},
+    ]
+    prompt = ChatTemplate({"default": text}, {}).render(messages)
+    assert "None" not in prompt
+    assert "7" in prompt
+
+
 def test_a_role_may_be_an_enum_of_strings() -> None:
     class Role(str, Enum):
         USER = "user"
