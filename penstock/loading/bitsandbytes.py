@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _STATE = re.compile(r"(.*)\.weight\.quant_state\.bitsandbytes__\w+")
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 _MADE = ("weight", "weight_scale", "quant_map")
+_LARGEST_FLOAT = torch.finfo(torch.float32).max
 
 
 def has_flat_matrices(names: list[str]) -> bool:
@@ -103,7 +104,7 @@ def _scales(state: _State, count: int) -> torch.Tensor:
     if not state.is_nested:
         return state.take("absmax", torch.float32, count)
     places = state.take("absmax", torch.uint8, count)
-    size = state.positive("nested_blocksize")
+    size = min(state.positive("nested_blocksize"), count)  # a larger one would have no use
     of_blocks = state.take("nested_absmax", torch.float32, -(-count // size))
     values = state.take("nested_quant_map", torch.float32, 256)[places.int()]
     return values * of_blocks.repeat_interleave(size)[:count] + state.number("nested_offset")
@@ -135,15 +136,16 @@ class _State:
 
     def positive(self, key: str) -> int:
         value = self._raw.get(key)
-        if type(value) is not int or value < 1:
+        if type(value) is not int or not 1 <= value < 2**31:
             raise ModelError(
-                f"{self._layer}.weight.quant_state's {key} must be at least 1, got {value!r:.80}"
+                f"{self._layer}.weight.quant_state's {key} must be from 1 to 2^31 - 1, "
+                f"got {value!r:.80}"
             )
         return value
 
     def number(self, key: str) -> float:
         value = self._raw.get(key)
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not isinstance(value, (int, float)) or not abs(value) <= _LARGEST_FLOAT:
             raise ModelError(
                 f"{self._layer}.weight.quant_state's {key} must be a number, got {value!r:.80}"
             )

@@ -114,10 +114,12 @@ def changed(key: str, value: object) -> Callable[[torch.Tensor], torch.Tensor]:
         (STATE, changed("shape", [4, -128]), r"has shape \[4, -128\]"),
         (STATE, changed("shape", [16, 64, 1]), "supported are matrices"),
         (STATE, changed("shape", [4, 128]), "two numbers in each do not make the 4 x 128"),
-        (STATE, changed("blocksize", 0), "blocksize must be at least 1, got 0"),
-        (STATE, changed("blocksize", "64"), "blocksize must be at least 1, got '64'"),
+        (STATE, changed("blocksize", 0), "blocksize must be from 1 to 2.31 - 1, got 0"),
+        (STATE, changed("blocksize", "64"), "blocksize must be from 1 to 2.31 - 1, got '64'"),
         (STATE, changed("blocksize", 32), "absmax has 16 numbers, but the layer needs 32"),
+        (STATE, changed("blocksize", 2**70), "blocksize must be from 1 to 2.31 - 1, got 1180"),
         (STATE, changed("nested_offset", None), "nested_offset must be a number, got None"),
+        (STATE, changed("nested_offset", 10**400), "nested_offset must be a number, got 1000"),
         (STATE, changed("nested_blocksize", 4), "nested_absmax has 1 numbers, but .* needs 4"),
         ("weight", lambda t: t[:-1], "a.weight has 511 bytes"),
         ("weight.absmax", lambda t: t.float(), "absmax is stored as float32"),
@@ -132,6 +134,13 @@ def test_what_does_not_fit_together_is_named(
     tensors = write(8, 128, nested=True)
     with pytest.raises(ModelError, match=message):
         made.as_layers_take_them({**tensors, part: change(tensors[part])})
+
+
+def test_a_block_larger_than_all_there_is_costs_no_memory() -> None:
+    tensors = write(8, 128, nested=True)
+    vast = {**tensors, STATE: changed("nested_blocksize", 2**31 - 1)(tensors[STATE])}
+    found, usual = (made.as_layers_take_them(each)["weight_scale"] for each in (vast, tensors))
+    assert torch.equal(found, usual)
 
 
 @pytest.mark.parametrize("part", ["weight", "weight.absmax", "weight.nested_absmax"])

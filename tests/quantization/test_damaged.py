@@ -26,6 +26,14 @@ MXFP4 = made.compressed(
     "mxfp4-pack-quantized",
     {**FP4, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"},
 )
+NVFP4 = made.compressed(
+    "nvfp4-pack-quantized",
+    {
+        **FP4, "strategy": "tensor_group", "group_size": 16,
+        "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn",
+    },
+)  # fmt: skip
+NAN, INF = float("nan"), float("inf")
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -34,10 +42,10 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.make_floats(tmp_path_factory.mktemp("floats"), num_hidden_layers=1)
 
 
-def with_first(value: int) -> Change:
+def with_first(value: float) -> Change:
     def change(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.clone()
-        changed[0] = value
+        changed.view(-1)[0] = value
         return changed
 
     return change
@@ -79,6 +87,44 @@ def test_tensors_that_do_not_fit_are_named(
         own_logits(quantized)
 
 
+@pytest.mark.parametrize(
+    ("written", "parameter", "value", "message"),
+    [
+        (ORDERED, "scales", NAN, "scales has scales that are not finite"),
+        (made.awq(), "scales", INF, "scales has scales that are not finite"),
+        (PACKED, "weight_scale", NAN, "weight_scale has scales that are not finite"),
+        (MXFP4, "weight_scale", 255, "weight_scale has scales that are not finite"),
+        (NVFP4, "weight_scale", NAN, "weight_scale has scales that are not finite"),
+        (NVFP4, "weight_global_scale", 0.0, "weight_global_scale must be a positive scale, is 0.0"),
+        (made.fp8("block"), "weight_scale_inv", INF, "weight_scale_inv has scales that are not fi"),
+        (made.fp8("tensor", static=True), "input_scale", 0.0, "input_scale must be a positive sca"),
+        (made.fp8("tensor", static=True), "input_scale", NAN, "input_scale has scales that are no"),
+        (made.bitsandbytes_int8(), "SCB", NAN, "SCB has scales that are not finite"),
+        (made.bitsandbytes(), "weight.absmax", INF, "weight_scale has scales that are not finite"),
+        (made.bitsandbytes(), "weight.quant_map", NAN, "quant_map has scales that are not finite"),
+    ],
+)
+def test_scales_that_nothing_can_be_computed_with_are_named(
+    written: Any, parameter: str, value: float, message: str, floats: Path, tmp_path: Path
+) -> None:
+    """Else the model would load, and each request fail without a word about the checkpoint."""
+    quantized, _ = made.quantize(floats, tmp_path, *written)
+    damage(quantized, parameter, with_first(value))
+    with pytest.raises(ModelError, match=rf"tensor {DOWN}\.\w+: {message}"):
+        own_logits(quantized)
+
+
+def test_scales_of_activations_that_nobody_reads_may_be_anything(
+    floats: Path, tmp_path: Path
+) -> None:
+    """Tools leave them unset where activations are dynamic."""
+    config, write = made.fp8("tensor", static=True)
+    changed = {**config, "activation_scheme": "dynamic"}
+    quantized, _ = made.quantize(floats, tmp_path, changed, write)
+    damage(quantized, "input_scale", with_first(NAN))
+    assert bool(torch.isfinite(own_logits(quantized)).all())
+
+
 def test_columns_in_an_order_that_the_configuration_does_not_know_of_are_refused(
     floats: Path, tmp_path: Path
 ) -> None:
@@ -86,6 +132,19 @@ def test_columns_in_an_order_that_the_configuration_does_not_know_of_are_refused
     config, write = ORDERED
     quantized, _ = made.quantize(floats, tmp_path, {**config, "desc_act": False}, write)
     with pytest.raises(ModelError, match="set desc_act to true"):
+        own_logits(quantized)
+
+
+def test_the_same_in_the_other_format(floats: Path, tmp_path: Path) -> None:
+    config, write = PACKED
+
+    def write_shuffled(weight: torch.Tensor) -> tuple[made.Tensors, torch.Tensor]:
+        tensors, meant = write(weight)
+        groups = torch.arange(weight.shape[1]).flip(0) // 32
+        return {**tensors, "weight_g_idx": groups.int()}, meant
+
+    quantized, _ = made.quantize(floats, tmp_path, config, write_shuffled)
+    with pytest.raises(ModelError, match='actorder does not say so: set it to "group"'):
         own_logits(quantized)
 
 

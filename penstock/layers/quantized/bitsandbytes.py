@@ -46,14 +46,14 @@ class TableScheme:
         }
 
     def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
-        packed, scales = tensors["weight"], tensors["weight_scale"]
+        packed, scales = tensors["weight"], scales_of(tensors, "weight_scale")
         check_type("weight", packed, torch.uint8)
         columns = 2 * packed.shape[1]
         if columns % scales.shape[1]:
             raise ModelError(
                 f"{scales.shape[1]} scales a row do not divide its {columns} columns into groups"
             )
-        table = tensors["quant_map"].float().contiguous()
+        table = scales_of(tensors, "quant_map").float().contiguous()
         return TableWeight(packed.contiguous(), scales.float().contiguous(), table)
 
 

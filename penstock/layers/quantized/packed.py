@@ -92,7 +92,7 @@ class GptqScheme(_Grouped):
         weight = _weight(packed, scales, zeros, self.bits)
         if "g_idx" not in tensors or self.group_size == -1:
             return weight
-        groups = tensors["g_idx"].long()
+        groups = _groups(tensors, "g_idx")
         in_order = _in_order(groups, self.group_size, shard)
         is_set = bool(groups.any())  # some writers leave it zero where columns are in order
         if self.act_order:
@@ -204,13 +204,27 @@ class PackedScheme(_Grouped):
             numbers = words.view(torch.uint8)
             zeros = (unpack_nibbles(numbers) if self.bits == 4 else numbers).t().contiguous()
         weight = _weight(packed, scales, zeros, self.bits)
-        if not self.act_order or "weight_g_idx" not in tensors:
+        if "weight_g_idx" not in tensors:
             return weight
         group_size = shard.shape[1] if self.group_size == -1 else self.group_size
-        groups = tensors["weight_g_idx"].long()
+        groups = _groups(tensors, "weight_g_idx")
+        in_order = _in_order(groups, group_size, shard)
         if (groups == -1).all():  # the format's way to say that columns are in order
-            groups = _in_order(groups, group_size, shard)
-        return order_columns(weight, groups, group_size)
+            groups = in_order
+        if self.act_order:
+            return order_columns(weight, groups, group_size)
+        if not torch.equal(groups, in_order):
+            raise ModelError(
+                "weight_g_idx has columns in activation order, but quantization_config's actorder "
+                'does not say so: set it to "group" in config.json'
+            )
+        return weight
+
+
+def _groups(tensors: Tensors, name: str) -> torch.Tensor:
+    """The group of each column."""
+    check_type(name, tensors[name], torch.int32, torch.int64)
+    return tensors[name].long()
 
 
 def _in_order(groups: torch.Tensor, group_size: int, shard: Shard) -> torch.Tensor:

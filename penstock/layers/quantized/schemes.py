@@ -66,13 +66,34 @@ def check_type(name: str, tensor: torch.Tensor, *known: torch.dtype) -> None:
 
 
 def scales_of(tensors: Tensors, name: str) -> torch.Tensor:
-    """As they are stored. ModelError for what is no float: places in a table, or damage."""
+    """As they are stored. ModelError for what is no float, or not finite: damage."""
     scales = tensors[name]
     if not scales.is_floating_point():
         raise ModelError(
             f"{name} is stored as {str(scales.dtype).removeprefix('torch.')}, supported are floats"
         )
+    check_finite(name, scales.float())
     return scales
+
+
+def check_finite(name: str, scales: torch.Tensor) -> None:
+    """ModelError for scales under which no product is a number."""
+    if not bool(torch.isfinite(scales).all()):
+        raise ModelError(
+            f"{name} has scales that are not finite: the checkpoint is damaged, fetch it again or "
+            "quantize the model anew"
+        )
+
+
+def one_scale(tensors: Tensors, name: str) -> torch.Tensor:
+    """The one number that something is divided by, as float32. ModelError unless positive."""
+    scale = scales_of(tensors, name).float()
+    if not bool((scale > 0).all()):
+        raise ModelError(
+            f"{name} must be a positive scale, is {float(scale)}: the checkpoint is damaged, or "
+            "was quantized without calibration; quantize the model anew"
+        )
+    return scale
 
 
 @dataclass(frozen=True)
@@ -127,7 +148,7 @@ class Fp8Scheme:
             scale = _own_blocks(scale, shard)
         elif self.granularity == "tensor":
             scale = scale.expand(len(weight)).contiguous()
-        input_scale = scales_of(tensors, self.input_name).float() if self.static else None
+        input_scale = one_scale(tensors, self.input_name) if self.static else None
         return Fp8Weight(weight, scale, input_scale)
 
 
@@ -197,7 +218,7 @@ class Int8Scheme:
             return W4Weight(packed, scale[:, None], None, weight.shape[1], bits=8)
         input_scale = None
         if self.activations == "static":
-            input_scale = scales_of(tensors, "input_scale").float()
+            input_scale = one_scale(tensors, "input_scale")
         return Int8Weight(weight, scale, input_scale)
 
 
@@ -249,15 +270,20 @@ class Fp4Scheme:
         check_type(self.packed_name, packed, torch.uint8)
         if self.kind == "mxfp4":
             check_type("weight_scale", scales, torch.uint8, torch.float8_e8m0fnu)
-            return Fp4Weight(packed, scales.view(torch.uint8), None, self.group_size)
+            exponents = scales.view(torch.uint8)
+            check_finite("weight_scale", exponents.view(torch.float8_e8m0fnu).float())
+            return Fp4Weight(packed, exponents, None, self.group_size)
         if scales.dtype != FP8:
             raise ModelError(
                 f"NVFP4 scales are stored as {str(scales.dtype).removeprefix('torch.')}, "
                 "supported is float8_e4m3fn"
             )
-        one = scales_of(tensors, self.global_name).float()
-        rows = (1.0 / one if self.divides else one).expand(len(packed)).contiguous()
-        return Fp4Weight(packed, scales, rows, self.group_size)
+        check_finite("weight_scale", scales.float())
+        if self.divides:
+            one = 1.0 / one_scale(tensors, self.global_name)
+        else:
+            one = scales_of(tensors, self.global_name).float()
+        return Fp4Weight(packed, scales, one.expand(len(packed)).contiguous(), self.group_size)
 
 
 # -- quantized here, while loading
