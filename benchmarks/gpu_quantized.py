@@ -20,7 +20,7 @@ import triton
 from penstock.ops import quantized as plain
 from penstock.ops.triton import fp8, linear, w4, w4_layout, w4_row
 from penstock.ops.triton.tuning import Launch, RowTile
-from penstock.ops.triton.tuning_quantized import Fp8Plan, W4Plan
+from penstock.ops.triton.tuning_quantized import Fp8Plan, TilePlan
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 GROUP = 128
@@ -124,9 +124,9 @@ def w4_tiles(weights: Weights, num_tokens: int) -> Iterator[Variant]:
     for rows, splits, warps, stages in itertools.product((64, 128), (1, 2, 4), (4, 8), (2, 3, 4)):
         if not 64 <= weights.out // rows * splits <= 800 or rows < 16 * warps:
             continue
-        plan = W4Plan(rows, tokens, splits, Launch(warps, stages))
+        plan = TilePlan(rows, tokens, splits, Launch(warps, stages))
 
-        def call(index: int, plan: W4Plan = plan) -> object:
+        def call(index: int, plan: TilePlan = plan) -> object:
             return w4.run_tiles(x, weights.packed(index), None, plan)
 
         yield f"w4 {num_tokens}", plan, call, 2 * weights.count

@@ -6,35 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.ops.triton.byte_weights import ByteWeight, multiply_bytes
-from penstock.ops.triton.experts import activate, place, sum_experts
+from penstock.ops.triton.byte_weights import ByteWeight, multiply_chunks
+from penstock.ops.triton.experts import place, store_activated, store_weighted, sum_experts
 from penstock.ops.triton.routing import align
 from penstock.ops.triton.tuning_quantized import quantized_experts_plan
-
-
-@triton.jit
-def _multiply_row(
-    acc,  # [rows of the weight, rows of x] float32
-    weight_ptr, scale_ptr, zero_ptr, value_ptr, x_at, weight_row, is_token,
-    in_features, num_bytes, num_groups, columns_each,
-    TABLE: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
-    BYTES: tl.constexpr,
-):  # fmt: skip
-    """acc + whole rows of the weight with x; x_at points to the first BYTES columns."""
-    byte = tl.arange(0, BYTES)
-    source = weight_ptr + weight_row[:, None] * num_bytes + byte[None, :]
-    scales, zeros = scale_ptr + weight_row * num_groups, zero_ptr + weight_row * num_groups
-    width: tl.constexpr = 2 * BYTES if TABLE else BYTES
-    for chunk in range(tl.cdiv(num_bytes, BYTES)):
-        if EVEN or TABLE:
-            data = tl.load(source + chunk * BYTES)
-        else:
-            data = tl.load(source + chunk * BYTES, (chunk * BYTES + byte < num_bytes)[None, :], 0)
-        acc = multiply_bytes(
-            acc, data, x_at + chunk * width, is_token, scales, zeros, value_ptr, chunk * width,
-            columns_each, num_groups, in_features, TABLE, ZEROS, WHOLE, EVEN, BYTES,
-        )  # fmt: skip
-    return acc
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -60,20 +35,15 @@ def _gate_up_kernel(
     within = first + index % COLUMNS
     is_weight = within < size
     weight_row = expert * 2 * size + tl.where(is_weight, within + index // COLUMNS * size, 0)
-    depth = tl.arange(0, BYTES)
-    x_at = x_ptr + (pair // TOP_K).to(tl.int64)[None, :] * hidden + depth[:, None]
-    acc = _multiply_row(
+    acc = multiply_chunks(
         tl.zeros([2 * COLUMNS, ROWS], tl.float32),
-        weight_ptr, scale_ptr, zero_ptr, value_ptr, x_at, weight_row, is_row,
-        hidden, num_bytes, num_groups, columns_each, TABLE, ZEROS, WHOLE, EVEN, BYTES,
+        weight_ptr, scale_ptr, zero_ptr, value_ptr, x_ptr + (pair // TOP_K).to(tl.int64) * hidden,
+        weight_row, is_row, 0, tl.cdiv(num_bytes, BYTES), hidden, num_bytes, num_groups,
+        columns_each, TABLE, ZEROS, WHOLE, EVEN, BYTES,
     )  # fmt: skip
     if BIAS:
         acc += tl.load(bias_ptr + weight_row, mask=is_weight, other=0.0).to(tl.float32)[:, None]
-    gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
-    at = first + tl.arange(0, COLUMNS)
-    out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
-    target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
-    tl.store(target, out, mask=is_row[:, None] & (at < size)[None, :])
+    store_activated(acc, out_ptr, block, first, size, row, is_row, ACTIVATION, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -95,20 +65,17 @@ def _down_kernel(
     within = column * COLUMNS + tl.arange(0, COLUMNS)
     is_weight = within < hidden
     weight_row = expert * hidden + tl.where(is_weight, within, 0)
-    depth = tl.arange(0, BYTES)
-    x_at = x_ptr + (block * ROWS + row).to(tl.int64)[None, :] * size + depth[:, None]
-    acc = _multiply_row(
+    acc = multiply_chunks(
         tl.zeros([COLUMNS, ROWS], tl.float32),
-        weight_ptr, scale_ptr, zero_ptr, value_ptr, x_at, weight_row, is_row,
-        size, num_bytes, num_groups, columns_each, TABLE, ZEROS, WHOLE, EVEN, BYTES,
+        weight_ptr, scale_ptr, zero_ptr, value_ptr,
+        x_ptr + (block * ROWS + row).to(tl.int64) * size,
+        weight_row, is_row, 0, tl.cdiv(num_bytes, BYTES), size, num_bytes, num_groups,
+        columns_each, TABLE, ZEROS, WHOLE, EVEN, BYTES,
     )  # fmt: skip
-    if BIAS:
-        acc += tl.load(bias_ptr + weight_row, mask=is_weight, other=0.0).to(tl.float32)[:, None]
-    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
-    acc *= tl.load(factor_ptr + pair, mask=is_row, other=0.0)[None, :]
-    target = out_ptr + pair.to(tl.int64)[:, None] * hidden + within[None, :]
-    out = acc.T.to(out_ptr.dtype.element_ty)
-    tl.store(target, out, mask=is_row[:, None] & is_weight[None, :])
+    store_weighted(
+        acc, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, within, is_weight,
+        row, is_row, BIAS, ROWS,
+    )  # fmt: skip
 
 
 def table_experts(
@@ -170,9 +137,7 @@ def experts(
         return torch.empty_like(x)
     num_experts, double, _ = gate_up.data.shape
     hidden, size = x.shape[1], double // 2
-    plan = quantized_experts_plan(num_tokens * top_k, num_experts)
-    # Floats of 32 bits fill the shared memory with fewer chunks on their way.
-    num_stages = 2 if x.dtype == torch.float32 else plan.gate_up.launch.num_stages
+    plan = quantized_experts_plan(num_tokens * top_k, num_experts, x.element_size())
     blocks = align(ids, num_experts, plan.rows)
     num_blocks = len(blocks.experts)
     x = x.contiguous()
@@ -183,7 +148,8 @@ def experts(
         gate_up.num_groups, gate_up.columns_each,
         TOP_K=top_k, ACTIVATION=activation, BIAS=gate_up_bias is not None,
         **gate_up.constants(hidden), ROWS=plan.rows, COLUMNS=plan.gate_up.columns,
-        GROUP=plan.gate_up.group, num_warps=plan.gate_up.launch.num_warps, num_stages=num_stages,
+        GROUP=plan.gate_up.group, num_warps=plan.gate_up.launch.num_warps,
+        num_stages=plan.gate_up.launch.num_stages,
     )  # fmt: skip
     weighted = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     _down_kernel[(num_blocks * triton.cdiv(hidden, plan.down.columns),)](
@@ -192,6 +158,6 @@ def experts(
         down.num_groups, down.columns_each,
         BIAS=down_bias is not None, **down.constants(size), ROWS=plan.rows,
         COLUMNS=plan.down.columns, GROUP=plan.down.group,
-        num_warps=plan.down.launch.num_warps, num_stages=num_stages,
+        num_warps=plan.down.launch.num_warps, num_stages=plan.down.launch.num_stages,
     )  # fmt: skip
     return sum_experts(weighted, num_tokens)

@@ -15,15 +15,12 @@ import triton
 import triton.language as tl
 
 from penstock.ops import quantized as plain
-from penstock.ops import reference
-from penstock.ops.triton.splitting import add_parts
-from penstock.ops.triton.tuning import Launch
+from penstock.ops.triton.slabs import multiply_slabs
+from penstock.ops.triton.splitting import add_parts, room_for_parts
+from penstock.ops.triton.tuning_quantized import TilePlan, byte_plan
 
 BYTES = 64  # of a chunk
-SLAB = 1 << 27  # numbers that become floats at one time, for cuBLAS
-PACKED_SLAB = 1 << 24  # numbers that are brought into this layout at one time
-FEW_TOKENS = 128
-PROCESSORS = 132
+SLAB = 1 << 24  # numbers that are brought into this layout at one time
 
 
 class ByteWeight(NamedTuple):
@@ -74,7 +71,7 @@ class ByteWeight(NamedTuple):
 
 
 @triton.jit
-def multiply_bytes(
+def _multiply_chunk(
     acc,  # [ROWS, TOKENS] float32
     data,  # [ROWS, BYTES], of one chunk
     x_at,  # [BYTES, TOKENS] pointers to x, of the chunk's first column
@@ -119,6 +116,35 @@ def multiply_bytes(
     return acc
 
 
+@triton.jit
+def multiply_chunks(
+    acc,  # [ROWS, TOKENS] float32
+    weight_ptr, scale_ptr, zero_ptr, value_ptr,
+    x_at,  # [TOKENS] pointers to x, of the first column
+    row,  # [ROWS] int64, of the weight
+    is_token,  # [TOKENS]
+    low, high, in_features, num_bytes, num_groups, columns_each,
+    TABLE: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
+    BYTES: tl.constexpr,
+):  # fmt: skip
+    """acc + rows of the weight with x, over chunks [low, high)."""
+    byte = tl.arange(0, BYTES)
+    source = weight_ptr + row[:, None] * num_bytes + byte[None, :]
+    column_at = x_at[None, :] + byte[:, None]
+    scales, zeros = scale_ptr + row * num_groups, zero_ptr + row * num_groups
+    width: tl.constexpr = 2 * BYTES if TABLE else BYTES
+    for chunk in range(low, high):
+        if EVEN or TABLE:
+            data = tl.load(source + chunk * BYTES)
+        else:
+            data = tl.load(source + chunk * BYTES, (chunk * BYTES + byte < num_bytes)[None, :], 0)
+        acc = _multiply_chunk(
+            acc, data, column_at + chunk * width, is_token, scales, zeros, value_ptr, chunk * width,
+            columns_each, num_groups, in_features, TABLE, ZEROS, WHOLE, EVEN, BYTES,
+        )  # fmt: skip
+    return acc
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _tile_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, value_ptr, bias_ptr, out_ptr, partial_ptr, arrived_ptr,
@@ -136,23 +162,14 @@ def _tile_kernel(
     each = tl.cdiv(num_chunks, SPLITS)
     low = split * each
     high = tl.minimum(low + each, num_chunks)
-    byte = tl.arange(0, BYTES)
     # A row that is not there is read as the first: what comes of it is not stored.
     own_row = tl.where(is_row, row, 0).to(tl.int64)
-    source = weight_ptr + own_row[:, None] * num_bytes + byte[None, :]
-    x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + byte[:, None]
-    scales, zeros = scale_ptr + own_row * num_groups, zero_ptr + own_row * num_groups
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    width: tl.constexpr = 2 * BYTES if TABLE else BYTES
-    for chunk in range(low, high):
-        if EVEN or TABLE:
-            data = tl.load(source + chunk * BYTES)
-        else:
-            data = tl.load(source + chunk * BYTES, (chunk * BYTES + byte < num_bytes)[None, :], 0)
-        acc = multiply_bytes(
-            acc, data, x_at + chunk * width, is_token, scales, zeros, value_ptr, chunk * width,
-            columns_each, num_groups, in_features, TABLE, ZEROS, WHOLE, EVEN, BYTES,
-        )  # fmt: skip
+    acc = multiply_chunks(
+        tl.zeros([ROWS, TOKENS], tl.float32),
+        weight_ptr, scale_ptr, zero_ptr, value_ptr, x_ptr + token.to(tl.int64) * x_stride,
+        own_row, is_token, low, high, in_features, num_bytes, num_groups, columns_each,
+        TABLE, ZEROS, WHOLE, EVEN, BYTES,
+    )  # fmt: skip
     acc = acc.T
     offset = token.to(tl.int64)[:, None] * out_features + row[None, :]
     mask = is_token[:, None] & is_row[None, :]
@@ -203,7 +220,7 @@ def prepare_table(
     in_features = 2 * packed.shape[-1]
     num_bytes = triton.cdiv(in_features, 2 * BYTES) * BYTES
     data = torch.empty((len(rows), num_bytes), dtype=torch.uint8, device=packed.device)
-    step = max(PACKED_SLAB // max(in_features, 1), 1)
+    step = max(SLAB // max(in_features, 1), 1)
     for start in range(0, len(rows), step):
         numbers = plain.unpack_nibbles(rows[start : start + step])
         padded = F.pad(numbers, (0, 2 * num_bytes - in_features))
@@ -245,56 +262,31 @@ def linear(x: torch.Tensor, weight: ByteWeight, bias: torch.Tensor | None) -> to
     out_features = len(weight.data)
     if num_tokens == 0:
         return x.new_empty((0, out_features))
-    if num_tokens <= FEW_TOKENS:
-        return run_tiles(x, weight, bias, choose_splits(num_tokens, out_features, in_features))
-    slab = max(SLAB // in_features, 1)
-    if slab >= out_features:
-        return reference.linear(x, dequantize(weight, in_features, x.dtype), bias)
-    out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
-    for start in range(0, out_features, slab):
-        end = min(start + slab, out_features)
-        floats = dequantize(weight.rows(start, end), in_features, x.dtype)
-        out[:, start:end] = reference.linear(x, floats, None if bias is None else bias[start:end])
-    return out
-
-
-def choose_splits(num_tokens: int, out_features: int, in_features: int) -> int:
-    """Programs that share a tile: enough to fill the chip, of at least 1,024 columns each."""
-    tiles = triton.cdiv(out_features, ROWS) * triton.cdiv(num_tokens, token_tile(num_tokens))
-    splits = 1
-    while splits * tiles < 2 * PROCESSORS and in_features >= 2048 * splits:
-        splits *= 2
-    return splits
-
-
-ROWS = 64
-LAUNCH = Launch(4, 3)
-
-
-def token_tile(num_tokens: int) -> int:
-    return 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    plan = byte_plan(num_tokens, out_features, in_features, x.element_size())
+    if plan is not None:
+        return run_tiles(x, weight, bias, plan)
+    return multiply_slabs(
+        x,
+        lambda start, end: dequantize(weight.rows(start, end), in_features, x.dtype),
+        bias,
+        torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device),
+    )
 
 
 def run_tiles(
-    x: torch.Tensor, weight: ByteWeight, bias: torch.Tensor | None, splits: int
+    x: torch.Tensor, weight: ByteWeight, bias: torch.Tensor | None, plan: TilePlan
 ) -> torch.Tensor:
     """x [n, in] with all of the weight, on the tensor cores."""
     num_tokens, in_features = x.shape
     out_features = len(weight.data)
-    tokens = token_tile(num_tokens)
-    grid = (triton.cdiv(num_tokens, tokens), triton.cdiv(out_features, ROWS), splits)
+    grid = (triton.cdiv(num_tokens, plan.tokens), triton.cdiv(out_features, plan.rows), plan.splits)
     out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
-    partial = arrived = out
-    if splits > 1:
-        shape = (splits, num_tokens, out_features)
-        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-        arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=x.device)
     _tile_kernel[grid](
-        x, *weight.operands, out if bias is None else bias, out, partial, arrived,
+        x, *weight.operands, out if bias is None else bias, out, *room_for_parts(out, grid),
         x.stride(0), num_tokens, in_features, out_features, weight.num_bytes, weight.num_groups,
         weight.columns_each, BIAS=bias is not None, **weight.constants(in_features),
-        SPLITS=splits, ROWS=ROWS, TOKENS=tokens,
-        num_warps=LAUNCH.num_warps, num_stages=LAUNCH.num_stages,
+        SPLITS=plan.splits, ROWS=plan.rows, TOKENS=plan.tokens,
+        num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
     )  # fmt: skip
     return out
 

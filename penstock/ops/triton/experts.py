@@ -56,6 +56,37 @@ def place(num_blocks, num_columns, GROUP: tl.constexpr):
     return first + within % size, within // size
 
 
+@triton.jit
+def store_activated(
+    acc,  # [2 * COLUMNS, ROWS] float32: the gate's, then up's
+    out_ptr, block, first, size, row, is_row,
+    ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The block's rows of out [num_blocks * ROWS, size], its columns from `first` on."""
+    gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
+    at = first + tl.arange(0, COLUMNS)
+    out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
+    target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
+    tl.store(target, out, mask=is_row[:, None] & (at < size)[None, :])
+
+
+@triton.jit
+def store_weighted(
+    acc,  # [columns, ROWS] float32
+    bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, column, is_column,
+    row, is_row, BIAS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """acc to its pairs' rows of out, times the tokens' weights of their experts."""
+    if BIAS:
+        bias = bias_ptr + expert.to(tl.int64) * hidden + column
+        acc += tl.load(bias, mask=is_column, other=0.0).to(tl.float32)[:, None]
+    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
+    acc *= tl.load(factor_ptr + pair, mask=is_row, other=0.0)[None, :]
+    target = out_ptr + pair.to(tl.int64)[:, None] * hidden + column[None, :]
+    out = acc.T.to(out_ptr.dtype.element_ty)
+    tl.store(target, out, mask=is_row[:, None] & is_column[None, :])
+
+
 @triton.jit(do_not_specialize=["num_blocks"])
 def _gate_up_kernel(
     x_ptr, weight, bias_ptr, out_ptr, pair_ptr, expert_ptr, rows_ptr,

@@ -12,13 +12,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.ops import quantized as plain
 from penstock.ops.experts import ACTIVATIONS
-from penstock.ops.triton.experts import activate, place, sum_experts
+from penstock.ops.triton.experts import place, store_activated, store_weighted, sum_experts
 from penstock.ops.triton.fp8 import quantize
 from penstock.ops.triton.routing import Blocks, align
 from penstock.ops.triton.tuning import ExpertsPlan
 from penstock.ops.triton.tuning_quantized import quantized_experts_plan
 from penstock.ops.triton.w4_layout import CHUNK, WORDS, Packed
-from penstock.ops.triton.w4_unpack import load_groups, load_planes, multiply_chunk
+from penstock.ops.triton.w4_unpack import multiply_chunks
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_scales"])
@@ -67,11 +67,7 @@ def _fp8_gate_up_kernel(
     if BIAS:
         bias = bias_ptr + expert.to(tl.int64) * 2 * size + weight_row
         acc += tl.load(bias, mask=is_weight, other=0.0).to(tl.float32)[:, None]
-    gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
-    at = first + tl.arange(0, COLUMNS)
-    out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
-    target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
-    tl.store(target, out, mask=is_row[:, None] & (at < size)[None, :])
+    store_activated(acc, out_ptr, block, first, size, row, is_row, ACTIVATION, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_scales"])
@@ -108,26 +104,10 @@ def _fp8_down_kernel(
     if not BLOCKED:
         acc *= tl.load(x_scales, mask=is_row, other=0.0)[None, :]
         acc *= tl.load(scales + weight_row, mask=is_weight, other=0.0)[:, None]
-    _store_weighted(
+    store_weighted(
         acc, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, weight_row, is_weight,
         row, is_row, BIAS, ROWS,
     )  # fmt: skip
-
-
-@triton.jit
-def _store_weighted(
-    acc, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, column, is_column,
-    row, is_row, BIAS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """acc [columns, ROWS] to its pairs' rows of out, times the token's weights of its experts."""
-    if BIAS:
-        bias = bias_ptr + expert.to(tl.int64) * hidden + column
-        acc += tl.load(bias, mask=is_column, other=0.0).to(tl.float32)[:, None]
-    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
-    acc *= tl.load(factor_ptr + pair, mask=is_row, other=0.0)[None, :]
-    target = out_ptr + pair.to(tl.int64)[:, None] * hidden + column[None, :]
-    out = acc.T.to(out_ptr.dtype.element_ty)
-    tl.store(target, out, mask=is_row[:, None] & is_column[None, :])
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -152,26 +132,17 @@ def _w4_gate_up_kernel(
     within = first + index % COLUMNS
     is_weight = within < size
     weight_row = expert * 2 * size + tl.where(is_weight, within + index // COLUMNS * size, 0)
-    word = tl.arange(0, 32)
-    source = weight_ptr + weight_row[:, None] * (num_chunks * 32) + word[None, :]
-    x_at = x_ptr + (pair // TOP_K).to(tl.int64)[None, :] * hidden + word[:, None]
-    scale_at, zero_at = scale_ptr + weight_row * num_groups, zero_ptr + weight_row * num_groups
-    acc = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
-    for chunk in range(num_chunks):
-        words = tl.load(source + chunk * 32)
-        xs = load_planes(x_at + chunk * 128, is_row, hidden - chunk * 128, EVEN)
-        scales = load_groups(scale_at, chunk, chunks_each, num_groups, PARTS)
-        zeros = load_groups(zero_at, chunk, chunks_each, num_groups, PARTS) if ZEROS else scales
-        acc = multiply_chunk(acc, words, xs, scales, zeros, word // 16, FP4, ZEROS, PARTS, ASM)
+    acc = multiply_chunks(
+        tl.zeros([2 * COLUMNS, ROWS], tl.float32),
+        weight_ptr, scale_ptr, zero_ptr, x_ptr + (pair // TOP_K).to(tl.int64) * hidden,
+        weight_row, is_row, 0, num_chunks, hidden, num_chunks, num_groups, chunks_each,
+        FP4, ZEROS, PARTS, ASM, EVEN,
+    )  # fmt: skip
     if GLOBAL:
         acc *= tl.load(global_ptr + weight_row, mask=is_weight, other=0.0)[:, None]
     if BIAS:
         acc += tl.load(bias_ptr + weight_row, mask=is_weight, other=0.0).to(tl.float32)[:, None]
-    gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
-    at = first + tl.arange(0, COLUMNS)
-    out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
-    target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
-    tl.store(target, out, mask=is_row[:, None] & (at < size)[None, :])
+    store_activated(acc, out_ptr, block, first, size, row, is_row, ACTIVATION, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -193,20 +164,15 @@ def _w4_down_kernel(
     within = column * COLUMNS + tl.arange(0, COLUMNS)
     is_weight = within < hidden
     weight_row = expert * hidden + tl.where(is_weight, within, 0)
-    word = tl.arange(0, 32)
-    source = weight_ptr + weight_row[:, None] * (num_chunks * 32) + word[None, :]
-    x_at = x_ptr + (block * ROWS + row).to(tl.int64)[None, :] * size + word[:, None]
-    scale_at, zero_at = scale_ptr + weight_row * num_groups, zero_ptr + weight_row * num_groups
-    acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for chunk in range(num_chunks):
-        words = tl.load(source + chunk * 32)
-        xs = load_planes(x_at + chunk * 128, is_row, size - chunk * 128, EVEN)
-        scales = load_groups(scale_at, chunk, chunks_each, num_groups, PARTS)
-        zeros = load_groups(zero_at, chunk, chunks_each, num_groups, PARTS) if ZEROS else scales
-        acc = multiply_chunk(acc, words, xs, scales, zeros, word // 16, FP4, ZEROS, PARTS, ASM)
+    acc = multiply_chunks(
+        tl.zeros([COLUMNS, ROWS], tl.float32),
+        weight_ptr, scale_ptr, zero_ptr, x_ptr + (block * ROWS + row).to(tl.int64) * size,
+        weight_row, is_row, 0, num_chunks, size, num_chunks, num_groups, chunks_each,
+        FP4, ZEROS, PARTS, ASM, EVEN,
+    )  # fmt: skip
     if GLOBAL:
         acc *= tl.load(global_ptr + weight_row, mask=is_weight, other=0.0)[:, None]
-    _store_weighted(
+    store_weighted(
         acc, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, within, is_weight,
         row, is_row, BIAS, ROWS,
     )  # fmt: skip
@@ -232,7 +198,7 @@ def fp8_experts(
         return torch.empty_like(x)
     assert gate_up.shape[2] % 16 == 0, "the copy engine wants whole 16 bytes"
     assert down.shape[2] % 16 == 0, "the copy engine wants whole 16 bytes"
-    plan = quantized_experts_plan(num_tokens * top_k, len(gate_up))
+    plan = quantized_experts_plan(num_tokens * top_k, len(gate_up), gate_up.element_size())
     blocks = align(ids, len(gate_up), plan.rows)
     activated = _fp8_gate_up(
         x.contiguous(), blocks, top_k, gate_up, gate_up_scale, gate_up_input_scale, gate_up_bias,
@@ -399,7 +365,7 @@ def _packed_experts(
         return torch.empty_like(x)
     num_experts, double, num_words = gate_up.words.shape
     hidden, size = x.shape[1], double // 2
-    plan = quantized_experts_plan(num_tokens * top_k, num_experts)
+    plan = quantized_experts_plan(num_tokens * top_k, num_experts, x.element_size())
     blocks = align(ids, num_experts, plan.rows)
     num_blocks = len(blocks.experts)
     x = x.contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -26,3 +27,15 @@ def add_parts(
             )
         tl.store(arrived_ptr, 0)
     return acc, is_last
+
+
+def room_for_parts(
+    out: torch.Tensor,  # [n, out]
+    grid: tuple[int, int, int],  # tiles, tiles, and the programs that share one
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `add_parts` takes as `partial_ptr` and `arrived_ptr`; anything where none is shared."""
+    if grid[2] == 1:
+        return out, out
+    partial = torch.empty((grid[2], *out.shape), dtype=torch.float32, device=out.device)
+    arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=out.device)
+    return partial, arrived

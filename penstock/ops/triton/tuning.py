@@ -68,6 +68,7 @@ class ExpertsPlan(NamedTuple):
     down: ExpertsTile
 
 
+PROCESSORS = 132  # of an H200
 SHORT_QUERY, LONG_QUERY = 1024, 2048
 FEW_TOKENS = 2  # experts: up to here nearly every weight is read for one token alone
 

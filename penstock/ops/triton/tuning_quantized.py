@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.ops.triton.tuning import ExpertsPlan, ExpertsTile, Launch, RowTile
-
-PROCESSORS = 132
+from penstock.ops.triton.tuning import PROCESSORS, ExpertsPlan, ExpertsTile, Launch, RowTile
 
 
 class Fp8Plan(NamedTuple):
@@ -21,8 +19,8 @@ class Fp8Plan(NamedTuple):
     launch: Launch
 
 
-class W4Plan(NamedTuple):
-    """A matmul with weights of 4 bits: rows of the weight by rows of x, programs a tile."""
+class TilePlan(NamedTuple):
+    """A matmul with weights of 4 or 8 bits: rows of the weight by rows of x, programs a tile."""
 
     rows: int
     tokens: int
@@ -69,24 +67,58 @@ def w4_row_warps(out_features: int, num_chunks: int) -> int:
     return warps
 
 
-def w4_plan(num_tokens: int, out_features: int, in_features: int) -> W4Plan | None:
+def w4_plan(
+    num_tokens: int, out_features: int, in_features: int, element_size: int
+) -> TilePlan | None:
     """None: weights become floats, a slab of them at a time, for cuBLAS."""
     if num_tokens > 128:
         return None
-    tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-    rows = 128 if out_features >= 128 * PROCESSORS else 64
+    tokens = _tile_tokens(num_tokens, element_size)
+    rows = 128 if out_features >= 128 * PROCESSORS and element_size < 4 else 64
     # Programs that share a tile have at least 512 columns each.
     splits, programs = 1, -(-out_features // rows) * -(-num_tokens // tokens)
     while splits < 4 and splits * programs < (256 if tokens <= 32 else 192):
         if in_features < 1024 * splits:
             break
         splits *= 2
-    return W4Plan(rows, tokens, splits, Launch(8 if rows == 128 and num_tokens > 64 else 4, 3))
+    warps = 8 if rows == 128 and num_tokens > 64 else 4
+    return TilePlan(rows, tokens, splits, Launch(warps, _num_stages(element_size)))
 
 
-def quantized_experts_plan(num_pairs: int, num_experts: int) -> ExpertsPlan:
-    """By how many (token, expert) pairs an expert has on average."""
+def byte_plan(
+    num_tokens: int, out_features: int, in_features: int, element_size: int
+) -> TilePlan | None:
+    """The same for weights of 8 bits, or from a table."""
+    if num_tokens > 128:
+        return None
+    tokens = _tile_tokens(num_tokens, element_size)
+    # Programs that share a tile have at least 1,024 columns each.
+    splits, programs = 1, -(-out_features // 64) * -(-num_tokens // tokens)
+    while splits * programs < 2 * PROCESSORS and in_features >= 2048 * splits:
+        splits *= 2
+    return TilePlan(64, tokens, splits, Launch(4, _num_stages(element_size)))
+
+
+def quantized_experts_plan(num_pairs: int, num_experts: int, element_size: int) -> ExpertsPlan:
+    """By how many (token, expert) pairs an expert has on average; `element_size`: as multiplied."""
+    launch = Launch(4, _num_stages(element_size))
+    if element_size == 4:
+        return ExpertsPlan(
+            16, ExpertsTile(32, 128, True, 1, launch), ExpertsTile(64, 128, True, 1, launch)
+        )
     per_expert = num_pairs / num_experts
     rows = 16 if per_expert <= 8 else 32 if per_expert <= 20 else 64
-    tile = ExpertsTile(64, 128, True, 1 if rows == 16 else 4, Launch(4, 3))
+    tile = ExpertsTile(64, 128, True, 1 if rows == 16 else 4, launch)
     return ExpertsPlan(rows, tile, tile)
+
+
+def _tile_tokens(num_tokens: int, element_size: int) -> int:
+    """Float32 is multiplied by plain instructions, of which a larger tile has too many."""
+    if element_size == 4 or num_tokens <= 16:
+        return 16
+    return 32 if num_tokens <= 32 else 64
+
+
+def _num_stages(element_size: int) -> int:
+    """Float32 fills the shared memory with fewer chunks on their way."""
+    return 2 if element_size == 4 else 3

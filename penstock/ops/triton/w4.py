@@ -7,21 +7,12 @@ import triton
 import triton.language as tl
 
 from penstock.ops import quantized as plain
-from penstock.ops import reference
-from penstock.ops.triton.splitting import add_parts
-from penstock.ops.triton.tuning_quantized import W4Plan, w4_plan
+from penstock.ops.triton.slabs import multiply_slabs
+from penstock.ops.triton.splitting import add_parts, room_for_parts
+from penstock.ops.triton.tuning_quantized import TilePlan, w4_plan
 from penstock.ops.triton.w4_layout import CHUNK, WORDS, Packed
 from penstock.ops.triton.w4_row import one_row
-from penstock.ops.triton.w4_unpack import (
-    group_of,
-    load_groups,
-    load_planes,
-    multiply_chunk,
-    plane_of,
-    scale_to_float,
-)
-
-SLAB = 1 << 27  # numbers that become floats at one time, for cuBLAS
+from penstock.ops.triton.w4_unpack import group_of, multiply_chunks, plane_of, scale_to_float
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -40,19 +31,14 @@ def _tile_kernel(
     each = tl.cdiv(num_chunks, SPLITS)
     low = split * each
     high = tl.minimum(low + each, num_chunks)
-    word = tl.arange(0, 32)
     # A row that is not there is read as the first: what comes of it is not stored.
     own_row = tl.where(is_row, row, 0).to(tl.int64)
-    source = weight_ptr + own_row[:, None] * (num_chunks * 32) + word[None, :]
-    x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + word[:, None]
-    scale_at, zero_at = scale_ptr + own_row * num_groups, zero_ptr + own_row * num_groups
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    for chunk in range(low, high):
-        words = tl.load(source + chunk * 32)
-        xs = load_planes(x_at + chunk * 128, is_token, in_features - chunk * 128, EVEN)
-        scales = load_groups(scale_at, chunk, chunks_each, num_groups, PARTS)
-        zeros = load_groups(zero_at, chunk, chunks_each, num_groups, PARTS) if ZEROS else scales
-        acc = multiply_chunk(acc, words, xs, scales, zeros, word // 16, FP4, ZEROS, PARTS, ASM)
+    acc = multiply_chunks(
+        tl.zeros([ROWS, TOKENS], tl.float32),
+        weight_ptr, scale_ptr, zero_ptr, x_ptr + token.to(tl.int64) * x_stride,
+        own_row, is_token, low, high, in_features, num_chunks, num_groups, chunks_each,
+        FP4, ZEROS, PARTS, ASM, EVEN,
+    )  # fmt: skip
     acc = acc.T
     offset = token.to(tl.int64)[:, None] * out_features + row[None, :]
     mask = is_token[:, None] & is_row[None, :]
@@ -142,38 +128,27 @@ def _linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None) -> torch
         return x.new_empty((0, out_features))
     if num_tokens == 1 and x.element_size() == 2:  # tensor cores have no float32
         return one_row(x, weight, bias)
-    plan = w4_plan(num_tokens, out_features, in_features)
+    plan = w4_plan(num_tokens, out_features, in_features, x.element_size())
     if plan is not None:
         return run_tiles(x, weight, bias, plan)
-    slab = max(SLAB // in_features, 1)
-    if slab >= out_features:
-        return reference.linear(x, dequantize(weight, in_features, x.dtype), bias)
-    out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
-    for start in range(0, out_features, slab):
-        end = min(start + slab, out_features)
-        floats = dequantize(weight.rows(start, end), in_features, x.dtype)
-        out[:, start:end] = reference.linear(x, floats, None if bias is None else bias[start:end])
-    return out
+    return multiply_slabs(
+        x,
+        lambda start, end: dequantize(weight.rows(start, end), in_features, x.dtype),
+        bias,
+        torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device),
+    )
 
 
 def run_tiles(
-    x: torch.Tensor,
-    weight: Packed,
-    bias: torch.Tensor | None,
-    plan: W4Plan,
+    x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, plan: TilePlan
 ) -> torch.Tensor:
     """x [n, in] with all of the weight, on the tensor cores."""
     num_tokens, in_features = x.shape
     out_features, num_words = weight.words.shape
     grid = (triton.cdiv(num_tokens, plan.tokens), triton.cdiv(out_features, plan.rows), plan.splits)
     out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
-    partial = arrived = out
-    if plan.splits > 1:
-        shape = (plan.splits, num_tokens, out_features)
-        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-        arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=x.device)
     _tile_kernel[grid](
-        x, *weight.operands(out), out if bias is None else bias, out, partial, arrived,
+        x, *weight.operands(out), out if bias is None else bias, out, *room_for_parts(out, grid),
         x.stride(0), num_tokens, in_features, out_features, num_words // WORDS,
         weight.num_groups, weight.chunks_each,
         BIAS=bias is not None, **weight.constants, ASM=x.is_cuda,

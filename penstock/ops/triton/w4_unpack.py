@@ -99,43 +99,31 @@ def _slow_plane(words, less, plane: tl.constexpr, dtype: tl.constexpr, FP4: tl.c
 
 
 @triton.jit
+def _run(program: tl.constexpr, registers: tl.constexpr, arguments, dtype: tl.constexpr):
+    """The four planes that a program makes of its arguments."""
+    kind = dtype.value  # a type, not a constant that is one
+    return tl.inline_asm_elementwise(
+        program, registers, arguments, dtype=(kind, kind, kind, kind), is_pure=True, pack=2
+    )
+
+
+@triton.jit
 def unpack(words, less, dtype: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr):
     """The four planes of words [..., 32], each of that shape, in `dtype`.
 
     What is taken off integers is `less`: four tensors like the result with what `_less_of` says,
     one for each plane; or None, and they are too large by `base_of`.
     """
-    if ASM and dtype == tl.bfloat16:
+    if ASM and dtype != tl.float32:
+        is_bf16: tl.constexpr = dtype == tl.bfloat16
         if FP4:
-            planes = tl.inline_asm_elementwise(
-                FLOATS_BF16, PLAIN_REGISTERS, [words],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
+            planes = _run(FLOATS_BF16 if is_bf16 else FLOATS_FP16, PLAIN_REGISTERS, [words], dtype)
         elif less is None:
-            planes = tl.inline_asm_elementwise(
-                PLAIN_BF16, PLAIN_REGISTERS, [words],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
+            planes = _run(PLAIN_BF16 if is_bf16 else PLAIN_FP16, PLAIN_REGISTERS, [words], dtype)
         else:
-            planes = tl.inline_asm_elementwise(
-                LESS_BF16, LESS_REGISTERS, [words, less[0], less[1], less[2], less[3]],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
-    elif ASM and dtype == tl.float16:
-        if FP4:
-            planes = tl.inline_asm_elementwise(
-                FLOATS_FP16, PLAIN_REGISTERS, [words],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
-        elif less is None:
-            planes = tl.inline_asm_elementwise(
-                PLAIN_FP16, PLAIN_REGISTERS, [words],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
-        else:
-            planes = tl.inline_asm_elementwise(
-                LESS_FP16, LESS_REGISTERS, [words, less[0], less[1], less[2], less[3]],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            planes = _run(
+                LESS_BF16 if is_bf16 else LESS_FP16, LESS_REGISTERS,
+                [words, less[0], less[1], less[2], less[3]], dtype,
             )  # fmt: skip
     else:
         planes = (
@@ -148,7 +136,7 @@ def unpack(words, less, dtype: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexp
 
 
 @triton.jit
-def load_planes(
+def _load_planes(
     at,  # [32, TOKENS] pointers to the first plane's columns of x
     is_token, columns_left, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -209,11 +197,11 @@ def _less(
 
 
 @triton.jit
-def multiply_chunk(
-    acc,  # [..., ROWS, TOKENS] float32
-    words,  # [..., ROWS, 32] int16
-    xs,  # four of [..., 32, TOKENS]: the rows of x, by plane
-    scales,  # PARTS of [..., ROWS]
+def _multiply_chunk(
+    acc,  # [ROWS, TOKENS] float32
+    words,  # [ROWS, 32] int16
+    xs,  # four of [32, TOKENS]: the rows of x, by plane
+    scales,  # PARTS of [ROWS]
     zeros,  # as scales, if ZEROS
     half,  # [32]: which half of a plane a word is in, 0 or 1
     FP4: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
@@ -241,4 +229,29 @@ def multiply_chunk(
                     input_precision="ieee",
                 )  # fmt: skip
         acc += total * tl.expand_dims(scale_to_float(scales[part]), -1)
+    return acc
+
+
+@triton.jit
+def multiply_chunks(
+    acc,  # [ROWS, TOKENS] float32
+    weight_ptr, scale_ptr, zero_ptr,
+    x_at,  # [TOKENS] pointers to x, of the first column
+    row,  # [ROWS] int64, of the weight
+    is_token,  # [TOKENS]
+    low, high, in_features, num_chunks, num_groups, chunks_each,
+    FP4: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """acc + rows of the weight with x, over chunks [low, high)."""
+    word = tl.arange(0, 32)
+    source = weight_ptr + row[:, None] * (num_chunks * 32) + word[None, :]
+    plane_at = x_at[None, :] + word[:, None]
+    scale_at, zero_at = scale_ptr + row * num_groups, zero_ptr + row * num_groups
+    for chunk in range(low, high):
+        words = tl.load(source + chunk * 32)
+        xs = _load_planes(plane_at + chunk * 128, is_token, in_features - chunk * 128, EVEN)
+        scales = load_groups(scale_at, chunk, chunks_each, num_groups, PARTS)
+        zeros = load_groups(zero_at, chunk, chunks_each, num_groups, PARTS) if ZEROS else scales
+        acc = _multiply_chunk(acc, words, xs, scales, zeros, word // 16, FP4, ZEROS, PARTS, ASM)
     return acc

@@ -9,7 +9,9 @@ from penstock.ops import quantized as plain
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from penstock.ops.triton import byte_experts, byte_weights
+from penstock.ops.triton import byte_experts, byte_weights, slabs
+from penstock.ops.triton.tuning import Launch
+from penstock.ops.triton.tuning_quantized import TilePlan
 
 ON_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
@@ -57,14 +59,15 @@ def test_parts_of_the_columns_add_up(device: torch.device, splits: int) -> None:
     expected = plain.table_linear(x, packed, scales, values, None)
     data = byte_weights.prepare_table(packed)
     weight = byte_weights.ByteWeight(data, scales, 64, values=values)
-    close(byte_weights.run_tiles(x, weight, None, splits), expected, torch.float32)
+    plan = TilePlan(64, 16, splits, Launch(4, 2))
+    close(byte_weights.run_tiles(x, weight, None, plan), expected, torch.float32)
 
 
 def test_slabs_of_a_large_matrix_are_the_whole(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(byte_weights, "SLAB", 128 * 9)
-    monkeypatch.setattr(byte_weights, "PACKED_SLAB", 128 * 7)
+    monkeypatch.setattr(slabs, "SLAB", 128 * 9)
+    monkeypatch.setattr(byte_weights, "SLAB", 128 * 7)
     packed, scales, values = table_weight(40, 128, group=64, device=device)
     x, bias = torch.randn(130, 128, device=device), torch.randn(40, device=device)
     expected = plain.table_linear(x, packed, scales, values, bias)

@@ -9,9 +9,9 @@ from penstock.ops import quantized as plain
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from penstock.ops.triton import fp8, quantized_experts, w4, w4_layout, w4_row
+from penstock.ops.triton import fp8, quantized_experts, slabs, w4, w4_layout, w4_row
 from penstock.ops.triton.tuning import Launch
-from penstock.ops.triton.tuning_quantized import Fp8Plan, W4Plan
+from penstock.ops.triton.tuning_quantized import Fp8Plan, TilePlan
 
 ON_GPU = torch.cuda.is_available()
 QUANTIZE = fp8.quantize
@@ -126,9 +126,9 @@ def test_rounding_to_fp8_is_torchs(device: torch.device, mode: str, dtype: torch
     torch.testing.assert_close(scales, expected_scales)
     assert (arrived == 0).all()
     # A step of e4m3 on a GPU, where a quotient may fall on the other side of a tie; in the
-    # interpreter a factor of two, see above.
-    limit = 0.07 if ON_GPU else 0.51
-    assert ((numbers.float() - expected.float()).abs() <= limit * expected.float().abs()).all()
+    # interpreter a factor of two, see above. Next to zero steps are 2^-9.
+    limit = (0.07 if ON_GPU else 0.51) * expected.float().abs() + 2**-9
+    assert ((numbers.float() - expected.float()).abs() <= limit).all()
     share = (numbers.float() != expected.float()).float().mean()
     assert float(share) < (0.002 if ON_GPU else 0.2)
 
@@ -236,7 +236,7 @@ def test_parts_of_the_columns_of_4_bits_add_up(
     packed, scales, zero = w4_weight(100, 640, 32, zeros, torch.float32, device)
     x = torch.randn(20, 640, device=device)
     prepared = w4_layout.prepare_w4(packed, scales, zero, 32)
-    plan = W4Plan(64, 16, splits, Launch(4, 2))
+    plan = TilePlan(64, 16, splits, Launch(4, 2))
     ours = w4.run_tiles(x, w4_layout.Packed(*prepared, 32), None, plan)
     close(ours, plain.w4_linear(x, packed, scales, zero, 32, None), 1e-5)
 
@@ -266,7 +266,7 @@ def test_what_the_layout_does_not_take_stays_as_it_is(
 def test_slabs_of_a_large_matrix_are_the_whole(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(w4, "SLAB", 128 * 30)
+    monkeypatch.setattr(slabs, "SLAB", 128 * 30)
     monkeypatch.setattr(w4_layout, "SLAB", 128 * 3)
     packed, scales, zero = w4_weight(72, 128, 32, True, torch.float32, device)
     x, bias = torch.randn(140, 128, device=device), torch.randn(72, device=device)
