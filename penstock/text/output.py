@@ -111,6 +111,8 @@ class OutputAssembler:
         changed = [child for child in children if child.changed]
         if not changed or (self._kind is OutputKind.FINAL_ONLY and not self.finished):
             return None
+        if self._prompt_logprobs.is_awaited and self._error is None and not self.finished:
+            return None  # another child may be faster, by cached blocks: the prompt comes first
         delta_only = self._kind is OutputKind.DELTA
         completions = (
             [child.take_delta() for child in changed]
@@ -299,6 +301,10 @@ class _PromptLogprobs:
             if self._by_position[position] is None:
                 self._num_missing -= 1
                 self._by_position[position] = _by_token(entry, tokenizer)
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._wanted and self._num_missing > 0
 
     def show(self, finished: bool, once: bool) -> list[LogprobsAtPosition | None] | None:
         """All of them once they are complete, or what there is when the request is finished."""

@@ -34,6 +34,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 1e9}, "temperature", "at most 100"),
     ({"top_p": 0}, "top_p", "above 0"),
     ({"max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be at"),
     ({"n": 0}, "n", "at least 1"),
     ({"n": 1000}, "n", "at most 128"),
     ({"stop": [""]}, "stop", "non-empty"),

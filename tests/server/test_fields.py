@@ -90,6 +90,47 @@ def test_an_echo_of_no_tokens_is_the_prompt_alone(server: ServerProcess) -> None
     assert answer["usage"]["completion_tokens"] == 0
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "Emoji: 🙂🎉🚀🙂🎉🚀🙂🎉", "max_tokens": 24},  # of several tokens each
+        {"prompt": "Emoji: 🙂🎉🚀🙂🎉🚀🙂🎉", "max_tokens": 12, "echo": True},
+        {"stop": [" not Paris at all", " is the", " was"], "max_tokens": 24},  # held back
+        {"logit_bias": {"2": 90}, "ignore_eos": True, "max_tokens": 4},  # not shown
+        {"prompt": [PROMPT, "One, two,"], "n": 2, "echo": True, "prompt_logprobs": 1},
+    ],
+)
+def test_logprobs_in_pieces_are_those_of_the_whole_and_point_into_the_text(
+    server: ServerProcess, fields: dict[str, Any]
+) -> None:
+    whole = complete(server, logprobs=1, **fields)["choices"]
+    joined: dict[int, Any] = {}
+    for event in complete(server, logprobs=1, stream=True, **fields)[:-1]:
+        for piece in event["choices"]:
+            choice = joined.setdefault(piece["index"], {"text": "", "logprobs": {}})
+            choice["text"] += piece["text"]
+            choice["prompt_logprobs"] = choice.get("prompt_logprobs") or piece.get(
+                "prompt_logprobs"
+            )
+            for name, values in piece["logprobs"].items():
+                choice["logprobs"][name] = choice["logprobs"].get(name, []) + values
+    for choice in whole:
+        same = joined[choice["index"]]
+        assert same["text"] == choice["text"]
+        assert same["logprobs"] == choice["logprobs"]
+        assert same["prompt_logprobs"] == choice.get("prompt_logprobs")
+        tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+        assert offsets == sorted(offsets)
+        for token, offset in zip(tokens, offsets, strict=True):
+            rest = choice["text"][offset:]
+            assert (
+                rest.startswith(token)
+                or token.startswith(rest)
+                or "\ufffd" in token
+                or (token == "<|im_end|>")
+            )
+
+
 def test_chat_logprobs_hold_the_most_likely_tokens_in_order(server: ServerProcess) -> None:
     answer = chat(server, logprobs=True, top_logprobs=3)["choices"][0]
     content = answer["logprobs"]["content"]

@@ -242,6 +242,18 @@ def test_deltas_carry_the_prompts_logprobs_once() -> None:
     assert take(out).prompt_logprobs is None
 
 
+def test_a_faster_completion_waits_for_the_prompts_logprobs() -> None:
+    params = SamplingParams(n=2, prompt_logprobs=0, output_kind=OutputKind.DELTA)
+    out = assembler(params, ["r#0", "r#1"], prompt_token_ids=ids("ab"))
+    out.add(delta(ids("x"), "r#1"))
+    assert out.take() is None
+    piece = PromptLogprobs(1, logprobs(ids("b")))
+    out.add(delta(ids("y"), "r#0", prompt_logprobs=piece))
+    output = take(out)
+    assert output.prompt_logprobs is not None
+    assert [item.text for item in output.outputs] == ["y", "x"]
+
+
 def test_cached_prompt_tokens_are_reported() -> None:
     out = assembler()
     out.add(delta([], num_cached_tokens=3))

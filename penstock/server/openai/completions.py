@@ -10,7 +10,12 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
 from penstock.server.errors import describe_errors
-from penstock.server.openai.logprobs import LogprobFormat, prompt_logprobs
+from penstock.server.openai.logprobs import (
+    LogprobFormat,
+    TextOffsets,
+    prompt_logprobs,
+    prompt_offsets,
+)
 from penstock.server.openai.prompts import prepare_completions
 from penstock.server.openai.protocol import (
     Completion,
@@ -64,6 +69,7 @@ class CompletionAnswer:
         # A prompt's logprobs come once, and each of its completions echoes them.
         self._prompt_logprobs: dict[int, list[LogprobsAtPosition | None]] = {}
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
+        self._offsets: dict[int, TextOffsets] = {}  # by choice
         self._logprobs = LogprobFormat(
             service.frontend.tokenizer,
             body.logprobs or 0,
@@ -81,22 +87,18 @@ class CompletionAnswer:
         for index in range(len(self._prepared)):
             output = self._visible(finals[index])
             self._usage.count(index, output)
-            choices += [self._choice(index, output, item, first=True) for item in output.outputs]
+            choices += [self._choice(index, output, item) for item in output.outputs]
         return self._reply(choices, usage_now=True)
 
     async def chunks(self) -> AsyncGenerator[str, None]:
         """Pieces as they come, and at the end the usage."""
-        num_chars: dict[int, int] = {}  # sent so far, by choice: where the next piece begins
         outputs = self._service.outputs(self._prepared, self._body.timeout)
         async with contextlib.aclosing(outputs):
             async for index, raw in outputs:
                 output = self._visible(raw)
                 self._usage.count(index, output)
                 for item in output.outputs:
-                    number = self._number(index, item)
-                    first = number not in num_chars
-                    choice = self._choice(index, output, item, first, num_chars.get(number, 0))
-                    num_chars[number] = num_chars.get(number, 0) + len(choice.text)
+                    choice = self._choice(index, output, item)
                     yield self._reply([choice]).model_dump_json(exclude_unset=True)
         if self._usage.at_end:
             yield self._reply([], usage_now=True).model_dump_json(exclude_unset=True)
@@ -114,21 +116,20 @@ class CompletionAnswer:
         return index * (self._body.n or 1) + item.index
 
     def _choice(
-        self,
-        index: int,
-        output: RequestOutput,
-        item: CompletionOutput,
-        first: bool,
-        text_offset: int = 0,
+        self, index: int, output: RequestOutput, item: CompletionOutput
     ) -> CompletionChoice:
-        """`first`: nothing of this choice was sent before, so what concerns the prompt goes in."""
+        """A choice, or a piece of one: what concerns the prompt goes into the first."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index] = output.prompt_logprobs
-        echo = first and bool(self._body.echo)
+        number = self._number(index, item)
+        first = number not in self._offsets
+        echo = self._prompt_text(output) if first and self._body.echo else None
+        if first:
+            self._offsets[number] = self._text_offsets(output, start=len(echo or ""))
         choice = CompletionChoice(
-            index=self._number(index, item),
-            text=(self._prompt_text(output) if echo else "") + item.text,
-            logprobs=self._logprobs_of(index, output, item, echo, text_offset),
+            index=number,
+            text=(echo or "") + item.text,
+            logprobs=self._logprobs_of(index, output, item, echo),
             finish_reason=item.finish_reason,
         )
         if item.finish_reason is not None:
@@ -139,21 +140,32 @@ class CompletionAnswer:
                 choice.prompt_token_ids = output.prompt_token_ids
         if item.routed_experts is not None:
             choice.routed_experts = encode_routed_experts(item.routed_experts)
-        if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if first and index in self._prompt_logprobs and self._body.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(self._prompt_logprobs[index])
         return choice
 
+    def _text_offsets(self, output: RequestOutput, start: int) -> TextOffsets:
+        tokenizer = self._service.frontend.tokenizer
+        if tokenizer is None:
+            return TextOffsets(None)
+        hides = self._body.skip_special_tokens is not False
+        return TextOffsets(tokenizer.detokenizer(output.prompt_token_ids, hides), start)
+
     def _logprobs_of(
-        self, index: int, output: RequestOutput, item: CompletionOutput, echo: bool, offset: int
+        self, index: int, output: RequestOutput, item: CompletionOutput, echo: str | None
     ) -> CompletionLogprobs | None:
+        """`echo` is the text of the prompt, if the choice begins with it."""
         if item.logprobs is None:
             return None
         token_ids = item.token_ids
         positions: list[LogprobsAtPosition | None] = [*item.logprobs]
-        if echo and index in self._prompt_logprobs:
-            token_ids = output.prompt_token_ids + token_ids
+        offsets = self._offsets[self._number(index, item)].take(token_ids)
+        if echo is not None and index in self._prompt_logprobs:
+            prompt_ids = output.prompt_token_ids
+            token_ids = prompt_ids + token_ids
             positions = self._prompt_logprobs[index] + positions
-        return self._logprobs.completion(token_ids, positions, offset)
+            offsets = prompt_offsets(self._service.frontend.tokenizer, prompt_ids, echo) + offsets
+        return self._logprobs.completion(token_ids, positions, offsets)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:

@@ -17,6 +17,7 @@ from penstock.server.openai.protocol import (
     Usage,
 )
 from penstock.server.turn import TurnUsage
+from penstock.text.detokenizer import Detokenizer
 from penstock.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity
@@ -55,10 +56,12 @@ class LogprobFormat:
         self,
         token_ids: Sequence[int],
         positions: Sequence[LogprobsAtPosition | None],
-        text_offset: int,
+        text_offsets: list[int],
     ) -> CompletionLogprobs:
-        """`text_offset` is where the first of the tokens begins in the text."""
-        made = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        """`text_offsets` are where the tokens begin in the text."""
+        made = CompletionLogprobs(
+            tokens=[], token_logprobs=[], top_logprobs=[], text_offset=text_offsets
+        )
         for token_id, position in zip(token_ids, positions, strict=True):
             chosen = Logprob(0.0, None, self._decode(token_id))
             if position is None:  # nothing comes before a prompt's first token
@@ -72,8 +75,6 @@ class LogprobFormat:
                     top.setdefault(self._text(other_id, other), _finite(other))
                 made.top_logprobs.append(top)
             made.tokens.append(self._text(token_id, chosen))
-            made.text_offset.append(text_offset)
-            text_offset += len(chosen.decoded_token or "")
         return made
 
     def _top(self, position: LogprobsAtPosition) -> list[tuple[int, Logprob]]:
@@ -93,6 +94,34 @@ class LogprobFormat:
 
     def _bytes(self, token_id: int) -> list[int] | None:
         return None if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
+
+
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters, as they come.
+
+    Tokens that are parts of one character begin where it does; one that is not shown begins where
+    the next one does. `detokenizer` is None where there is no text.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, start: int = 0) -> None:
+        self._detokenizer = detokenizer
+        self.num_chars = start  # so far
+
+    def take(self, token_ids: Sequence[int]) -> list[int]:
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self.num_chars)
+            if self._detokenizer is not None:
+                self.num_chars += len(self._detokenizer.add([token_id]))
+        return offsets
+
+
+def prompt_offsets(tokenizer: Tokenizer | None, token_ids: Sequence[int], text: str) -> list[int]:
+    """The same for a prompt. Tokens that were added in front of its text begin where it does."""
+    counted = TextOffsets(tokenizer.detokenizer((), False) if tokenizer is not None else None)
+    offsets = counted.take(token_ids)
+    num_added = counted.num_chars - len(text)
+    return [max(offset - num_added, 0) for offset in offsets]
 
 
 def prompt_logprobs(positions: Sequence[LogprobsAtPosition | None]) -> PromptLogprobs:

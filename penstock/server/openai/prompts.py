@@ -35,6 +35,9 @@ def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str)
     except InputError as error:
         if error.field == "logprobs":  # which is how many of them, in every other place
             raise InputError(f"top_{error}", "top_logprobs") from error
+        if error.field == "max_tokens" and body.max_completion_tokens is not None:
+            name = "max_completion_tokens"
+            raise InputError(str(error).replace("max_tokens", name, 1), name) from error
         raise
 
 
