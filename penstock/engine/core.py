@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -131,7 +132,11 @@ class EngineCore:
         assert self.grammars is not None
         if not self._in_flight:
             masks = self.grammars.start_masks(plan)
-            handle = self.executor.launch(plan)
+            try:
+                handle = self.executor.launch(plan)
+            except BaseException:
+                wait([masks])  # grammars must not be looked at beside what comes next
+                raise
             self.executor.sample(handle, masks.result())
             return handle
         handle = self.executor.launch(plan)
@@ -167,6 +172,8 @@ class EngineCore:
         """Give everything back, in the middle of requests if need be. Safe to call twice."""
         self._is_closed = True
         self._in_flight.clear()
-        if self.grammars is not None:
-            self.grammars.close()
-        self.executor.close()
+        try:
+            if self.grammars is not None:
+                self.grammars.close()
+        finally:
+            self.executor.close()

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -64,15 +65,23 @@ _decode_question = msgspec.msgpack.Decoder(Setup | Check).decode
 
 
 class Checker:
-    """The other side of such a process, which it starts when it is needed. For one thread."""
+    """The other side of such a process, which it starts when it is needed. For one thread, but for
+    `end`."""
 
     def __init__(self, backend: str, vocabulary: Vocabulary, timeout_s: float) -> None:
         self._setup = Setup(backend, vocabulary, timeout_s)
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._is_over = False
+        self._lock = threading.Lock()  # of that, and of starting the process
+        self._in_use = threading.Lock()
 
     def check(self, params: StructuredOutputsParams) -> str:
         """What the backend compiles. Raises `InputError` for what is wrong or too much work."""
+        with self._in_use:
+            return self._check(params)
+
+    def _check(self, params: StructuredOutputsParams) -> str:
         timeout_s = self._setup.timeout_s
         try:
             answer = self._ask(Check(params), timeout_s)
@@ -112,14 +121,16 @@ class Checker:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "penstock.structured.checker", str(theirs.fileno())]
-        self._process = subprocess.Popen(
-            command,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for the engine alone
-        )
-        theirs.close()
-        self._connection = Connection(ours.detach())
+        with ours, theirs, self._lock:
+            if self._is_over:
+                raise PenstockError("the engine is closed; no more grammars are checked")
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in a terminal is for the engine alone
+            )
+            self._connection = Connection(ours.detach())
         try:
             self._connection.send_bytes(msgspec.msgpack.encode(self._setup))
             answer = self._receive(START_TIMEOUT_S)
@@ -138,6 +149,16 @@ class Checker:
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
+
+    def end(self) -> None:
+        """End the process for good, from any thread: what is being checked fails at once."""
+        with self._lock:
+            self._is_over = True
+            process = self._process
+        if process is not None:
+            process.kill()
+        with self._in_use:  # the connection belongs to whoever is waiting for an answer
+            self.close()
 
 
 def serve(connection: Connection) -> None:

@@ -57,6 +57,7 @@ class GrammarManager:
         self._tokenize: Tokenize | None = None
         self._idle_checkers: queue.SimpleQueue[Checker] = queue.SimpleQueue()
         self._checkers: list[Checker] = []
+        self._is_closed = False
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammar")
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._grammars: OrderedDict[bytes, Future[Grammar | None]] = OrderedDict()
@@ -170,6 +171,8 @@ class GrammarManager:
         except queue.Empty:
             checker = Checker(self._name, vocabulary, self._timeout_s)
             self._checkers.append(checker)
+            if self._is_closed:  # perhaps too late for `close` to see it
+                checker.end()
             return checker
 
     # -- outputs are followed
@@ -290,10 +293,11 @@ class GrammarManager:
 
     def close(self) -> None:
         """End what runs elsewhere. Safe to call twice."""
+        self._is_closed = True
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self._filler.shutdown(wait=False, cancel_futures=True)
-        for checker in self._checkers:
-            checker.close()
+        for checker in list(self._checkers):
+            checker.end()
 
 
 def reasoning_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from byte_model import open_llm
 
 from penstock import SamplingParams
 from penstock import StructuredOutputsParams as Structured
-from penstock.protocol.errors import InputError
+from penstock.protocol.errors import InputError, PenstockError
 from penstock.structured import checker as checker_module
 from penstock.structured.checker import Checker
 from penstock.structured.vocabulary import Vocabulary
@@ -115,6 +116,24 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
         warm(greedy)
     finally:
         greedy.close()
+
+
+def test_checking_ends_at_once_when_the_engine_is_closed(vocabulary: Vocabulary) -> None:
+    slow = Structured(**REFUSED["a product of alternatives"])
+    for _ in range(3):
+        checker = Checker("llguidance", vocabulary, 600.0)
+        warm(checker)
+        process = checker._process
+        assert process is not None
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(checker.check, slow)
+            while not checker._in_use.locked():
+                assert not answer.done()
+            checker.end()  # beside a thread that waits for the answer
+            assert isinstance(answer.exception(timeout=60.0), PenstockError)
+        assert process.poll() is not None
+        with pytest.raises(PenstockError, match="closed"):
+            checker.check(slow)
 
 
 def test_an_engine_refuses_it_and_goes_on(byte_model: str) -> None:
