@@ -207,3 +207,14 @@ def test_transformers_reads_the_same_from_the_checkpoint_itself(
     # Its int8 activations reach to 127.5, ours to 127: other numbers are rounded up.
     limits = {"ct w4a16 zeros": EXACT, "ct w8a8": 0.06, "fp8 by block": 1e-3}
     assert relative_error(own, torch.stack(rows)) < limits[name]
+
+
+@pytest.mark.parametrize("name", [*ON_INTEGERS, *ON_HALVES])
+def test_in_the_library_rows_are_the_same_alone_and_together(
+    name: str, floats: Path, tmp_path: Path
+) -> None:
+    """To the bit: a request has many rows while its prompt is computed, and one afterwards."""
+    quantized, _ = made.quantize(floats, tmp_path, *FORMATS[name][0]())
+    own = own_logits(quantized)
+    assert torch.equal(own_logits(quantized, max_num_batched_tokens=1), own)
+    assert torch.equal(own_logits(quantized, max_num_batched_tokens=3), own)

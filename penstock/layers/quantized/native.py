@@ -27,7 +27,7 @@ from penstock.layers.quantized.weights import (
     W4Weight,
 )
 from penstock.ops.blocks import BlockTensor, Weight
-from penstock.ops.cpu.packed import PackedLinear
+from penstock.ops.cpu.packed import PackedLinear, PackedMatrix
 from penstock.ops.quantized import (
     FP4_VALUES,
     dequantize_fp8,
@@ -173,7 +173,8 @@ class NativeBlocksMethod:
     def __init__(self, layer: MatrixLayer, parts: list[Blocks]) -> None:
         self._perm = parts[0].perm
         self._row_factor: torch.Tensor | None = None
-        self._offsets: torch.Tensor | None = None
+        self._offsets: PackedMatrix | None = None  # [out, groups]
+        self._times_offsets: PackedLinear | None = None
         rows = [part.blocks.shape[0] for part in parts]
         if any(part.row_factor is not None for part in parts):
             ones = [torch.ones(count) for count in rows]
@@ -184,15 +185,20 @@ class NativeBlocksMethod:
         offsets = [part.offsets for part in parts]
         groups = next((own.shape[1] for own in offsets if own is not None), 0)
         if groups:
-            self._offsets = torch.cat(
-                [
-                    torch.zeros(count, groups) if own is None else own
-                    for count, own in zip(rows, offsets, strict=True)
-                ]
+            # Not for torch to multiply with, which rounds otherwise for one row than for many: the
+            # next layer quantizes the result, and makes much of little there.
+            self._offsets = PackedMatrix(
+                torch.cat(
+                    [
+                        torch.zeros(count, groups) if own is None else own
+                        for count, own in zip(rows, offsets, strict=True)
+                    ]
+                )
             )
-        for name, tensor in (("row_factor", self._row_factor), ("offsets", self._offsets)):
-            if tensor is not None:
-                layer.register_buffer(name, tensor, persistent=False)
+            self._times_offsets = PackedLinear([self._offsets])
+            layer.register_buffer("offsets", self._offsets.data, persistent=False)
+        if self._row_factor is not None:
+            layer.register_buffer("row_factor", self._row_factor, persistent=False)
 
     def create_weights(self, layer: MatrixLayer) -> None:
         raise AssertionError("made from a layer that has its weights")
@@ -211,9 +217,9 @@ class NativeBlocksMethod:
         if self._perm is not None:
             x = x[:, self._perm]
         output = linear(x, bias if self._row_factor is None else None)
-        if self._offsets is not None:
-            sums = x.reshape(len(x), self._offsets.shape[1], -1).sum(-1)  # [n, groups]
-            output += sums @ self._offsets.t()
+        if self._times_offsets is not None:
+            sums = x.reshape(len(x), self._times_offsets.in_features, -1).sum(-1)  # [n, groups]
+            output += self._times_offsets(sums, None)
         if self._row_factor is not None:
             output *= self._row_factor
             if bias is not None:
@@ -225,6 +231,6 @@ class NativeBlocksMethod:
         (matrix,) = layer.native.parts.values()
         embedded = matrix.embed(rows)
         if self._offsets is not None:
-            groups = self._offsets.shape[1]
-            embedded += self._offsets[rows].repeat_interleave(embedded.shape[1] // groups, dim=1)
+            group_size = embedded.shape[1] // self._offsets.shape[1]
+            embedded += self._offsets.embed(rows).repeat_interleave(group_size, dim=1)
         return embedded if self._row_factor is None else embedded * self._row_factor[rows, None]
