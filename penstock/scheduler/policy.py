@@ -121,14 +121,14 @@ class WaitingQueue:
     def pop(self) -> RequestState:
         state = self.peek()
         heapq.heappop(self._heap)
-        self._members.remove(state)
+        self.remove(state)
         return state
 
     def remove(self, state: RequestState) -> None:
         """Take out a request, wherever it is; one that is not here is ignored."""
         self._members.discard(state)
-        if not self._members:
-            self._heap.clear()  # nothing is kept of requests that are gone
+        if not self._members:  # what the heap holds still has left
+            self._heap.clear()
         elif len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [entry for entry in self._heap if entry[1] in self._members]
             heapq.heapify(self._heap)
