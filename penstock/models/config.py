@@ -100,3 +100,17 @@ class DecoderConfig:
                 f"tensor_parallel_size must divide the model's {self.num_kv_heads} key-value "
                 f"heads, or be a multiple of them, got {ranks}"
             )
+
+
+def layer_kind(config: DecoderConfig, index: int, *kinds: str) -> str | None:
+    """What `layer_types` calls layer `index`: one of `kinds`; None without the list."""
+    given = config.raw.get("layer_types")
+    if given is None:
+        return None
+    known = isinstance(given, list) and all(kind in kinds for kind in given)
+    if not known or len(given) != config.num_layers:
+        raise ModelError(
+            f"config.json: layer_types must name {' or '.join(kinds)} for each of "
+            f"{config.num_layers} layers, got {given!r:.80}"
+        )
+    return str(given[index])

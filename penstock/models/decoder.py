@@ -84,6 +84,7 @@ class DecoderLM(nn.Module):
 
     weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$",))
     defaults: ClassVar[Mapping[str, Any]] = {}  # what config.json means where it says nothing
+    nullable: ClassVar[tuple[str, ...]] = ()  # settings whose null does not mean their default
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # that `mlp` can compute
     interleaved_rotary: ClassVar[bool] = False
     can_capture: ClassVar[bool] = True  # whether a GPU may record its steps and replay them

@@ -4,7 +4,6 @@ and, in models with sliding windows, no positions in the layers without one."""
 from __future__ import annotations
 
 from penstock.layers.blocks import RotaryAttention
-from penstock.models.config import read_int
 from penstock.models.decoder import DecoderLM
 from penstock.models.gemma2 import layer_is_windowed
 from penstock.models.olmo2 import Olmo2Layer
@@ -19,7 +18,7 @@ class Exaone4ForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
         window = self.config.sliding_window
         is_windowed = window is not None and layer_is_windowed(
-            self.config, index, read_int(self.config.raw, "sliding_window_pattern", 4)
+            self.config, index, 4, "sliding_window_pattern"
         )
         return self.rotary_attention(
             index,

@@ -71,6 +71,7 @@ class FalconH1Layer(nn.Module):
 class FalconH1ForCausalLM(DecoderLM):
     weights = WeightTable(renamed={r"^model\.final_layernorm\.": "model.norm."})
     defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 8}
+    nullable = ("num_key_value_heads",)  # null: as many as there are queries
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         super().__init__(build, config)

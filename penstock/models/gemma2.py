@@ -14,11 +14,11 @@ from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.norm import ZeroCentredNorm
 from penstock.models.base import Hidden
-from penstock.models.config import DecoderConfig, read_float
+from penstock.models.config import DecoderConfig, layer_kind, read_float, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.protocol.errors import ModelError
 
-KINDS = ("sliding_attention", "full_attention")
+WINDOWED, FULL = "sliding_attention", "full_attention"
 
 
 class GeluMLP(GatedMLP):
@@ -60,6 +60,7 @@ class Gemma2ForCausalLM(DecoderLM):
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     }
+    nullable = ("attn_logit_softcapping", "final_logit_softcapping")  # null: no cap
     activations = ("gelu_pytorch_tanh",)
 
     @classmethod
@@ -127,18 +128,20 @@ class Gemma2ForCausalLM(DecoderLM):
         return logits.div_(self.final_cap).tanh_().mul_(self.final_cap)
 
 
-def layer_is_windowed(config: DecoderConfig, index: int, period: int) -> bool:
-    """What `layer_types` says of a layer; without it, the last of every `period` sees all."""
-    kinds = config.raw.get("layer_types")
-    if kinds is None:
-        return (index + 1) % period != 0
-    is_list = isinstance(kinds, list) and len(kinds) == config.num_layers
-    if not is_list or any(kind not in KINDS for kind in kinds):
-        raise ModelError(
-            f"config.json: layer_types must name {' or '.join(KINDS)} for each of "
-            f"{config.num_layers} layers, got {kinds!r:.80}"
-        )
-    return bool(kinds[index] == KINDS[0])
+def layer_is_windowed(
+    config: DecoderConfig, index: int, period: int, period_name: str | None = None
+) -> bool:
+    """What `layer_types` says of a layer; without it, the last of every `period` sees all.
+
+    `period_name` is the setting that says another period, if there is one. Files that have
+    `layer_types` may say it in other words (EXAONE 4 has "LLLG"), so it is not read then.
+    """
+    kind = layer_kind(config, index, WINDOWED, FULL)
+    if kind is not None:
+        return kind == WINDOWED
+    if period_name is not None:
+        period = read_int(config.raw, period_name, period)
+    return (index + 1) % period != 0
 
 
 def read_cap(config: DecoderConfig, name: str) -> float | None:

@@ -12,8 +12,7 @@ from penstock.layers.blocks import RotaryAttention
 from penstock.layers.norm import ZeroCentredNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.models.base import Hidden, WeightTable
-from penstock.models.config import read_int
-from penstock.models.gemma2 import KINDS, Gemma2ForCausalLM, layer_is_windowed
+from penstock.models.gemma2 import FULL, WINDOWED, Gemma2ForCausalLM, layer_is_windowed
 from penstock.protocol.errors import ModelError
 
 
@@ -34,8 +33,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         return settings
 
     def is_windowed(self, index: int) -> bool:
-        period = read_int(self.config.raw, "sliding_window_pattern", 6)
-        return layer_is_windowed(self.config, index, period)
+        return layer_is_windowed(self.config, index, 6, "sliding_window_pattern")
 
     @cached_property
     def local_layers(self) -> list[bool]:
@@ -83,9 +81,8 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
 def _rope_by_kind(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rope settings of layers that see everything and of windowed ones, in either spelling."""
     given, scaling = _object(raw, "rope_parameters"), _object(raw, "rope_scaling")
-    windowed, full = KINDS
-    if full in given or windowed in given:
-        rope, local = _object(given, full), _object(given, windowed)
+    if FULL in given or WINDOWED in given:
+        rope, local = _object(given, FULL), _object(given, WINDOWED)
     else:
         rope, local = {**given, **scaling}, {}
     rope = {"rope_theta": raw.get("rope_theta", 1_000_000.0), **rope}

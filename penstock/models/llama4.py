@@ -14,7 +14,7 @@ from penstock.layers.build import Build
 from penstock.layers.experts import Experts, ExpertsConfig
 from penstock.layers.norm import Norm
 from penstock.models.base import Hidden, WeightTable
-from penstock.models.config import DecoderConfig, read_float, read_int
+from penstock.models.config import DecoderConfig, layer_kind, read_float, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.models.qwen3_moe import read_num_experts
 from penstock.ops.blocks import BlockTensor, Weight
@@ -200,6 +200,7 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
 
 def layer_has_positions(config: DecoderConfig, index: int) -> bool:
+    """Whether layer `index` rotates its queries and keys."""
     given = config.raw.get("no_rope_layers")  # 1 where a layer does have them
     if not given:
         return (index + 1) % read_int(config.raw, "no_rope_layer_interval", 4) != 0
@@ -213,21 +214,13 @@ def layer_has_positions(config: DecoderConfig, index: int) -> bool:
 
 def chunk_of_layer(config: DecoderConfig, index: int) -> int | None:
     """The size of the chunks of which layer `index` sees one at a time; None: it sees all."""
-    kinds = config.raw.get("layer_types")
-    if kinds is None:
-        is_chunked = layer_has_positions(config, index)
-    else:
-        known = isinstance(kinds, list) and all(kind in (CHUNKED, FULL) for kind in kinds)
-        if not known or len(kinds) != config.num_layers:
-            raise ModelError(
-                f"config.json: layer_types must be {CHUNKED} or {FULL} for each of "
-                f"{config.num_layers} layers, got {kinds!r:.80}"
-            )
-        is_chunked = kinds[index] == CHUNKED
+    kind = layer_kind(config, index, CHUNKED, FULL)
+    is_chunked = layer_has_positions(config, index) if kind is None else kind == CHUNKED
     return read_int(config.raw, "attention_chunk_size", 8192) if is_chunked else None
 
 
 def layer_has_experts(config: DecoderConfig, index: int) -> bool:
+    """Whether layer `index` has experts; the others have an MLP."""
     given = config.raw.get("moe_layers")
     if given is None:
         return (index + 1) % read_int(config.raw, "interleave_moe_layer_step", 1) == 0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from penstock.layers.blocks import RotaryAttention
-from penstock.models.config import DecoderConfig, read_int
+from penstock.models.config import DecoderConfig, layer_kind, read_int
 from penstock.models.decoder import DecoderLM
-from penstock.protocol.errors import ModelError
+from penstock.models.gemma2 import FULL, WINDOWED
 
 
 def qwen_window(config: DecoderConfig, index: int) -> int | None:
@@ -13,17 +13,12 @@ def qwen_window(config: DecoderConfig, index: int) -> int | None:
     raw = config.raw
     if not raw.get("use_sliding_window") or not raw.get("sliding_window"):
         return None
-    layer_types = raw.get("layer_types")
-    if layer_types is None:
-        windowed = index >= read_int(raw, "max_window_layers", config.num_layers, low=0)
-    elif isinstance(layer_types, list) and len(layer_types) == config.num_layers:
-        windowed = layer_types[index] == "sliding_attention"
+    kind = layer_kind(config, index, WINDOWED, FULL)
+    if kind is None:
+        is_windowed = index >= read_int(raw, "max_window_layers", config.num_layers, low=0)
     else:
-        raise ModelError(
-            f"config.json: layer_types must name the type of each of {config.num_layers} layers, "
-            f"got {layer_types!r:.80}"
-        )
-    return config.sliding_window if windowed else None
+        is_windowed = kind == WINDOWED
+    return config.sliding_window if is_windowed else None
 
 
 class Qwen2ForCausalLM(DecoderLM):

@@ -14,7 +14,7 @@ from penstock.layers.linear import Linear, Part, row_linear
 from penstock.layers.norm import Norm, ZeroCentredNorm
 from penstock.layers.rotary import Rotary
 from penstock.models.base import WeightTable
-from penstock.models.config import DecoderConfig, read_int
+from penstock.models.config import DecoderConfig, layer_kind, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.models.qwen3_moe import is_sparse, read_num_experts
 from penstock.ops.experts import Routing
@@ -102,7 +102,7 @@ class Qwen3NextForCausalLM(DecoderLM):
     def layer(self, index: int) -> Qwen3NextLayer:
         name = f"model.layers.{index}"
         mixer: GatedDeltaNet | GatedAttention
-        if layer_kind(self.config, index) == LINEAR:
+        if mixer_of_layer(self.config, index) == LINEAR:
             mixer = GatedDeltaNet(self.build, name, self._delta_net())
         else:
             mixer = GatedAttention(self.build, name, self.config, self.rotary)
@@ -143,16 +143,10 @@ class Qwen3NextForCausalLM(DecoderLM):
         )
 
 
-def layer_kind(config: DecoderConfig, index: int) -> str:
+def mixer_of_layer(config: DecoderConfig, index: int) -> str:
     """What mixes tokens in layer `index`: one of LINEAR and FULL."""
-    kinds = config.raw.get("layer_types")
-    if kinds is None:
-        interval = read_int(config.raw, "full_attention_interval", 4)
-        return FULL if (index + 1) % interval == 0 else LINEAR
-    known = isinstance(kinds, list) and all(kind in (LINEAR, FULL) for kind in kinds)
-    if not known or len(kinds) != config.num_layers:
-        raise ModelError(
-            f"config.json: layer_types must be {LINEAR} or {FULL} for each of {config.num_layers} "
-            f"layers, got {kinds!r:.80}"
-        )
-    return str(kinds[index])
+    kind = layer_kind(config, index, LINEAR, FULL)
+    if kind is not None:
+        return kind
+    interval = read_int(config.raw, "full_attention_interval", 4)
+    return FULL if (index + 1) % interval == 0 else LINEAR

@@ -53,7 +53,8 @@ def build_model(
             )
         )
     model_class = find_model(names)
-    given = {key: value for key, value in raw.items() if value is not None}
+    nullable = model_class.nullable
+    given = {key: value for key, value in raw.items() if value is not None or key in nullable}
     config = DecoderConfig.from_raw(model_class.settings(given))
     return model_class(build, config).eval()
 

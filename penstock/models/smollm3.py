@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from penstock.layers.blocks import RotaryAttention
-from penstock.models.config import read_int
 from penstock.models.llama import LlamaForCausalLM
+from penstock.models.llama4 import layer_has_positions
 from penstock.models.qwen2 import qwen_window
-from penstock.protocol.errors import ModelError
 
 
 class SmolLM3ForCausalLM(LlamaForCausalLM):
@@ -19,7 +18,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
     def attention(self, index: int) -> RotaryAttention:
         raw = self.config.raw
         bias = bool(raw.get("attention_bias", False))
-        has_positions = self._has_positions(index)
+        has_positions = layer_has_positions(self.config, index)
         if raw.get("layer_types") is not None:
             window = qwen_window(self.config, index)
         else:
@@ -28,14 +27,3 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
         return self.rotary_attention(
             index, qkv_bias=bias, output_bias=bias, window=window, has_positions=has_positions
         )
-
-    def _has_positions(self, index: int) -> bool:
-        given = self.config.raw.get("no_rope_layers")  # 1 where a layer does have them
-        if given is None:
-            return (index + 1) % read_int(self.config.raw, "no_rope_layer_interval", 4) != 0
-        if not isinstance(given, list) or len(given) < self.config.num_layers:
-            raise ModelError(
-                f"config.json: no_rope_layers must have a 0 or 1 for each of "
-                f"{self.config.num_layers} layers, got {given!r:.80}"
-            )
-        return bool(given[index])

@@ -37,7 +37,7 @@ def build(config: dict[str, Any]) -> None:
         ("falcon_h1", {"mlp_multipliers": [1.0, None]}, "mlp_multipliers must be 2 numbers"),
         ("falcon_h1", {"ssm_multipliers": [float("nan")] * 5}, "ssm_multipliers must be a number"),
         ("llama4", {"no_rope_layers": [1]}, "no_rope_layers must have a 0 or 1 for each of 3"),
-        ("llama4", {"layer_types": ["sliding_attention"] * 3}, "layer_types must be chunked_att"),
+        ("llama4", {"layer_types": ["sliding_attention"] * 3}, "layer_types must name chunked_at"),
         ("llama4", {"layer_types": ["full_attention"]}, "for each of 3 layers"),
         ("llama4", {"moe_layers": "all"}, "moe_layers must list layers, got 'all'"),
         ("llama4", {"attention_chunk_size": 0}, "attention_chunk_size must be an integer from 1"),

@@ -20,7 +20,7 @@ from penstock.layers.build import Build
 from penstock.layers.linear import Part
 from penstock.layers.recurrent import CausalConv
 from penstock.models.config import DecoderConfig
-from penstock.models.qwen3_next import FULL, LINEAR, layer_kind
+from penstock.models.qwen3_next import FULL, LINEAR, mixer_of_layer
 from penstock.models.registry import build_model
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, ModelError
@@ -182,7 +182,7 @@ def test_dummy_weights_need_no_checkpoint(tmp_path: Path) -> None:
         ("falcon_h1", {"mamba_n_heads": 7}, r"mamba_n_heads \(7\) must divide the size"),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, "ssm_multipliers must be 5 numbers"),
         ("qwen3_next", {"linear_num_key_heads": 3}, "must be a multiple of linear_num_key_heads"),
-        ("qwen3_next", {"layer_types": ["x"] * 3}, "layer_types must be linear_attention or full"),
+        ("qwen3_next", {"layer_types": ["x"] * 3}, "layer_types must name linear_attention or fu"),
     ],
 )
 def test_settings_that_make_no_sense_are_named(
@@ -227,4 +227,11 @@ def test_every_fourth_layer_attends_where_the_file_lists_none() -> None:
     build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
     config = build_model(raw, build).config
     assert isinstance(config, DecoderConfig)
-    assert [layer_kind(config, index) for index in range(4)] == [LINEAR, LINEAR, LINEAR, FULL]
+    assert [mixer_of_layer(config, index) for index in range(4)] == [LINEAR, LINEAR, LINEAR, FULL]
+
+
+def test_null_for_the_keys_of_falcon_h1_is_one_for_each_query() -> None:
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
+    config = build_model({**config_of("falcon_h1"), "num_key_value_heads": None}, build).config
+    assert isinstance(config, DecoderConfig)
+    assert config.num_kv_heads == config.num_heads == 4

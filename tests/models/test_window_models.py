@@ -191,6 +191,27 @@ def test_without_layer_types_the_last_of_every_few_layers_sees_everything() -> N
     assert windowed == [True] * 5 + [False, True]
 
 
+def test_a_pattern_in_letters_counts_for_nothing_beside_layer_types() -> None:
+    config = config_of("exaone4_windowed")  # of EXAONE 4's published files, 32B has such a pattern
+    assert config["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+    model = build_model({**config, "sliding_window_pattern": "LLLG"}, build_of())
+    windowed = [isinstance(s, SlidingWindowSpec) for s in model.kv_specs("float32").values()]
+    assert windowed == [True, False, True]
+    without = {key: value for key, value in config.items() if key != "layer_types"}
+    with pytest.raises(ModelError, match="sliding_window_pattern must be an integer"):
+        build_model({**without, "sliding_window_pattern": "LLLG"}, build_of())
+
+
+def test_null_takes_a_soft_cap_away_where_a_missing_one_has_its_default() -> None:
+    config = config_of("gemma2")
+    names = ("attn_logit_softcapping", "final_logit_softcapping")
+    missing = {key: value for key, value in config.items() if key not in names}
+    for settings, caps in ((missing, (50.0, 30.0)), (config | dict.fromkeys(names), (None, None))):
+        model = build_model(settings, build_of())
+        assert isinstance(model, Gemma2ForCausalLM)
+        assert (model.attention(0).attention.softcap, model.final_cap) == caps
+
+
 def test_a_window_that_no_request_outgrows_needs_no_group_of_its_own() -> None:
     config = config_of("gemma2")  # a window of 24
     for max_model_len, num_windowed in ((24, 0), (25, 2)):
