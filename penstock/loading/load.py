@@ -138,7 +138,11 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
         if not isinstance(module, Loadable):
             continue
         parent = path.rpartition(".")[0]
-        for (parameter, part), known in module.expected().items():
+        try:
+            wanted = module.expected()
+        except ModelError as error:
+            raise ModelError(f"{path}: {error}") from error
+        for (parameter, part), known in wanted.items():
             expected = known if isinstance(known, Expected) else Expected(known)
             owner = f"{parent}.{part}" if part else path
             yield f"{owner}.{parameter}", Target(module, path, parameter, part, expected)

@@ -118,7 +118,9 @@ def test_methods_that_are_gone_are_refused_with_what_to_use_instead(method: str)
         ({**GPTQ, "group_size": 0}, "group_size must be -1 or at least 1, got 0"),
         ({**GPTQ, "group_size": "128"}, "group_size must be -1 or at least 1, got '128'"),
         ({**GPTQ, "dynamic": {"+:(": {}}}, "quantization_config cannot be read: "),
-        ({"quant_method": "fp8", "weight_block_size": 128}, "quantization_config cannot be read: "),
+        ({**GPTQ, "dynamic": [1]}, r"quantization_config's dynamic must be an object, got \[1\]"),
+        ({"config_groups": 7}, "quantization_config's config_groups must be an object, got 7"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "weight_block_size 128 is not support"),
         ({"quant_method": "awq", "modules_to_not_convert": [3]}, "must be a list of names"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": 1}},
@@ -243,7 +245,9 @@ def test_a_group_that_does_not_fit_is_named(floats: Path, tmp_path: Path) -> Non
     raw = json.loads((quantized / "config.json").read_text())
     raw["quantization_config"]["group_size"] = 48
     (quantized / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ModelError, match="cannot have 4-bit weights in groups of 48"):
+    with pytest.raises(
+        ModelError, match=r"model\.layers\.0\.\S+: .* cannot have 4-bit weights in groups of 48"
+    ):
         own_logits(quantized)
 
 

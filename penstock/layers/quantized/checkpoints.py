@@ -12,7 +12,7 @@ from penstock.config.quantization import CHECKPOINT, ONLINE, REFUSED
 from penstock.layers.quantized.bitsandbytes import LlmInt8Scheme, TableScheme
 from penstock.layers.quantized.compressed_tensors import CompressedTensors
 from penstock.layers.quantized.packed import AwqScheme, GptqScheme
-from penstock.layers.quantized.patterns import check_pattern, names_in
+from penstock.layers.quantized.patterns import check_pattern, names_in, object_in
 from penstock.layers.quantized.plan import Kind, Quantization
 from penstock.layers.quantized.schemes import (
     Fp4Scheme,
@@ -172,9 +172,10 @@ def _read_fp8(raw: Mapping[str, Any]) -> Quantization:
     block = raw.get("weight_block_size")
     skipped = _skipped(raw, "modules_to_not_convert", "ignored_layers")
     if block is not None:
-        if list(block) != [BLOCK, BLOCK]:
+        if block != [BLOCK, BLOCK]:
             raise ModelError(
-                f"config.json: weight_block_size {block} is not supported, only [{BLOCK}, {BLOCK}]"
+                f"config.json: weight_block_size {block!r:.80} is not supported, only "
+                f"[{BLOCK}, {BLOCK}]"
             )
         if activations == "static":
             raise ModelError("config.json: fp8 by block has dynamic activations, not static ones")
@@ -275,7 +276,7 @@ def _read_gptq(raw: Mapping[str, Any]) -> Quantization:
         act_order=_flag(raw, "desc_act", False),
         zero_offset=1 if form == "gptq" else 0,
     )
-    dynamic = tuple((raw.get("dynamic") or {}).items())
+    dynamic = tuple(object_in(raw, "dynamic").items())
     for pattern, _ in dynamic:
         check_pattern("quantization_config's dynamic", _expression(pattern))
     return Gptq(scheme, dynamic, _skipped(raw, "modules_to_not_convert"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.layers.quantized.packed import PackedScheme
-from penstock.layers.quantized.patterns import names_in
+from penstock.layers.quantized.patterns import names_in, object_in
 from penstock.layers.quantized.plan import Kind
 from penstock.layers.quantized.schemes import Fp4Scheme, Fp8Scheme, Int8Scheme, Scheme
 from penstock.ops.quantized import BLOCK
@@ -43,8 +43,7 @@ class CompressedTensors:
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> CompressedTensors:
-        sparsity = raw.get("sparsity_config") or {}
-        form = sparsity.get("format", "dense")
+        form = object_in(raw, "sparsity_config").get("format", "dense")
         if form != "dense" or raw.get("format") in _SPARSE:
             raise ModelError(
                 f"config.json: sparse weights ({form!r}) are not supported: take a checkpoint "
@@ -58,7 +57,7 @@ class CompressedTensors:
         status = raw.get("quantization_status", "compressed")
         if status not in ("compressed", "frozen"):
             raise ModelError(f"config.json: quantization_status must be compressed, got {status!r}")
-        groups = raw.get("config_groups") or {}
+        groups = object_in(raw, "config_groups")
         for name, group in groups.items():
             if not isinstance(group, Mapping):
                 raise ModelError(
@@ -100,9 +99,9 @@ def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
                 f"{of_inputs[0]}-bit {of_inputs[1]} activations: both must be of one kind"
             )
     if (bits, kind) == (8, "float") and symmetric and strategy in ("tensor", "channel", "block"):
-        if strategy == "block" and list(weights.get("block_structure") or []) != [BLOCK, BLOCK]:
+        if strategy == "block" and weights.get("block_structure") != [BLOCK, BLOCK]:
             raise ModelError(
-                f"config.json: {name} has fp8 blocks of {weights.get('block_structure')}, "
+                f"config.json: {name} has fp8 blocks of {weights.get('block_structure')!r:.80}, "
                 f"supported are [{BLOCK}, {BLOCK}]"
             )
         return Fp8Scheme(strategy, static)

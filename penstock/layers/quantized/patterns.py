@@ -35,6 +35,16 @@ def names_in(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def object_in(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """{} if it has none."""
+    found = raw.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise ModelError(
+            f"config.json: quantization_config's {key} must be an object, got {found!r:.80}"
+        )
+    return found
+
+
 def check_pattern(field: str, pattern: str) -> None:
     """ModelError, which names the field of config.json, if matching a name may take long.
 
