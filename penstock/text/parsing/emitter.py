@@ -39,7 +39,6 @@ class Emitter:
         only: Collection[str] | None = None,
     ) -> None:
         self.next_index = next_index
-        self.reasoning_is_over = False
         self.reasoning_spans: deque[tuple[int, int | None]] = deque()  # in bytes of the text
         self._stream = stream
         self._new_call_id = new_call_id

@@ -45,7 +45,6 @@ class Harmony(ToolFormat):
     """
 
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-    reads_reasoning = True
     _name = ""  # the tool that the message at hand calls
     _channel = "final"  # of the message at hand
 
@@ -89,10 +88,8 @@ class Harmony(ToolFormat):
             return
         name = self._called(header)
         if name is not None:
-            out.reasoning_is_over = True
             yield from self._read_call(stream, out, name)
         elif self._channel in FOR_THE_USER:
-            out.reasoning_is_over = True
             _put_back_start(stream, (yield from stream.until((*ENDS, START), out.content)))
         else:
             out.begin_reasoning()
@@ -104,7 +101,6 @@ class Harmony(ToolFormat):
     def _say(self, out: Emitter, text: str) -> None:
         """Text outside of messages belongs to the channel at hand."""
         if self._channel in FOR_THE_USER:
-            out.reasoning_is_over = True
             out.content(text)
         elif text:
             out.begin_reasoning()

@@ -78,6 +78,7 @@ def read_call_object(
     call_id: str | None = None
     early_arguments: str | None = None  # they came before the name
     started = False
+    is_within = False  # in an object that stands under `function`, which holds no other
 
     def start() -> None:
         nonlocal started
@@ -92,7 +93,7 @@ def read_call_object(
             raise Malformed(f"there is no tool {name!r}")
 
     def on_key(key: str) -> Steps[None]:
-        nonlocal call_id, early_arguments
+        nonlocal call_id, early_arguments, is_within
         if key in _ARGUMENT_KEYS and not started:
             if name is not None:
                 start()
@@ -101,8 +102,15 @@ def read_call_object(
             pieces: list[str] = []
             yield from read_arguments(stream, pieces.append)
             early_arguments = "".join(pieces)
-        elif key == "function" and name is None and (yield from stream.next_is("{")):
+        elif (
+            key == "function"
+            and name is None
+            and not is_within
+            and (yield from stream.next_is("{"))
+        ):
+            is_within = True
             yield from read_object_keys(stream, on_key)
+            is_within = False
         elif key in ("name", "function") and name is None:
             set_name((yield from read_whole_value(stream)))
         elif known_names is not None and name is None and key not in _OTHER_KEYS:

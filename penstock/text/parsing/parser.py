@@ -76,16 +76,8 @@ class OutputParser(Protocol):
         """Texts that this parser must see although they may be special tokens."""
 
     @property
-    def needs_special_tokens(self) -> bool:
-        """Whether the detokenizer must show special tokens (at least those in `markers`)."""
-
-    @property
     def num_reasoning_tokens(self) -> int:
         """How many of the tokens fed so far were reasoning; its markers do not count."""
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether what comes next is still reasoning (or may be)."""
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
         """What became certain with `text`, which the detokenizer gave for `token_ids`.
@@ -234,7 +226,6 @@ class StreamParser:
         self._token_bytes = context.token_bytes
         self._stream = Stream()
         self._out = Emitter(self._stream, context.new_call_id or tools.new_call_id)
-        self._out.reasoning_is_over = reasoning is None and not tools.reads_reasoning
         self._token_offsets: list[int] = []  # in bytes: where in the text each token begins
         self._num_bytes_fed = 0
         self._num_reasoning_tokens = 0  # of spans that are over
@@ -252,16 +243,7 @@ class StreamParser:
             is_open = _is_open(reasoning, context)
             is_framed = yield from reasoning.parse(stream, out, is_open, tools)
             tools.interludes = reasoning.later(tools, is_free, is_framed)
-            out.reasoning_is_over = not stream.ended
         yield from tools.parse(stream, out)
-
-    @property
-    def needs_special_tokens(self) -> bool:
-        return bool(self.markers)
-
-    @property
-    def in_reasoning(self) -> bool:
-        return not self._out.reasoning_is_over
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -29,12 +29,11 @@ class ToolFormat(ABC):
     """Reads content and calls in one family's format.
 
     `begins` are the markers at which a call, or a section of calls, begins. `markers` are all
-    that may be special tokens. `reads_reasoning` says that the format covers that as well.
+    that may be special tokens.
     """
 
     begins: ClassVar[tuple[str, ...]] = ()
     markers: ClassVar[tuple[str, ...]] = ()
-    reads_reasoning: ClassVar[bool] = False
 
     def __init__(self, tools: Sequence[Tool]) -> None:
         self._tools = {tool.name: tool for tool in tools}

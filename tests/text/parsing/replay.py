@@ -62,8 +62,8 @@ def feed_text(parser: OutputParser, pieces: Sequence[str]) -> list[Delta]:
 def feed_tokens(
     parser: OutputParser, tokenizer: Tokenizer, steps: Sequence[Sequence[int]]
 ) -> list[Delta]:
-    """Tokens in steps of one or more, through the detokenizer."""
-    detokenizer = tokenizer.detokenizer(skip_special_tokens=not parser.needs_special_tokens)
+    """Tokens in steps of one or more, through the detokenizer, as a server feeds them."""
+    detokenizer = tokenizer.detokenizer(shown_tokens=parser.markers)
     deltas: list[Delta] = []
     for token_ids in steps:
         deltas += parser.feed(detokenizer.add(token_ids), token_ids)

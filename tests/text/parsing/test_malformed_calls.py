@@ -221,6 +221,13 @@ def test_keys_of_a_call_come_in_any_order_and_form(text: str) -> None:
     assert calls_in(parse(f"<tool_call>{text}</tool_call>", tools="hermes")) == [("now", {"a": 1})]
 
 
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json"])
+def test_functions_within_functions_without_end_are_text(tools: str) -> None:
+    begin = "<tool_call>" if tools == "hermes" else ""
+    text = begin + '{"function": ' * 3000
+    assert parse(text, tools=tools).content == text
+
+
 @pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": ""'])
 def test_a_call_without_arguments_has_an_empty_object(arguments: str) -> None:
     text = f'<tool_call>{{"name": "now"{arguments}}}</tool_call>'

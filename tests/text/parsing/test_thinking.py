@@ -67,11 +67,8 @@ def test_the_closing_text_ends_the_reasoning(reasoning: str) -> None:
 @pytest.mark.parametrize("reasoning", REASONING_PARSERS)
 def test_the_end_and_the_prefix_lead_to_the_answer(reasoning: str) -> None:
     form = reasoning_format(reasoning)
-    parser = make_parser(reasoning)
-    parser.feed(f"{form.start}Let me")
-    assert parser.in_reasoning
-    parser.feed(f"{form.end}{form.answer_prefix}" + '{"a": 1}')
-    assert not parser.in_reasoning
+    text = f"{form.start}Let me{form.end}{form.answer_prefix}" + '{"a": 1}'
+    assert parse(text, reasoning=reasoning) == Message(content='{"a": 1}', reasoning="Let me")
 
 
 def test_reasoning_is_shown_as_it_comes_but_not_what_may_be_its_end() -> None:
@@ -154,10 +151,8 @@ def test_nothing_is_reasoning_without_a_parser() -> None:
     parser = make_parser(tools="hermes")
     parser.feed("<think>x</think>", [1, 2, 3])
     assert parser.num_reasoning_tokens == 0
-    assert not parser.in_reasoning
 
 
-def test_only_parsers_with_markers_need_special_tokens() -> None:
-    assert not make_parser().needs_special_tokens
+def test_parsers_name_the_markers_that_they_must_see() -> None:
+    assert not make_parser().markers
     assert make_parser("mistral").markers == {"[THINK]", "[/THINK]"}
-    assert make_parser("mistral").needs_special_tokens
