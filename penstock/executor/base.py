@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.protocol.errors import PenstockError
+from penstock.protocol.errors import OutOfMemory
 from penstock.protocol.kv import AnyKVCacheSpec, KVCacheLayout
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
+
+__all__ = ["Capabilities", "Executor", "OutOfMemory"]
 
 
 @dataclass(frozen=True)
@@ -22,10 +24,6 @@ class Capabilities:
     kv_budget: int  # bytes for the cache, on each rank
     max_in_flight: int  # steps that may be launched before the first is collected
     num_drafts: int = 0
-
-
-class OutOfMemory(PenstockError):
-    """A step did not fit into the device's memory; a smaller one may."""
 
 
 class Executor(Protocol):

@@ -73,6 +73,9 @@ class _Steps:
         if metadata is not self._metadata or angles is not self._angles:
             self._metadata, self._angles = metadata, angles  # kept alive with what they point to
             self._step = step_of(metadata, *angles)
+            cos, sin = angles
+            assert cos.stride() == sin.stride(), "angles lie alike"
+            assert cos.dtype == sin.dtype == torch.float32, f"{cos.dtype} angles"
         return ctypes.addressof(self._step)
 
 
@@ -121,7 +124,11 @@ class NativeDecoderLayer:
         if cache is not self._cache:
             self._cache, self._cache_struct = cache, cache_of(cache)
         has_residual = residual is not None
-        if residual is None:
+        if residual is None:  # the first layer: the others get what this one gives
+            rows = context.attention[self._name].slot_mapping.shape[0]
+            assert x.shape == (rows, self._struct.hidden), f"{list(x.shape)}, {rows} rows"
+            assert x.dtype == torch.float32, f"{x.dtype} activations"
+            assert x.is_contiguous(), "rows lie one behind the other"
             residual = torch.empty_like(x)
         _decoder_layer(
             self._pointer,

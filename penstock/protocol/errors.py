@@ -31,6 +31,10 @@ class CrashFault(RequestFault):
     """A request that killed the engine, again and again, with nothing else running."""
 
 
+class OutOfMemory(PenstockError, MemoryError):
+    """A step did not fit into the device's memory; a smaller one may."""
+
+
 class EngineDeadError(PenstockError):
     """The engine is gone; nothing more can be run on it."""
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.protocol.errors import OutOfMemory
+
 logger = logging.getLogger(__name__)
 
 STALE = "stale: built from other sources than those beside it; `pip install -e .` builds it again"
@@ -24,8 +26,10 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _CODES: dict[str, Any] = {
     "p": _POINTER, "i": _INT, "n": ctypes.c_int32, "f": ctypes.c_float, "s": ctypes.c_char_p
 }  # fmt: skip
+_STATUS = "status"
+_NO_MEMORY, _BAD_INDEX = 1, 2  # `Status` in csrc/runtime.hpp
 
-# What each function takes, and what it gives, by the codes above.
+# What each function takes, and what it gives, by the codes above; a status is raised if it is bad.
 _SIGNATURES = {
     "penstock_sources": ("", "s"),
     "penstock_isa": ("", "s"),
@@ -33,17 +37,17 @@ _SIGNATURES = {
     "penstock_set_threads": ("n", "n"),
     "penstock_threads": ("", "n"),
     "penstock_packed_bytes": ("nii", "i"),
-    "penstock_pack": ("npiiip", ""),
-    "penstock_embed": ("npipip", ""),
-    "penstock_linear": ("ppiiipi", ""),
-    "penstock_rms_norm": ("piiiiipfp", ""),
-    "penstock_add_rms_norm": ("ppiipfpp", ""),
-    "penstock_silu_mul": ("piip", ""),
-    "penstock_rotate": ("piiip", ""),
-    "penstock_write_kv": ("pipippi", ""),
-    "penstock_attend": ("piippfifpp", ""),
-    "penstock_decoder_layer": ("pppppi", ""),
-    "penstock_choose_tokens": ("piiipppipipipp", ""),
+    "penstock_pack": ("npiiip", _STATUS),
+    "penstock_embed": ("npiipip", _STATUS),
+    "penstock_linear": ("ppiiipi", _STATUS),
+    "penstock_rms_norm": ("piiiiipfp", _STATUS),
+    "penstock_add_rms_norm": ("ppiipfpp", _STATUS),
+    "penstock_silu_mul": ("piip", _STATUS),
+    "penstock_rotate": ("piiip", _STATUS),
+    "penstock_write_kv": ("pipippi", _STATUS),
+    "penstock_attend": ("piippfifpp", _STATUS),
+    "penstock_decoder_layer": ("pppppi", _STATUS),
+    "penstock_choose_tokens": ("piiipippipipipp", _STATUS),
     "penstock_noise": ("piiip", ""),
 }
 
@@ -73,6 +77,7 @@ class Step(ctypes.Structure):
         ("seq_lens", _POINTER),
         ("block_table", _POINTER),
         ("table_stride", _INT),
+        ("table_width", _INT),
         ("num_requests", _INT),
         ("slots", _POINTER),
         ("rows", _INT),
@@ -110,6 +115,7 @@ class Cache(ctypes.Structure):
 
     _fields_ = [
         ("data", _POINTER),
+        ("num_blocks", _INT),
         ("block_stride", _INT),
         ("block_size", _INT),
         ("num_kv_heads", _INT),
@@ -165,12 +171,24 @@ def open_library(path: Path, expected_sources: str | None) -> Found:
         for name, (arguments, result) in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = [_CODES[code] for code in arguments]
-            function.restype = _CODES[result] if result else None
+            if result == _STATUS:
+                function.restype, function.errcheck = ctypes.c_int32, _check
+            else:
+                function.restype = _CODES[result] if result else None
     except AttributeError:  # a function is not there
         return Found(None, STALE)
     except OSError as error:
         return Found(None, f"it does not load ({error})")
     return Found(library)
+
+
+def _check(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
+    """Raises what went wrong in a function of the library; what it writes is undefined then."""
+    if status == _NO_MEMORY:
+        raise OutOfMemory(f"{function.__name__} can't allocate memory to compute in")
+    if status == _BAD_INDEX:
+        raise IndexError(f"{function.__name__}: a row, slot or block that is not there")
+    return status
 
 
 def sources_hash(folder: Path) -> str | None:

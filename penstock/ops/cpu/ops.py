@@ -49,14 +49,15 @@ _rotate = _loaded.penstock_rotate
 _write_kv = _loaded.penstock_write_kv
 _attend = _loaded.penstock_attend
 
-_F32 = torch.float32
+_F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference; x may be a view whose last dimension is contiguous."""
-    if x.dtype != _F32 or weight.dtype != _F32 or x.dim() not in (2, 3) or x.stride(-1) != 1:
+    is_fit = x.dtype == _F32 and x.dim() in (2, 3) and x.stride(-1) == 1
+    if not (is_fit and _is_vector(weight, _F32, x.shape[-1])):
         return reference.rms_norm(x, weight, eps)
-    out = torch.empty(x.shape)
+    out = x.new_empty(x.shape)
     inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     _rms_norm(
         x.data_ptr(), x.shape[0], inner, x.stride(0), inner_stride, x.shape[-1],
@@ -69,12 +70,13 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference."""
-    are_floats = all(tensor.dtype == _F32 for tensor in (x, residual, weight))
-    if not (are_floats and x.is_contiguous() and residual.is_contiguous()):
+    size = x.shape[-1]
+    are_floats = x.dtype == residual.dtype == _F32 and x.shape == residual.shape
+    are_dense = x.is_contiguous() and residual.is_contiguous()
+    if not (are_floats and are_dense and _is_vector(weight, _F32, size)):
         return reference.add_rms_norm(x, residual, weight, eps)
     out = torch.empty_like(x)
     total = torch.empty_like(x)
-    size = x.shape[-1]
     _add_rms_norm(
         x.data_ptr(), residual.data_ptr(), x.numel() // size, size, weight.data_ptr(), eps,
         total.data_ptr(), out.data_ptr(),
@@ -84,10 +86,10 @@ def add_rms_norm(
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
     """As the reference."""
-    if x.dtype != _F32 or not x.is_contiguous() or x.dim() != 2:
+    if x.dtype != _F32 or not x.is_contiguous() or x.dim() != 2 or x.shape[1] % 2:
         return reference.silu_mul(x)
     rows, double = x.shape
-    out = torch.empty(rows, double // 2)
+    out = x.new_empty(rows, double // 2)
     _silu_mul(x.data_ptr(), rows, double // 2, out.data_ptr())
     return out
 
@@ -96,7 +98,8 @@ def rotate_pair(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference, in place."""
-    if not (_heads_are_dense(query) and _heads_are_dense(key) and _rows_are_dense(cos, sin)):
+    are_dense = _heads_are_dense(query) and _heads_are_dense(key)
+    if not (are_dense and _are_angles(cos, sin, query) and key.shape[::2] == query.shape[::2]):
         return reference.rotate_pair(query, key, cos, sin)
     step = Step(
         rows=query.shape[0], cos=cos.data_ptr(), sin=sin.data_ptr(), angle_stride=cos.stride(0),
@@ -111,12 +114,16 @@ def write_kv(
     key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """As the reference."""
-    if not (_heads_are_dense(key) and _heads_are_dense(value) and _is_readable(cache)):
+    are_dense = _heads_are_dense(key) and _heads_are_dense(value) and key.shape == value.shape
+    if not (are_dense and _is_readable(cache) and _is_vector(slot_mapping, _I64, len(key))):
         reference.write_kv(key, value, cache, slot_mapping)
         return
+    own = cache_of(cache)
+    if key.shape[1:] != (own.num_kv_heads, own.head_dim):
+        raise ValueError(f"keys {list(key.shape)} for a cache {list(cache.shape)}")
     _write_kv(
-        key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
-        ctypes.byref(cache_of(cache)), slot_mapping.data_ptr(), key.shape[0],
+        key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), ctypes.byref(own),
+        slot_mapping.data_ptr(), key.shape[0],
     )  # fmt: skip
 
 
@@ -131,17 +138,22 @@ def paged_attention(
     chunk: int | None = None,
 ) -> torch.Tensor:
     """As the reference, straight from the cache's blocks; with a `chunk` by the reference."""
-    table = metadata.block_table
-    is_fit = _heads_are_dense(query) and _is_readable(cache) and table.stride(1) == 1
-    is_fit = is_fit and chunk is None and (sinks is None or sinks.dtype == _F32)
+    num_heads = query.shape[1]
+    is_fit = _heads_are_dense(query) and _is_readable(cache) and metadata.block_table.stride(1) == 1
+    is_fit = is_fit and chunk is None and (sinks is None or _is_vector(sinks, _F32, num_heads))
     if not is_fit:
         return reference.paged_attention(
             query, cache, metadata, scale, window, softcap, sinks, chunk=chunk
         )
-    output = torch.empty(query.shape)
+    own, step = cache_of(cache), step_of(metadata)
+    is_fit = query.shape[::2] == (step.rows, own.head_dim) and num_heads % own.num_kv_heads == 0
+    if not is_fit:
+        shapes = f"queries {list(query.shape)}, cache {list(cache.shape)}"
+        raise ValueError(f"{step.rows} rows in the step, but {shapes}")
+    output = query.new_empty(query.shape)
     _attend(
-        query.data_ptr(), query.stride(0), query.shape[1], ctypes.byref(cache_of(cache)),
-        ctypes.byref(step_of(metadata)), scale, window or 0, softcap or 0.0,
+        query.data_ptr(), query.stride(0), num_heads, ctypes.byref(own), ctypes.byref(step), scale,
+        window or 0, softcap or 0.0,
         None if sinks is None else sinks.data_ptr(), output.data_ptr(),
     )  # fmt: skip
     return output
@@ -150,14 +162,21 @@ def paged_attention(
 def step_of(
     metadata: AttentionMetadata, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
 ) -> Step:
-    """For the library; good while its tensors live."""
-    table = metadata.block_table
+    """For the library; good while its tensors live. What numbers they hold, it checks itself."""
+    starts, lengths, table = metadata.query_starts, metadata.seq_lens, metadata.block_table
+    slots = metadata.slot_mapping
+    num_requests, rows = table.shape[0], slots.shape[0]
+    assert _is_vector(starts, _I32, num_requests + 1), f"{starts.dtype} {list(starts.shape)}"
+    assert _is_vector(lengths, _I32, num_requests), f"{lengths.dtype} {list(lengths.shape)}"
+    assert _is_vector(slots, _I64, rows), f"{slots.dtype} {list(slots.shape)}"
+    assert table.dtype == _I32, f"block tables are int32, got {table.dtype}"
+    assert table.stride(1) == 1, "a request's blocks lie one behind the other"
     step = Step(
-        metadata.query_starts.data_ptr(), metadata.seq_lens.data_ptr(), table.data_ptr(),
-        table.stride(0), table.shape[0], metadata.slot_mapping.data_ptr(),
-        metadata.slot_mapping.shape[0],
+        starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), table.stride(0), table.shape[1],
+        num_requests, slots.data_ptr(), rows,
     )  # fmt: skip
     if cos is not None and sin is not None:
+        assert len(cos) == rows, f"{len(cos)} angles for {rows} rows"
         step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
         step.angle_stride, step.half = cos.stride(0), cos.shape[-1]
     return step
@@ -165,10 +184,10 @@ def step_of(
 
 def cache_of(cache: torch.Tensor) -> Cache:
     """For the library; good while the tensor lives."""
-    _, _, block_size, num_kv_heads, entry = cache.shape
+    num_blocks, _, block_size, num_kv_heads, entry = cache.shape
     head_dim = entry - INT8_SCALE_BYTES if cache.dtype == torch.int8 else entry
     return Cache(
-        cache.data_ptr(), cache.stride(0), block_size, num_kv_heads, head_dim,
+        cache.data_ptr(), num_blocks, cache.stride(0), block_size, num_kv_heads, head_dim,
         CACHE_TYPES[cache.dtype],
     )  # fmt: skip
 
@@ -178,8 +197,16 @@ def _heads_are_dense(x: torch.Tensor) -> bool:
     return x.dtype == _F32 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
-def _rows_are_dense(cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    return cos.dtype == _F32 and cos.stride(-1) == 1 and cos.stride() == sin.stride()
+def _are_angles(cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor) -> bool:
+    """[n, 1, half] for x [n, heads, head_dim], no more of them than a head has room for."""
+    rows, half = x.shape[0], cos.shape[-1]
+    are_alike = cos.dtype == sin.dtype == _F32 and cos.shape == sin.shape
+    are_dense = cos.stride(-1) == 1 and cos.stride() == sin.stride()
+    return are_alike and are_dense and cos.shape == (rows, 1, half) and 2 * half <= x.shape[2]
+
+
+def _is_vector(x: torch.Tensor, dtype: torch.dtype, size: int) -> bool:
+    return x.dtype == dtype and x.shape == (size,) and x.is_contiguous()
 
 
 def _is_readable(cache: torch.Tensor) -> bool:

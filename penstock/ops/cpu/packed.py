@@ -35,12 +35,11 @@ class PackedMatrix:
         _pack(self.type, data.data_ptr(), data.stride(0), rows, columns, self.data.data_ptr())
 
     def embed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows as floats: [n] int64 -> [n, columns]."""
-        out = torch.empty(len(rows), self.shape[1])
+        """Some rows as floats: [n] int64 -> [n, columns]. IndexError if one is not there."""
+        out = torch.empty(len(rows), self.shape[1], dtype=torch.float32)
         ids = rows.to(torch.int64).contiguous()
         _embed(
-            self.type, self.data.data_ptr(), self.shape[1], ids.data_ptr(), len(ids),
-            out.data_ptr(),
+            self.type, self.data.data_ptr(), *self.shape, ids.data_ptr(), len(ids), out.data_ptr()
         )  # fmt: skip
         return out
 
@@ -62,20 +61,25 @@ class PackedLinear:
 
     def weights(self, bias: torch.Tensor | None) -> Weights:
         """For the library; good while this object and the bias live."""
-        pointer = None if bias is None else bias.data_ptr()
+        pointer = None
+        if bias is not None:
+            assert bias.dtype == torch.float32, f"a bias in {bias.dtype}"
+            assert bias.shape == (self.out_features,), f"a bias {list(bias.shape)}"
+            assert bias.is_contiguous(), "a bias is read as it lies"
+            pointer = bias.data_ptr()
         return Weights(ctypes.addressof(self._array), len(self._parts), pointer)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, in_features] float32 -> [n, out_features]."""
         # The library reads that many floats of each row, whatever is there.
-        if x.shape[-1] != self.in_features or x.dtype != torch.float32:
+        if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype != torch.float32:
             raise ValueError(
                 f"x must be [n, {self.in_features}] float32, got {list(x.shape)} {x.dtype}"
             )
         if x.stride(-1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
-        out = torch.empty(rows, self.out_features)
+        out = x.new_empty(rows, self.out_features)
         _linear(
             ctypes.byref(self.weights(bias)), x.data_ptr(), x.stride(0), rows, self.in_features,
             out.data_ptr(), self.out_features,

@@ -34,11 +34,17 @@ def choose_tokens(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     slots, positions = slots.contiguous(), positions.contiguous()
+    assert slots.dtype == positions.dtype == torch.int64, f"{slots.dtype}, {positions.dtype}"
+    assert slots.shape == positions.shape == (rows,), f"{slots.shape}, {positions.shape}"
+    assert floats.dtype == torch.float32, f"{floats.dtype} parameters"
+    assert ints.dtype == torch.int64, f"{ints.dtype} parameters"
+    assert len(floats) == len(ints), f"{len(floats)} and {len(ints)} slots"
+    assert floats.stride(1) == ints.stride(1) == 1, "a slot's parameters lie together"
     if allowed is not None:
         assert allowed.shape == (rows, words), f"a bit a token, got {tuple(allowed.shape)}"
         allowed = allowed.to(torch.int32).contiguous()
     _choose_tokens(
-        logits.data_ptr(), rows, logits.stride(0), vocab_size, slots.data_ptr(),
+        logits.data_ptr(), rows, logits.stride(0), vocab_size, slots.data_ptr(), len(floats),
         positions.data_ptr(), floats.data_ptr(), floats.stride(0), ints.data_ptr(), ints.stride(0),
         None if allowed is None else allowed.data_ptr(), words,
         tokens.data_ptr(), faulted.data_ptr(),

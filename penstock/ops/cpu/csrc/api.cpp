@@ -103,7 +103,10 @@ PENSTOCK_API int penstock_select_isa(const char* name) {
 }
 
 // Returns how many there are then: less where the system gives no more.
-PENSTOCK_API int penstock_set_threads(int count) { return set_num_threads(count); }
+PENSTOCK_API int penstock_set_threads(int count) {
+    const std::lock_guard<std::mutex> turn(turn_mutex());
+    return set_num_threads(count);
+}
 PENSTOCK_API int penstock_threads() { return num_threads(); }
 
 // -- weights
@@ -113,56 +116,68 @@ PENSTOCK_API int64_t penstock_packed_bytes(int32_t type, int64_t rows, int64_t k
 }
 
 // Rows of a checkpoint's matrix, row_bytes apart, into packed.
-PENSTOCK_API void penstock_pack(int32_t type, const uint8_t* rows, int64_t row_bytes,
-                                int64_t num_rows, int64_t k, uint8_t* packed) {
+PENSTOCK_API int32_t penstock_pack(int32_t type, const uint8_t* rows, int64_t row_bytes,
+                                   int64_t num_rows, int64_t k, uint8_t* packed) {
     const Kernels& isa = *active;
     const int64_t bytes = isa.group_bytes(static_cast<Type>(type), k);
-    for_each(divide_up(num_rows, isa.lanes), [&](int64_t group, int) {
-        const int64_t first = group * isa.lanes;
-        isa.pack_group(static_cast<Type>(type), rows + first * row_bytes, row_bytes,
-                       std::min<int64_t>(isa.lanes, num_rows - first), k, packed + group * bytes);
+    return in_turn([&] {
+        for_each(divide_up(num_rows, isa.lanes), 0, [&](int64_t group, uint8_t*) {
+            const int64_t first = group * isa.lanes;
+            isa.pack_group(static_cast<Type>(type), rows + first * row_bytes, row_bytes,
+                           std::min<int64_t>(isa.lanes, num_rows - first), k,
+                           packed + group * bytes);
+        });
     });
 }
 
-// Rows of a packed weight as floats: out [count, k].
-PENSTOCK_API void penstock_embed(int32_t type, const uint8_t* packed, int64_t k,
-                                 const int64_t* ids, int64_t count, float* out) {
+// Some of a packed weight's num_rows as floats: out [count, k].
+PENSTOCK_API int32_t penstock_embed(int32_t type, const uint8_t* packed, int64_t num_rows, int64_t k,
+                                    const int64_t* ids, int64_t count, float* out) {
     const Kernels& isa = *active;
     const int64_t bytes = isa.group_bytes(static_cast<Type>(type), k);
-    for_rows(count, [&](int64_t i) {
-        isa.unpack_row(static_cast<Type>(type), packed + ids[i] / isa.lanes * bytes,
-                       ids[i] % isa.lanes, k, out + i * k);
+    return in_turn([&] {
+        check_index(all_below(ids, count, num_rows));
+        for_rows(count, [&](int64_t i) {
+            isa.unpack_row(static_cast<Type>(type), packed + ids[i] / isa.lanes * bytes,
+                           ids[i] % isa.lanes, k, out + i * k);
+        });
     });
 }
 
 // -- rows
 
 // x [outer, inner, size] with strides; out is contiguous.
-PENSTOCK_API void penstock_rms_norm(const float* x, int64_t outer, int64_t inner,
-                                    int64_t outer_stride, int64_t inner_stride, int64_t size,
-                                    const float* weight, float eps, float* out) {
+PENSTOCK_API int32_t penstock_rms_norm(const float* x, int64_t outer, int64_t inner,
+                                       int64_t outer_stride, int64_t inner_stride, int64_t size,
+                                       const float* weight, float eps, float* out) {
     const Kernels& isa = *active;
-    for_rows(outer, [&](int64_t i) {
-        for (int64_t j = 0; j < inner; ++j) {
-            isa.rms_norm_row(x + i * outer_stride + j * inner_stride, weight, eps, size,
-                             out + (i * inner + j) * size);
-        }
+    return in_turn([&] {
+        for_rows(outer, [&](int64_t i) {
+            for (int64_t j = 0; j < inner; ++j) {
+                isa.rms_norm_row(x + i * outer_stride + j * inner_stride, weight, eps, size,
+                                 out + (i * inner + j) * size);
+            }
+        });
     });
 }
 
 // sum = x + residual, out = its norm; all contiguous. sum may be x or residual.
-PENSTOCK_API void penstock_add_rms_norm(const float* x, const float* residual, int64_t rows,
-                                        int64_t size, const float* weight, float eps, float* sum,
-                                        float* out) {
+PENSTOCK_API int32_t penstock_add_rms_norm(const float* x, const float* residual, int64_t rows,
+                                           int64_t size, const float* weight, float eps, float* sum,
+                                           float* out) {
     const Kernels& isa = *active;
-    for_rows(rows, [&](int64_t i) {
-        isa.add_row(x + i * size, residual + i * size, size, sum + i * size);
-        isa.rms_norm_row(sum + i * size, weight, eps, size, out + i * size);
+    return in_turn([&] {
+        for_rows(rows, [&](int64_t i) {
+            isa.add_row(x + i * size, residual + i * size, size, sum + i * size);
+            isa.rms_norm_row(sum + i * size, weight, eps, size, out + i * size);
+        });
     });
 }
 
 // x [rows, 2 * size], contiguous -> out [rows, size].
-PENSTOCK_API void penstock_silu_mul(const float* x, int64_t rows, int64_t size, float* out) {
+PENSTOCK_API int32_t penstock_silu_mul(const float* x, int64_t rows, int64_t size, float* out) {
     const Kernels& isa = *active;
-    for_rows(rows, [&](int64_t i) { isa.silu_mul_row(x + 2 * i * size, size, out + i * size); });
+    return in_turn([&] {
+        for_rows(rows, [&](int64_t i) { isa.silu_mul_row(x + 2 * i * size, size, out + i * size); });
+    });
 }

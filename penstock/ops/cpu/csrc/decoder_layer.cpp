@@ -21,7 +21,7 @@ namespace {
 // Rows that go through the wide middle of the MLP together: bounds scratch memory.
 constexpr int64_t kMlpRows = 256;
 
-thread_local Scratch attention_scratch, mlp_scratch;
+Scratch attention_scratch, mlp_scratch;
 
 // The input of a matmul, made row by row where it is used: `make(row, out)` fills a row of `x`.
 template <class Make>
@@ -113,9 +113,11 @@ void mlp_block(const DecoderLayer& layer, int64_t rows, float* x, float* residua
 using namespace penstock;
 
 // x [rows, hidden] becomes the layer's output, which is still to be added to residual.
-PENSTOCK_API void penstock_decoder_layer(const DecoderLayer* layer, const Cache* cache,
-                                         const Step* step, float* x, float* residual,
-                                         int64_t has_residual) {
-    attention_block(*layer, *cache, *step, x, residual, has_residual != 0);
-    mlp_block(*layer, step->rows, x, residual);
+PENSTOCK_API int32_t penstock_decoder_layer(const DecoderLayer* layer, const Cache* cache,
+                                            const Step* step, float* x, float* residual,
+                                            int64_t has_residual) {
+    return in_turn([&] {
+        attention_block(*layer, *cache, *step, x, residual, has_residual != 0);
+        mlp_block(*layer, step->rows, x, residual);
+    });
 }

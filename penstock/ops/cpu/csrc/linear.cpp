@@ -8,8 +8,7 @@ namespace {
 constexpr int64_t kSmallWork = 16 * 1024;  // bytes of weights times rows that are not worth a fork
 constexpr int64_t kRowBlockBytes = 256 * 1024;  // of 8-bit activations, to stay in the L2 cache
 
-thread_local Scratch scratch;   // of the thread that calls
-thread_local Scratch unpacked;  // of the thread that takes a piece
+Scratch scratch;
 
 }  // namespace
 
@@ -37,7 +36,8 @@ void linear(const Weights& weights, const Activations& activations, float* y, in
     int64_t pieces = num_threads() == 1 ? 1 : num_threads() * kPiecesPerThread;
     if (bytes * rows < kSmallWork) pieces = 1;
     pieces = std::min(pieces, num_groups);
-    for_each(pieces * num_blocks, [&](int64_t index, int) {
+    const int64_t unpacked = weights.has_blocks() ? isa.matmul_scratch(k) : 0;
+    for_each(pieces * num_blocks, unpacked, [&](int64_t index, uint8_t* memory) {
         const int64_t piece = index % pieces, block = index / pieces;
         const int64_t first = num_groups * piece / pieces, end = num_groups * (piece + 1) / pieces;
         int64_t before = 0;  // groups of the parts before
@@ -51,7 +51,7 @@ void linear(const Weights& weights, const Activations& activations, float* y, in
             task.columns = part.columns;
             task.k = k;
             task.quantized = &activations.quantized;
-            task.scratch = unpacked.get(isa.matmul_scratch(k));
+            task.scratch = memory;
             task.x = activations.x;
             task.ldx = activations.ldx;
             task.first_row = block * block_rows;
@@ -69,14 +69,16 @@ void linear(const Weights& weights, const Activations& activations, float* y, in
 
 using namespace penstock;
 
-PENSTOCK_API void penstock_linear(const Weights* weights, const float* x, int64_t ldx, int64_t rows,
-                                  int64_t k, float* y, int64_t ldy) {
-    Activations activations{x, ldx, rows, k, {}};
-    if (weights->has_blocks()) {
-        activations.quantized = quantized_rows(rows, k);
-        for_rows(rows, [&](int64_t row) {
-            kernels().quantize_row(x + row * ldx, activations.quantized, row);
-        });
-    }
-    linear(*weights, activations, y, ldy);
+PENSTOCK_API int32_t penstock_linear(const Weights* weights, const float* x, int64_t ldx,
+                                     int64_t rows, int64_t k, float* y, int64_t ldy) {
+    return in_turn([&] {
+        Activations activations{x, ldx, rows, k, {}};
+        if (weights->has_blocks()) {
+            activations.quantized = quantized_rows(rows, k);
+            for_rows(rows, [&](int64_t row) {
+                kernels().quantize_row(x + row * ldx, activations.quantized, row);
+            });
+        }
+        linear(*weights, activations, y, ldy);
+    });
 }

@@ -1,7 +1,5 @@
 // Rotary positions, the paged KV cache, and attention to it: cut into pieces of rows and heads.
 
-#include <vector>
-
 #include "runtime.hpp"
 
 namespace penstock {
@@ -10,8 +8,16 @@ namespace {
 constexpr int64_t kRows = 16;    // of a piece
 constexpr int64_t kStates = 64;  // rows times heads of a piece
 
-thread_local Scratch scratch;  // of the thread that takes a piece
-thread_local std::vector<AttentionTask> task_list;
+Scratch task_memory;
+
+// Whether request i's rows are among the step's, and all of its tokens in the cache.
+bool is_sound(const Step& step, const Cache& cache, int64_t i) {
+    const int64_t first = step.query_starts[i], end = step.query_starts[i + 1];
+    const int64_t length = step.seq_lens[i], blocks = divide_up(length, cache.block_size);
+    if (first < 0 || first > end || end > step.rows) return false;
+    if (length < end - first || blocks > step.table_width) return false;
+    return all_below(step.block_table + i * step.table_stride, blocks, cache.num_blocks);
+}
 
 }  // namespace
 
@@ -21,6 +27,7 @@ void write_kv(const float* key, int64_t key_stride, const float* value, int64_t 
     const Type type = static_cast<Type>(cache.type);
     const int64_t heads = cache.num_kv_heads, dim = cache.head_dim, width = element_bytes(type);
     const int64_t size = heads * entry_elements(type, dim);
+    check_index(all_below(slots, rows, cache.num_blocks * cache.block_size));
     for_rows(rows, [&](int64_t i) {
         const int64_t block = slots[i] / cache.block_size, offset = slots[i] % cache.block_size;
         uint8_t* at =
@@ -66,7 +73,15 @@ void attend(const float* query, int64_t query_stride, int64_t num_heads, const C
     int64_t heads = std::min(group, kStates);
     if (step.num_requests * cache.num_kv_heads < num_threads()) heads = 1;
     const int64_t num_rows = std::max<int64_t>(std::min(kRows, kStates / heads), 1);
-    task_list.clear();
+    int64_t num_tasks = 0;
+    for (int64_t i = 0; i < step.num_requests; ++i) {
+        check_index(is_sound(step, cache, i));
+        num_tasks += divide_up(step.query_starts[i + 1] - step.query_starts[i], num_rows);
+    }
+    num_tasks *= cache.num_kv_heads * divide_up(group, heads);
+    auto* const tasks =
+        reinterpret_cast<AttentionTask*>(task_memory.get(num_tasks * sizeof(AttentionTask)));
+    AttentionTask* next = tasks;
     for (int64_t i = 0; i < step.num_requests; ++i) {
         whole.blocks = step.block_table + i * step.table_stride;
         const int64_t end = step.query_starts[i + 1];
@@ -78,15 +93,14 @@ void attend(const float* query, int64_t query_stride, int64_t num_heads, const C
                 for (int64_t head = first; head < first + group; head += heads) {
                     whole.first_head = head;
                     whole.end_head = std::min(first + group, head + heads);
-                    task_list.push_back(whole);
+                    *next++ = whole;
                 }
             }
         }
     }
     const int64_t floats = isa.attention_scratch(num_rows * heads, cache.head_dim);
-    AttentionTask* tasks = task_list.data();  // the caller's: other threads have lists of their own
-    for_each(static_cast<int64_t>(task_list.size()), [=, &isa](int64_t index, int) {
-        tasks[index].scratch = scratch.floats(floats);
+    for_each(num_tasks, floats * sizeof(float), [=, &isa](int64_t index, uint8_t* scratch) {
+        tasks[index].scratch = reinterpret_cast<float*>(scratch);
         isa.attend(tasks[index]);
     });
 }
@@ -95,20 +109,22 @@ void attend(const float* query, int64_t query_stride, int64_t num_heads, const C
 
 using namespace penstock;
 
-PENSTOCK_API void penstock_write_kv(const float* key, int64_t key_stride, const float* value,
-                                    int64_t value_stride, const Cache* cache, const int64_t* slots,
-                                    int64_t rows) {
-    write_kv(key, key_stride, value, value_stride, *cache, slots, rows);
+PENSTOCK_API int32_t penstock_write_kv(const float* key, int64_t key_stride, const float* value,
+                                       int64_t value_stride, const Cache* cache,
+                                       const int64_t* slots, int64_t rows) {
+    return in_turn([&] { write_kv(key, key_stride, value, value_stride, *cache, slots, rows); });
 }
 
-PENSTOCK_API void penstock_rotate(float* x, int64_t heads, int64_t row_stride, int64_t head_dim,
-                                  const Step* step) {
-    rotate(x, heads, row_stride, head_dim, *step);
+PENSTOCK_API int32_t penstock_rotate(float* x, int64_t heads, int64_t row_stride, int64_t head_dim,
+                                     const Step* step) {
+    return in_turn([&] { rotate(x, heads, row_stride, head_dim, *step); });
 }
 
-PENSTOCK_API void penstock_attend(const float* query, int64_t query_stride, int64_t num_heads,
-                                  const Cache* cache, const Step* step, float scale, int64_t window,
-                                  float softcap, const float* sinks, float* output) {
+PENSTOCK_API int32_t penstock_attend(const float* query, int64_t query_stride, int64_t num_heads,
+                                     const Cache* cache, const Step* step, float scale,
+                                     int64_t window, float softcap, const float* sinks,
+                                     float* output) {
     const Scoring scoring{scale, window, softcap, sinks};
-    attend(query, query_stride, num_heads, *cache, *step, scoring, output);
+    return in_turn(
+        [&] { attend(query, query_stride, num_heads, *cache, *step, scoring, output); });
 }

@@ -1,13 +1,14 @@
-// What the C interface is made of: the kernels in use, scratch memory, loops over rows, and the
+// What the C interface is made of: the kernels in use, turns and errors, loops over rows, and the
 // structures that cross the interface.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
+#include <mutex>
 #include <new>
 
 #include "kernels.hpp"
+#include "scratch.hpp"
 #include "thread_pool.hpp"
 
 #define PENSTOCK_API extern "C" __attribute__((visibility("default")))
@@ -20,31 +21,41 @@ const Kernels& kernels();  // of the instruction set in use
 constexpr int kPiecesPerThread = 4;
 constexpr int64_t kSmallRows = 8;  // element-wise work on fewer rows is not worth a fork
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t align(int64_t bytes) { return divide_up(bytes, 64) * 64; }
+// A number from outside that leads out of a table or the cache.
+struct BadIndex {};
 
-// Memory that a thread keeps between calls.
-class Scratch {
-  public:
-    ~Scratch() { std::free(memory_); }
+// What functions of the C interface return.
+enum Status : int32_t { kDone = 0, kNoMemory = 1, kBadIndex = 2 };
 
-    uint8_t* get(int64_t bytes) {
-        if (bytes > size_) {
-            std::free(memory_);
-            size_ = 0;
-            memory_ = static_cast<uint8_t*>(std::aligned_alloc(64, align(bytes)));
-            if (memory_ == nullptr) throw std::bad_alloc();
-            size_ = align(bytes);
-        }
-        return memory_;
+// Every function of the C interface that computes does so in here: one at a time, so that threads and
+// scratch memory are its own, and without an exception that leaves the library.
+template <class Body>
+int32_t in_turn(const Body& body) noexcept {
+    const std::lock_guard<std::mutex> turn(turn_mutex());
+    try {
+        body();
+    } catch (const std::bad_alloc&) {
+        return kNoMemory;
+    } catch (const BadIndex&) {
+        return kBadIndex;
     }
+    return kDone;
+}
 
-    float* floats(int64_t count) { return reinterpret_cast<float*>(get(count * sizeof(float))); }
+inline void check_index(bool is_good) {
+    if (!is_good) throw BadIndex();
+}
 
-  private:
-    uint8_t* memory_ = nullptr;
-    int64_t size_ = 0;
-};
+// Whether all of `count` numbers are in [0, end).
+template <class Integer>
+bool all_below(const Integer* numbers, int64_t count, int64_t end) {
+    Integer least = 0, most = -1;
+    for (int64_t i = 0; i < count; ++i) {
+        least = std::min(least, numbers[i]);
+        most = std::max(most, numbers[i]);
+    }
+    return least >= 0 && most < end;
+}
 
 template <class Body>
 void for_rows(int64_t rows, const Body& body) {
@@ -53,7 +64,7 @@ void for_rows(int64_t rows, const Body& body) {
         return;
     }
     const int64_t pieces = std::min<int64_t>(rows, num_threads() * kPiecesPerThread);
-    for_each(pieces, [&](int64_t piece, int) {
+    for_each(pieces, 0, [&](int64_t piece, uint8_t*) {
         const int64_t end = rows * (piece + 1) / pieces;
         for (int64_t row = rows * piece / pieces; row < end; ++row) body(row);
     });
@@ -91,7 +102,7 @@ struct Activations {
     QuantizedRows quantized;
 };
 
-// 8-bit rows in the calling thread's scratch memory, good until the next call.
+// 8-bit rows in scratch memory, good until the next call.
 QuantizedRows quantized_rows(int64_t rows, int64_t k);
 
 // y [rows, ldy] = activations times each part, plus the bias.
@@ -99,7 +110,7 @@ void linear(const Weights& weights, const Activations& activations, float* y, in
 
 struct Cache {
     void* data;  // [blocks, 2, block_size, kv_heads, entry]: see entry_elements
-    int64_t block_stride, block_size, num_kv_heads, head_dim;
+    int64_t num_blocks, block_stride, block_size, num_kv_heads, head_dim;
     int64_t type;  // F32, F16, BF16 or Int8
 };
 
@@ -108,8 +119,8 @@ struct Cache {
 struct Step {
     const int32_t* query_starts;
     const int32_t* seq_lens;
-    const int32_t* block_table;
-    int64_t table_stride;
+    const int32_t* block_table;  // [num_requests, table_width], rows table_stride apart
+    int64_t table_stride, table_width;
     int64_t num_requests;
     const int64_t* slots;  // of each row: block * block_size + offset
     int64_t rows;
@@ -119,7 +130,7 @@ struct Step {
     int64_t half;
 };
 
-// Keys and values [rows, kv_heads * head_dim] to their slots.
+// Keys and values [rows, kv_heads * head_dim] to their slots. Throws BadIndex.
 void write_kv(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
               const Cache& cache, const int64_t* slots, int64_t rows);
 
@@ -131,7 +142,7 @@ struct Scoring {
     const float* sinks;  // [heads], or null
 };
 
-// query [rows, heads, head_dim], rows query_stride apart -> output, contiguous.
+// query [rows, heads, head_dim], rows query_stride apart -> output, contiguous. Throws BadIndex.
 void attend(const float* query, int64_t query_stride, int64_t num_heads, const Cache& cache,
             const Step& step, const Scoring& scoring, float* output);
 

@@ -27,10 +27,14 @@ struct Item {
 
 // A row's blocks, and memory for as many candidates as it has tokens.
 struct Workspace {
-    explicit Workspace(int64_t vocab, Scratch& scratch) {
-        const int64_t blocks = align(divide_up(vocab, kTokenBlock) * sizeof(float));
-        const int64_t words = align(vocab * sizeof(float));
-        uint8_t* memory = scratch.get(2 * blocks + 5 * words);
+    static int64_t block_bytes(int64_t vocab) {
+        return align(divide_up(vocab, kTokenBlock) * sizeof(float));
+    }
+    static int64_t word_bytes(int64_t vocab) { return align(vocab * sizeof(float)); }
+    static int64_t bytes(int64_t vocab) { return 2 * block_bytes(vocab) + 5 * word_bytes(vocab); }
+
+    Workspace(int64_t vocab, uint8_t* memory) {
+        const int64_t blocks = block_bytes(vocab), words = word_bytes(vocab);
         block_best = reinterpret_cast<float*>(memory);
         block_copy = reinterpret_cast<float*>(memory + blocks);
         memory += 2 * blocks;
@@ -216,14 +220,13 @@ int64_t best_token(const ScaledRow& row, const float* block_best) {
 // penstock/runner/sampling_tables.py: floats (temperature, log of min_p, top_p), ints (top_k, seed).
 // allowed: bits [rows, mask_stride] of the tokens that may be chosen, or null. A row with NaN or
 // infinity, or without an allowed token, is faulted and gets token 0.
-PENSTOCK_API void penstock_choose_tokens(
+PENSTOCK_API int32_t penstock_choose_tokens(
     const float* logits, int64_t rows, int64_t stride, int64_t vocab, const int64_t* slots,
-    const int64_t* positions, const float* floats, int64_t floats_stride, const int64_t* ints,
-    int64_t ints_stride, const uint32_t* allowed, int64_t mask_stride, int64_t* tokens,
-    uint8_t* faulted) {
-    for_each(rows, [&](int64_t i, int) {
-        static thread_local Scratch scratch;
-        Workspace space(vocab, scratch);
+    int64_t num_slots, const int64_t* positions, const float* floats, int64_t floats_stride,
+    const int64_t* ints, int64_t ints_stride, const uint32_t* allowed, int64_t mask_stride,
+    int64_t* tokens, uint8_t* faulted) {
+    const auto choose = [&](int64_t i, uint8_t* memory) {
+        Workspace space(vocab, memory);
         ScaledRow row;
         row.logits = logits + i * stride;
         row.allowed = allowed == nullptr ? nullptr : allowed + i * mask_stride;
@@ -239,7 +242,11 @@ PENSTOCK_API void penstock_choose_tokens(
         if (row.temperature <= kGreedy) return;
         tokens[i] = Drawing(row, space).draw(tokens[i], static_cast<uint64_t>(numbers[1]),
                                              static_cast<uint64_t>(positions[i]), own[1],
-                                             numbers[0], own[2]);
+                                             std::max<int64_t>(numbers[0], 1), own[2]);
+    };
+    return in_turn([&] {
+        check_index(all_below(slots, rows, num_slots));
+        for_each(rows, Workspace::bytes(vocab), choose);
     });
 }
 

@@ -1,12 +1,16 @@
 #include "thread_pool.hpp"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
+
+#include "scratch.hpp"
 
 #if defined(__x86_64__) || defined(__i386__)
 #include <immintrin.h>
@@ -39,10 +43,7 @@ inline int64_t loop_count(uint64_t word) { return word & kMaxCount; }
 
 class Pool {
   public:
-    ~Pool() { stop(); }
-
     int resize(int count) {
-        std::lock_guard<std::mutex> running(loop_mutex_);
         if (count == size_) return count;
         stop();
         stopping_.store(false);
@@ -59,10 +60,11 @@ class Pool {
 
     int size() const { return size_; }
 
-    void run(int64_t count, LoopBody body, void* context) {
-        std::lock_guard<std::mutex> running(loop_mutex_);
-        if (size_ == 1 || count <= 1) {
-            for (int64_t index = 0; index < count; ++index) body(context, index, 0);
+    void run(int64_t count, int64_t scratch_bytes, LoopBody body, void* context) {
+        const bool is_shared = size_ > 1 && count > 1;
+        take_scratch(scratch_bytes, is_shared ? size_.load() : 1);
+        if (!is_shared) {
+            for (int64_t index = 0; index < count; ++index) body(context, index, slices_);
             return;
         }
         for (int64_t first = 0; first < count; first += kMaxCount) {
@@ -71,7 +73,19 @@ class Pool {
         }
     }
 
+    std::mutex turn_mutex;
+
   private:
+    // A slice for each thread. They keep their places from loop to loop, whatever those need.
+    void take_scratch(int64_t bytes, int threads) {
+        slices_ = nullptr;
+        slice_bytes_ = 0;
+        if (bytes == 0) return;
+        const int64_t largest = std::max(largest_slice_, align(bytes));
+        slices_ = scratch_.get(largest * threads);
+        slice_bytes_ = largest_slice_ = largest;
+    }
+
     void run_part(int64_t first, int64_t count, LoopBody body, void* context) {
         body_ = body;
         context_ = context;
@@ -99,7 +113,7 @@ class Pool {
         while (next_index(word) < loop_count(word)) {
             if (word_.compare_exchange_weak(word, word + (uint64_t{1} << kIndexBits),
                                             std::memory_order_acq_rel)) {
-                body_(context_, first_ + next_index(word), thread);
+                body_(context_, first_ + next_index(word), slices_ + thread * slice_bytes_);
                 done_.fetch_add(1, std::memory_order_release);
                 took = true;
                 word = word_.load(std::memory_order_acquire);
@@ -144,13 +158,16 @@ class Pool {
         threads_.clear();
     }
 
-    std::mutex loop_mutex_;  // one loop at a time, whoever calls
     std::vector<std::thread> threads_;
     std::atomic<int> size_{1};  // others ask for it while it changes
 
     LoopBody body_ = nullptr;
     void* context_ = nullptr;
     int64_t first_ = 0;
+    Scratch scratch_;
+    int64_t largest_slice_ = 0;
+    uint8_t* slices_ = nullptr;  // of the loop in progress
+    int64_t slice_bytes_ = 0;
     uint32_t number_ = 0;
     alignas(64) std::atomic<uint64_t> word_{0};
     alignas(64) std::atomic<int64_t> done_{0};
@@ -161,16 +178,21 @@ class Pool {
     std::atomic<bool> stopping_{false};
 };
 
-// Never destroyed: at the end of a process, threads may no longer run when destructors do.
+// Never destroyed: at the end of a process, threads may no longer run when destructors do. Not on the
+// heap either: there is always a pool.
 Pool& pool() {
-    static Pool* instance = new Pool;
+    alignas(Pool) static unsigned char memory[sizeof(Pool)];
+    static Pool* instance = new (memory) Pool;
     return *instance;
 }
 
 }  // namespace
 
+std::mutex& turn_mutex() { return pool().turn_mutex; }
 int set_num_threads(int count) { return pool().resize(count); }
 int num_threads() { return pool().size(); }
-void parallel_for(int64_t count, LoopBody body, void* context) { pool().run(count, body, context); }
+void parallel_for(int64_t count, int64_t scratch_bytes, LoopBody body, void* context) {
+    pool().run(count, scratch_bytes, body, context);
+}
 
 }  // namespace penstock

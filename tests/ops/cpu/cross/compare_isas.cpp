@@ -16,17 +16,17 @@ const char* penstock_isa();
 int penstock_select_isa(const char* name);
 int penstock_set_threads(int count);
 int64_t penstock_packed_bytes(int32_t type, int64_t rows, int64_t k);
-void penstock_pack(int32_t, const uint8_t*, int64_t, int64_t, int64_t, uint8_t*);
-void penstock_embed(int32_t, const uint8_t*, int64_t, const int64_t*, int64_t, float*);
-void penstock_linear(const Weights*, const float*, int64_t, int64_t, int64_t, float*, int64_t);
-void penstock_rms_norm(const float*, int64_t, int64_t, int64_t, int64_t, int64_t, const float*,
-                       float, float*);
-void penstock_silu_mul(const float*, int64_t, int64_t, float*);
-void penstock_rotate(float*, int64_t, int64_t, int64_t, const Step*);
-void penstock_write_kv(const float*, int64_t, const float*, int64_t, const Cache*, const int64_t*,
-                       int64_t);
-void penstock_attend(const float*, int64_t, int64_t, const Cache*, const Step*, float, int64_t, float,
-                     const float*, float*);
+int32_t penstock_pack(int32_t, const uint8_t*, int64_t, int64_t, int64_t, uint8_t*);
+int32_t penstock_embed(int32_t, const uint8_t*, int64_t, int64_t, const int64_t*, int64_t, float*);
+int32_t penstock_linear(const Weights*, const float*, int64_t, int64_t, int64_t, float*, int64_t);
+int32_t penstock_rms_norm(const float*, int64_t, int64_t, int64_t, int64_t, int64_t, const float*,
+                          float, float*);
+int32_t penstock_silu_mul(const float*, int64_t, int64_t, float*);
+int32_t penstock_rotate(float*, int64_t, int64_t, int64_t, const Step*);
+int32_t penstock_write_kv(const float*, int64_t, const float*, int64_t, const Cache*, const int64_t*,
+                          int64_t);
+int32_t penstock_attend(const float*, int64_t, int64_t, const Cache*, const Step*, float, int64_t,
+                        float, const float*, float*);
 }
 
 namespace {
@@ -100,7 +100,7 @@ Floats multiply(const Kind& kind, const std::vector<uint8_t>& matrix, int64_t co
     penstock_pack(kind.type, matrix.data(), row_bytes, columns, k, packed.data());
     const int64_t last = columns - 1;
     embedded.resize(k);
-    penstock_embed(kind.type, packed.data(), k, &last, 1, embedded.data());
+    penstock_embed(kind.type, packed.data(), columns, k, &last, 1, embedded.data());
     const WeightPart part{packed.data(), kind.type, columns, 0};
     const Weights weights{&part, 1, bias.data()};
     Floats y(rows * columns), alone(columns);
@@ -165,7 +165,7 @@ Floats attend_in_chunks(Type type, int64_t dim, int64_t window, int64_t length, 
     const int64_t blocks = (length + kBlockSize - 1) / kBlockSize;
     const int64_t stride = 2 * kBlockSize * kKvHeads * entry_elements(type, dim);
     memory.assign((blocks + 1) * stride * element_bytes(type), 0x55);
-    const Cache cache{memory.data(), stride, kBlockSize, kKvHeads, dim, type};
+    const Cache cache{memory.data(), blocks + 1, stride, kBlockSize, kKvHeads, dim, type};
     std::vector<int32_t> table(blocks);
     std::vector<int64_t> slots(length);
     for (int64_t i = 0; i < blocks; ++i) table[i] = static_cast<int32_t>(blocks - i);
@@ -184,7 +184,7 @@ Floats attend_in_chunks(Type type, int64_t dim, int64_t window, int64_t length, 
         step.query_starts = starts;
         step.seq_lens = &seen;
         step.block_table = table.data();
-        step.table_stride = blocks;
+        step.table_stride = step.table_width = blocks;
         step.num_requests = 1;
         step.rows = rows;
         penstock_attend(&query[start * kHeads * dim], kHeads * dim, kHeads, &cache, &step,
