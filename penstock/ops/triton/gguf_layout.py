@@ -109,16 +109,13 @@ class Planes(NamedTuple):
 
     def rows(self, start: int, end: int) -> Planes:
         """Rows [start, end), sharing memory."""
-        return self._map(lambda tensor: tensor[start:end])
+        own: dict[str, Any] = {name: one[start:end] for name, one in self.tensors().items()}
+        return self._replace(**own)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What lies in memory, by name."""
         named = {name: getattr(self, name) for name in _BY_ROW}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Planes:
-        changed: dict[str, Any] = {name: change(one) for name, one in self.tensors().items()}
-        return self._replace(**changed)
 
 
 _BY_ROW = ("words", "high", "first", "second", "third")
@@ -199,13 +196,17 @@ def _join(fields: torch.Tensor, width: int) -> torch.Tensor:
 # -- scales
 
 
-def _half_at(start: int) -> Scales:
-    return lambda blocks: (half(blocks, start),)
+def _from(start: int, end: int, dtype: torch.dtype = torch.uint8) -> Places:
+    """Bytes [start, end) of every block as numbers of a type."""
+    return lambda blocks: view_as(blocks[:, start:end], dtype)
 
 
-def _pair_at(start: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Two float16 as one int32, the first in the low half."""
-    return lambda blocks: blocks[:, start : start + 4].contiguous().view(torch.int32)
+def _fields(*fields: Places) -> Scales:
+    return lambda blocks: tuple(field(blocks) for field in fields)
+
+
+_HALF = _from(0, 2, torch.float16)
+_PAIR = _from(0, 4, torch.int32)  # two float16, the first in the low half
 
 
 def _nibbles(numbers: torch.Tensor) -> torch.Tensor:
@@ -222,7 +223,7 @@ def _two_bits(numbers: torch.Tensor) -> torch.Tensor:
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Each group's scale with two bits of its minimum above it, and the minima's other four."""
     scale, minimum = k_scales(blocks)
-    return _pair_at(0)(blocks), scale | (minimum << 6), _nibbles(minimum >> 2)
+    return _PAIR(blocks), scale | (minimum << 6), _nibbles(minimum >> 2)
 
 
 def _q3_k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -251,15 +252,6 @@ def _on_grid(type_name: str, places: Places, scales: Scales) -> Layout:
     return Layout(type_name, 8, 0, 128, GRIDS[type_name].group, scales, places=places)
 
 
-def _from(start: int, end: int, dtype: torch.dtype = torch.uint8) -> Places:
-    return lambda blocks: view_as(blocks[:, start:end], dtype)
-
-
-def _fields(*fields: Places) -> Scales:
-    return lambda blocks: tuple(field(blocks) for field in fields)
-
-
-_HALF = _from(0, 2, torch.float16)
 _ON_GRIDS = [
     _on_grid(
         "IQ2_XXS", lambda blocks: blocks[:, 2:].view(-1, 8, 8)[:, :, :4],
@@ -276,28 +268,24 @@ _ON_GRIDS = [
 ]  # fmt: skip
 
 LAYOUTS: dict[str, Layout] = {
-    "Q8_0": Layout("half", 8, 0, 128, 32, _half_at(0)),
-    "Q4_0": Layout("half", 4, 0, 8, 32, _half_at(0)),
-    "Q4_1": Layout("pair", 4, 0, 0, 32, lambda blocks: (_pair_at(0)(blocks),)),
-    "Q5_0": Layout("half", 4, 1, 16, 32, _half_at(0)),
-    "Q5_1": Layout("pair", 4, 1, 0, 32, lambda blocks: (_pair_at(0)(blocks),)),
-    "Q2_K": Layout(
-        "nibbles", 2, 0, 0, 16, lambda blocks: (_pair_at(80)(blocks), blocks[:, :16].contiguous())
-    ),
+    "Q8_0": Layout("half", 8, 0, 128, 32, _fields(_HALF)),
+    "Q4_0": Layout("half", 4, 0, 8, 32, _fields(_HALF)),
+    "Q4_1": Layout("pair", 4, 0, 0, 32, _fields(_PAIR)),
+    "Q5_0": Layout("half", 4, 1, 16, 32, _fields(_HALF)),
+    "Q5_1": Layout("pair", 4, 1, 0, 32, _fields(_PAIR)),
+    "Q2_K": Layout("nibbles", 2, 0, 0, 16, _fields(_from(80, 84, torch.int32), _from(0, 16))),
     "Q3_K": Layout("six bits", 2, 1, 4, 16, _q3_k_scales),
     "Q4_K": Layout("six bits, minima", 4, 0, 0, 32, _k_scales),
     "Q5_K": Layout("six bits, minima", 4, 1, 0, 32, _k_scales),
     "Q6_K": Layout(
         "bytes", 4, 2, 32, 16,
-        lambda blocks: (half(blocks, 208), blocks[:, 192:208].contiguous().view(torch.int8)),
+        _fields(_from(208, 210, torch.float16), _from(192, 208, torch.int8)),
     ),
-    "IQ4_NL": Layout("half", 4, 0, 0, 32, _half_at(0), IQ4_VALUES),
+    "IQ4_NL": Layout("half", 4, 0, 0, 32, _fields(_HALF), IQ4_VALUES),
     "IQ4_XS": Layout("six bits", 4, 0, 0, 32, _iq4_xs_scales, IQ4_VALUES),
-    "MXFP4": Layout(
-        "exponent", 4, 0, 0, 32, lambda blocks: (blocks[:, :1].contiguous(),), E2M1_DOUBLED
-    ),
+    "MXFP4": Layout("exponent", 4, 0, 0, 32, _fields(_from(0, 1)), E2M1_DOUBLED),
     # Ternary numbers take two bits each: a file's TQ1_0 has 1.6.
-    "TQ1_0": Layout("whole", 2, 0, 1, 256, _half_at(52)),
-    "TQ2_0": Layout("whole", 2, 0, 1, 256, _half_at(64)),
+    "TQ1_0": Layout("whole", 2, 0, 1, 256, _fields(_from(52, 54, torch.float16))),
+    "TQ2_0": Layout("whole", 2, 0, 1, 256, _fields(_from(64, 66, torch.float16))),
     **{layout.kind: layout for layout in _ON_GRIDS},
 }  # fmt: skip
