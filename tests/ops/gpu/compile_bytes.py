@@ -7,55 +7,62 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from hopper import compile_kernel
 
 from penstock.ops.triton import byte_experts, byte_weights
+from penstock.ops.triton.tuning_quantized import byte_plan, quantized_experts_plan
 
 COMMON = {"BIAS": True, "WHOLE": True, "EVEN": True, "BYTES": byte_weights.BYTES}
 TABLE = {**COMMON, "TABLE": True, "ZEROS": False}
+SMALL_GROUPS = {**TABLE, "WHOLE": False}
 INTEGERS = {**COMMON, "TABLE": False, "ZEROS": True}
-TILE = {"SPLITS": 2, "ROWS": 64, "TOKENS": 16}
-EXPERTS = {"TOP_K": 2, "ACTIVATION": "silu", "ROWS": 16, "COLUMNS": 64, "GROUP": 1}
+
+
+def tile(element_size: int) -> dict[str, int]:
+    plan = byte_plan(16 if element_size == 2 else 128, 4096, 4096, element_size)
+    assert plan is not None
+    return {"SPLITS": 2, "ROWS": plan.rows, "TOKENS": plan.tokens}
+
+
+def experts(element_size: int, part: str) -> dict[str, int | str]:
+    plan = quantized_experts_plan(16 if element_size == 2 else 1024, 8, element_size)
+    columns = getattr(plan, part).columns
+    return {"TOP_K": 2, "ACTIVATION": "silu", "ROWS": plan.rows, "COLUMNS": columns, "GROUP": 1}
+
+
 KERNELS = {
-    "tile, table": (byte_weights._tile_kernel, {**TABLE, **TILE}),
-    "tile, integers": (byte_weights._tile_kernel, {**INTEGERS, **TILE}),
-    "tile, small groups": (byte_weights._tile_kernel, {**TABLE, **TILE, "WHOLE": False}),
+    "tile, table": (byte_weights._tile_kernel, {**TABLE, **tile(2)}),
+    "tile, integers": (byte_weights._tile_kernel, {**INTEGERS, **tile(2)}),
+    "tile, small groups": (byte_weights._tile_kernel, {**SMALL_GROUPS, **tile(2)}),
     "floats": (byte_weights._dequantize_kernel, {**TABLE, "WIDTH": 1024}),
-    "gate and up": (byte_experts._gate_up_kernel, {**TABLE, **EXPERTS}),
-    "down": (byte_experts._down_kernel, {**INTEGERS, **EXPERTS}),
-}
-POINTERS = {
-    "x_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32",
-    "weight_ptr": "*u8", "zero_ptr": "*u8", "value_ptr": "*fp32", "scale_ptr": "*fp32",
-    "factor_ptr": "*fp32", "arrived_ptr": "*i32", "pair_ptr": "*i32", "expert_ptr": "*i32",
-    "rows_ptr": "*i32",
+    "gate and up": (byte_experts._gate_up_kernel, {**TABLE, **experts(2, "gate_up")}),
+    "down": (byte_experts._down_kernel, {**INTEGERS, **experts(2, "down")}),
+    "float32 tile": (byte_weights._tile_kernel, {**SMALL_GROUPS, **tile(4)}),
+    "float32 gate and up": (
+        byte_experts._gate_up_kernel, {**SMALL_GROUPS, **experts(4, "gate_up")}
+    ),
+    "float32 down": (byte_experts._down_kernel, {**SMALL_GROUPS, **experts(4, "down")}),
 }  # fmt: skip
-WHOLE_LINES = ("in_features", "hidden", "size", "num_bytes", "x_stride")
+POINTERS = {
+    "partial_ptr": "*fp32", "weight_ptr": "*u8", "zero_ptr": "*u8", "value_ptr": "*fp32",
+    "scale_ptr": "*fp32", "factor_ptr": "*fp32", "arrived_ptr": "*i32", "pair_ptr": "*i32",
+    "expert_ptr": "*i32", "rows_ptr": "*i32",
+}  # fmt: skip
+SIXTEENS = ("in_features", "hidden", "size", "num_bytes", "x_stride")
 
 
 def compile_one(kernel: str) -> dict[str, int]:
     function, constants = KERNELS[kernel]
-    signature: dict[str, str] = {}
-    constexprs: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], Any] = {}
-    for index, name in enumerate(function.arg_names):
-        if name in constants:
-            signature[name], constexprs[index,] = "constexpr", constants[name]
-            continue
-        signature[name] = POINTERS.get(name, "i32")
-        if name in POINTERS or name in WHOLE_LINES:
-            attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, constexprs, attributes)
-    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4})
-    code = compiled.asm["ptx"]
+    is_float32 = kernel.startswith("float32")
+    kind = "*fp32" if is_float32 else "*bf16"
+    pointers = {**POINTERS, "x_ptr": kind, "bias_ptr": kind, "out_ptr": kind}
+    stages = 2 if is_float32 else 3
+    code = compile_kernel(function, constants, pointers, SIXTEENS, num_warps=4, num_stages=stages)
     return {
-        "tensor cores": code.count("mma"),
-        "copies of 16 bytes": code.count("cp.async.cg"),
-        "shared memory": compiled.metadata.shared,
+        "tensor cores": code.ptx.count("mma"),
+        "copies of 16 bytes": code.ptx.count("cp.async.cg"),
+        "shared memory": code.shared_bytes,
     }
 
 

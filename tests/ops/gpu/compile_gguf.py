@@ -10,9 +10,7 @@ import sys
 from typing import Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from hopper import compile_kernel
 
 from penstock.loading.gguf_file import GGML_TYPES
 from penstock.ops.blocks import BlockTensor
@@ -70,22 +68,13 @@ def compile_one(kernel: str, type_name: str) -> dict[str, int]:
     if kernel == "float32 tile":
         pointers |= dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), "*fp32")
         options["num_stages"] = 2
-    signature, constexprs, attributes = {}, {}, {}
-    for index, name in enumerate(function.arg_names):
-        if name in constants:
-            signature[name], constexprs[index,] = "constexpr", constants[name]
-        else:
-            signature[name] = pointers.get(name, "i32")
-            if name in pointers or name in ("in_features", "x_stride", "out_stride"):
-                attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(function, signature, constexprs, attributes)
-    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), options)
-    code = compiled.asm["ptx"]
+    sixteens = ("in_features", "x_stride", "out_stride")
+    code = compile_kernel(function, constants, pointers, sixteens, **options)
     return {
         "loads of 16 bytes": sum("ld.global" in line and ".v4.b32" in line
-                                 for line in code.splitlines()),
-        "tensor cores": code.count("mma"),
-        "shared memory": compiled.metadata.shared,
+                                 for line in code.ptx.splitlines()),
+        "tensor cores": code.ptx.count("mma"),
+        "shared memory": code.shared_bytes,
     }  # fmt: skip
 
 

@@ -1,49 +1,68 @@
-"""Compiles the kernel of one row and 4 bits for a Hopper GPU, without one.
+"""Compiles kernels of weights of 4 bits for a Hopper GPU, without one.
 
-python compile_w4.py TYPE:KIND:PARTS...    prints what is in the code of each, as JSON
+python compile_w4.py KERNEL:TYPE:KIND:PARTS...    prints what is in the code of each, as JSON
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from hopper import compile_kernel
 
-from penstock.ops.triton.w4_row import REGISTERS, _one_row_kernel
+from penstock.ops.triton import quantized_experts, w4, w4_row
+from penstock.ops.triton.tuning_quantized import quantized_experts_plan, w4_plan
 
 
-def compile_one(dtype: str, kind: str, parts: int) -> dict[str, int]:
+def sizes(kernel: str, element_size: int) -> dict[str, Any]:
+    """What many rows of x are multiplied by."""
+    if kernel == "tile":
+        plan = w4_plan(128, 1 << 17, 4096, element_size)
+        assert plan is not None
+        return {"SPLITS": 1, "ROWS": plan.rows, "TOKENS": plan.tokens}
+    experts = quantized_experts_plan(1024, 8, element_size)
+    return {
+        "TOP_K": 2, "ACTIVATION": "silu", "ROWS": experts.rows,
+        "COLUMNS": experts.gate_up.columns, "GROUP": 1,
+    }  # fmt: skip
+
+
+def compile_one(kernel: str, dtype: str, kind: str, parts: int) -> dict[str, int]:
     constants = {
         "BIAS": False, "FP4": kind == "floats", "GLOBAL": False, "ZEROS": kind == "zeros",
-        "PARTS": parts, "ASM": True, "MASKED": "chunks", "OVERLAP": True, "WARPS": 4,
-        "chunks_each": 1,
+        "PARTS": parts, "ASM": True,
     }  # fmt: skip
     pointers = {
         "x_ptr": dtype, "weight_ptr": "*i16", "scale_ptr": dtype, "zero_ptr": "*u8",
-        "global_ptr": "*fp32", "bias_ptr": dtype, "out_ptr": dtype,
+        "global_ptr": "*fp32", "bias_ptr": dtype, "out_ptr": dtype, "partial_ptr": "*fp32",
+        "arrived_ptr": "*i32", "pair_ptr": "*i32", "expert_ptr": "*i32", "rows_ptr": "*i32",
     }  # fmt: skip
-    signature, constexprs, attributes = {}, {}, {}
-    for index, name in enumerate(_one_row_kernel.arg_names):
-        if name in constants:
-            signature[name], constexprs[index,] = "constexpr", constants[name]
-        else:
-            signature[name] = pointers.get(name, "i32")
-            attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(_one_row_kernel, signature, constexprs, attributes)
-    options = {"num_warps": 4, "num_stages": 1, "maxnreg": REGISTERS}
-    compiled = triton.compile(source, GPUTarget("cuda", 90, 32), options)
-    before, _, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
+    is_float32 = dtype == "*fp32"
+    if kernel == "row":
+        own = {"MASKED": "chunks", "OVERLAP": True, "WARPS": 4, "chunks_each": 1}
+        code = compile_kernel(
+            w4_row._one_row_kernel, {**constants, **own}, pointers,
+            ("in_features", "out_features", "num_chunks", "num_groups"),
+            num_warps=4, num_stages=1, maxnreg=w4_row.REGISTERS,
+        )  # fmt: skip
+    else:
+        tiles = {"tile": w4._tile_kernel, "experts": quantized_experts._w4_gate_up_kernel}
+        own = {"EVEN": True, **sizes(kernel, 4 if is_float32 else 2)}
+        code = compile_kernel(
+            tiles[kernel], {**constants, **own}, pointers,
+            ("in_features", "out_features", "x_stride", "hidden", "size"),
+            num_warps=4, num_stages=2 if is_float32 else 3,
+        )  # fmt: skip
+    before, _, after = code.ptx.rpartition("griddepcontrol.wait")
     return {
         "loads before it waits": sum("ld.global" in line and ".v4" in line
                                      for line in before.splitlines()),
-        "tensor cores": after.count("mma.sync"),
-        "shared memory": compiled.metadata.shared,
+        "tensor cores": after.count("mma.sync") + after.count("wgmma.mma"),
+        "shared memory": code.shared_bytes,
     }  # fmt: skip
 
 
 if __name__ == "__main__":
     asked = [argument.split(":") for argument in sys.argv[1:]]
-    print(json.dumps({":".join(own): compile_one(own[0], own[1], int(own[2])) for own in asked}))
+    print(json.dumps({":".join(own): compile_one(*own[:3], int(own[3])) for own in asked}))

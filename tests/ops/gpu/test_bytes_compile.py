@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton")
+
+from hopper import run_script
 
 SHARED_BYTES = 228 * 1024  # of a processor
 
 
 def compiled(*kernels: str) -> dict[str, dict[str, int]]:
-    """In a process of its own: this one may have been told to interpret kernels."""
-    script = Path(__file__).with_name("compile_bytes.py")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), *kernels]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
-    found: dict[str, dict[str, int]] = json.loads(run.stdout)
+    found = run_script("compile_bytes.py", *kernels)
     for kernel, code in found.items():
-        assert code["shared memory"] < SHARED_BYTES, kernel
-        assert (code["tensor cores"] > 0) == (kernel != "floats"), kernel
+        if kernel.startswith("float32"):
+            assert code["shared memory"] <= 96 * 1024, kernel  # smaller GPUs have 99
+        else:
+            assert code["shared memory"] < SHARED_BYTES, kernel
+            assert (code["tensor cores"] > 0) == (kernel != "floats"), kernel
     return found
 
 

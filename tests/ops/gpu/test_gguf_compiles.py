@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from gguf_builder import GRID_TYPES
 
 pytest.importorskip("triton", reason="needs Triton")
 
-HERE = Path(__file__).parent
+from hopper import run_script
 
 
-def compiled(*kernels: str) -> dict[str, dict[str, int]]:
-    """In a process of its own: in this one Triton interprets."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(HERE / "compile_gguf.py"), *kernels]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def check(found: dict[str, dict[str, int]]) -> None:
-    for name, counts in found.items():
+def check(*kernels: str) -> None:
+    for name, counts in run_script("compile_gguf.py", *kernels).items():
         if name.startswith(("tile", "experts")):
             assert counts["tensor cores"] > 0, name
         elif name.startswith("float32 tile"):
@@ -39,11 +23,11 @@ def check(found: dict[str, dict[str, int]]) -> None:
 
 
 def test_kernels_compile_and_load_sixteen_bytes_at_once() -> None:
-    check(compiled("row:Q4_K", "tile:Q6_K", "row:IQ2_XXS"))
+    check("row:Q4_K", "tile:Q6_K", "row:IQ2_XXS")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["row", "long row", "tile", "float32 tile", "floats", "experts"])
 def test_kernels_of_every_kind_of_blocks_compile(kernel: str) -> None:
     types = ("Q8_0", "Q4_1", "Q5_0", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "IQ4_XS", "MXFP4", "TQ2_0")
-    check(compiled(*(f"{kernel}:{own}" for own in (*types, *GRID_TYPES))))
+    check(*(f"{kernel}:{own}" for own in (*types, *GRID_TYPES)))

@@ -1,27 +1,16 @@
-"""The kernel of one row and 4 bits, compiled for a Hopper GPU where there is none."""
+"""The kernels of weights of 4 bits, compiled for a Hopper GPU where there is none."""
 
 from __future__ import annotations
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton")
 
-HERE = Path(__file__).parent
+from hopper import run_script
 
 
-def check(*kernels: str) -> None:
-    """In a process of its own: in this one Triton interprets."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(HERE / "compile_w4.py"), *kernels]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
+def check_rows(*kernels: str) -> None:
+    found = run_script("compile_w4.py", *(f"row:{kernel}" for kernel in kernels))
     for name, counts in found.items():
         # Eight chunks of sixteen rows are a warp's: 16 loads of 16 bytes a thread, 64 products.
         assert counts["loads before it waits"] >= 16, name
@@ -31,9 +20,24 @@ def check(*kernels: str) -> None:
 
 
 def test_words_go_from_memory_to_the_tensor_cores_without_a_detour() -> None:
-    check("*bf16:plain:1")
+    check_rows("*bf16:plain:1")
 
 
 @pytest.mark.slow
 def test_one_row_compiles_for_all_kinds_of_weights() -> None:
-    check("*fp16:plain:1", "*bf16:zeros:4", "*bf16:floats:4", "*fp16:floats:8", "*bf16:zeros:2")
+    check_rows(
+        "*fp16:plain:1", "*bf16:zeros:4", "*bf16:floats:4", "*fp16:floats:8", "*bf16:zeros:2"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["tile", "experts"])
+def test_tiles_compile_and_fit(kernel: str) -> None:
+    kinds = ("*bf16:plain:1", "*fp16:zeros:4", "*bf16:floats:8", "*fp32:zeros:8", "*fp32:floats:8")
+    for name, counts in run_script(
+        "compile_w4.py", *(f"{kernel}:{kind}" for kind in kinds)
+    ).items():
+        is_float32 = "*fp32" in name
+        assert (counts["tensor cores"] > 0) == (not is_float32), name
+        # Of an H200's processor; smaller GPUs have 99 KB.
+        assert counts["shared memory"] <= (96 if is_float32 else 227) * 1024, name
