@@ -31,6 +31,9 @@ PACKAGES = (
     "pyyaml",
     "tqdm",
     "llguidance",
+    "xgrammar",
+    "mcp",
+    "gguf",
     "transformers",
     "triton",
 )

@@ -14,7 +14,7 @@ class ChatConfig:
     tool_call_parser: str | None = option(
         None,
         "How this model writes tool calls, such as hermes; default: by its chat template, where "
-        "that is unmistakable; none: there are no tool calls. docs/tools.md lists them.",
+        "that is unmistakable; none: there are no tool calls. docs/parsers.md lists them.",
     )
     reasoning_parser: str | None = option(
         None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,28 +73,28 @@ def engine_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
     Raises `ConfigError` for anything that an engine would refuse, before one is made.
     """
     options = {} if args.config is None else read_config_file(args.config)
-    for section in all_options().values():
-        for declared in section:
-            if hasattr(args, declared.name):
-                options[declared.name] = getattr(args, declared.name)
+    options |= _given(args, *all_options().values())
     EngineConfig.from_options(options)
     return options
 
 
 def serve_options_from_args(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """The configuration of a server and its engine: flags over the ``--config`` file."""
-    ours = {declared.name: declared for declared in options_of(ServerConfig)}
+    ours = list(options_of(ServerConfig))
     engine = {} if args.config is None else read_config_file(args.config, extra=ours)
-    server = {name: engine.pop(name) for name in ours if name in engine}
-    server |= {name: getattr(args, name) for name in ours if hasattr(args, name)}
-    for section in all_options().values():
-        for declared in section:
-            if hasattr(args, declared.name):
-                engine[declared.name] = getattr(args, declared.name)
+    server = {option.name: engine.pop(option.name) for option in ours if option.name in engine}
+    server |= _given(args, ours)
+    engine |= _given(args, *all_options().values())
     return EngineConfig.from_options(engine), ServerConfig.from_options(server)
 
 
-def read_config_file(path: Path, extra: Mapping[str, Option] | None = None) -> dict[str, Any]:
+def _given(args: argparse.Namespace, *sections: Iterable[Option]) -> dict[str, Any]:
+    """The options of these sections that were given as flags."""
+    names = [declared.name for section in sections for declared in section]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def read_config_file(path: Path, extra: Iterable[Option] = ()) -> dict[str, Any]:
     """Engine options from a flat YAML mapping; names are written with ``-`` or ``_``.
 
     `extra` are options that may stand there besides. Raises `ConfigError`, with the file's name,
@@ -112,14 +112,14 @@ def read_config_file(path: Path, extra: Mapping[str, Option] | None = None) -> d
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must map option names to values, got {content!r}")
-    declared = {option.name: option for section in all_options().values() for option in section}
-    declared |= extra or {}
+    sections = (*all_options().values(), extra)
+    declared = {option.name: option for section in sections for option in section}
     options: dict[str, Any] = {}
     try:
         for key, value in content.items():
             name = str(key).replace("-", "_")
             if name not in declared:
-                refuse_unknown_option(str(key))
+                refuse_unknown_option(str(key), declared)
             if name in options:
                 raise ConfigError(f"{name} is given twice, once as {key!r}")
             options[name] = coerce(declared[name], value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -213,7 +214,8 @@ class EngineConfig:
                     values[declared.name] = coerce(declared, unknown.pop(declared.name))
             built[section] = config_class(**values)
         if unknown:
-            refuse_unknown_option(next(iter(unknown)))
+            known = [declared.name for section in all_options().values() for declared in section]
+            refuse_unknown_option(next(iter(unknown)), known)
         return cls(**built)
 
 
@@ -247,6 +249,8 @@ def coerce(declared: Option, value: Any) -> Any:
         return str(value)
     if type(value) is not declared.type:
         raise ConfigError(f"{declared.name} must be {declared.type.__name__}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{declared.name} must be a finite number, got {value}")
     return value
 
 
@@ -261,9 +265,8 @@ def parse_bytes(name: str, text: str) -> int:
         raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}") from None
 
 
-def refuse_unknown_option(name: str) -> NoReturn:
-    """Raise the ConfigError for a name that no option has, with the nearest one that exists."""
-    known = [declared.name for section in all_options().values() for declared in section]
+def refuse_unknown_option(name: str, known: Iterable[str]) -> NoReturn:
+    """Raise the ConfigError for a name that none of `known` is, with the nearest of them."""
     close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ConfigError(f"unknown option {name!r}{hint}")

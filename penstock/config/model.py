@@ -27,7 +27,8 @@ class ModelConfig:
         "architecture that only transformers has (needs penstock[transformers]).",
     )
     tokenizer: str | None = option(
-        None, "Where the tokenizer comes from, if not from the model: a folder or a hub id."
+        None,
+        "Where the tokenizer comes from, if not from the model: a folder, a .gguf file, a hub id.",
     )
     skip_tokenizer_init: bool = option(
         False, "Load no tokenizer: prompts are token ids and outputs have no text."

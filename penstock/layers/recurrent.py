@@ -92,7 +92,7 @@ class CausalConv(nn.Module):
 class HeadParameters(nn.Module):
     """Numbers of each head, float32, which checkpoints keep in the layer itself.
 
-    A layer that has them is its own loader: it calls `expected` and `load`.
+    So it is the layer that the loader sees: its `expected` and `load` call `shapes` and `take`.
     """
 
     def __init__(self, build: Build, num_heads: int, names: Sequence[str]) -> None:

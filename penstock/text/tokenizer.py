@@ -151,7 +151,8 @@ def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Tokeniz
         if not path.is_dir():
             if not is_hub_id(tokenizer):
                 raise ModelError(
-                    f"tokenizer must name a folder with tokenizer.json, got {tokenizer!r}"
+                    "tokenizer must name a folder with tokenizer.json, a .gguf file or a hub id, "
+                    f"got {tokenizer!r}"
                 )
             path = fetch_from_hub(tokenizer, None, "dummy", None)  # all but the tensors
         return tokenizer_from_folder(path)

@@ -12,9 +12,11 @@ import pytest
 from penstock.config.cli import (
     add_engine_arguments,
     add_sampling_arguments,
+    add_server_arguments,
     engine_options_from_args,
     override,
     sampling_options_from_args,
+    serve_options_from_args,
 )
 from penstock.config.engine import all_options
 from penstock.config.sampling import sampling_options
@@ -100,6 +102,16 @@ def test_the_file_gives_options_and_flags_win(yaml_file: Path) -> None:
         "max_num_seqs": 2,
         "kv_cache_memory_bytes": 2**30,
     }
+
+
+def test_the_file_of_a_server_is_told_the_servers_nearest_option(yaml_file: Path) -> None:
+    yaml_file.write_text("max-conections: 5\n")
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    add_server_arguments(parser)
+    args = parser.parse_args(["--config", str(yaml_file)])
+    with pytest.raises(ConfigError, match="'max-conections'; did you mean 'max_connections'"):
+        serve_options_from_args(args)
 
 
 def test_an_empty_file_gives_nothing(yaml_file: Path) -> None:

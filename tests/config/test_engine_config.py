@@ -103,6 +103,13 @@ def test_sizes_may_carry_units(text: str, size: int) -> None:
     assert parse_bytes("kv_cache_memory_bytes", text) == size
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused(value: float) -> None:
+    for name in ("queue_timeout_s", "structured_outputs_timeout_s"):
+        with pytest.raises(ConfigError, match=f"{name} must be a finite number, got {value}"):
+            EngineConfig.from_options({name: value})
+
+
 @pytest.mark.parametrize("text", ["", "GiB", "four", "4XiB", "nan", "inf"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes must be a size such as 4GiB"):
