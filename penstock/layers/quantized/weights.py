@@ -119,12 +119,10 @@ class W4Weight(_Fields):
     perm: torch.Tensor | None = None  # [in] int64: column i belongs to x[:, perm[i]]
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        numbers = (self.packed, self.scales, self.zeros, self.group_size)
-        output: torch.Tensor
-        if self.bits == 8:
-            output = ops.w8_linear(x, *numbers, bias, self.perm)
-        else:
-            output = ops.w4_linear(x, *numbers, bias, self.bits, self.perm)
+        multiply = ops.w8_linear if self.bits == 8 else ops.w4_linear
+        output: torch.Tensor = multiply(
+            x, self.packed, self.scales, self.zeros, self.group_size, bias, perm=self.perm
+        )
         return output
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
