@@ -12,20 +12,19 @@ from typing import Any
 from hopper import compile_kernel
 
 from penstock.ops.triton import quantized_experts, w4, w4_row
+from penstock.ops.triton.tuning import Launch
 from penstock.ops.triton.tuning_quantized import quantized_experts_plan, w4_plan
 
 
-def sizes(kernel: str, element_size: int) -> dict[str, Any]:
+def sizes(kernel: str, element_size: int) -> tuple[dict[str, Any], Launch]:
     """What many rows of x are multiplied by."""
     if kernel == "tile":
         plan = w4_plan(128, 1 << 17, 4096, element_size)
         assert plan is not None
-        return {"SPLITS": 1, "ROWS": plan.rows, "TOKENS": plan.tokens}
-    experts = quantized_experts_plan(1024, 8, element_size)
-    return {
-        "TOP_K": 2, "ACTIVATION": "silu", "ROWS": experts.rows,
-        "COLUMNS": experts.gate_up.columns, "GROUP": 1,
-    }  # fmt: skip
+        return {"SPLITS": 1, "ROWS": plan.rows, "TOKENS": plan.tokens}, plan.launch
+    rows, tile, _ = quantized_experts_plan(1024, 8, element_size)
+    own = {"TOP_K": 2, "ACTIVATION": "silu", "ROWS": rows, "COLUMNS": tile.columns, "GROUP": 1}
+    return own, tile.launch
 
 
 def compile_one(kernel: str, dtype: str, kind: str, parts: int) -> dict[str, int]:
@@ -38,7 +37,6 @@ def compile_one(kernel: str, dtype: str, kind: str, parts: int) -> dict[str, int
         "global_ptr": "*fp32", "bias_ptr": dtype, "out_ptr": dtype, "partial_ptr": "*fp32",
         "arrived_ptr": "*i32", "pair_ptr": "*i32", "expert_ptr": "*i32", "rows_ptr": "*i32",
     }  # fmt: skip
-    is_float32 = dtype == "*fp32"
     if kernel == "row":
         own = {"MASKED": "chunks", "OVERLAP": True, "WARPS": 4, "chunks_each": 1}
         code = compile_kernel(
@@ -48,11 +46,10 @@ def compile_one(kernel: str, dtype: str, kind: str, parts: int) -> dict[str, int
         )  # fmt: skip
     else:
         tiles = {"tile": w4._tile_kernel, "experts": quantized_experts._w4_gate_up_kernel}
-        own = {"EVEN": True, **sizes(kernel, 4 if is_float32 else 2)}
+        own, launch = sizes(kernel, 4 if dtype == "*fp32" else 2)
         code = compile_kernel(
-            tiles[kernel], {**constants, **own}, pointers,
-            ("in_features", "out_features", "x_stride", "hidden", "size"),
-            num_warps=4, num_stages=2 if is_float32 else 3,
+            tiles[kernel], {**constants, **own, "EVEN": True}, pointers,
+            ("in_features", "out_features", "x_stride", "hidden", "size"), **launch._asdict(),
         )  # fmt: skip
     before, _, after = code.ptx.rpartition("griddepcontrol.wait")
     return {
