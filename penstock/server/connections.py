@@ -99,18 +99,33 @@ class ConnectionWatch:
             logger.info("A client does not read its answer: %d bytes are dropped", num_unsent)
             transport.abort()
         elif not is_writing and now - wait.since > self._read_timeout_s:
-            self._refuse(connection)
-
-    def _refuse(self, connection: Any) -> None:
-        cycle = connection.cycle
-        has_answer = cycle is not None and cycle.response_started and not cycle.response_complete
-        if not has_answer and not connection.transport.is_closing():
             message = (
                 f"the request did not arrive within {self._read_timeout_s:g} s "
                 "(--request-read-timeout-s)"
             )
-            connection.transport.write(raw_error(408, message))
-        connection.transport.close()
+            _refuse(connection, raw_error(408, message))
+
+
+def end_arrivals(connections: Iterable[Any]) -> None:
+    """Refuse the requests that have not come as a whole: the server is about to end."""
+    for connection in list(connections):
+        if _awaits_request(connection):
+            message = "the server is shutting down"
+            _refuse(connection, raw_error(503, message, "Retry-After: 1\r\n"))
+
+
+def drop_all(connections: Iterable[Any]) -> None:
+    """End connections whatever is left to send on them."""
+    for connection in list(connections):
+        connection.transport.abort()
+
+
+def _refuse(connection: Any, answer: bytes) -> None:
+    cycle = connection.cycle
+    has_answer = cycle is not None and cycle.response_started and not cycle.response_complete
+    if not has_answer and not connection.transport.is_closing():
+        connection.transport.write(answer)
+    connection.transport.close()
 
 
 def _awaits_request(connection: Any) -> bool:

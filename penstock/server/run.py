@@ -149,15 +149,22 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
 
 async def _drain(service: Service, server: uvicorn.Server, stop: StopSignals) -> None:
     """Stop taking requests at the first signal; end those left at the second or in time."""
+    from penstock.server.connections import drop_all, end_arrivals
+
     await stop.requested.wait()
     timeout_s = service.server_config.shutdown_timeout
     num_left = len(service.client.records)
     logger.info("Shutting down; %d requests have %g s to finish", num_left, timeout_s)
     service.is_draining = True
+    end_arrivals(server.server_state.connections)
     server.should_exit = True
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(stop.urgent.wait(), timeout_s)
     service.client.fail_all(EngineDeadError("the server is shutting down"))
+    if not stop.is_urgent:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(stop.urgent.wait(), GRACE_S)
+        drop_all(server.server_state.connections)  # of clients that do not read
     if stop.is_urgent:
         server.force_exit = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -99,6 +100,28 @@ def test_sigterm_lets_requests_finish(serve_tiny: ServeTiny, tmp_path: Path) -> 
     assert server.wait() == 0
     assert not is_running(engine)
     assert not (tmp_path / "api").exists()
+
+
+def test_a_request_that_has_not_arrived_does_not_hold_up_the_end(serve_tiny: ServeTiny) -> None:
+    server = serve_tiny("--shutdown-timeout", "60")
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        )
+        assert server.get("/health").status_code == 200  # so that has been read, too
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
+
+
+def test_a_client_that_does_not_read_does_not_hold_up_the_end(serve_tiny: ServeTiny) -> None:
+    server = serve_tiny("--shutdown-timeout", "0")
+    body = {**LONG, "stream": True, "n": 128, "logprobs": 20}  # more than sockets hold
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body):
+        eventually(lambda: not server.is_idle())
+        eventually(server.is_idle, 60)
+        assert server.stop() == 0
+    assert not any("Traceback" in line for line in server.log)
 
 
 def test_requests_that_outlast_the_drain_get_an_error(serve_tiny: ServeTiny) -> None:
