@@ -10,7 +10,7 @@ from penstock.layers.build import Build
 from penstock.layers.loadable import Expected, Shape
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantization import DenseMethod, Shard
-from penstock.ops.blocks import BlockTensor, Weight, pad_rows, take_rows
+from penstock.ops.blocks import Weight
 
 
 class VocabEmbedding(MatrixLayer):
@@ -19,14 +19,13 @@ class VocabEmbedding(MatrixLayer):
     Each rank holds a contiguous range of tokens; the last ranges are padded to one length.
     """
 
-    def __init__(self, build: Build, vocab_size: int, hidden_size: int, bias: bool = False) -> None:
+    def __init__(self, build: Build, vocab_size: int, hidden_size: int) -> None:
         rows = -(-vocab_size // build.tp.size)
         super().__init__(build, hidden_size, {"": rows})
         self.vocab_size = vocab_size
         self.rows = rows
         self.first = build.tp.rank * rows
         self.hidden_size = hidden_size
-        self.bias = build.empty(self.rows) if bias else None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] -> [n, hidden_size], whole on every rank."""
@@ -42,29 +41,18 @@ class VocabEmbedding(MatrixLayer):
         """Logits of hidden states: [n, hidden_size] -> [n, vocab_size]; in `out` if given."""
         is_whole = isinstance(self.method, DenseMethod) and self.build.tp.size == 1
         if out is not None and is_whole and out.dtype == hidden.dtype:
-            self.build.ops.linear(hidden, self.weight, self.bias, out)
+            self.build.ops.linear(hidden, self.weight, None, out)
             return out
-        logits = self.method.apply(self, hidden, self.bias)
+        logits = self.method.apply(self, hidden, None)
         logits = self.build.tp.all_gather(logits)[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)
 
     def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
         shape = (self.vocab_size, self.hidden_size)
-        shapes: dict[tuple[str, str], Shape | Expected] = {
-            (parameter, ""): expected
-            for parameter, expected in self.method.expected("", shape).items()
-        }
-        if self.bias is not None:
-            shapes["bias", ""] = (self.vocab_size,)
-        return shapes
+        parameters = self.method.expected("", shape)
+        return {(parameter, ""): expected for parameter, expected in parameters.items()}
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        if parameter == "bias":
-            own = pad_rows(take_rows(tensor, self.first, self.first + self.rows), self.rows)
-            assert self.bias is not None
-            assert not isinstance(own, BlockTensor)
-            self.bias.copy_(own)
-            return
         shape = (self.vocab_size, self.hidden_size)
         shard = Shard(shape, self.first, self.rows, 0, self.hidden_size)
         self.method.load(self, part, parameter, tensor, shard)

@@ -24,11 +24,11 @@ from penstock.models.gemma2 import layer_is_windowed
 from penstock.models.qwen3_moe import read_num_experts
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import Routing
+from penstock.ops.quantized import dequantize_fp4
 from penstock.protocol.errors import ModelError
 
 EXPERTS = ".mlp.experts."
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits; the fourth is a sign
-SCALE_BIAS = 127
+GROUP = 32  # numbers that share a scale
 
 
 class GptOssForCausalLM(DecoderLM):
@@ -91,7 +91,7 @@ class GptOssForCausalLM(DecoderLM):
                 both[kind] = tensor
                 if len(both) == 2:
                     del halves[prefix + matrix]
-                    packed = _Packed(name, **both)
+                    packed = _Packed(name, both["_blocks"], both["_scales"])
                     if keeps_mxfp4:
                         # [rows, bytes of a row] of each expert, and [rows, groups]
                         yield from _by_expert(
@@ -118,14 +118,14 @@ class GptOssForCausalLM(DecoderLM):
 class _Packed:
     """A layer's experts in MXFP4, unpacked one at a time."""
 
-    def __init__(self, name: str, _blocks: torch.Tensor, _scales: torch.Tensor) -> None:
+    def __init__(self, name: str, blocks: torch.Tensor, scales: torch.Tensor) -> None:
         # [experts, rows, blocks of a row, 16 bytes] and [experts, rows, blocks of a row]
-        if _blocks.dim() != 4 or _blocks.shape[:-1] != _scales.shape or _blocks.shape[-1] != 16:
+        if blocks.dim() != 4 or blocks.shape[:-1] != scales.shape or blocks.shape[-1] != GROUP // 2:
             raise ModelError(
-                f"tensor {name}: blocks {list(_blocks.shape)} and scales {list(_scales.shape)} "
+                f"tensor {name}: blocks {list(blocks.shape)} and scales {list(scales.shape)} "
                 f"do not fit each other"
             )
-        self.blocks, self.scales = _blocks, _scales
+        self.blocks, self.scales = blocks, scales
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -135,15 +135,8 @@ class _Packed:
 
 
 def unpack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Bytes [rows, n, 16] and exponents [rows, n], both uint8 -> [rows, 32 * n] bfloat16.
-
-    A byte holds two numbers, the low half first. Nothing is rounded.
-    """
-    positive = torch.tensor(FP4_VALUES, dtype=torch.float32, device=blocks.device)
-    values = torch.cat([positive, -positive])
-    pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [rows, n, 32]
-    exponents = (scales.int() - SCALE_BIAS)[..., None]
-    return torch.ldexp(values[pairs.int()], exponents).flatten(-2).bfloat16()
+    """Bytes [rows, n, 16] and exponents [rows, n], uint8 -> [rows, 32 * n] bfloat16, exactly."""
+    return dequantize_fp4(blocks.flatten(1), scales, None, GROUP).bfloat16()
 
 
 def _by_expert(

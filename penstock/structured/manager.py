@@ -113,7 +113,6 @@ class GrammarManager:
         opening = [] if start is None or start_id is not None else self._tokenize(start)
         output = OutputGrammar(
             None if grammar is None else grammar.matcher(),
-            vocabulary.tokens,
             reasoning=reasoning_of(request, vocabulary.tokens, opening),
             start_id=start_id,
             field=FIELD if params is None else params.field,

@@ -30,8 +30,6 @@ class OutputGrammar:
     def __init__(
         self,
         matcher: Matcher | None,
-        tokens: Sequence[bytes],
-        marker: bytes = b"",
         reasoning: Reasoning | None = None,
         start_id: int | None = None,
         field: str = FIELD,
@@ -39,8 +37,6 @@ class OutputGrammar:
         self.matcher = matcher
         self.field = field  # what the client calls the grammar
         self.drafts: list[int] = []  # tokens that are proposed to come next
-        if reasoning is None and marker:
-            reasoning = Reasoning(tokens, (marker,))
         self._reasoning = reasoning
         self._start_id = start_id
         self._state = State(Phase.OVER) if reasoning is None else reasoning.begin()

@@ -13,6 +13,7 @@ from penstock.protocol.errors import InputError
 from penstock.protocol.structured import StructuredOutputsParams as Structured
 from penstock.structured.backend import Backend, Matcher
 from penstock.structured.output import OutputGrammar
+from penstock.structured.reasoning import Reasoning
 from penstock.structured.tags import call_structure
 from penstock.structured.vocabulary import Vocabulary
 from penstock.text.parsing.formats import CallGrammar, CallShape
@@ -259,9 +260,8 @@ def test_rows_for_drafts_follow_them_as_far_as_they_go(
     backend: Backend, vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     def rows_of(text: str, drafts: str, marker: bytes = b"") -> list[set[int]]:
-        output = OutputGrammar(
-            matcher_for(backend, regex="[ab][0-9]c|z"), vocabulary.tokens, marker
-        )
+        reasoning = Reasoning(vocabulary.tokens, ends=(marker,)) if marker else None
+        output = OutputGrammar(matcher_for(backend, regex="[ab][0-9]c|z"), reasoning)
         output.accept(tokenizer.encode(text, add_special_tokens=False))
         output.drafts = tokenizer.encode(drafts, add_special_tokens=False)
         bits = np.zeros((4, -(-len(vocabulary) // 32)), dtype=np.int32)
