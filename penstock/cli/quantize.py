@@ -108,14 +108,16 @@ def run(args: argparse.Namespace) -> int:
     check_target(args.out, source)
     text_path = args.text or perplexity.SAMPLE
     text = perplexity.read_text(text_path)
-    calibration = args.calibration_text and perplexity.read_text(args.calibration_text)
+    calibration = None
+    if args.calibration_text is not None:
+        calibration = perplexity.read_text(args.calibration_text)
     before, moments = None, None
-    if not args.no_perplexity or calibration:
+    if not args.no_perplexity or calibration is not None:
         with perplexity.open_for_windows(args.model, source.config) as llm:
             if not args.no_perplexity:
                 windows = perplexity.windows_of(llm, text, text_path)
                 before = perplexity.measure(llm, windows, "Perplexity before")
-            if calibration:
+            if calibration is not None:
                 windows = perplexity.windows_of(llm, calibration, args.calibration_text)
                 moments = perplexity.observe(llm, windows)
     method = method_named(args.method, args.group_size)

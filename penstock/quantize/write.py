@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +35,8 @@ NOT_LINEAR = re.compile(r"(embed\w*|wte|wpe|\w*norm\w*|conv1d)\.weight$")
 KEPT = (r"lm_head$", r".*\.(gate|router|shared_expert_gate|block_sparse_moe\.gate)$")
 # What reads images or sounds beside a text model: few numbers, and not run here.
 NOT_TEXT = r"(.*\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\..*"
+# Layers that engines compute as one matrix: they are quantized together or not at all.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -153,6 +155,7 @@ def _convert(
 ) -> Report:
     report = Report()
     checkpoint = open_checkpoint(source, LoadConfig())
+    _check_fused({name.removesuffix(".weight") for name in checkpoint.names()}, kept)
     progress: Iterable[tuple[str, torch.Tensor | BlockTensor]] = tqdm(
         checkpoint.tensors(),
         total=len(checkpoint.names()),
@@ -179,14 +182,34 @@ def _convert(
             report.bytes_after += piece.nbytes
             writer.add(piece_name, piece)
     if not report.quantized:
-        raise ConfigError(f"{source.name} has no layer that could be quantized: {report.kept}")
+        reasons = "; ".join(f"{layer}: {why}" for layer, why in report.kept.items())
+        raise ConfigError(f"{source.name} has no layer that could be quantized ({reasons:.400})")
     return report
+
+
+def _check_fused(layers: Set[str], kept: Sequence[str]) -> None:
+    """ConfigError if a pattern takes a layer out of what is fused."""
+    for layer in layers:
+        parent, _, part = layer.rpartition(".")
+        parts = next((parts for parts in FUSED if part in parts), ())
+        if not parts or _pattern_of(layer, kept) is None:
+            continue
+        for other in (f"{parent}.{name}" for name in parts):
+            if other in layers and _pattern_of(other, kept) is None:
+                raise ConfigError(
+                    f"--keep has {layer}, but not {other}: engines compute them as one matrix. "
+                    f"Keep all of {', '.join(parts)}, or none"
+                )
+
+
+def _pattern_of(layer: str, kept: Sequence[str]) -> str | None:
+    return next((pattern for pattern in kept if re.match(pattern, layer)), None)
 
 
 def _reason_to_keep(
     layer: str, weight: torch.Tensor, method: Method, kept: Sequence[str]
 ) -> str | None:
-    pattern = next((pattern for pattern in kept if re.match(pattern, layer)), None)
+    pattern = _pattern_of(layer, kept)
     if pattern is not None:
         return f"it matches {pattern}"
     if not weight.is_floating_point():

@@ -305,6 +305,8 @@ def test_a_checkpoint_that_says_elsewhere_that_it_is_quantized_is_refused(
         ("occupied", ["--method", "fp8"], "is there already"),
         ("inside", ["--method", "fp8"], "lies inside the model"),
         ("integers", ["--method", "fp8"], "has no layer that could be quantized"),
+        ("fused", ["--method", "int8", "--no-perplexity", "--keep", ".*k_proj"], "as one matrix"),
+        ("empty", ["--method", "fp8", "--no-perplexity"], "text.txt is empty"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_leaves_nothing(
@@ -329,6 +331,10 @@ def test_what_cannot_be_done_is_refused_and_leaves_nothing(
         save_file({name: x.to(torch.int32) for name, x in tensors.items()}, model / "x.safetensors")
         (model / "model.safetensors").unlink()
         arguments = [*arguments, "--no-perplexity"]
+    elif change == "empty":
+        text = tmp_path / "text.txt"
+        text.touch()
+        arguments = [*arguments, "--calibration-text", str(text)]
     before = sorted(tmp_path.rglob("*"))
     try:
         code = main(["quantize", str(model), str(out), *arguments])
