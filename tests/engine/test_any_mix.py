@@ -1,0 +1,303 @@
+"""Everything at once: requests that use every feature, in engines with any options, among aborts,
+failing steps and drafts. Each gives what it gives alone, and nothing is kept of it."""
+
+from __future__ import annotations
+
+import gc
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
+from tiny_models import make_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock import StructuredOutputsParams as Structured
+from penstock.executor.base import OutOfMemory
+from penstock.executor.in_process import InProcessExecutor
+from penstock.kvcache.layout import blocks_for_request, plan_groups
+from penstock.protocol.kv import AnyKVCacheSpec, RecurrentSpec
+from penstock.protocol.outputs import RequestOutput
+from penstock.protocol.sampling import OutputKind
+from penstock.protocol.step import StepPlan
+from penstock.runner.tables import RequestTables
+from penstock.scheduler.request import RequestState
+from penstock.structured.output import OutputGrammar
+from penstock.text.frontend import PreparedRequest
+
+VARIANTS = ["llama", "qwen2_windowed", "deepseek_v2_lite", "qwen3_next"]
+MAX_MODEL_LEN = 96
+GRAMMARS = [
+    Structured(regex="(ab|é€|x[0-9]{3}){4}!"),
+    Structured(choice=["first", "second", "third"]),
+    Structured(json_object=True),
+    Structured(regex="[0-9]{5}", reasoning_end="7"),
+]
+Case = tuple[list[int], SamplingParams]
+TOLERANCE = 1e-3  # of logprobs, where rows' numbers depend on the batch in their last bits
+
+
+class Clairvoyant:
+    """Drafts what followed the last two tokens in an undisturbed run, and is wrong now and then."""
+
+    def __init__(self, outputs: list[list[int]], num_drafts: int, wrong_every: int) -> None:
+        self.num_drafts = num_drafts
+        self.wrong_every = wrong_every
+        self.following = {
+            tuple(tokens[end - 2 : end]): tokens[end : end + num_drafts]
+            for tokens in outputs
+            for end in range(2, len(tokens))
+        }
+
+    def propose(
+        self,
+        tables: RequestTables,
+        hidden: torch.Tensor,
+        sampled: torch.Tensor,
+        slots: torch.Tensor,
+        num_accepted: torch.Tensor,
+    ) -> torch.Tensor:
+        drafts = []
+        for slot, count in zip(slots.tolist(), tables.num_tokens[slots].tolist(), strict=True):
+            pair = tuple(tables.token_ids[slot, count - 2 : count].tolist())
+            draft = [*self.following.get(pair, []), *[9] * self.num_drafts][: self.num_drafts]
+            if count % self.wrong_every == 0:
+                draft[count % self.num_drafts] = 7
+            drafts.append(draft)
+        return torch.tensor(drafts)
+
+
+@dataclass
+class Model:
+    path: Path
+    specs: dict[str, AnyKVCacheSpec]
+    cases: list[Case]
+    alone: list[RequestOutput]
+
+
+def some_params(rng: random.Random, most: int) -> SamplingParams:
+    """Any features together that do not exclude each other."""
+
+    def perhaps(share: float, **fields: Any) -> dict[str, Any]:
+        return fields if rng.random() < share else {}
+
+    def letters() -> list[str]:
+        return [chr(rng.randrange(33, 127)) for _ in range(rng.randrange(1, 12))]
+
+    fields: dict[str, Any] = {
+        "temperature": rng.choice([0.0, 0.7, 1.2]),
+        "seed": rng.randrange(2**40),
+        "max_tokens": min(rng.choice([1, 2, 7, 16, 30]), most),
+        **perhaps(0.3, top_p=0.9),
+        **perhaps(0.3, top_k=rng.choice([1, 5, 30])),
+        **perhaps(0.3, repetition_penalty=rng.choice([0.8, 1.3])),
+        **perhaps(0.3, presence_penalty=0.5, frequency_penalty=-0.3),
+        **perhaps(0.2, stop_token_ids=rng.sample(range(5, VOCAB_SIZE), 20)),
+        **perhaps(0.3, stop=letters(), include_stop_str_in_output=rng.random() < 0.5),
+        **perhaps(0.4, logprobs=rng.choice([0, 3])),
+        **perhaps(0.2, prompt_logprobs=rng.choice([0, 2])),
+        **perhaps(0.2, n=2),
+    }
+    if rng.random() < 0.3:
+        fields["structured_outputs"] = rng.choice(GRAMMARS)
+    else:
+        fields |= perhaps(0.2, bad_words=letters())
+        fields |= perhaps(0.2, logit_bias={rng.randrange(VOCAB_SIZE): 4.0, 30: -80.0})
+        fields |= perhaps(0.2, allowed_token_ids=rng.sample(range(VOCAB_SIZE), 60))
+        fields |= perhaps(0.3, min_tokens=fields["max_tokens"] // 2)
+    return SamplingParams(**fields)
+
+
+def some_cases(rng: random.Random, count: int) -> list[Case]:
+    """Prompts that begin alike, for a while."""
+    text = [rng.randrange(5, VOCAB_SIZE) for _ in range(66)]
+    cases = []
+    for _ in range(count):
+        length = rng.choice([1, 2, 8, 17, 40, 66])
+        fork = rng.randrange(length + 1) if rng.random() < 0.4 else length
+        rest = [rng.randrange(5, VOCAB_SIZE) for _ in range(length - fork)]
+        cases.append((text[:fork] + rest, some_params(rng, MAX_MODEL_LEN - length)))
+    return cases
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    path = make_checkpoint(
+        tmp_path_factory.mktemp(request.param), request.param, vocab_size=VOCAB_SIZE
+    )
+    make_byte_tokenizer().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    cases = some_cases(random.Random(request.param), 14)
+    with engine(path, enable_prefix_caching=False, max_num_seqs=2) as llm:
+        alone = [
+            llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+            for prompt, params in cases
+        ]
+        specs = llm.engine.executor.capabilities.kv_specs
+    assert [output.error for output in alone] == [None] * len(alone)
+    return Model(path, specs, cases, alone)
+
+
+def engine(path: Path, **options: Any) -> LLM:
+    return open_llm(str(path), **{"max_model_len": MAX_MODEL_LEN, **options})
+
+
+def some_options(rng: random.Random, specs: dict[str, AnyKVCacheSpec]) -> dict[str, Any]:
+    """Small blocks and steps, and a cache that holds one request and hardly another."""
+    block_size, step_tokens = rng.choice([1, 4, 16]), rng.choice([3, 7, 32, 256])
+    groups, _ = plan_groups(specs, block_size, MAX_MODEL_LEN)
+    needed = blocks_for_request(groups, MAX_MODEL_LEN, max_step_tokens=step_tokens)
+    return {
+        "block_size": block_size,
+        "max_num_batched_tokens": step_tokens,
+        "num_gpu_blocks_override": needed + 1 + rng.choice([0, 2, 12]),
+        "max_num_seqs": rng.choice([1, 2, 16]),
+        "enable_prefix_caching": rng.random() < 0.8,
+        "scheduling_policy": rng.choice(["fcfs", "priority", "fair"]),
+        "long_prefill_token_threshold": rng.choice([0, 0, 5]),
+        "async_scheduling": rng.random() < 0.7,
+    }
+
+
+def fail_sometimes(llm: LLM, rng: random.Random) -> None:
+    """Steps of several requests fail, and steps of several tokens want for memory."""
+    executor = llm.engine.executor
+    launch = executor.launch
+
+    def launch_or_fail(plan: StepPlan) -> Any:
+        if rng.random() < 0.04 and len(plan.scheduled) > 1:
+            raise RuntimeError("made up: before anything was done")
+        handle = launch(plan)
+        if rng.random() < 0.04 and plan.num_tokens > 1:
+            raise OutOfMemory("made up: after the step was computed")
+        return handle
+
+    executor.launch = launch_or_fail  # type: ignore[method-assign]
+
+
+@dataclass
+class Client:
+    """Sends cases at any time, some of them as replays; aborts some; compares what comes."""
+
+    llm: LLM
+    model: Model
+    rng: random.Random
+    waiting: list[int]  # indexes of cases
+    num_compared: int = 0
+    num_aborts: int = 0
+    sent: dict[str, tuple[PreparedRequest, int]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        while self.waiting or self.sent:
+            for _ in range(min(self.rng.choice([0, 0, 1, 5]), len(self.waiting))):
+                self.send(self.waiting.pop())
+            if self.sent and self.num_aborts < 4 and self.rng.random() < 0.02:
+                self.num_aborts += 1
+                request, _ = self.sent.pop(self.rng.choice(list(self.sent)))
+                self.llm._withdraw([request])
+            if self.rng.random() < 0.02:
+                self.llm.reset_prefix_cache()
+            self.llm._step()
+            for request_id, (request, index) in list(self.sent.items()):
+                if request.assembler.finished:
+                    del self.sent[request_id]
+                    self.compare(request, index)
+        self.llm._withdraw([])
+
+    def send(self, index: int) -> None:
+        prompt, params = self.model.cases[index]
+        seen: list[int] = []
+        if params.n == 1 and self.rng.random() < 0.3:
+            tokens = self.model.alone[index].outputs[0].token_ids
+            seen = tokens[: self.rng.randrange(len(tokens))]
+        request = self.llm.frontend.prepare(
+            str(len(self.waiting)),
+            prompt,
+            msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY),
+            priority=self.rng.randrange(3),
+            cache_salt=self.rng.choice([None, None, "salt"]),
+            output_token_ids=seen,
+        )
+        self.sent[request.request_id] = request, index
+        self.llm._submit([request])
+
+    def compare(self, request: PreparedRequest, index: int) -> None:
+        output, alone = request.assembler.take(), self.model.alone[index]
+        assert output is not None
+        assert output.error is None
+        for ours, expected in zip(output.outputs, alone.outputs, strict=True):
+            assert ours.token_ids == expected.token_ids
+            assert ours.text == expected.text
+            assert ours.finish_reason == expected.finish_reason
+            assert ours.stop_reason == expected.stop_reason
+            if expected.logprobs is not None:
+                assert ours.logprobs is not None
+                num_seen = len(expected.logprobs) - len(ours.logprobs)  # by a replay's client
+                assert_close(ours.logprobs, expected.logprobs[num_seen:])
+        assert_close(output.prompt_logprobs, alone.prompt_logprobs)
+        self.num_compared += 1
+
+
+def assert_close(ours: Any, expected: Any) -> None:
+    """Logprobs by position, of which a prompt's first has none."""
+    assert (ours is None) == (expected is None)
+    for own, other in zip(ours or [], expected or [], strict=True):
+        assert (own is None) == (other is None)
+        values, others = (
+            sorted(entry.logprob for entry in (at or {}).values()) for at in (own, other)
+        )
+        assert values == pytest.approx(others, abs=TOLERANCE)
+
+
+def assert_nothing_is_kept(llm: LLM) -> None:
+    core, scheduler = llm.engine, llm.engine.scheduler
+    pool = scheduler._kv.pool
+    assert not core.has_work()
+    assert (pool.num_free, pool.num_draining) == (pool.num_usable, 0)
+    assert not scheduler._kv._holdings
+    assert not llm._routes
+    assert isinstance(core.executor, InProcessExecutor)
+    assert set(core.executor.runner.tables._slots) <= set(scheduler._released_ids)
+    gc.collect()
+    kinds = (RequestState, OutputGrammar)
+    for start in (scheduler, core.grammars, core.executor):
+        assert not [thing for thing in reachable(start) if type(thing) in kinds]
+
+
+def reachable(start: object) -> list[object]:
+    """What an object holds on to, within this package's and Python's own containers."""
+    found, waiting = {id(start): start}, [start]
+    while waiting:
+        for thing in gc.get_referents(waiting.pop()):
+            module = type(thing).__module__
+            is_ours = module.startswith("penstock") or type(thing) in (list, dict, set, tuple)
+            if (is_ours or module == "collections") and id(thing) not in found:
+                found[id(thing)] = thing
+                waiting.append(thing)
+    return list(found.values())
+
+
+SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 60))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None:
+    rng = random.Random(seed)
+    options = some_options(rng, model.specs)
+    outputs = [list(out.token_ids) for output in model.alone for out in output.outputs]
+    drafter = None
+    can_draft = not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values())
+    if can_draft and rng.random() < 0.7:
+        drafter = Clairvoyant(outputs, rng.choice([1, 3]), rng.choice([3, 4]))
+    waiting = rng.sample(range(len(model.cases)), len(model.cases))
+    with engine(model.path, drafter=drafter, **options) as llm:
+        if rng.random() < 0.3:
+            fail_sometimes(llm, rng)
+        client = Client(llm, model, rng, waiting)
+        client.run()
+        assert client.num_compared + client.num_aborts == len(model.cases)
+        assert_nothing_is_kept(llm)
