@@ -7,7 +7,6 @@ was given, so they are the request's (`InputError`).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -310,7 +309,8 @@ class _Compiled:
             ) from error
         except Exception as error:  # Python refuses what Jinja made of it: a break without a loop
             raise InputError(
-                f"the chat template cannot be compiled: {error or type(error).__name__}", "messages"
+                f"the chat template cannot be compiled: {str(error) or type(error).__name__}",
+                "messages",
             ) from error
         self.takes_parts = _loops_over_content(tree)
         self._history_form: HistoryForm | None = None
@@ -330,7 +330,7 @@ class _Compiled:
             return self._environment.render_limited(self._template, arguments)
         except Exception as error:  # whatever a template, which is foreign code, runs into
             raise InputError(
-                f"the chat template refuses these messages: {error or type(error).__name__}",
+                f"the chat template refuses these messages: {str(error) or type(error).__name__}",
                 "messages",
             ) from error
 
@@ -385,13 +385,15 @@ def _environment() -> LimitedEnvironment:
                 )
             super().__setitem__(name, value)
 
+        def __repr__(self) -> str:  # not what it holds, which may be more than fits
+            return "<Namespace>"
+
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
     environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, LoopControlExtension]
     )
-    environment.filters["tojson"] = _tojson
     environment.globals.pop("lipsum")
     environment.globals |= {
         "raise_exception": raise_exception,
@@ -400,20 +402,3 @@ def _environment() -> LimitedEnvironment:
         "namespace": Namespace,
     }
     return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As models were trained on: Jinja's own would escape HTML's characters."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )

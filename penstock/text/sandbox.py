@@ -4,12 +4,15 @@ Jinja's sandbox keeps a template from everything outside. It does not keep it fr
 billions of rounds, or from a text that doubles forty times. A thread cannot be stopped from
 outside, so templates are compiled to look at the clock themselves: in every round of a loop and at
 every call. What single operations could blow up (repetition, powers, widths) is checked before.
+A list that holds another one twice, which holds another one twice, and so on, costs nothing until
+it is written or compared: whatever makes a list, tuple or dict has it weighed (`_weighed`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import re
 import threading
 import time
@@ -23,7 +26,7 @@ from jinja2.filters import make_attrgetter
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TIME_LIMIT_S = 10.0
-MAX_TEXT = 64 * 2**20  # characters of a prompt, and of any text on the way to it
+MAX_TEXT = 64 * 2**20  # characters of a prompt, and of any text or list on the way to it
 MAX_ITEMS = 1_000_000  # of a list
 MAX_BITS = 4096  # of a number
 MAX_WIDTH = 10_000  # that a text is padded to, and the largest number in a format
@@ -32,6 +35,19 @@ _WIDENING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 # Formats whose width is large, or given by another argument.
 _WIDE_PERCENT = re.compile(r"%[-+ #0-9.]*(\*|\d{5})")
 _WIDE_BRACES = re.compile(r"\{[^{}]*(\d{5}|\{)")
+# They read a text again for each tag or link in it, and no conversation needs them.
+_LEFT_OUT = ("striptags", "urlize")
+
+
+_CONTAINERS: Any = (
+    list,
+    tuple,
+    set,
+    dict,
+    type({}.keys()),
+    type({}.values()),
+    type({}.items()),
+)
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
@@ -45,11 +61,22 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._thread = threading.local()  # a template is rendered in several threads at once
-        self.filters["_timed"] = self._timed
-        self.filters["_joined"] = self._joined
+        for name in _LEFT_OUT:
+            del self.filters[name]
         for name in ("center", "indent", "batch", "slice", "wordwrap", "truncate"):
             self.filters[name] = _with_small_numbers(self.filters[name])
-        self.filters |= {"format": _format, "replace": _replace, "join": self._join}
+        self.filters |= {
+            "format": self._format,
+            "indent": self._with_lines_counted(self.filters["indent"]),
+            "join": self._join,
+            "replace": _replace,
+            "sum": self._with_timed_items(self.filters["sum"]),
+            "tojson": self._tojson,
+        }
+        self.filters = {name: self._with_weighed(own) for name, own in self.filters.items()}
+        self.filters |= {
+            "_timed": self._timed, "_joined": self._joined, "_weighed": self._weighed
+        }  # fmt: skip
 
     def compile_limited(self, source: str) -> jinja2.Template:
         tree = self.parse(source)
@@ -64,10 +91,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def time_limit(self) -> Iterator[None]:
         """What this thread renders in here must be done in `TIME_LIMIT_S`."""
         self._thread.deadline = time.monotonic() + TIME_LIMIT_S
+        self._thread.weights = {}
         try:
             yield
         finally:
-            del self._thread.deadline
+            del self._thread.deadline, self._thread.weights
 
     def render_limited(self, template: jinja2.Template, arguments: Mapping[str, Any]) -> str:
         """The whole text, which is not longer than `MAX_TEXT`."""
@@ -87,18 +115,24 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Every call in a template passes here, of macros and methods alike."""
         __self.check_time()
-        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja has wrapped a text's `format`
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str):
             if name in _WIDENING:
                 _check_widths(args)
                 _check_widths(kwargs.values())
+                if name == "expandtabs":
+                    _check(owner.count("\t") * MAX_WIDTH, MAX_TEXT, "a text", "characters")
             elif name in ("format", "format_map"):
-                _check_format(_WIDE_BRACES, owner.replace("{{", "").replace("}}", ""))
+                plain = owner.replace("{{", "").replace("}}", "")
+                __self._check_format(_WIDE_BRACES, plain, "{", (args, kwargs))
+            elif name == "translate":
+                _check(len(owner) * __self._weigh(args), MAX_TEXT, "a text", "characters")
             elif name == "replace" and len(args) >= 2:
                 _check_replace(owner, *args[:2])
             elif name == "join" and args:
                 args = (_checked_items(args[0], owner), *args[1:])
-        return super().call(__context, __obj, *args, **kwargs)
+        return __self._weighed(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
@@ -106,7 +140,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 _check_length(left, len(left) + len(right))
         elif operator == "%":
             if isinstance(left, str):
-                _check_format(_WIDE_PERCENT, left)
+                self._check_format(_WIDE_PERCENT, left, "%", right)
         elif operator == "*":
             for text, count in ((left, right), (right, left)):
                 if isinstance(text, (str, list, tuple)) and isinstance(count, int):
@@ -115,7 +149,99 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 _check(left.bit_length() + right.bit_length(), MAX_BITS, "a number", "bits")
         elif isinstance(left, int) and isinstance(right, int):
             _check(left.bit_length() * abs(right), MAX_BITS, "a number", "bits")
-        return super().call_binop(context, operator, left, right)
+        return self._weighed(super().call_binop(context, operator, left, right))
+
+    def _weighed(self, value: Any) -> Any:
+        """The same value, unless it would be too long a text if it were written."""
+        if isinstance(value, _CONTAINERS):
+            _check(self._weigh(value), MAX_TEXT, "a list or object", "characters")
+        return value
+
+    def _weigh(self, value: Any) -> int:
+        """About how many characters a value has as text, each time that it is there.
+
+        What a container holds is weighed once: templates cannot change lists and dicts.
+        """
+        if isinstance(value, str):
+            return len(value)
+        if not isinstance(value, _CONTAINERS):
+            return 8
+        # There is none while a template is compiled, where constants are weighed.
+        known: dict[int, tuple[Any, int]] = getattr(self._thread, "weights", {})
+        total = 2
+        parts: Iterable[Any] = value
+        if isinstance(value, dict):
+            parts = (*value, *value.values())
+        for part in parts:
+            if isinstance(part, str):
+                total += len(part) + 2
+            elif not isinstance(part, _CONTAINERS):
+                total += 8
+            else:
+                if id(part) not in known:
+                    known[id(part)] = part, self._weigh(part)  # kept, so that the id stays its own
+                total += known[id(part)][1]
+        return total
+
+    def _with_weighed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)  # and with what it tells Jinja about itself
+        def weighed(*args: Any, **kwargs: Any) -> Any:
+            return self._weighed(original(*args, **kwargs))
+
+        return weighed
+
+    def _with_lines_counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def limited(s: Any, width: Any = 4, *args: Any, **kwargs: Any) -> Any:
+            size = len(width) if isinstance(width, str) else width
+            lines = str(s).count("\n") + 1
+            _check(lines * int(size), MAX_TEXT, "a text", "characters")
+            return original(s, width, *args, **kwargs)
+
+        return limited
+
+    def _with_timed_items(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def timed(environment: Any, iterable: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(environment, self._timed_one_by_one(iterable), *args, **kwargs)
+
+        return timed
+
+    def _check_format(self, wide: re.Pattern[str], text: str, mark: str, arguments: Any) -> None:
+        if wide.search(text):
+            raise SecurityError("a format has a width that is too large, or given by an argument")
+        widest = max(map(int, re.findall(r"\d+", text)), default=0)
+        longest = len(text) + text.count(mark) * (widest + self._weigh(arguments))
+        _check(longest, MAX_TEXT, "a text", "characters")
+
+    def _format(self, value: Any, *args: Any, **kwargs: Any) -> str:
+        self._check_format(_WIDE_PERCENT, str(value), "%", (args, kwargs))
+        return str(value) % (kwargs or args)
+
+    def _tojson(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """As models were trained on: Jinja's own would escape HTML's characters."""
+        _check_widths([indent])
+        if separators is not None:
+            longest = max(map(len, separators), default=0)
+            _check(longest * self._weigh(value) // 2, MAX_TEXT, "a text", "characters")
+        encoder = json.JSONEncoder(
+            ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+        if indent is None:
+            return encoder.encode(value)
+        pieces, length = [], 0
+        for piece in encoder.iterencode(value):
+            length += len(piece)
+            _check(length, MAX_TEXT, "a text", "characters")
+            pieces.append(piece)
+        return "".join(pieces)
 
     def _timed(self, items: Iterable[Any]) -> Iterable[Any]:
         """The same items, while there is time."""
@@ -164,18 +290,21 @@ def _filter(name: str, node: nodes.Node) -> nodes.Filter:
 
 
 def _replace_children(parent: nodes.Node) -> None:
-    """`a ~ b` becomes a filter that looks at the length first."""
     for field, value in parent.iter_fields():
-        if isinstance(value, nodes.Concat):
-            setattr(parent, field, _as_joined(value))
+        if isinstance(value, nodes.Node):
+            setattr(parent, field, _guarded(value))
         elif isinstance(value, list):
-            setattr(
-                parent, field, [_as_joined(x) if isinstance(x, nodes.Concat) else x for x in value]
-            )
+            setattr(parent, field, [_guarded(x) for x in value])
 
 
-def _as_joined(node: nodes.Concat) -> nodes.Filter:
-    return _filter("_joined", nodes.List(node.nodes, lineno=node.lineno))
+def _guarded(node: Any) -> Any:
+    """What an expression becomes, if it must look at what it makes: `a ~ b`, `[a, b]`, `{a: b}`."""
+    if isinstance(node, nodes.Concat):
+        return _filter("_joined", nodes.List(node.nodes, lineno=node.lineno))
+    is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
+    if isinstance(node, (nodes.List, nodes.Tuple, nodes.Dict)) and not is_target:
+        return _filter("_weighed", node)
+    return node
 
 
 def _check(value: int, limit: int, what: str, unit: str) -> None:
@@ -194,11 +323,6 @@ def _check_widths(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, int):
             _check(value, MAX_WIDTH, "a text", "columns")
-
-
-def _check_format(wide: re.Pattern[str], text: str) -> None:
-    if wide.search(text):
-        raise SecurityError("a format has a width that is too large, or given by an argument")
 
 
 def _check_replace(text: str, old: Any, new: Any) -> None:
@@ -224,11 +348,6 @@ def _with_small_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, **kwargs)
 
     return limited
-
-
-def _format(value: Any, *args: Any, **kwargs: Any) -> str:
-    _check_format(_WIDE_PERCENT, str(value))
-    return str(value) % (kwargs or args)
 
 
 def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:

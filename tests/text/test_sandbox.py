@@ -29,8 +29,9 @@ def render(text: str, **arguments: object) -> str:
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
         "{{ f(90) }}",
         "{% for a in [[1]] recursive %}{{ loop([a]) }}{% endfor %}",
+        "{{ ([[1, 2]] * 900000) | sum(start=[]) }}",
     ],
-    ids=["range", "silent-loops", "loops", "macros", "recursion"],
+    ids=["range", "silent-loops", "loops", "macros", "recursion", "sum"],
 )
 def test_a_template_without_end_is_stopped_in_time(
     text: str, monkeypatch: pytest.MonkeyPatch
@@ -71,6 +72,23 @@ def test_a_template_without_end_is_stopped_in_time(
         "{{ 'x' | indent(10**12) }}",
         "{{ '\t'.expandtabs(10**12) }}",
         "{% set x = 'x' * 10**7 %}{% for i in range(20) %}{{ x }}{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}"
+        "{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}",
+        "{% set n = namespace(x=(1,), y=(1,)) %}{% for i in range(60) %}"
+        "{% set n.x = (n.x, n.x) %}{% set n.y = (n.y, n.y) %}{% endfor %}{{ n.x == n.y }}",
+        "{% set n = namespace(x={}) %}{% for i in range(60) %}"
+        "{% set n.x = dict(a=n.x, b={'c': n.x}) %}{% endfor %}{{ n.x | tojson }}",
+        "{{ ['x' * 10**7] * 10**5 }}",
+        "{{ [1, [2]] | tojson(indent=10**12) }}",
+        "{{ range(10**5) | list | tojson(indent=9999) }}",
+        "{{ range(1000) | list | tojson(separators=('x' * 10**7, ':')) }}",
+        "{{ ('{0:>9999}' * 10**5).format('x') }}",
+        "{{ ('{0}' * 10**5).format('x' * 10**5) }}",
+        "{{ ('%9999d' * 10**5) | format(1) }}",
+        "{{ ('x' * 10**7).translate({120: 'y' * 10**7}) }}",
+        "{{ ('\n' * 10**6) | indent(9999, true, true) }}",
+        "{{ ('\n' * 10**6) | indent('x' * 9999, true, true) }}",
+        "{{ ('\t' * 10**6).expandtabs(9999) }}",
     ],
 )
 def test_a_template_that_would_fill_the_memory_is_stopped_before(text: str) -> None:
@@ -78,7 +96,19 @@ def test_a_template_that_would_fill_the_memory_is_stopped_before(text: str) -> N
         render(text)
 
 
+def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise MemoryError
+
+    monkeypatch.setattr(sandbox.LimitedEnvironment, "render_limited", fail)
+    with pytest.raises(InputError, match="refuses these messages: MemoryError"):
+        render("x")
+
+
 PIECES = [
+    "{% set n = namespace(l=[]) %}{% for m in messages %}{% set n.l = n.l + [m, (m.role, 1)] %}"
+    "{% endfor %}{{ n.l }}{{ {'a': n.l, 'b': [[1], ()]} }}{{ [[1], [2]] | sum(start=[]) }}",
+    "{{ ('a' ~ 'b') in ['ab', 'c'] }}{{ {'a': 1}.items() | list }}{{ 'x\ny' | indent(2) }}",
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ m.role ~ ': ' ~ m['content'] }}"
     "{% if not loop.last %}, {% endif %}{{ loop.previtem | default('-') }}{% endfor %}",
     "{% for k, v in {'a': 1, 'b': [2]}.items() %}{{ k ~ v }}{% endfor %}",
