@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.access import KeyRing
 from penstock.server.errors import error_response, response_of
+from penstock.server.service import current_body_bytes
 
 VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 PUBLIC_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/ping", "/favicon.ico"})
@@ -95,7 +96,7 @@ class ApiKeyGuard:
 
 
 class BodyLimit:
-    """Refuses bodies that are too large, as soon as that is known."""
+    """Refuses bodies that are too large, as soon as that is known; notes how large others are."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -119,6 +120,7 @@ class BodyLimit:
             num_bytes += len(part.get("body", b""))
             if num_bytes > self._max_bytes:
                 raise HTTPException(413, message, headers={"Connection": "close"})
+            current_body_bytes.set(num_bytes)
             return part
 
         await self.app(scope, receive_some, send)

@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
     from penstock.server.responses.tool_servers import ToolServers
 
 NUM_TEXT_THREADS = 4
+# Requests above this size have threads of their own: millions of characters take minutes.
+LARGE_BODY_BYTES = 256 * 1024
+NUM_LARGE_THREADS = 2
 T = TypeVar("T")
+
+current_body_bytes: ContextVar[int] = ContextVar("current_body_bytes", default=0)
+"""The size of the request that is being handled."""
 
 
 class Service:
@@ -48,9 +55,11 @@ class Service:
         self.is_draining = False
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
+        self._large_threads = ThreadPoolExecutor(NUM_LARGE_THREADS, thread_name_prefix="large")
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._large_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # -- what may come in
 
@@ -133,8 +142,13 @@ class Service:
     # -- how it is run
 
     async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
-        """Do work on text (tokenizing, rendering) without holding up the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        """Do work on text (tokenizing, rendering) without holding up the event loop.
+
+        Large requests wait for each other, never small ones for them.
+        """
+        is_large = current_body_bytes.get() > LARGE_BODY_BYTES
+        threads = self._large_threads if is_large else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
     def engine_id(self, request_id: str) -> str:
         """An id for the engine: no two are the same, whatever ids clients choose."""

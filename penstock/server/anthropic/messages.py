@@ -20,7 +20,7 @@ from penstock.server.anthropic.protocol import (
     OutputBlock,
 )
 from penstock.server.openai.stream import EVENT_STREAM
-from penstock.server.replies import send_answer
+from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.server.turn import Turn, prepare_turn, render_turn
 from penstock.text.parsing.deltas import (
@@ -54,7 +54,9 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     def prepare() -> Turn:
         return prepare_turn(service, turn_request(service, body), message_id)
 
-    turn = await service.in_thread(prepare)
+    turn = await unless_gone(request, service.in_thread(prepare))
+    if turn is None:
+        return gone()
     answer = MessageAnswer(body, turn, model, message_id)
     return await send_answer(request, answer, body.stream, AnthropicFrame(request.state.request_id))
 

@@ -24,7 +24,7 @@ from penstock.server.openai.protocol import (
 from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import EVENT_STREAM
 from penstock.server.openai.tools import FunctionCall, ToolCallDelta, ToolCallReply
-from penstock.server.replies import send_answer
+from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.server.turn import Turn, TurnAnswer, TurnStep
 from penstock.text.parsing.deltas import (
@@ -51,7 +51,9 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     model = service.check_model(body.model)
     service.check_capacity()
     request_id = "chatcmpl-" + (body.request_id or request.state.request_id)
-    turn = await service.in_thread(prepare_chat, service, body, request_id)
+    turn = await unless_gone(request, service.in_thread(prepare_chat, service, body, request_id))
+    if turn is None:
+        return gone()
     answer = ChatAnswer(service, body, turn, model, request_id)
     return await send_answer(request, answer, body.stream)
 

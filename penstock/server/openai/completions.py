@@ -25,7 +25,7 @@ from penstock.server.openai.protocol import (
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import EVENT_STREAM, UsageCounter
-from penstock.server.replies import send_answer
+from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.text.frontend import PreparedRequest
 
@@ -43,7 +43,10 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     model = service.check_model(body.model)
     service.check_capacity()
     request_id = "cmpl-" + (body.request_id or request.state.request_id)
-    prepared = await service.in_thread(prepare_completions, service, body, request_id)
+    preparing = service.in_thread(prepare_completions, service, body, request_id)
+    prepared = await unless_gone(request, preparing)
+    if prepared is None:
+        return gone()
     answer = CompletionAnswer(service, body, prepared, model, request_id)
     return await send_answer(request, answer, body.stream)
 

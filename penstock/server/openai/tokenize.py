@@ -13,6 +13,7 @@ from penstock.server.openai.protocol import (
     TokenizeReply,
     TokenizeRequest,
 )
+from penstock.server.replies import gone, unless_gone
 from penstock.server.service import Service
 from penstock.server.turn import render_turn
 from penstock.text.frontend import Frontend
@@ -29,8 +30,9 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     service.check_model(body.model)
     # Written here, in the thread: millions of tokens would hold up whoever else asks for something.
-    content = await service.in_thread(lambda: _tokenize(service, body).model_dump_json())
-    return Response(content, media_type="application/json")
+    writing = service.in_thread(lambda: _tokenize(service, body).model_dump_json())
+    content = await unless_gone(request, writing)
+    return gone() if content is None else Response(content, media_type="application/json")
 
 
 @router.post("/detokenize", responses=describe_errors(400, 401, 404, 413))

@@ -1,0 +1,62 @@
+"""Work on text never holds up those who ask for little."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from penstock.config import EngineConfig, ServerConfig
+from penstock.server.middleware import BodyLimit
+from penstock.server.service import LARGE_BODY_BYTES, Service, current_body_bytes
+
+
+async def handle(size: int, work: Any, service: Service) -> Any:
+    """As the app does: a body is read, and then worked on."""
+    answer: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        answer.append(await service.in_thread(work))
+
+    async def receive() -> dict[str, Any]:
+        nonlocal size
+        part = min(size, 100_000)
+        size -= part
+        return {"type": "http.request", "body": bytes(part), "more_body": size > 0}
+
+    scope = {"type": "http", "headers": []}
+    await BodyLimit(app, max_bytes=2**30)(scope, receive, app)  # type: ignore[arg-type]
+    return answer[0]
+
+
+@pytest.fixture
+def service() -> Any:
+    nothing: Any = None  # neither engine nor tokenizer is asked
+    made = Service(EngineConfig(), ServerConfig(), nothing, nothing)
+    yield made
+    made.close()
+
+
+def test_small_requests_do_not_wait_for_large_ones(service: Service) -> None:
+    release = threading.Event()
+
+    async def run() -> None:
+        large = [
+            asyncio.ensure_future(handle(LARGE_BODY_BYTES + 1, release.wait, service))
+            for _ in range(50)
+        ]
+        await asyncio.sleep(0)  # so that they come first
+        assert await asyncio.wait_for(handle(10, lambda: 7, service), 20) == 7
+        assert not any(task.done() for task in large)
+        release.set()
+        assert all(await asyncio.gather(*large))
+
+    try:
+        asyncio.run(run())
+    finally:
+        release.set()
+    assert current_body_bytes.get() == 0
