@@ -122,7 +122,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 _check_widths(args)
                 _check_widths(kwargs.values())
                 if name == "expandtabs":
-                    _check(owner.count("\t") * MAX_WIDTH, MAX_TEXT, "a text", "characters")
+                    size = args[0] if args else kwargs.get("tabsize", 8)
+                    _check(owner.count("\t") * int(size), MAX_TEXT, "a text", "characters")
             elif name in ("format", "format_map"):
                 plain = owner.replace("{{", "").replace("}}", "")
                 __self._check_format(_WIDE_BRACES, plain, "{", (args, kwargs))

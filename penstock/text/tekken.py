@@ -26,6 +26,7 @@ SPECIAL_TOKENS = (
     "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )  # fmt: skip
+MOST_SPECIAL_TOKENS = 2**16  # far more than any file has, which is 1000
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
@@ -36,8 +37,9 @@ def read_tekken(folder: Path) -> Mapping[str, Any] | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["config"]["default_vocab_size"], content["config"]["pattern"], content["vocab"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        version_of(content)
+        special_tokens_of(content)  # others rely on both
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{path} cannot be read: {error!r}") from error
     return content  # type: ignore[no-any-return]
 
@@ -51,6 +53,10 @@ def version_of(content: Mapping[str, Any]) -> int:
 def special_tokens_of(content: Mapping[str, Any]) -> list[str]:
     """All of them, by id."""
     count = int(content["config"]["default_num_special_tokens"])
+    if not 0 <= count <= MOST_SPECIAL_TOKENS:
+        raise ValueError(
+            f"default_num_special_tokens must be from 0 to {MOST_SPECIAL_TOKENS}, got {count}"
+        )
     listed = content.get("special_tokens")
     named = {int(item["rank"]): str(item["token_str"]) for item in listed or ()}
     if not listed:

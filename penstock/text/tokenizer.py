@@ -19,6 +19,7 @@ from penstock.text.detokenizer import (
     WindowDetokenizer,
     byte_vocabulary,
 )
+from penstock.text.tekken import FILE as TEKKEN_FILE
 from penstock.text.tekken import ROLES as TEKKEN_ROLES
 from penstock.text.tekken import read_tekken, tekken_backend
 
@@ -196,7 +197,13 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     """
     path = folder / "tokenizer.json"
     if not path.is_file() and (tekken := read_tekken(folder)) is not None:
-        return Tokenizer(tekken_backend(tekken), TEKKEN_ROLES, folder=folder)
+        try:
+            backend = tekken_backend(tekken)
+        except Exception as error:  # whatever is wrong with the file, and the library's own
+            raise ModelError(
+                f"{folder / TEKKEN_FILE} is not a tokenizer ({error!r}): {REMEDY}"
+            ) from error
+        return Tokenizer(backend, TEKKEN_ROLES, folder=folder)
     if not path.is_file():
         raise ModelError(f"{path} does not exist{_other_format(folder)}: {REMEDY}")
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.protocol.errors import InputError
+from penstock.protocol.errors import InputError, ModelError
 from penstock.text.parsing.deltas import collect
 from penstock.text.parsing.formats import Tool
 from penstock.text.parsing.parser import detect, make_output_parser
@@ -88,6 +88,27 @@ def test_tekken_gives_the_tokens_of_mistrals_own_code(
     assert ids == official.encode(text, bos=False, eos=False)
     assert tekken.decode(ids) == text
     assert tekken.end_ids == {official.eos_id}
+
+
+TEKKEN_CONFIG = {"default_vocab_size": 2, "pattern": ".", "default_num_special_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "cannot be read: JSONDecodeError"),
+        ([], "cannot be read: TypeError"),
+        ({"config": {}}, r"cannot be read: KeyError\('default_num_special_tokens'\)"),
+        ({"config": {"default_num_special_tokens": 10**12}}, "must be from 0 to 65536, got 1000"),
+        ({"config": TEKKEN_CONFIG}, r"is not a tokenizer \(KeyError\('vocab'\)\): give another"),
+        ({"config": TEKKEN_CONFIG, "vocab": [{"token_bytes": 5}]}, "is not a tokenizer"),
+    ],
+)
+def test_a_broken_tekken_file_is_named(content: Any, message: str, tmp_path: Path) -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (tmp_path / "tekken.json").write_text(text)
+    with pytest.raises(ModelError, match=f"tekken.json .*{message}"):
+        tokenizer_from_folder(tmp_path)
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["alone", "tools"])
