@@ -3,10 +3,10 @@
 python benchmarks/gpu_gguf.py compile PART PARTS   fill Triton's cache for `tune`, several at once
 python benchmarks/gpu_gguf.py tune [TYPE...]       one row under many configurations
 python benchmarks/gpu_gguf.py layer [TYPE...]      the products of Qwen3-8B as configured
-python benchmarks/gpu_gguf.py write CONFIG OUT     a Q4_K_M file of random blocks; needs gguf
+python benchmarks/gpu_gguf.py write CONFIG OUT [TYPE]   a file of random blocks; needs gguf
 
-CONFIG is a folder with a Qwen3 or Llama config.json. Times are medians of calls captured in a
-graph, each call with a weight of its own.
+CONFIG is a folder with a Qwen3 or Llama config.json; without TYPE, the mixture is Q4_K_M's. Times
+are medians of calls captured in a graph, each call with a weight of its own.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ import triton
 from penstock.loading.gguf_file import GGML_TYPES
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.triton import gguf as kernels
-from penstock.ops.triton.gguf_layout import prepare_gguf
+from penstock.ops.triton.gguf_layout import LAYOUTS, Planes, prepare_gguf
+from penstock.ops.triton.gguf_row import can_multiply, tensor_row
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.tuning import Launch
-from penstock.ops.triton.tuning_gguf import RowPlan
+from penstock.ops.triton.tuning_gguf import RowPlan, TensorPlan
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 ROWS = (1, 2, 8, 16, 32, 64, 128, 512)
-# Types of the mixture that llama.cpp calls Q4_K_M; float16 scales that give numbers near 0.02.
-SCALES = {"Q4_K": ((0, 8e-5), (2, 6e-4)), "Q6_K": ((208, 1.5e-5),)}
+# Where blocks have float16 scales, and scales that give numbers near 0.02.
+SCALES = {"Q4_K": ((0, 8e-5), (2, 6e-4)), "Q6_K": ((208, 1.5e-5),), "Q4_1": ((0, 4e-3), (2, -0.03))}
+MIXTURE = ["Q4_K", "Q6_K"]  # llama.cpp calls it Q4_K_M
 
 
 def random_blocks(type_name: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -76,8 +78,17 @@ def time_us(call: Callable[[int], object], count: int) -> float:
     return float(bench) * 1e3 / count
 
 
-def variants(shape: tuple[int, int]) -> list[RowPlan]:
+def variants(type_name: str, shape: tuple[int, int]) -> list[RowPlan] | list[TensorPlan]:
     """Configurations of one row with a matrix of this shape."""
+    if not can_multiply(LAYOUTS[type_name], torch.bfloat16):
+        return row_variants(shape)
+    blocks = shape[1] // (8 * LAYOUTS[type_name].group)
+    several = ((4, 1, 80), (8, 1, 80), (8, 1, 96), (4, 2, 96), (8, 2, 128))
+    found = [TensorPlan(*own) for own in several]
+    return [plan for plan in found if blocks % (plan.warps * plan.turns) == 0]
+
+
+def row_variants(shape: tuple[int, int]) -> list[RowPlan]:
     found = []
     for (quads, warps), steps in itertools.product(
         ((64, 2), (128, 2), (128, 4), (256, 8)), (1, 2, 3, 4, 8)
@@ -93,13 +104,13 @@ def variants(shape: tuple[int, int]) -> list[RowPlan]:
 def compile_part(part: int, parts: int, types: list[str]) -> None:
     """Fill Triton's cache with every `parts`th variant, so that `tune` need not compile."""
     for type_name, shape in itertools.product(types, SHAPES.values()):
-        own = variants(shape)[part::parts]
+        own = variants(type_name, shape)[part::parts]
         if not own:
             continue
         weight = Weights(type_name, shape, False).all[0]
         x = torch.randn(1, shape[1], device="cuda", dtype=torch.bfloat16)
         for plan in own:
-            kernels.one_row(x, weight, None, x.new_empty(1, shape[0]), plan)
+            _one_row(x, weight, x.new_empty(1, shape[0]), plan)
 
 
 def tune(types: list[str]) -> None:
@@ -109,8 +120,8 @@ def tune(types: list[str]) -> None:
         x = torch.randn(1, shape[1], device="cuda", dtype=torch.bfloat16)
         out = torch.empty(1, shape[0], device="cuda", dtype=torch.bfloat16)
         found = []
-        for plan in variants(shape):
-            call = functools.partial(_one_row, x, weights, out, plan)
+        for plan in variants(type_name, shape):
+            call = functools.partial(_nth_row, x, weights, out, plan)
             found.append((time_us(call, len(weights.all)), plan))
         print(type_name, name, f"{weights.nbytes / 1e6:.1f} MB")
         for micros, plan in sorted(found):
@@ -118,10 +129,18 @@ def tune(types: list[str]) -> None:
             print(f"  {micros:7.2f} us {tera:.2f} TB/s {tuple(plan)}", flush=True)
 
 
-def _one_row(
-    x: torch.Tensor, weights: Weights, out: torch.Tensor, plan: RowPlan, index: int
+def _nth_row(
+    x: torch.Tensor, weights: Weights, out: torch.Tensor, plan: RowPlan | TensorPlan, index: int
 ) -> object:
-    return kernels.one_row(x, weights.all[index], None, out, plan)
+    return _one_row(x, weights.all[index], out, plan)
+
+
+def _one_row(
+    x: torch.Tensor, weight: Planes, out: torch.Tensor, plan: RowPlan | TensorPlan
+) -> torch.Tensor:
+    if isinstance(plan, TensorPlan):
+        return tensor_row(x, weight, None, out, plan)
+    return kernels.one_row(x, weight, None, out, plan)
 
 
 def layer(types: list[str]) -> None:
@@ -155,8 +174,8 @@ def _dense_call(weights: list[torch.Tensor], n: int) -> Callable[[int], object]:
 # -- a file
 
 
-def write(config_folder: Path, out: Path) -> None:
-    """A GGUF file of this model's shapes: Q4_K, with Q6_K where Q4_K_M has it."""
+def write(config_folder: Path, out: Path, only: str | None = None) -> None:
+    """A GGUF file of this model's shapes: Q4_K, with Q6_K where Q4_K_M has it; or of one type."""
     import gguf
 
     config = json.loads((config_folder / "config.json").read_text())
@@ -178,6 +197,7 @@ def write(config_folder: Path, out: Path) -> None:
     made: dict[tuple[str, int, int], np.ndarray] = {}
 
     def add(name: str, type_name: str, rows: int, columns: int) -> None:
+        type_name = only or type_name
         key = (type_name, rows, columns)
         if key not in made:
             made[key] = random_blocks(*key)
@@ -213,13 +233,13 @@ def write(config_folder: Path, out: Path) -> None:
 def main() -> None:
     command, *rest = sys.argv[1:]
     if command == "write":
-        write(Path(rest[0]), Path(rest[1]))
+        write(Path(rest[0]), Path(rest[1]), *rest[2:])
     elif command == "compile":
-        compile_part(int(rest[0]), int(rest[1]), rest[2:] or list(SCALES))
+        compile_part(int(rest[0]), int(rest[1]), rest[2:] or MIXTURE)
     elif command == "tune":
-        tune(rest or list(SCALES))
+        tune(rest or MIXTURE)
     else:
-        layer(rest or list(SCALES))
+        layer(rest or MIXTURE)
 
 
 if __name__ == "__main__":

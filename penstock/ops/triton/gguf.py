@@ -1,8 +1,9 @@
 """Products with the blocks of GGUF files, which become floats in registers.
 
-One row waits for memory alone. A few rows are multiplied on the tensor cores, by weights that are
-rounded to the type of x there. For more, the matrix becomes floats, at most `SLAB` of them at one
-time, for cuBLAS; they are not kept.
+One row is multiplied exactly: by whole numbers on the tensor cores (`gguf_row.py`), or by floats.
+A few rows are multiplied on the tensor cores, by weights that are rounded to the type of x there.
+For more, the matrix becomes floats, at most `SLAB` of them at one time, for cuBLAS; they are not
+kept.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from penstock.ops.triton.gguf_decode import (
     values,
 )
 from penstock.ops.triton.gguf_layout import Planes
+from penstock.ops.triton.gguf_row import can_multiply, tensor_row
+from penstock.ops.triton.overlap import let_next_start, overlap, wait_for_others
 from penstock.ops.triton.splitting import add_parts
-from penstock.ops.triton.tuning_gguf import RowPlan, TilePlan, row_plan, tile_plan
+from penstock.ops.triton.tuning_gguf import RowPlan, TilePlan, row_plan, tensor_plan, tile_plan
 
 SLAB = 1 << 27  # numbers that become floats at one time
 
@@ -130,42 +133,45 @@ def _products(
 
 
 @triton.jit
-def _four_rows(
-    x,  # as `_load_x` gives it
-    words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-    row, out_features, first_quad, in_features, one,
-    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, QUADS: tl.constexpr,
+def _load_four(
+    words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, row, out_features, first_quad,
+    in_features, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
+    QUADS: tl.constexpr,
 ):  # fmt: skip
-    """`_products` of four rows from `row` on: [QUADS, 2, 2], of row 2 j + i at [:, i, j].
+    """Weights of four rows from `row` on, as `load_weights` gives them.
 
     Each row is a tensor by itself: so its words and its scales come to the threads that have their
     quads, which the compiler would else see to by way of shared memory.
     """
     word, quad = tl.arange(0, QUADS * 4), tl.arange(0, QUADS)
-    a = load_weights(
-        words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-        row, row < out_features, word, quad, first_quad, in_features, KIND, LOW, HIGH, GROUP,
-    )  # fmt: skip
-    b = load_weights(
-        words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, row + 1,
-        row + 1 < out_features, word, quad, first_quad, in_features, KIND, LOW, HIGH, GROUP,
-    )  # fmt: skip
-    c = load_weights(
-        words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, row + 2,
-        row + 2 < out_features, word, quad, first_quad, in_features, KIND, LOW, HIGH, GROUP,
-    )  # fmt: skip
-    d = load_weights(
-        words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, row + 3,
-        row + 3 < out_features, word, quad, first_quad, in_features, KIND, LOW, HIGH, GROUP,
-    )  # fmt: skip
+    rows = ()
+    for index in tl.static_range(4):
+        rows += (
+            load_weights(
+                words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, row + index,
+                row + index < out_features, word, quad, first_quad, in_features,
+                KIND, LOW, HIGH, GROUP,
+            ),
+        )  # type: ignore[assignment]  # fmt: skip
+    return rows
+
+
+@triton.jit
+def _four_rows(
+    x,  # as `_load_x` gives it
+    rows,  # as `_load_four` gives them
+    one,
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, QUADS: tl.constexpr,
+):  # fmt: skip
+    """`_products` of four rows: [QUADS, 2, 2], of row 2 j + i at [:, i, j]."""
     ab = tl.join(
-        _products(x, a, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
-        _products(x, b, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
+        _products(x, rows[0], one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
+        _products(x, rows[1], one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
     )
     cd = tl.join(
-        _products(x, c, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
-        _products(x, d, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
+        _products(x, rows[2], one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
+        _products(x, rows[3], one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
     )
     return tl.join(ab, cd)
 
@@ -186,29 +192,37 @@ def _one_row_kernel(
     in_features, out_features, one,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, WHOLE: tl.constexpr, STEPS: tl.constexpr, QUADS: tl.constexpr,
+    EVEN: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr, STEPS: tl.constexpr,
+    QUADS: tl.constexpr,
 ):  # fmt: skip
     """STEPS times four rows of the weight with x. WHOLE: x is in registers all the while."""
+    let_next_start(OVERLAP)
     first_row = tl.program_id(0).to(tl.int64) * (STEPS * 4)
+    rows = _load_four(
+        words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, first_row, out_features, 0,
+        in_features, KIND, LOW, HIGH, GROUP, QUADS,
+    )  # fmt: skip
+    wait_for_others(OVERLAP)
+    x = _load_x(x_ptr, 0, in_features, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
+    acc = _four_rows(x, rows, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS)
     if WHOLE:
-        x = _load_x(x_ptr, 0, in_features, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
-        for step in range(STEPS):
+        _store_sums(acc, bias_ptr, out_ptr, first_row, out_features, BIAS)
+        for step in range(1, STEPS):
             row = first_row + step * 4
-            acc = _four_rows(
-                x, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-                row, out_features, 0, in_features, one,
-                KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS,
+            rows = _load_four(
+                words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, row, out_features, 0,
+                in_features, KIND, LOW, HIGH, GROUP, QUADS,
             )  # fmt: skip
+            acc = _four_rows(x, rows, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS)
             _store_sums(acc, bias_ptr, out_ptr, row, out_features, BIAS)
     else:
-        acc = tl.zeros([QUADS, 2, 2], tl.float32)
-        for first_quad in range(0, in_features * LOW // 128, QUADS):
-            x = _load_x(x_ptr, first_quad, in_features, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
-            acc += _four_rows(
-                x, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-                first_row, out_features, first_quad, in_features, one,
-                KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS,
+        for first_quad in range(QUADS, in_features * LOW // 128, QUADS):
+            rows = _load_four(
+                words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, first_row, out_features,
+                first_quad, in_features, KIND, LOW, HIGH, GROUP, QUADS,
             )  # fmt: skip
+            x = _load_x(x_ptr, first_quad, in_features, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
+            acc += _four_rows(x, rows, one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS)
         _store_sums(acc, bias_ptr, out_ptr, first_row, out_features, BIAS)
 
 
@@ -340,6 +354,9 @@ def gguf_linear(
         out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
+    if num_tokens == 1 and can_multiply(weight.layout, x.dtype):
+        own_plan = tensor_plan(weight.layout.group, out_features, in_features)
+        return tensor_row(x, weight, bias, out, own_plan)
     if num_tokens == 1:
         return one_row(x, weight, bias, out, row_plan(weight.type_name, out_features, in_features))
     plan = tile_plan(num_tokens, out_features, in_features, x.element_size())
@@ -370,8 +387,8 @@ def one_row(
     _one_row_kernel[(triton.cdiv(out_features, 4 * steps),)](
         x, *weight.pointers, out if bias is None else bias, out,
         in_features, out_features, ONE, **weight.constants,
-        BIAS=bias is not None, EVEN=num_quads % plan.quads == 0, WHOLE=is_whole, STEPS=steps,
-        QUADS=plan.quads,
+        BIAS=bias is not None, EVEN=num_quads % plan.quads == 0, WHOLE=is_whole,
+        **overlap(x.device), STEPS=steps, QUADS=plan.quads,
         num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
     )  # fmt: skip
     return out

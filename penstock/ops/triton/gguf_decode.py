@@ -153,10 +153,20 @@ def _halves(pair):
 
 
 @triton.jit
+def _load(source, mask):
+    """0 where the mask is not; None masks nothing."""
+    if mask is None:
+        result = tl.load(source)
+    else:
+        result = tl.load(source, mask=mask, other=0)
+    return result
+
+
+@triton.jit
 def _load_bits(ptr, row, group, mask, num_groups, WIDTH: tl.constexpr):
     """Bytes of fields of WIDTH bits, and how far up the group's is."""
     EACH: tl.constexpr = 8 // WIDTH
-    packed = tl.load(ptr + row * (num_groups // EACH) + group // EACH, mask=mask, other=0)
+    packed = _load(ptr + row * (num_groups // EACH) + group // EACH, mask)
     return packed.to(tl.int32) >> (group % EACH * WIDTH)
 
 
@@ -165,27 +175,37 @@ def _load_fields(
     first_ptr, second_ptr, third_ptr, row, quad, mask, in_features,
     part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """What `scales` needs of the groups that have a part of quads; the first field for others."""
+    """What `scales` needs of the groups that have a part of quads."""
     SPAN: tl.constexpr = 128 // LOW  # columns of a quad
     if GROUP >= SPAN:
         group = quad // (GROUP // SPAN)
     else:
         group = quad * (SPAN // GROUP) + part
-    num_groups = in_features // GROUP
-    at = row * num_groups + group
+    return load_fields(first_ptr, second_ptr, third_ptr, row, group, mask, in_features, KIND, GROUP)
+
+
+@triton.jit
+def load_fields(
+    first_ptr, second_ptr, third_ptr, row, group, mask, in_features,
+    KIND: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """What `scales` needs of groups; the first field for others."""
     EACH: tl.constexpr = 256 // GROUP  # groups of a block
     if KIND == "half" or KIND == "pair" or KIND == "exponent":
-        first = tl.load(first_ptr + at, mask=mask, other=0)
+        num_groups = in_features // GROUP
+        first = _load(first_ptr + row * num_groups + group, mask)
     else:
-        block = row * (num_groups // EACH) + group // EACH
-        first = tl.load(first_ptr + block, mask=mask, other=0)
+        num_groups = in_features // 256 * EACH
+        block = row * (in_features // 256) + group // EACH
+        first = _load(first_ptr + block, mask)
+    at = row * num_groups + group
     second, third = first, first
     if KIND == "bytes" or KIND == "nibbles" or KIND == "six bits, minima":
-        second = tl.load(second_ptr + at, mask=mask, other=0)
+        second = _load(second_ptr + at, mask)
     if KIND == "six bits" or KIND == "IQ2_XS" or KIND == "IQ2_S" or KIND == "IQ3_S":
         second = _load_bits(second_ptr, row, group, mask, num_groups, 4)
     if KIND == "IQ2_XXS" or KIND == "IQ3_XXS" or KIND == "IQ1_S":
-        second = tl.load(second_ptr + at, mask=mask, other=0)
+        second = _load(second_ptr + at, mask)
     if KIND == "IQ1_M":  # how far up in the first its three bits are
         second = (group % EACH // 4 * 16 + group % 4 * 3).to(tl.int64)
     if KIND == "six bits":
@@ -193,6 +213,29 @@ def _load_fields(
     if KIND == "six bits, minima":
         third = _load_bits(third_ptr, row, group, mask, num_groups, 4)
     return first, second, third
+
+
+@triton.jit
+def load_two(
+    first_ptr, second_ptr, third_ptr, row, group, in_features,
+    KIND: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """`load_fields` of groups with even numbers, and of those after them: what they share, once."""
+    mask = None
+    if MASKED:
+        mask = group * GROUP < in_features
+    a = load_fields(first_ptr, second_ptr, third_ptr, row, group, mask, in_features, KIND, GROUP)
+    if KIND == "bytes" or KIND == "six bits, minima":
+        at = row * (in_features // 256 * (256 // GROUP)) + group + 1
+        second = _load(second_ptr + at, mask)
+        b = (a[0], second, a[2] >> 4 if KIND == "six bits, minima" else a[2])
+    else:
+        if MASKED:
+            mask = (group + 1) * GROUP < in_features
+        b = load_fields(
+            first_ptr, second_ptr, third_ptr, row, group + 1, mask, in_features, KIND, GROUP
+        )
+    return a, b
 
 
 @triton.jit

@@ -18,6 +18,14 @@ class RowPlan(NamedTuple):
     launch: Launch
 
 
+class TensorPlan(NamedTuple):
+    """One row of x on the tensor cores: warps that share 16 rows of the weight."""
+
+    warps: int
+    turns: int  # how often eight groups a warp loads at once
+    registers: int | None  # of a thread
+
+
 class TilePlan(NamedTuple):
     """Rows of the weight by rows of x, quads a step, programs a tile."""
 
@@ -38,6 +46,20 @@ def row_plan(type_name: str, out_features: int, in_features: int) -> RowPlan:
         return RowPlan(64, 1, Launch(2, 3))
     steps = 2 if layout.low + layout.high <= 4 and out_features >= 4096 else 1
     return RowPlan(quads, steps, Launch(quads // 32, 3))
+
+
+def tensor_plan(group: int, out_features: int, in_features: int) -> TensorPlan:
+    """One row of x with weights of 4 to 6 bits: all programs run at once, if they can."""
+    programs = -(-out_features // 16)
+    most, turns, registers = 8, 1, 80  # three programs a processor
+    if programs > 3 * PROCESSORS:
+        most = 4
+    elif programs <= 2 * PROCESSORS:
+        turns, registers = (1, 96) if group == 32 else (2, 128)
+    warps = 1
+    while warps < most and warps * 8 * group < in_features:
+        warps *= 2
+    return TensorPlan(warps, turns, registers)
 
 
 def tile_plan(

@@ -14,9 +14,9 @@ from hopper import compile_kernel
 
 from penstock.loading.gguf_file import GGML_TYPES
 from penstock.ops.blocks import BlockTensor
-from penstock.ops.triton import gguf, gguf_experts
+from penstock.ops.triton import gguf, gguf_experts, gguf_row
 from penstock.ops.triton.gguf_layout import Planes, prepare_gguf
-from penstock.ops.triton.tuning_gguf import TilePlan, tile_plan
+from penstock.ops.triton.tuning_gguf import TilePlan, tensor_plan, tile_plan
 
 
 def _sizes(plan: TilePlan | None) -> dict[str, int]:
@@ -25,8 +25,18 @@ def _sizes(plan: TilePlan | None) -> dict[str, int]:
 
 
 KERNELS = {
-    "row": (gguf._one_row_kernel, {"WHOLE": True, "STEPS": 2, "QUADS": 128, "EVEN": True}),
-    "long row": (gguf._one_row_kernel, {"WHOLE": False, "STEPS": 1, "QUADS": 64, "EVEN": False}),
+    "row": (
+        gguf._one_row_kernel,
+        {"WHOLE": True, "OVERLAP": True, "STEPS": 2, "QUADS": 128, "EVEN": True},
+    ),
+    "long row": (
+        gguf._one_row_kernel,
+        {"WHOLE": False, "OVERLAP": True, "STEPS": 1, "QUADS": 64, "EVEN": False},
+    ),
+    "tensor row": (
+        gguf_row._tensor_row_kernel,
+        {"ASM": True, "MASKED": False, "OVERLAP": True, "STEPS": 2},
+    ),
     "tile": (
         gguf._tile_kernel, {"SPLITS": 2, "ROWS": 64, "TOKENS": 16, "QUADS": 8, "EVEN": True}
     ),
@@ -59,20 +69,27 @@ def a_matrix(type_name: str) -> Planes:
 
 def compile_one(kernel: str, type_name: str) -> dict[str, int]:
     function, settings = KERNELS[kernel]
-    options = {"num_warps": 2 if kernel == "long row" else 4}
+    options: dict[str, Any] = {"num_warps": 2 if kernel == "long row" else 4}
     planes = a_matrix(type_name)
     constants: dict[str, Any] = {"BIAS": True, **planes.constants, **settings}
     names = ("words_ptr", "high_ptr", "first_ptr", "second_ptr", "third_ptr")
     weights = zip(names, planes.pointers, strict=True)
     pointers = {**POINTERS, **{name: DTYPES[tensor.dtype] for name, tensor in weights}}
+    if kernel == "tensor row":
+        pointers |= {"words_ptr": "*i16", "high_ptr": "*i16"}
+        plan = tensor_plan(planes.layout.group, 4096, 4096)
+        constants["BLOCKS"] = plan.warps * plan.turns
+        options = {"num_warps": plan.warps, "num_stages": 1, "maxnreg": plan.registers}
     if kernel == "float32 tile":
         pointers |= dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), "*fp32")
         options["num_stages"] = 2
     sixteens = ("in_features", "x_stride", "out_stride")
     code = compile_kernel(function, constants, pointers, sixteens, **options)
+    before, _, after = code.ptx.partition("griddepcontrol.wait")
     return {
         "loads of 16 bytes": sum("ld.global" in line and ".v4.b32" in line
                                  for line in code.ptx.splitlines()),
+        "loads before it waits": before.count("ld.global") if after else 0,
         "tensor cores": code.ptx.count("mma"),
         "shared memory": code.shared_bytes,
     }  # fmt: skip

@@ -20,10 +20,20 @@ def check(*kernels: str) -> None:
             if name.rpartition(":")[2] not in GRID_TYPES:
                 assert counts["loads of 16 bytes"] > 0, name
             assert counts["shared memory"] <= 1024, name
+        if "row" in name:
+            assert counts["loads before it waits"] > 0, name
+        if name.startswith("tensor row"):
+            assert counts["tensor cores"] > 0, name
 
 
 def test_kernels_compile_and_load_sixteen_bytes_at_once() -> None:
-    check("row:Q4_K", "tile:Q6_K", "row:IQ2_XXS")
+    check("row:Q4_K", "tensor row:Q6_K", "tile:Q6_K", "row:IQ2_XXS")
+
+
+@pytest.mark.slow
+def test_kernels_on_the_tensor_cores_compile() -> None:
+    types = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+    check(*(f"tensor row:{own}" for own in types))
 
 
 @pytest.mark.slow

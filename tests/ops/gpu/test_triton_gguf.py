@@ -19,8 +19,9 @@ from gguf_builder import random_blocks
 from penstock.ops.triton import gguf as kernels
 from penstock.ops.triton.gguf_experts import gguf_experts
 from penstock.ops.triton.gguf_layout import LAYOUTS, Planes, prepare_gguf, stack_gguf
+from penstock.ops.triton.gguf_row import can_multiply, tensor_row
 from penstock.ops.triton.tuning import Launch
-from penstock.ops.triton.tuning_gguf import RowPlan, TilePlan
+from penstock.ops.triton.tuning_gguf import RowPlan, TensorPlan, TilePlan
 
 ON_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
@@ -102,6 +103,30 @@ def test_one_row_is_multiplied_by_every_type(
     out = torch.full((1, rows), torch.nan, dtype=dtype, device=device)
     plan = RowPlan(16, steps, Launch(1, 3))
     check(kernels.one_row(x, planes, bias, out, plan), x, floats, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32])
+@pytest.mark.parametrize(
+    ("rows", "blocks", "warps", "turns"), [(20, 1, 1, 1), (16, 3, 1, 2), (17, 4, 2, 1)]
+)
+@pytest.mark.parametrize(
+    "type_name", [own for own in TYPES if can_multiply(LAYOUTS[own], torch.bfloat16)]
+)
+def test_one_row_is_multiplied_on_the_tensor_cores(
+    type_name: str,
+    rows: int,
+    blocks: int,
+    warps: int,
+    turns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    planes, floats = make(type_name, rows, columns_of(type_name, blocks), device)
+    x = (torch.randn(1, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
+    bias = torch.randn(rows, device=device).to(dtype) if rows > 16 else None
+    out = torch.full((1, rows), torch.nan, dtype=dtype, device=device)
+    plan = TensorPlan(warps, turns, None)
+    check(tensor_row(x, planes, bias, out, plan), x, floats, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
