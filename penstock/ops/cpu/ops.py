@@ -57,7 +57,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     is_fit = x.dtype == _F32 and x.dim() in (2, 3) and x.stride(-1) == 1
     if not (is_fit and _is_vector(weight, _F32, x.shape[-1])):
         return reference.rms_norm(x, weight, eps)
-    out = x.new_empty(x.shape)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     _rms_norm(
         x.data_ptr(), x.shape[0], inner, x.stride(0), inner_stride, x.shape[-1],
@@ -99,7 +99,7 @@ def rotate_pair(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference, in place."""
     are_dense = _heads_are_dense(query) and _heads_are_dense(key)
-    if not (are_dense and _are_angles(cos, sin, query) and key.shape[::2] == query.shape[::2]):
+    if not (are_dense and _are_angles(cos, sin, query, key)):
         return reference.rotate_pair(query, key, cos, sin)
     step = Step(
         rows=query.shape[0], cos=cos.data_ptr(), sin=sin.data_ptr(), angle_stride=cos.stride(0),
@@ -114,16 +114,17 @@ def write_kv(
     key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
     """As the reference."""
+    rows, *shape = key.shape
     are_dense = _heads_are_dense(key) and _heads_are_dense(value) and key.shape == value.shape
-    if not (are_dense and _is_readable(cache) and _is_vector(slot_mapping, _I64, len(key))):
+    if not (are_dense and _is_readable(cache) and _is_vector(slot_mapping, _I64, rows)):
         reference.write_kv(key, value, cache, slot_mapping)
         return
     own = cache_of(cache)
-    if key.shape[1:] != (own.num_kv_heads, own.head_dim):
+    if shape != [own.num_kv_heads, own.head_dim]:
         raise ValueError(f"keys {list(key.shape)} for a cache {list(cache.shape)}")
     _write_kv(
         key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0), ctypes.byref(own),
-        slot_mapping.data_ptr(), key.shape[0],
+        slot_mapping.data_ptr(), rows,
     )  # fmt: skip
 
 
@@ -138,7 +139,7 @@ def paged_attention(
     chunk: int | None = None,
 ) -> torch.Tensor:
     """As the reference, straight from the cache's blocks; with a `chunk` by the reference."""
-    num_heads = query.shape[1]
+    rows, num_heads, head_dim = query.shape
     is_fit = _heads_are_dense(query) and _is_readable(cache) and metadata.block_table.stride(1) == 1
     is_fit = is_fit and chunk is None and (sinks is None or _is_vector(sinks, _F32, num_heads))
     if not is_fit:
@@ -146,11 +147,10 @@ def paged_attention(
             query, cache, metadata, scale, window, softcap, sinks, chunk=chunk
         )
     own, step = cache_of(cache), step_of(metadata)
-    is_fit = query.shape[::2] == (step.rows, own.head_dim) and num_heads % own.num_kv_heads == 0
-    if not is_fit:
+    if (rows, head_dim) != (step.rows, own.head_dim) or num_heads % own.num_kv_heads:
         shapes = f"queries {list(query.shape)}, cache {list(cache.shape)}"
         raise ValueError(f"{step.rows} rows in the step, but {shapes}")
-    output = query.new_empty(query.shape)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
     _attend(
         query.data_ptr(), query.stride(0), num_heads, ctypes.byref(own), ctypes.byref(step), scale,
         window or 0, softcap or 0.0,
@@ -162,20 +162,25 @@ def paged_attention(
 def step_of(
     metadata: AttentionMetadata, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
 ) -> Step:
-    """For the library; good while its tensors live. What numbers they hold, it checks itself."""
+    """For the library; good while its tensors live. What numbers they hold, it checks itself.
+
+    With angles it is made once a step, and all of it is looked at.
+    """
     starts, lengths, table = metadata.query_starts, metadata.seq_lens, metadata.block_table
     slots = metadata.slot_mapping
-    num_requests, rows = table.shape[0], slots.shape[0]
-    assert _is_vector(starts, _I32, num_requests + 1), f"{starts.dtype} {list(starts.shape)}"
-    assert _is_vector(lengths, _I32, num_requests), f"{lengths.dtype} {list(lengths.shape)}"
-    assert _is_vector(slots, _I64, rows), f"{slots.dtype} {list(slots.shape)}"
-    assert table.dtype == _I32, f"block tables are int32, got {table.dtype}"
-    assert table.stride(1) == 1, "a request's blocks lie one behind the other"
+    num_requests, width = table.shape
+    rows = len(slots)
     step = Step(
-        starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), table.stride(0), table.shape[1],
+        starts.data_ptr(), lengths.data_ptr(), table.data_ptr(), table.stride(0), width,
         num_requests, slots.data_ptr(), rows,
     )  # fmt: skip
     if cos is not None and sin is not None:
+        assert _is_vector(starts, _I32, num_requests + 1), f"{starts.dtype} {list(starts.shape)}"
+        assert _is_vector(lengths, _I32, num_requests), f"{lengths.dtype} {list(lengths.shape)}"
+        assert _is_vector(slots, _I64, rows), f"{slots.dtype} {list(slots.shape)}"
+        assert table.dtype == _I32, f"block tables are int32, got {table.dtype}"
+        assert table.stride(1) == 1, "a request's blocks lie one behind the other"
+        assert cos.shape == sin.shape, f"{list(cos.shape)}, {list(sin.shape)}"
         assert len(cos) == rows, f"{len(cos)} angles for {rows} rows"
         step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
         step.angle_stride, step.half = cos.stride(0), cos.shape[-1]
@@ -197,12 +202,16 @@ def _heads_are_dense(x: torch.Tensor) -> bool:
     return x.dtype == _F32 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
-def _are_angles(cos: torch.Tensor, sin: torch.Tensor, x: torch.Tensor) -> bool:
-    """[n, 1, half] for x [n, heads, head_dim], no more of them than a head has room for."""
-    rows, half = x.shape[0], cos.shape[-1]
-    are_alike = cos.dtype == sin.dtype == _F32 and cos.shape == sin.shape
-    are_dense = cos.stride(-1) == 1 and cos.stride() == sin.stride()
-    return are_alike and are_dense and cos.shape == (rows, 1, half) and 2 * half <= x.shape[2]
+def _are_angles(
+    cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+) -> bool:
+    """[n, 1, half] each, for heads [n, *, head_dim] that have room for 2 * half."""
+    rows, _, head_dim = query.shape
+    key_rows, _, key_dim = key.shape
+    shape, strides = cos.shape, cos.stride()
+    are_alike = cos.dtype == sin.dtype == _F32 and shape == sin.shape and strides == sin.stride()
+    is_fit = shape[:-1] == (rows, 1) and 2 * shape[-1] <= head_dim and strides[-1] == 1
+    return are_alike and is_fit and (key_rows, key_dim) == (rows, head_dim)
 
 
 def _is_vector(x: torch.Tensor, dtype: torch.dtype, size: int) -> bool:

@@ -11,6 +11,7 @@ import torch
 from paged_batch import paged
 
 from penstock.ops.cpu import ops
+from penstock.ops.cpu.ops import step_of
 from penstock.ops.cpu.packed import PackedLinear, PackedMatrix
 
 BLOCKS, BLOCK_SIZE = 6, 16
@@ -136,7 +137,7 @@ def test_results_are_float32_whatever_is_torchs_default(
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("part", ["rows", "head_dim", "heads", "lengths"])
+@pytest.mark.parametrize("part", ["rows", "head_dim", "heads"])
 def test_queries_that_do_not_fit_the_step_or_the_cache(
     generator: torch.Generator, part: str
 ) -> None:
@@ -146,9 +147,20 @@ def test_queries_that_do_not_fit_the_step_or_the_cache(
             query = query[:4]
         case "head_dim":
             query = query[..., :32].contiguous()
-        case "heads":
-            query = query[:, :5].contiguous()
         case _:
-            metadata = dataclasses.replace(metadata, seq_lens=metadata.seq_lens.long())
-    with pytest.raises((ValueError, AssertionError)):
+            query = query[:, :5].contiguous()
+    with pytest.raises(ValueError, match="5 rows in the step"):
         ops.paged_attention(query, cache, metadata, 0.125)
+
+
+@pytest.mark.parametrize("field", ["query_starts", "seq_lens", "block_table", "slot_mapping"])
+def test_a_step_of_whole_layers_is_made_of_the_right_integers(
+    generator: torch.Generator, field: str
+) -> None:
+    _, _, metadata = paged(generator, torch.float32, 64, [3, 2], [20, 40])
+    angles = torch.ones(5, 1, 32)
+    step_of(metadata, angles, angles)
+    tensor = getattr(metadata, field)
+    other = tensor.long() if tensor.dtype == torch.int32 else tensor.int()
+    with pytest.raises(AssertionError):
+        step_of(dataclasses.replace(metadata, **{field: other}), angles, angles)
