@@ -61,6 +61,7 @@ REFUSED = {
     "fp_quant": _REQUANTIZE.format("compressed-tensors (NVFP4 or MXFP4)"),
     "quark": _REQUANTIZE.format("compressed-tensors"),
     "bitnet": "take a checkpoint in GGUF",
+    "gguf": "leave the option out: a .gguf file says itself how it is quantized",
     "squeezellm": _REQUANTIZE.format(_ANY),
     "qqq": _REQUANTIZE.format("compressed-tensors"),
     "tpu_int8": "take the unquantized checkpoint with --quantization int8",

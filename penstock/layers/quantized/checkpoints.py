@@ -276,8 +276,9 @@ def _read_gptq(raw: Mapping[str, Any]) -> Quantization:
         act_order=_flag(raw, "desc_act", False),
         zero_offset=1 if form == "gptq" else 0,
     )
-    dynamic = tuple(object_in(raw, "dynamic").items())
-    for pattern, _ in dynamic:
+    changes = object_in(raw, "dynamic")
+    dynamic = tuple((pattern, object_in(changes, pattern)) for pattern in changes)
+    for pattern in changes:
         check_pattern("quantization_config's dynamic", _expression(pattern))
     return Gptq(scheme, dynamic, _skipped(raw, "modules_to_not_convert"))
 
