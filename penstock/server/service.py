@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from penstock.config import EngineConfig, ServerConfig
+from penstock.engine import messages
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.errors import EngineDeadError, InputError, PenstockError, RequestFault
 from penstock.protocol.outputs import RequestOutput
+from penstock.protocol.request import EngineRequest
 from penstock.server.access import current_tenant
 from penstock.server.errors import ModelNotFound, Overloaded, RequestTimeout
 from penstock.text.frontend import Frontend, PreparedRequest
@@ -28,6 +30,7 @@ NUM_TEXT_THREADS = 4
 # Requests above this size have threads of their own: millions of characters take minutes.
 LARGE_BODY_BYTES = 256 * 1024
 NUM_LARGE_THREADS = 2
+MAX_FIELDS_BYTES = 64 * 1024 * 1024  # of all completions of a request, their prompts aside
 T = TypeVar("T")
 
 current_body_bytes: ContextVar[int] = ContextVar("current_body_bytes", default=0)
@@ -171,6 +174,7 @@ class Service:
         self.check_size(len(requests), len(routes))
         self._check_queue(len(routes))  # again: now it is known how many they are
         children = [child for request in requests for child in request.children]
+        _check_weight(children, num_prompts=len(requests))
         if self._is_fair:
             tenant = current_tenant.get()
             children = [msgspec.structs.replace(child, tenant=tenant) for child in children]
@@ -207,6 +211,19 @@ class Service:
             f"the request took longer than {min(allowed):g} s; allow more time or ask for less"
         )
         return asyncio.get_running_loop().call_later(min(allowed), fail, error)
+
+
+def _check_weight(children: Sequence[EngineRequest], num_prompts: int) -> None:
+    """Refuse what is small by itself and not as often as it is asked for: every completion goes
+    to the engine with all fields of the request."""
+    fields = msgspec.structs.replace(children[0], prompt_token_ids=[])
+    num_bytes = len(messages.encode(fields)) * len(children)
+    if num_bytes > MAX_FIELDS_BYTES:
+        raise InputError(
+            f"prompts times n must be lower for fields as long as these: {len(children)} times, "
+            f"they take {num_bytes} bytes, and may take {MAX_FIELDS_BYTES}",
+            "prompt" if num_prompts > 1 else "n",
+        )
 
 
 def _error_of(output: RequestOutput) -> PenstockError:

@@ -199,9 +199,15 @@ class Frontend:
                         f"{name} must be from 0 to {most} (the engine's max_logprobs), got {asked}",
                         name,
                     )
-        self._check_token_ids(params.stop_token_ids or (), "stop_token_ids")
-        self._check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
-        self._check_token_ids(params.logit_bias or (), "logit_bias")
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            token_ids = getattr(params, name) or ()
+            if len(token_ids) > self.vocab_size:
+                raise InputError(
+                    f"{name} may hold at most {self.vocab_size} token ids, as many as there are, "
+                    f"got {len(token_ids)}",
+                    name,
+                )
+            self._check_token_ids(token_ids, name)
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
             raise InputError(f"{name} needs a tokenizer: drop skip_tokenizer_init", name)
