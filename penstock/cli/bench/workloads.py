@@ -71,29 +71,29 @@ _DRAWINGS: dict[int, dict[str, Shape]] = {
 NAMES = tuple(name for shapes in _DRAWINGS.values() for name in shapes)
 
 
-def named_workload(name: str, vocab: int = VOCAB) -> Workload:
+def named_workload(name: str) -> Workload:
     """The reference workload `name`, one of `NAMES`."""
     for seed, shapes in _DRAWINGS.items():
         if name in shapes:
             rng = random.Random(seed)
             for drawn, shape in shapes.items():  # those before it advance the generator
-                workload = _draw(drawn, shape, rng, vocab)
+                workload = _draw(drawn, shape, rng)
                 if drawn == name:
                     return workload
     raise KeyError(name)
 
 
-def random_workload(shape: Shape, vocab: int = VOCAB, seed: int = 0) -> Workload:
+def random_workload(shape: Shape, seed: int = 0) -> Workload:
     """Random prompts of this shape, the same every time for a seed."""
-    return _draw("random", shape, random.Random(seed), vocab)
+    return _draw("random", shape, random.Random(seed))
 
 
-def _draw(name: str, shape: Shape, rng: random.Random, vocab: int) -> Workload:
+def _draw(name: str, shape: Shape, rng: random.Random) -> Workload:
     def length(of: Length) -> int:
         return of if isinstance(of, int) else rng.randint(*of)
 
     def prompt() -> list[int]:
-        return [rng.randint(0, vocab) for _ in range(length(shape.input_len))]
+        return [rng.randint(0, VOCAB) for _ in range(length(shape.input_len))]
 
     prompts = [prompt() for _ in range(shape.num_requests)]
     output_lens = [length(shape.output_len) for _ in range(shape.num_requests)]

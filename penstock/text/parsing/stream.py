@@ -16,6 +16,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]  # a part of a parser that returns T
 Sink = Callable[[str], None]
 
+MAX_SHORT = 256  # characters of a name, an id or a header
 _SPACE = re.compile(r"\s*")
 
 
@@ -181,15 +182,15 @@ class Stream:
                 return ""
             yield
 
-    def read_until(self, markers: Sequence[str], at_most: int = 256) -> Steps[tuple[str, str]]:
-        """A short text and the marker that ends it.
+    def read_until(self, markers: Sequence[str]) -> Steps[tuple[str, str]]:
+        """A short text, such as a name, and the marker that ends it.
 
-        Malformed if there is none within `at_most` characters or a few more, Truncated if the
+        Malformed if there is none within `MAX_SHORT` characters or a few more, Truncated if the
         output ends first; neither reads anything.
         """
         pattern, prefixes, longest = _compile(tuple(markers))
         while True:
-            end = self._at + at_most + longest
+            end = self._at + MAX_SHORT + longest
             too_long = len(self._text) >= end
             match = pattern.search(self._text, self._at, end)
             undecided = None if too_long or self.ended else self._partial(prefixes, longest)
@@ -197,7 +198,7 @@ class Stream:
                 text = self.take(match.start() - self._at)
                 return text, self.take(len(match[0]))
             if too_long:
-                raise Malformed(f"{markers[0]!r} is missing within {at_most} characters")
+                raise Malformed(f"{markers[0]!r} is missing within {MAX_SHORT} characters")
             if self.ended:
                 raise Truncated
             yield
