@@ -18,10 +18,10 @@ from penstock.layers.build import Build
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.loadable import Expected, Shape
-from penstock.layers.quantization import DenseMethod, Undecided
+from penstock.layers.quantization import DenseMethod, LinearMethod, Undecided
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
-from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, run_by_expert
+from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, run_by_expert, sigmoid
 from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import ConfigError
 
@@ -78,7 +78,7 @@ class Experts(nn.Module):
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_expert_gate is not None:
-                shared = torch.sigmoid(self.shared_expert_gate(x)) * shared
+                shared = sigmoid(self.shared_expert_gate(x)) * shared
             output = output + shared
         return output
 
@@ -98,7 +98,7 @@ class Router(Linear):
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
         if config.router_float32:
-            build = replace(build, dtype=torch.float32, linear_method=DenseMethod())
+            build = replace(build, dtype=torch.float32, linear_method=_float32_method(build))
         super().__init__(
             build, config.hidden_size, [Part("", config.num_experts, 1)], config.router_bias
         )
@@ -125,6 +125,16 @@ class Router(Linear):
         assert self.correction is not None
         assert not isinstance(tensor, BlockTensor)
         self.correction.copy_(tensor)
+
+
+def _float32_method(build: Build) -> LinearMethod:
+    """Keeps weights in float32. The C++ library's rows do not depend on those beside them."""
+    method = build.linear_method
+    if build.device.type == "cpu" and method.packs and not isinstance(method, Undecided):
+        from penstock.layers.native import NativeMethod  # needs the library, which is there
+
+        return NativeMethod(float_dtype=torch.float32)
+    return DenseMethod()
 
 
 class StackedExperts(nn.Module):

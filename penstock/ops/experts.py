@@ -49,6 +49,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Of each number. A CPU computes it in float64: in float32 torch rounds otherwise what happens
+    to lie behind the last whole vector, and a row must not depend on those beside it."""
+    return torch.sigmoid(x.double()).to(x.dtype) if x.device.type == "cpu" else torch.sigmoid(x)
+
+
 def route(
     logits: torch.Tensor,  # [n, num_experts]
     routing: Routing,
@@ -56,7 +62,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [n, top_k] float32 and ids [n, top_k] int32 of each token's experts, best first."""
     logits = logits.float()
-    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else sigmoid(logits)
     choice = scores if correction is None else scores + correction
     if routing.num_groups > 1:
         grouped = choice.view(len(choice), routing.num_groups, -1)  # [n, groups, members]

@@ -49,6 +49,20 @@ def test_the_engine_around_them_changes_nothing(checkpoint: Path) -> None:
         assert llm.engine.stats().num_preemptions > 0
 
 
+@pytest.mark.parametrize("variant", ["qwen2_moe", "glm4_moe", "minimax_m2"])
+def test_rows_are_the_same_bits_alone_and_together(variant: str, tmp_path: Path) -> None:
+    """Routers and gates too: activations are rounded to 8 bits, which makes much of a last bit."""
+    checkpoint = make_checkpoint(tmp_path, variant)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    rows = []
+    for num_tokens in (1, 3, 256):
+        options = {"quantization": "int8", "enable_prefix_caching": False}
+        with open_llm(checkpoint, max_num_batched_tokens=num_tokens, **options) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        rows.append([output.prompt_logprobs for output in outputs])
+    assert rows[0] == rows[1] == rows[2]
+
+
 def test_plain_torch_gives_transformers_tokens_too(checkpoint: Path) -> None:
     reference = Reference(checkpoint)
     with open_llm(checkpoint, cpu_backend="torch") as llm:
