@@ -44,8 +44,9 @@ _NO_FLAG = {
 def add_engine_arguments(parser: argparse.ArgumentParser, several: Collection[str] = ()) -> None:
     """One flag for every engine option, grouped by section, and ``--config``.
 
-    `several` names lists that may also be written behind one flag. Whether the last of such values
-    was meant for something else is for the command to ask: `flag_of_several` is that flag.
+    `several` names lists whose flag may take several values at once (`--flag a b`). The last one
+    may then have been meant as the command's own argument: `flag_of_several` in the namespace is
+    the flag that was given so, for the command to look at.
     """
     parser.set_defaults(flag_of_several=None)
     parser.add_argument(

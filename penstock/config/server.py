@@ -11,7 +11,7 @@ from penstock.config.engine import coerce
 from penstock.config.options import option, options_of
 from penstock.protocol.errors import ConfigError
 
-SHORTEST_SILENCE_S = 2.0  # that can be told from a process that waits for its turn on a core
+SHORTEST_SILENCE_S = 2.0  # a healthy process may be silent for less, while it waits for a core
 
 
 @dataclass(frozen=True)

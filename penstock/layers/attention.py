@@ -58,14 +58,15 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         assert window is None or chunk is None, "a layer has a window or a chunk, not both"
-        # What no request outgrows hides nothing, and needs no group of its own.
+        # A window or chunk that no request outgrows hides nothing: the layer then is like those
+        # without one, and shares their group of the KV cache.
         self.window = window if window is not None and window < build.max_model_len else None
         self.chunk = chunk if chunk is not None and chunk < build.max_model_len else None
         self.kind = kind
         self.softcap = softcap
         self.sinks = build.empty(num_heads) if has_sinks else None
         self.kv_scales = (1.0, 1.0)  # of keys and values in an fp8 cache
-        # Not every implementation has these, and few models: only those that need them say so.
+        # Given to the op only where a layer has them: not every implementation takes them.
         self.extras: dict[str, Any] = {}
         if softcap is not None:
             self.extras["softcap"] = softcap

@@ -79,6 +79,6 @@ class CohereForCausalLM(DecoderLM):
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # Hidden states are smaller than logits, and both ways give the same.
+        # Scaled before the head, not after it: hidden states are smaller than logits.
         scale = read_float(self.config.raw, "logit_scale", 0.0625)
         return super().logits(Hidden(hidden.states[rows] * scale), slice(None), out)

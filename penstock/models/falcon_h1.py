@@ -91,7 +91,7 @@ class FalconH1ForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
         config = self.config
         bias = bool(config.raw.get("attention_bias", False))
-        # Keys have a multiplier, which does the same to the products.
+        # The multiplier of the keys is a factor of their products with queries, as the scale is.
         scale = config.head_dim**-0.5 * read_float(config.raw, "key_multiplier", 1.0)
         return self.rotary_attention(index, qkv_bias=bias, output_bias=bias, scale=scale)
 
@@ -143,7 +143,7 @@ class FalconH1ForCausalLM(DecoderLM):
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # Hidden states are smaller than logits, and both ways give the same.
+        # Scaled before the head, not after it: hidden states are smaller than logits.
         return super().logits(
             Hidden(hidden.states[rows] * self.logits_multiplier), slice(None), out
         )

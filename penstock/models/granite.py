@@ -63,5 +63,5 @@ class GraniteForCausalLM(LlamaForCausalLM):
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # Hidden states are smaller than logits, and both ways give the same.
+        # Scaled before the head, not after it: hidden states are smaller than logits.
         return super().logits(Hidden(hidden.states[rows] / self.logits_scaling), slice(None), out)

@@ -35,7 +35,7 @@ def build_model(
     `model_impl` permits; all of them are with `model_impl` transformers.
     """
     names = raw.get("architectures")
-    # To look there imports the package, which takes longer than to load a small model.
+    # Only where need be: it imports transformers, which takes longer than loading a small model.
     is_theirs = model_impl == "transformers" or (model_impl == "auto" and not is_known(names))
     theirs = find_in_transformers(names) if is_theirs else None
     if theirs is not None:

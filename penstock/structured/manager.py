@@ -66,7 +66,7 @@ class GrammarManager:
         self._outputs: dict[str, OutputGrammar] = {}
         self._faults: dict[str, InputError | RequestFault] = {}
         self._bits: Bits = np.zeros((0, 0), dtype=np.int32)
-        self._is_slow = False  # the last masks took so long that someone must be found guilty
+        self._is_slow = False  # the last masks took too long: time the next ones request by request
 
     # -- grammars are compiled
 

@@ -51,7 +51,7 @@ class OutputGrammar:
 
     @property
     def is_answer(self) -> bool:
-        """Whether what comes next is the matcher's alone to say."""
+        """Whether the matcher alone says what may come next."""
         return self._state.phase is Phase.OVER and self.matcher is not None
 
     @property

@@ -32,8 +32,8 @@ class Reasoning:
 
     `tokens` are the bytes of each token. The output begins within the reasoning, after `opening`,
     which is forced; with `starts`, there is none unless it begins with one of these. It ends at the
-    first of `ends`; after `budget` tokens of it, `closing` is forced. What a token holds behind the
-    end belongs to it, too.
+    first of `ends`; after `budget` tokens of it, `closing` is forced. Where a token goes on behind
+    the end, the rest of that token is reasoning, too.
     """
 
     tokens: Sequence[bytes]

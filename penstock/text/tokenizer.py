@@ -23,7 +23,7 @@ from penstock.text.tekken import FILE as TEKKEN_FILE
 from penstock.text.tekken import ROLES as TEKKEN_ROLES
 from penstock.text.tekken import read_tekken, tekken_backend
 
-MOST_NORMALIZED = 4  # characters of a text that become one before its tokens are looked for
+MOST_NORMALIZED = 4  # most characters of a text that normalization makes into one
 REMEDY = "give another folder as tokenizer=, or run with skip_tokenizer_init and token ids"
 
 
@@ -79,7 +79,7 @@ class Tokenizer:
         return ids
 
     def most_characters(self, num_tokens: int) -> int:
-        """A longer text has more than `num_tokens` tokens, or is one that nobody means to send."""
+        """A text with more characters has more than `num_tokens` tokens, if it is not contrived."""
         return num_tokens * self._longest_token * MOST_NORMALIZED
 
     @functools.cached_property

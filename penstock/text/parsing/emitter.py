@@ -46,7 +46,7 @@ class Emitter:
         self._deltas: list[Delta] = []
         self._space: list[str] = []  # held back until it is known what follows
         self._space_before_call = ""
-        self._drop_space = False  # what comes next is not preceded by any of the message's own
+        self._drop_space = False  # white space that comes next is the format's: drop it
         self._in_reasoning = False
         self._in_call = False
         self._warned = False
@@ -110,7 +110,7 @@ class Emitter:
         self._stream.record()  # what is malformed from here on does not take the call with it
 
     def fail(self, text: str, why: str | None) -> None:
-        """`text` is no call after all; `why`, unless that is to be expected, is logged once."""
+        """`text` is no call after all. The first `why` of an output is logged, if there is one."""
         if why is not None and not self._warned:
             self._warned = True
             logger.warning("a malformed tool call is passed on as text (%s): %.80r", why, text)

@@ -168,8 +168,8 @@ class Stream:
             yield
 
     def text_before(self, markers: Sequence[str]) -> Steps[str]:
-        """Read what is there of the text before the first of `markers`; nothing: one of them comes
-        next, or the output has ended."""
+        """Read as much of the text before the first of `markers` as is there, at least a character;
+        empty if one of them comes next, or the output has ended."""
         pattern, prefixes, longest = _compile(tuple(markers))
         while True:
             match = pattern.search(self._text, self._at)
