@@ -35,8 +35,9 @@ _WIDENING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 # Formats whose width is large, or given by another argument.
 _WIDE_PERCENT = re.compile(r"%[-+ #0-9.]*(\*|\d{5})")
 _WIDE_BRACES = re.compile(r"\{[^{}]*(\d{5}|\{)")
-# They read a text again for each tag or link in it, and no conversation needs them.
-_LEFT_OUT = ("striptags", "urlize")
+# They read a text again, or write another one, for each tag, link or line in it. No conversation
+# needs them.
+_LEFT_OUT = ("striptags", "urlize", "wordwrap")
 
 
 _CONTAINERS: Any = (
@@ -63,7 +64,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self._thread = threading.local()  # a template is rendered in several threads at once
         for name in _LEFT_OUT:
             del self.filters[name]
-        for name in ("center", "indent", "batch", "slice", "wordwrap", "truncate"):
+        for name in ("center", "indent", "batch", "slice", "truncate"):
             self.filters[name] = _with_small_numbers(self.filters[name])
         self.filters |= {
             "format": self._format,
@@ -223,12 +224,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self,
         value: Any,
         ensure_ascii: bool = False,
-        indent: int | None = None,
+        indent: int | str | None = None,
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
         """As models were trained on: Jinja's own would escape HTML's characters."""
-        _check_widths([indent])
+        _check_widths([len(indent) if isinstance(indent, str) else indent])
         if separators is not None:
             longest = max(map(len, separators), default=0)
             _check(longest * self._weigh(value) // 2, MAX_TEXT, "a text", "characters")

@@ -81,6 +81,7 @@ def test_a_template_without_end_is_stopped_in_time(
         "{{ ['x' * 10**7] * 10**5 }}",
         "{{ [1, [2]] | tojson(indent=10**12) }}",
         "{{ range(10**5) | list | tojson(indent=9999) }}",
+        "{{ [1, [2]] | tojson(indent='x' * 10**7) }}",
         "{{ range(1000) | list | tojson(separators=('x' * 10**7, ':')) }}",
         "{{ ('{0:>9999}' * 10**5).format('x') }}",
         "{{ ('{0}' * 10**5).format('x' * 10**5) }}",
