@@ -27,6 +27,8 @@ FIELDS_OF_THEIR_OWN = (
     "chat_template",
 )  # fmt: skip
 
+MAX_PROMPT_LOGPROBS = 1024 * 1024  # in an answer of several completions
+
 
 def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str) -> Turn:
     try:
@@ -88,13 +90,35 @@ def prepare_completions(
     service.check_size(len(prompts), len(prompts) * params.n)  # before each is made ready
     options = run_options(body, add_special_tokens=body.add_special_tokens is not False)
     try:
-        return [prepare_request(service, prompt, params, request_id, options) for prompt in prompts]
+        prepared = [
+            prepare_request(service, prompt, params, request_id, options) for prompt in prompts
+        ]
     except InputError as error:
         if error.field == "prompt_token_ids":  # which are a prompt, too, in this API
             raise InputError(
                 str(error).replace("prompt_token_ids", "prompt", 1), "prompt"
             ) from error
         raise
+    if params.prompt_logprobs is not None:
+        name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        num_top = params.prompt_logprobs
+        num_top = service.frontend.vocab_size if num_top < 0 else num_top
+        _check_prompt_logprobs(name, num_top + 1, prepared)
+    return prepared
+
+
+def _check_prompt_logprobs(
+    name: str, num_at_position: int, prepared: Sequence[PreparedRequest]
+) -> None:
+    """Every completion repeats those of its prompt: a small request could ask for gigabytes."""
+    prompts = [child.prompt_token_ids for request in prepared for child in request.children]
+    num_positions = sum(map(len, prompts))
+    if len(prompts) > 1 and num_positions * num_at_position > MAX_PROMPT_LOGPROBS:
+        raise InputError(
+            f"{name} must be lower, or prompts times n: {num_at_position} for each of "
+            f"{num_positions} tokens are more than {MAX_PROMPT_LOGPROBS}",
+            name,
+        )
 
 
 def as_prompts(prompt: Prompt | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
