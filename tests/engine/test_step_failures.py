@@ -4,9 +4,10 @@ got anyway."""
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ class FailingExecutor(LateExecutor):
         self.device.may_lack_rows = True
         self.why = why
         self.num_failures = 0
+        self.is_closed = False
 
     def launch(self, plan: StepPlan) -> StepPlan:
         error = self.why(plan)
@@ -49,6 +51,9 @@ class FailingExecutor(LateExecutor):
             self.num_failures += 1
             raise error
         return super().launch(plan)
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 def make_core(executor: FailingExecutor, policy: Any = "fcfs", **limits: Any) -> EngineCore:
@@ -283,6 +288,52 @@ def test_a_grammar_that_fails_in_the_middle_of_a_step_fails_its_request_alone(de
             check(client, request)
     assert client.tokens["r3"] == []
     assert len(client.tokens["r7"]) == 1
+
+
+class SlowGrammars(BrokenGrammars):
+    """Fills masks in another thread, which is not done when the launch beside it has failed."""
+
+    def __init__(self) -> None:
+        super().__init__(no_mask="", no_progress="")
+        self.has_failed = threading.Event()
+        self.filled: Future[StepMasks] | None = None
+        self.pool = ThreadPoolExecutor(1)
+
+    def start_masks(self, plan: StepPlan) -> Future[StepMasks]:
+        self.filled = self.pool.submit(self.fill, plan)
+        return self.filled
+
+    def fill(self, plan: StepPlan) -> StepMasks:
+        assert self.has_failed.wait(60.0)
+        sum(range(1_000_000))  # until well after
+        return self.masks(plan)
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        raise OSError("made up")
+
+
+def test_masks_are_not_filled_beside_what_follows_a_failed_launch() -> None:
+    grammars: Any = SlowGrammars()
+
+    def fail(plan: StepPlan) -> Exception | None:
+        grammars.has_failed.set()
+        return RuntimeError("made up")
+
+    executor = FailingExecutor(1, fail)
+    scheduler = Scheduler(
+        SchedulerLimits(8, 16, MAX_MODEL_LEN),
+        KVCacheManager(layout_of(ONE_GROUP, 48), registry=REGISTRY),
+        grammars=grammars,
+    )
+    core = EngineCore(scheduler, executor, MAX_MODEL_LEN, grammars)
+    spec = StructuredOutputsParams(choice=["a"])
+    core.add(make_request("r", [2, 3], structured_outputs=spec))
+    core.step()
+    assert grammars.filled.done()
+    with pytest.raises(OSError, match="made up"):
+        core.close()
+    assert executor.is_closed
 
 
 # -- real models, both CPU paths
