@@ -94,8 +94,14 @@ def load_weights(
     if missing:
         raise ModelError(f"the checkpoint lacks {_some(sorted(missing))}")
     if surplus:
+        hint = ""
+        if any(name.rpartition(".")[0].endswith("lm_head") for name in surplus):
+            hint = (
+                "; if the output projection is not the embedding, set tie_word_embeddings to false "
+                "in config.json"
+            )
         raise ModelError(
-            f"the checkpoint holds tensors that the model has no place for: {_some(surplus)}"
+            f"the checkpoint holds tensors that the model has no place for: {_some(surplus)}{hint}"
         )
     _finish(model)
 

@@ -241,6 +241,19 @@ def test_scales_of_the_cache_are_no_surplus(floats: Path, tmp_path: Path) -> Non
     assert relative_error(own, reference_logits(restored)) < EXACT
 
 
+def test_a_quantized_head_that_the_configuration_says_is_the_embedding_is_explained(
+    floats: Path, tmp_path: Path
+) -> None:
+    config, write = made.gptq()
+    quantized, _ = made.quantize(
+        floats, tmp_path, config, write, lambda layer: "embed" not in layer
+    )
+    path = quantized / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    with pytest.raises(ModelError, match=r"lm_head\.qweight.* set tie_word_embeddings to false"):
+        own_logits(quantized)
+
+
 def test_a_group_that_does_not_fit_is_named(floats: Path, tmp_path: Path) -> None:
     quantized, _ = made.quantize(floats, tmp_path, *made.gptq())
     raw = json.loads((quantized / "config.json").read_text())
