@@ -7,7 +7,16 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel, ValidationError
 from server_process import ServerProcess, events
+
+from penstock.server.anthropic.protocol import MessagesRequest
+from penstock.server.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+)
+from penstock.server.responses.protocol import ResponseRequest
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -262,3 +271,24 @@ def test_a_request_that_takes_too_long_is_a_408(server: ServerProcess) -> None:
     body = {"prompt": "Hi", "max_tokens": 2000, "ignore_eos": True, "timeout": 0.01}
     assert "0.01 s" in check_shape(server.post("/v1/completions", body), 408)["message"]
     check_shape(server.post("/v1/completions", {**body, "stream": True}), 408)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (CompletionRequest, {"prompt": ["a", 1] * 1000}),
+        (CompletionRequest, {"prompt": [[1, "a"]] * 1000}),
+        (CompletionRequest, {"prompt": "a", "allowed_token_ids": ["a"] * 1000}),
+        (DetokenizeRequest, {"tokens": [-1] * 1000}),
+        (ChatCompletionRequest, {"messages": [{"role": 1, "content": 2}] * 1000}),
+        (MessagesRequest, {"model": "m", "max_tokens": 1, "messages": [{"role": "x"}] * 1000}),
+        (ResponseRequest, {"input": [{"role": "x"}] * 1000}),
+    ],
+)
+def test_complaints_end_with_the_first_wrong_item(
+    kind: type[BaseModel], fields: dict[str, Any]
+) -> None:
+    """Millions of them would hold up the whole server."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(fields)
+    assert caught.value.error_count() < 10

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from penstock.server.openai.base import Body, Reply, Text
+from penstock.server.openai.base import Body, Items, Reply, Text
 from penstock.server.openai.tools import ToolName, Tools
 
 # -- requests
@@ -38,7 +38,7 @@ class ToolUseBlock(Body):
 class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: Text | list[TextBlock] | None = None
+    content: Text | Items[TextBlock] | None = None
     is_error: bool | None = None
 
 
@@ -50,7 +50,7 @@ Block = Annotated[
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: Text | list[Block]
+    content: Text | Items[Block]
 
 
 class ToolParam(Body):
@@ -89,8 +89,8 @@ class CountTokensRequest(Body):
     """A conversation."""
 
     model: Text
-    messages: Annotated[list[InputMessage], Field(min_length=1)]
-    system: Text | list[TextBlock] | None = None
+    messages: Annotated[Items[InputMessage], Field(min_length=1)]
+    system: Text | Items[TextBlock] | None = None
     tools: Tools[ToolParam] | None = None
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
@@ -103,7 +103,7 @@ class CountTokensRequest(Body):
 class MessagesRequest(CountTokensRequest):
     max_tokens: int = Field(description="Most tokens to generate.")
     stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
-    stop_sequences: list[Text] | None = Field(None, description="Texts that end the answer.")
+    stop_sequences: Items[Text] | None = Field(None, description="Texts that end the answer.")
     temperature: float | None = Field(None, description="0 is greedy.")
     top_p: float | None = None
     top_k: int | None = None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+T = TypeVar("T")
+# Ends at the first item that is wrong: millions of complaints would take minutes to write down.
+Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 class Body(BaseModel):

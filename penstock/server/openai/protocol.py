@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from penstock.server.openai.base import Body, Reply, Text, TokenId
+from penstock.server.openai.base import Body, Items, Reply, Text, TokenId
 from penstock.server.openai.tools import (
     MessageToolCall,
     NamedToolChoice,
@@ -22,7 +22,7 @@ from penstock.server.openai.tools import (
 
 # -- requests
 
-Prompt = Text | list[TokenId]
+Prompt = Text | Items[TokenId]
 # What X-Request-Id may be, too: it is written to the log.
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
 
@@ -59,7 +59,7 @@ class StructuredOutputs(Body):
         None, alias="json", description="A JSON schema."
     )
     regex: Text | None = Field(None, description="A regular expression of all of the output.")
-    choice: list[Text] | None = Field(None, description="The output is one of these.")
+    choice: Items[Text] | None = Field(None, description="The output is one of these.")
     grammar: Text | None = Field(None, description="A grammar in Lark's or an EBNF notation.")
     json_object: bool | None = Field(None, description="Any JSON object.")
     structural_tag: dict[str, Any] | Text | None = Field(None, description="Tags within text.")
@@ -95,16 +95,16 @@ class GenerationBody(Body):
         None, description="For tokens of prompt and output; 1 is none."
     )
     seed: int | None = Field(None, description="Makes the answer repeatable.")
-    stop: Text | list[Text] | None = Field(None, description="Texts that end the answer.")
-    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the answer.")
+    stop: Text | Items[Text] | None = Field(None, description="Texts that end the answer.")
+    stop_token_ids: Items[int] | None = Field(None, description="Tokens that end the answer.")
     include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text.")
     ignore_eos: bool | None = Field(None, description="Go on after the end of text.")
     min_tokens: int | None = Field(None, description="Fewest tokens before a stop counts.")
     skip_special_tokens: bool | None = Field(None, description="On by default.")
     spaces_between_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = Field(None, description="By token id.")
-    allowed_token_ids: list[int] | None = Field(None, description="Only these may be chosen.")
-    bad_words: list[Text] | None = Field(None, description="Words that must not be said.")
+    allowed_token_ids: Items[int] | None = Field(None, description="Only these may be chosen.")
+    bad_words: Items[Text] | None = Field(None, description="Words that must not be said.")
     prompt_logprobs: int | None = Field(None, description="As logprobs, for the prompt's tokens.")
     truncate_prompt_tokens: int | None = Field(
         None, description="Keep so many tokens of the prompt; -1: as many as the model takes."
@@ -128,7 +128,7 @@ class GenerationBody(Body):
 
 class CompletionRequest(GenerationBody):
     model_config = ConfigDict(extra="allow")
-    prompt: Prompt | list[Text] | list[list[TokenId]] = Field(
+    prompt: Prompt | Items[Text] | Items[Items[TokenId]] = Field(
         description="A text, several, or the same as token ids."
     )
     max_tokens: int | None = Field(16, description="0 with echo: the prompt alone.")
@@ -147,10 +147,12 @@ class ContentPart(Body):
 class ChatMessage(Body):
     model_config = ConfigDict(strict=True, extra="allow")
     role: Annotated[Text, Field(min_length=1)]
-    content: Text | list[ContentPart] | None = None
+    content: Text | Items[ContentPart] | None = None
     reasoning: Text | None = Field(None, description="What the assistant thought; for templates.")
     reasoning_content: Text | None = Field(None, description="Another name of reasoning.")
-    tool_calls: list[MessageToolCall] | None = Field(None, description="Of an assistant's message.")
+    tool_calls: Items[MessageToolCall] | None = Field(
+        None, description="Of an assistant's message."
+    )
     tool_call_id: Text | None = Field(None, description="Of a tool's: the call that it answers.")
 
 
@@ -165,7 +167,7 @@ class ChatTemplateBody(Body):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="For the model's chat template."
     )
-    documents: list[dict[str, Any]] | None = None
+    documents: Items[dict[str, Any]] | None = None
     chat_template: Text | None = Field(
         None, description="A Jinja template, where the server trusts requests with that."
     )
@@ -177,7 +179,7 @@ class ChatTemplateBody(Body):
 
 class ChatCompletionRequest(GenerationBody, ChatTemplateBody):
     model_config = ConfigDict(extra="allow")
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = Field(None, description="By default, as many as fit.")
     max_completion_tokens: int | None = Field(None, description="The same; this one counts.")
     logprobs: bool | None = None
@@ -191,22 +193,22 @@ class ChatCompletionRequest(GenerationBody, ChatTemplateBody):
     thinking_token_budget: int | None = Field(
         None, description="Most tokens of reasoning: then it is brought to its end; -1: no limit."
     )
-    functions: list[dict[str, Any]] | None = Field(None, description="Not supported.")
+    functions: Items[dict[str, Any]] | None = Field(None, description="Not supported.")
     function_call: Text | dict[str, Any] | None = Field(None, description="Only none and auto.")
-    modalities: list[Text] | None = Field(None, description="Only text.")
+    modalities: Items[Text] | None = Field(None, description="Only text.")
     audio: dict[str, Any] | None = Field(None, description="Not supported.")
 
 
 class TokenizeRequest(ChatTemplateBody):
     model: Text | None = None
     prompt: Text | None = Field(None, description="A text; or give messages.")
-    messages: list[ChatMessage] | None = None
+    messages: Items[ChatMessage] | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):
     model: Text | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
     skip_special_tokens: bool | None = Field(None, description="Off by default.")
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from penstock.server.openai.base import Body, Reply, Text
+from penstock.server.openai.base import Body, Items, Reply, Text
 from penstock.server.openai.tools import ToolName, Tools
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -59,7 +59,7 @@ def _text_or_list(value: Any) -> str:
 
 
 Content = Annotated[
-    Annotated[Text, Tag("a text")] | Annotated[list[Part], Tag("a list")],
+    Annotated[Text, Tag("a text")] | Annotated[Items[Part], Tag("a list")],
     Discriminator(_text_or_list),
 ]
 
@@ -92,8 +92,8 @@ class FunctionCallOutputItem(Body):
 class ReasoningItem(Body):
     type: Literal["reasoning"]
     id: Text | None = None
-    summary: list[SummaryPart] | None = None
-    content: list[ReasoningPart] | None = None
+    summary: Items[SummaryPart] | None = None
+    content: Items[ReasoningPart] | None = None
     encrypted_content: Text | None = Field(None, description="Accepted, and of no effect.")
     status: Status | None = None
 
@@ -113,7 +113,7 @@ class McpListToolsItem(Body):
     type: Literal["mcp_list_tools"]
     id: Text
     server_label: Text
-    tools: list[dict[str, Any]]
+    tools: Items[dict[str, Any]]
 
 
 ITEM_TYPES = (
@@ -141,7 +141,7 @@ InputItem = Annotated[
     ),
 ]
 Input = Annotated[
-    Annotated[Text, Tag("a text")] | Annotated[list[InputItem], Tag("a list")],
+    Annotated[Text, Tag("a text")] | Annotated[Items[InputItem], Tag("a list")],
     Discriminator(_text_or_list),
 ]
 
@@ -159,7 +159,7 @@ class FunctionTool(Body):
 
 
 class AllowedMcpTools(Body):
-    tool_names: list[Text] | None = None
+    tool_names: Items[Text] | None = None
     read_only: Literal[False] | None = None
 
 
@@ -170,7 +170,7 @@ class McpTool(Body):
     server_label: Text = Field(description="The server's name, if server_url is not given.")
     server_url: Text | None = Field(None, description="One of --tool-server.")
     server_description: Text | None = None
-    allowed_tools: list[Text] | AllowedMcpTools | None = Field(None, description="All by default.")
+    allowed_tools: Items[Text] | AllowedMcpTools | None = Field(None, description="All by default.")
     require_approval: Literal["never"] | None = Field(None, description="Calls are never held up.")
 
 
@@ -217,7 +217,7 @@ class McpChoice(Body):
 class AllowedChoice(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]] = Field(description="As in tools; a name is enough.")
+    tools: Items[dict[str, Any]] = Field(description="As in tools; a name is enough.")
 
 
 ToolChoiceParam = Literal["none", "auto", "required"] | FunctionChoice | McpChoice | AllowedChoice
@@ -273,7 +273,7 @@ class ResponseRequest(Body):
         None, description="Keep the smallest set of tokens with this probability."
     )
     top_logprobs: int | None = Field(None, description="How many most likely tokens to report.")
-    include: list[Text] | None = Field(
+    include: Items[Text] | None = Field(
         None, description="message.output_text.logprobs; others are of no effect."
     )
     metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
@@ -298,7 +298,7 @@ class ResponseRequest(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = Field(None, description="Makes the answer repeatable.")
-    stop: Text | list[Text] | None = Field(None, description="Texts that end the answer.")
+    stop: Text | Items[Text] | None = Field(None, description="Texts that end the answer.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="For the model's chat template."
     )
