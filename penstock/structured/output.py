@@ -80,7 +80,8 @@ class OutputGrammar:
     def fill_with_drafts(self, backend: Backend, bits: Bits) -> None:
         """Fill one row for each position: the next token, and the one after each draft.
 
-        Rows behind a draft that the grammar refuses are free: that draft will not hold.
+        Rows behind a draft that the grammar refuses are free, since that draft will not hold; so
+        are those behind the end, whose tokens nobody gets.
         """
         bits[:] = ALL_TOKENS
         before, num_taken = self._state, 0
@@ -88,9 +89,11 @@ class OutputGrammar:
             self._fill(backend, bits[row : row + 1])
             if row == len(bits) - 1 or row >= len(self.drafts):
                 break
-            if self.is_complete or not self._take(self.drafts[row]):
+            if not self._take(self.drafts[row]):
                 break
             num_taken += self._took_answer
+            if self.is_complete:
+                break  # nothing follows, and a matcher need not say what might
         if num_taken and self.matcher is not None:
             self.matcher.rollback(num_taken)
         self._state = before

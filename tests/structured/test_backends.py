@@ -278,3 +278,20 @@ def test_rows_for_drafts_follow_them_as_far_as_they_go(
     assert rows_of("", "5ac") == [ids("abz"), everything, everything, everything]
     assert rows_of("a", "5c9")[:2] == [ids("0123456789"), ids("c")]
     assert rows_of("xy", "|b7", marker=b"|")[:3] == [everything, ids("abz"), ids("0123456789")]
+
+
+def test_drafts_may_go_on_behind_the_end(
+    backend: Backend, tokenizer: Tokenizer, vocabulary: Vocabulary
+) -> None:
+    matcher = backend.compile(backend.lower(Structured(regex="[a-z]*"))).matcher()
+    output = OutputGrammar(matcher)
+    (letter,) = tokenizer.encode("q", add_special_tokens=False)
+    end = vocabulary.end_ids[0]
+    output.drafts = [letter, end, letter]
+    bits = np.zeros((4, -(-len(vocabulary) // 32)), dtype=np.int32)
+    for _ in range(2):  # it leaves no trace
+        output.fill_with_drafts(backend, bits)
+    assert (bits[0] == bits[1]).all()
+    assert output.fault is None
+    assert output.accept([letter]) is None
+    assert output.accept([letter, end]) == 2
