@@ -27,7 +27,7 @@ from penstock.loading.gguf_file import GGML_TYPES
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.triton import gguf as kernels
 from penstock.ops.triton.gguf_layout import LAYOUTS, Planes, prepare_gguf
-from penstock.ops.triton.gguf_row import can_multiply, tensor_row
+from penstock.ops.triton.gguf_row import can_multiply, tensor_rows
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.tuning import Launch
 from penstock.ops.triton.tuning_gguf import RowPlan, TensorPlan
@@ -139,8 +139,8 @@ def _one_row(
     x: torch.Tensor, weight: Planes, out: torch.Tensor, plan: RowPlan | TensorPlan
 ) -> torch.Tensor:
     if isinstance(plan, TensorPlan):
-        return tensor_row(x, weight, None, out, plan)
-    return kernels.one_row(x, weight, None, out, plan)
+        return tensor_rows(x, weight, None, out, plan)
+    return kernels.single_rows(x, weight, None, out, plan)
 
 
 def layer(types: list[str]) -> None:

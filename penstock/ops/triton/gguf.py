@@ -1,9 +1,9 @@
 """Products with the blocks of GGUF files, which become floats in registers.
 
-One row is multiplied exactly: by whole numbers on the tensor cores (`gguf_row.py`), or by floats.
-A few rows are multiplied on the tensor cores, by weights that are rounded to the type of x there.
-For more, the matrix becomes floats, at most `SLAB` of them at one time, for cuBLAS; they are not
-kept.
+One row, and a few one by one, are multiplied exactly: by whole numbers on the tensor cores
+(`gguf_row.py`), or by floats. More are multiplied on the tensor cores, by weights that are rounded
+to the type of x there. For many, the matrix becomes floats, some of its rows at a time, for cuBLAS;
+they are not kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.ops import reference
 from penstock.ops.triton.gguf_decode import (
     ONE,
     fraction,
@@ -23,12 +22,18 @@ from penstock.ops.triton.gguf_decode import (
     values,
 )
 from penstock.ops.triton.gguf_layout import Planes
-from penstock.ops.triton.gguf_row import can_multiply, tensor_row
+from penstock.ops.triton.gguf_row import can_multiply, tensor_rows
 from penstock.ops.triton.overlap import let_next_start, overlap, wait_for_others
-from penstock.ops.triton.splitting import add_parts
-from penstock.ops.triton.tuning_gguf import RowPlan, TilePlan, row_plan, tensor_plan, tile_plan
-
-SLAB = 1 << 27  # numbers that become floats at one time
+from penstock.ops.triton.slabs import multiply_slabs
+from penstock.ops.triton.splitting import add_parts, room_for_parts
+from penstock.ops.triton.tuning_gguf import (
+    RowPlan,
+    TilePlan,
+    goes_by_rows,
+    row_plan,
+    tensor_plan,
+    tile_plan,
+)
 
 
 @triton.jit
@@ -189,15 +194,22 @@ def _store_sums(acc, bias_ptr, out_ptr, row, out_features, BIAS: tl.constexpr):
 @triton.jit(do_not_specialize=["one"])
 def _one_row_kernel(
     x_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, bias_ptr, out_ptr,
-    in_features, out_features, one,
+    x_stride, out_stride, num_tokens, in_features, out_features, one,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
     EVEN: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr, STEPS: tl.constexpr,
     QUADS: tl.constexpr,
 ):  # fmt: skip
-    """STEPS times four rows of the weight with x. WHOLE: x is in registers all the while."""
+    """STEPS times four rows of the weight with a row of x.
+
+    WHOLE: x is in registers all the while.
+    """
     let_next_start(OVERLAP)
-    first_row = tl.program_id(0).to(tl.int64) * (STEPS * 4)
+    # Programs with the same weights follow each other: they are read from memory once.
+    token = (tl.program_id(0) % num_tokens).to(tl.int64)
+    first_row = (tl.program_id(0) // num_tokens).to(tl.int64) * (STEPS * 4)
+    x_ptr += token * x_stride
+    out_ptr += token * out_stride
     rows = _load_four(
         words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, first_row, out_features, 0,
         in_features, KIND, LOW, HIGH, GROUP, QUADS,
@@ -347,28 +359,27 @@ def gguf_linear(
     bias: torch.Tensor | None,
     out: torch.Tensor | None = None,  # [n, out], of rows that need not follow each other
 ) -> torch.Tensor:
-    """As the reference; one row is multiplied by weights that are not rounded."""
+    """As the reference; a few rows are multiplied by weights that are not rounded."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     if out is None:
         out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=x.device)
     if num_tokens == 0:
         return out
-    if num_tokens == 1 and can_multiply(weight.layout, x.dtype):
-        own_plan = tensor_plan(weight.layout.group, out_features, in_features)
-        return tensor_row(x, weight, bias, out, own_plan)
-    if num_tokens == 1:
-        return one_row(x, weight, bias, out, row_plan(weight.type_name, out_features, in_features))
+    tensor_cores = can_multiply(weight.layout, x.dtype)
+    if goes_by_rows(num_tokens, tensor_cores):
+        if tensor_cores:
+            own_plan = tensor_plan(weight.layout.group, out_features, in_features)
+            return tensor_rows(x, weight, bias, out, own_plan)
+        return single_rows(
+            x, weight, bias, out, row_plan(weight.type_name, out_features, in_features)
+        )
     plan = tile_plan(num_tokens, out_features, in_features, x.element_size())
     if plan is not None:
         return run_tiles(x, weight, bias, out, plan)
-    slab = max(SLAB // in_features, 1)
-    for start in range(0, out_features, slab):
-        end = min(start + slab, out_features)
-        floats = as_floats(weight.rows(start, end), x.dtype)
-        own_bias = None if bias is None else bias[start:end]
-        reference.linear(x, floats, own_bias, out[:, start:end])
-    return out
+    return multiply_slabs(
+        x, lambda start, end: as_floats(weight.rows(start, end), x.dtype), bias, out
+    )
 
 
 def gguf_embed(token_ids: torch.Tensor, weight: Planes, dtype: torch.dtype) -> torch.Tensor:
@@ -376,17 +387,17 @@ def gguf_embed(token_ids: torch.Tensor, weight: Planes, dtype: torch.dtype) -> t
     return as_floats(weight, dtype, token_ids)
 
 
-def one_row(
+def single_rows(
     x: torch.Tensor, weight: Planes, bias: torch.Tensor | None, out: torch.Tensor, plan: RowPlan
 ) -> torch.Tensor:
-    """x [1, in] with all of the weight, in floats."""
-    out_features, in_features = weight.shape
+    """x [n, in], row by row, with all of the weight, in floats."""
+    num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     num_quads = weight.num_quads
     is_whole = num_quads <= plan.quads
     steps = plan.steps if is_whole else 1
-    _one_row_kernel[(triton.cdiv(out_features, 4 * steps),)](
+    _one_row_kernel[(triton.cdiv(out_features, 4 * steps) * num_tokens,)](
         x, *weight.pointers, out if bias is None else bias, out,
-        in_features, out_features, ONE, **weight.constants,
+        x.stride(0), out.stride(0), num_tokens, in_features, out_features, ONE, **weight.constants,
         BIAS=bias is not None, EVEN=num_quads % plan.quads == 0, WHOLE=is_whole,
         **overlap(x.device), STEPS=steps, QUADS=plan.quads,
         num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
@@ -401,13 +412,8 @@ def run_tiles(
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     num_quads = weight.num_quads
     grid = (triton.cdiv(num_tokens, plan.tokens), triton.cdiv(out_features, plan.rows), plan.splits)
-    partial = arrived = out
-    if plan.splits > 1:
-        shape = (plan.splits, num_tokens, out_features)
-        partial = torch.empty(shape, dtype=torch.float32, device=x.device)
-        arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=x.device)
     _tile_kernel[grid](
-        x, *weight.pointers, out if bias is None else bias, out, partial, arrived,
+        x, *weight.pointers, out if bias is None else bias, out, *room_for_parts(out, grid),
         x.stride(0), out.stride(0), num_tokens, in_features, out_features, ONE,
         **weight.constants, BIAS=bias is not None, EVEN=num_quads % plan.quads == 0,
         SPLITS=plan.splits, ROWS=plan.rows, TOKENS=plan.tokens, QUADS=plan.quads,

@@ -1,4 +1,4 @@
-"""One row of x with GGUF blocks of 4, 5 or 6 bits on the tensor cores, exactly.
+"""Single rows of x with GGUF blocks of 4, 5 or 6 bits on the tensor cores, exactly.
 
 The tensor cores multiply sixteen rows of a matrix with eight columns at least. Here the columns are
 groups: column i has x of the i-th of eight groups, zeros elsewhere, and of the result one number is
@@ -233,17 +233,21 @@ def _products(
 @triton.jit
 def _tensor_row_kernel(
     x_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, bias_ptr, out_ptr,
-    in_features, out_features,
+    x_stride, out_stride, num_tokens, in_features, out_features,
     KIND: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr,
     OFFSET: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr,
     OVERLAP: tl.constexpr, STEPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Sixteen rows of the weight with x, BLOCKS times eight groups at once.
+    """Sixteen rows of the weight with a row of x, BLOCKS times eight groups at once.
 
     The first step is not in the loop: else x would be loaded when these weights are there.
     """
     let_next_start(OVERLAP)
-    low_row = tl.program_id(0) * 16
+    # Programs with the same weights follow each other: they are read from memory once.
+    token = (tl.program_id(0) % num_tokens).to(tl.int64)
+    low_row = tl.program_id(0) // num_tokens * 16
+    x_ptr += token * x_stride
+    out_ptr += token * out_stride
     weights = _load_weights(
         words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, 0, low_row, out_features,
         in_features, KIND, HIGH, GROUP, MASKED, BLOCKS,
@@ -270,17 +274,18 @@ def _tensor_row_kernel(
     tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
-def tensor_row(
+def tensor_rows(
     x: torch.Tensor, weight: Planes, bias: torch.Tensor | None, out: torch.Tensor, plan: TensorPlan
 ) -> torch.Tensor:
-    """x [1, in] with all of the weight."""
-    out_features, in_features = weight.shape
+    """x [n, in], row by row, with all of the weight."""
+    num_tokens, (out_features, in_features) = len(x), weight.shape
     words, high, *fields = weight.pointers
     layout = weight.layout
     each = 8 * layout.group * plan.turns * plan.warps  # columns of a step
-    _tensor_row_kernel[(triton.cdiv(out_features, ROWS),)](
+    _tensor_row_kernel[(triton.cdiv(out_features, ROWS) * num_tokens,)](
         x, words.view(torch.int16), high.view(torch.int16), *fields, out if bias is None else bias,
-        out, in_features, out_features, KIND=layout.kind, HIGH=layout.high, ZERO=layout.zero,
+        out, x.stride(0), out.stride(0), num_tokens, in_features, out_features,
+        KIND=layout.kind, HIGH=layout.high, ZERO=layout.zero,
         GROUP=layout.group, OFFSET=layout.offset, BIAS=bias is not None, ASM=x.is_cuda,
         MASKED=in_features % each != 0, **overlap(x.device), STEPS=triton.cdiv(in_features, each),
         BLOCKS=plan.turns * plan.warps,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from penstock.ops.triton.gguf_layout import LAYOUTS
-from penstock.ops.triton.tuning import Launch
-
-PROCESSORS = 132
+from penstock.ops.triton.tuning import PROCESSORS, Launch
 
 
 class RowPlan(NamedTuple):
@@ -34,6 +32,11 @@ class TilePlan(NamedTuple):
     quads: int
     splits: int
     launch: Launch
+
+
+def goes_by_rows(num_tokens: int, tensor_cores: bool) -> bool:
+    """Whether rows of x are multiplied one by one: a tile takes as long as eight of them."""
+    return num_tokens <= (8 if tensor_cores else 4)
 
 
 def row_plan(type_name: str, out_features: int, in_features: int) -> RowPlan:

@@ -17,9 +17,10 @@ pytest.importorskip("triton", reason="needs Triton")
 from gguf_builder import random_blocks
 
 from penstock.ops.triton import gguf as kernels
+from penstock.ops.triton import slabs
 from penstock.ops.triton.gguf_experts import gguf_experts
 from penstock.ops.triton.gguf_layout import LAYOUTS, Planes, prepare_gguf, stack_gguf
-from penstock.ops.triton.gguf_row import can_multiply, tensor_row
+from penstock.ops.triton.gguf_row import can_multiply, tensor_rows
 from penstock.ops.triton.tuning import Launch
 from penstock.ops.triton.tuning_gguf import RowPlan, TensorPlan, TilePlan
 
@@ -92,28 +93,36 @@ def test_rows_are_found_by_number(type_name: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "blocks", "steps"), [(1, 3, 1), (7, 1, 2)])
+@pytest.mark.parametrize(("n", "rows", "blocks", "steps"), [(1, 1, 3, 1), (3, 7, 1, 2)])
 @pytest.mark.parametrize("type_name", TYPES)
-def test_one_row_is_multiplied_by_every_type(
-    type_name: str, rows: int, blocks: int, steps: int, dtype: torch.dtype, device: torch.device
+def test_single_rows_are_multiplied_by_every_type(
+    type_name: str,
+    n: int,
+    rows: int,
+    blocks: int,
+    steps: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     planes, floats = make(type_name, rows, columns_of(type_name, blocks), device)
-    x = (torch.randn(1, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
+    x = (torch.randn(n, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
     bias = torch.randn(rows, device=device).to(dtype) if rows > 1 else None
-    out = torch.full((1, rows), torch.nan, dtype=dtype, device=device)
+    out = torch.full((n, rows), torch.nan, dtype=dtype, device=device)
     plan = RowPlan(16, steps, Launch(1, 3))
-    check(kernels.one_row(x, planes, bias, out, plan), x, floats, bias)
+    check(kernels.single_rows(x, planes, bias, out, plan), x, floats, bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32])
 @pytest.mark.parametrize(
-    ("rows", "blocks", "warps", "turns"), [(20, 1, 1, 1), (16, 3, 1, 2), (17, 4, 2, 1)]
+    ("n", "rows", "blocks", "warps", "turns"),
+    [(3, 20, 1, 1, 1), (1, 16, 3, 1, 2), (2, 17, 4, 2, 1)],
 )
 @pytest.mark.parametrize(
     "type_name", [own for own in TYPES if can_multiply(LAYOUTS[own], torch.bfloat16)]
 )
-def test_one_row_is_multiplied_on_the_tensor_cores(
+def test_single_rows_are_multiplied_on_the_tensor_cores(
     type_name: str,
+    n: int,
     rows: int,
     blocks: int,
     warps: int,
@@ -122,11 +131,11 @@ def test_one_row_is_multiplied_on_the_tensor_cores(
     device: torch.device,
 ) -> None:
     planes, floats = make(type_name, rows, columns_of(type_name, blocks), device)
-    x = (torch.randn(1, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
+    x = (torch.randn(n, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
     bias = torch.randn(rows, device=device).to(dtype) if rows > 16 else None
-    out = torch.full((1, rows), torch.nan, dtype=dtype, device=device)
+    out = torch.full((n, rows), torch.nan, dtype=dtype, device=device)
     plan = TensorPlan(warps, turns, None)
-    check(tensor_row(x, planes, bias, out, plan), x, floats, bias)
+    check(tensor_rows(x, planes, bias, out, plan), x, floats, bias)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -145,20 +154,33 @@ def test_a_few_rows_are_multiplied_by_every_type(
     check(kernels.run_tiles(x, planes, bias, out, plan), x, floats, bias)
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 65])
+@pytest.mark.parametrize("n", [0, 1, 3, 7, 65])
 @pytest.mark.parametrize("type_name", ["Q5_1", "Q6_K"])
 def test_any_number_of_rows_goes_into_columns_of_a_larger_result(
     type_name: str, n: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "SLAB", 5 * 256)
+    monkeypatch.setattr(slabs, "SLAB", 5 * 256)
     planes, floats = make(type_name, 7, columns_of(type_name, 1), device)
-    x = torch.randn(n, planes.shape[1], device=device)
+    x = torch.randn(n, planes.shape[1] + 8, device=device)[:, 8:]
     bias = torch.randn(7, device=device)
     whole = torch.full((n, 14), torch.nan, device=device)
     kernels.gguf_linear(x, planes, bias, whole[:, 4:11])
     check(whole[:, 4:11], x, floats, bias)
     assert bool(whole[:, :4].isnan().all())
     assert bool(whole[:, 11:].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("type_name", ["Q4_K", "Q8_0"])
+def test_a_row_is_the_same_among_a_few(
+    type_name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    planes, _ = make(type_name, 33, columns_of(type_name, 2), device)
+    x = (torch.randn(4, planes.shape[1], device=device) * 0.01).to(dtype)
+    together = kernels.gguf_linear(x, planes, None)
+    for index in range(4):
+        alone = kernels.gguf_linear(x[index : index + 1], planes, None)
+        assert torch.equal(alone[0], together[index])
 
 
 def test_the_order_in_which_parts_arrive_does_not_show(device: torch.device) -> None:
