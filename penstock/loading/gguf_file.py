@@ -78,6 +78,11 @@ GGML_TYPES: dict[int, GGMLType] = {
     35: GGMLType("TQ2_0", 256, 66),
     39: GGMLType("MXFP4", 32, 17),
 }
+# Types that llama.cpp has, or had, and that are not read.
+_UNREAD = {
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
 
 
 class GGUFTensor(NamedTuple):
@@ -178,7 +183,8 @@ class _Reader:
             self._fail(f"tensor {name!r} is empty: its shape is {dims[::-1]}")
         type_id = self._u32(f"the type of tensor {name!r}")
         if type_id not in GGML_TYPES:
-            self._fail(f"tensor {name!r} has the unknown ggml type {type_id}")
+            own = f"is of the type {_UNREAD.get(type_id, f'number {type_id}')}"
+            self._fail(f"tensor {name!r} {own}, which is not read: take a file in, say, Q4_K_M")
         ggml_type = GGML_TYPES[type_id]
         if dims[0] % ggml_type.block_size:
             self._fail(
