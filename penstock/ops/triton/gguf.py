@@ -320,6 +320,32 @@ def _tile_kernel(
         tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _join_four(a, b, c, d):
+    """[...] each as [..., 2, 2], in that order."""
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def _join_eight(a, b, c, d, e, f, g, h):
+    return tl.join(_join_four(a, c, e, g), _join_four(b, d, f, h))
+
+
+@triton.jit
+def _in_order(p, LOW: tl.constexpr, QUADS: tl.constexpr):
+    """All planes of some quads, each [QUADS * 4], as columns [QUADS * 128 / LOW]."""
+    if LOW == 8:
+        joined = _join_four(p[0], p[1], p[2], p[3])
+    elif LOW == 4:
+        joined = _join_eight(p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7])
+    else:
+        joined = tl.join(
+            _join_eight(p[0], p[2], p[4], p[6], p[8], p[10], p[12], p[14]),
+            _join_eight(p[1], p[3], p[5], p[7], p[9], p[11], p[13], p[15]),
+        )
+    return joined.reshape(QUADS, 4, 32 // LOW).permute(0, 2, 1).reshape(QUADS * (128 // LOW))
+
+
 @triton.jit(do_not_specialize=["one"])
 def _floats_kernel(
     row_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, out_ptr,
@@ -341,6 +367,7 @@ def _floats_kernel(
         words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
         row, row >= 0, word, word // 4, first_quad, in_features, KIND, LOW, HIGH, GROUP,
     )  # fmt: skip
+    planes = ()
     for part in tl.static_range(PLANES // EACH):
         scale, offset = scales(fields[part], KIND)
         for index in tl.static_range(EACH):
@@ -348,9 +375,10 @@ def _floats_kernel(
                 words, high, scale, offset, one, part * EACH + index,
                 LOW, HIGH, ZERO, TABLE, OFFSET,
             )  # fmt: skip
-            column = (first_quad + word // 4) * (128 // LOW) + (part * EACH + index) * 4 + word % 4
-            target = out_ptr + at * in_features + column
-            tl.store(target, weight.to(out_ptr.dtype.element_ty), mask=column < in_features)
+            planes += (weight.to(out_ptr.dtype.element_ty),)  # type: ignore[assignment]
+    column = first_quad * (128 // LOW) + tl.arange(0, QUADS * (128 // LOW))
+    target = out_ptr + at * in_features + column
+    tl.store(target, _in_order(planes, LOW, QUADS), mask=column < in_features)
 
 
 def gguf_linear(

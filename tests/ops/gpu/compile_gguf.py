@@ -87,12 +87,16 @@ def compile_one(kernel: str, type_name: str) -> dict[str, int]:
     code = compile_kernel(function, constants, pointers, sixteens, **options)
     before, _, after = code.ptx.partition("griddepcontrol.wait")
     return {
-        "loads of 16 bytes": sum("ld.global" in line and ".v4.b32" in line
-                                 for line in code.ptx.splitlines()),
+        "loads of 16 bytes": _count(code.ptx, "ld.global"),
+        "stores of 16 bytes": _count(code.ptx, "st.global"),
         "loads before it waits": before.count("ld.global") if after else 0,
         "tensor cores": code.ptx.count("mma"),
         "shared memory": code.shared_bytes,
-    }  # fmt: skip
+    }
+
+
+def _count(ptx: str, instruction: str) -> int:
+    return sum(instruction in line and ".v4.b32" in line for line in ptx.splitlines())
 
 
 if __name__ == "__main__":
