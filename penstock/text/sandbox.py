@@ -17,6 +17,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from string import Formatter
 from typing import Any
 
 import jinja2
@@ -32,9 +33,9 @@ MAX_BITS = 4096  # of a number
 MAX_WIDTH = 10_000  # that a text is padded to, and the largest number in a format
 
 _WIDENING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
-# Formats whose width is large, or given by another argument.
-_WIDE_PERCENT = re.compile(r"%[-+ #0-9.]*(\*|\d{5})")
-_WIDE_BRACES = re.compile(r"\{[^{}]*(\d{5}|\{)")
+# A field of a % format, but for its key. A key with parentheses in it is not known as one, and so
+# leaves a field with a parenthesis.
+_PERCENT = re.compile(r"%(?:\([^()]*\))?([-+ #0-9.*]*[hlL]?.)", re.DOTALL)
 # They read a text again, or write another one, for each tag, link or line in it. No conversation
 # needs them.
 _LEFT_OUT = ("striptags", "urlize", "wordwrap")
@@ -126,8 +127,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                     size = args[0] if args else kwargs.get("tabsize", 8)
                     _check(owner.count("\t") * int(size), MAX_TEXT, "a text", "characters")
             elif name in ("format", "format_map"):
-                plain = owner.replace("{{", "").replace("}}", "")
-                __self._check_format(_WIDE_BRACES, plain, "{", (args, kwargs))
+                fields = [field for _, _, field, _ in Formatter().parse(owner) if field is not None]
+                __self._check_format(owner, fields, "{", (args, kwargs))
             elif name == "translate":
                 _check(len(owner) * __self._weigh(args), MAX_TEXT, "a text", "characters")
             elif name == "replace" and len(args) >= 2:
@@ -142,7 +143,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 _check_length(left, len(left) + len(right))
         elif operator == "%":
             if isinstance(left, str):
-                self._check_format(_WIDE_PERCENT, left, "%", right)
+                self._check_format(left, _PERCENT.findall(left), "*(", right)
         elif operator == "*":
             for text, count in ((left, right), (right, left)):
                 if isinstance(text, (str, list, tuple)) and isinstance(count, int):
@@ -209,16 +210,21 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
         return timed
 
-    def _check_format(self, wide: re.Pattern[str], text: str, mark: str, arguments: Any) -> None:
-        if wide.search(text):
+    def _check_format(self, text: str, fields: list[str], bad: str, arguments: Any) -> None:
+        """`fields` are what a format says of widths; `bad` are characters that none may have."""
+        all_of_them = " ".join(fields)
+        numbers = re.findall(r"\d+", all_of_them)
+        is_wide = any(len(number) > 4 for number in numbers)
+        if is_wide or any(character in all_of_them for character in bad):
             raise SecurityError("a format has a width that is too large, or given by an argument")
-        widest = max(map(int, re.findall(r"\d+", text)), default=0)
-        longest = len(text) + text.count(mark) * (widest + self._weigh(arguments))
+        widest = max(map(int, numbers), default=0)
+        longest = len(text) + len(fields) * (widest + self._weigh(arguments))
         _check(longest, MAX_TEXT, "a text", "characters")
 
     def _format(self, value: Any, *args: Any, **kwargs: Any) -> str:
-        self._check_format(_WIDE_PERCENT, str(value), "%", (args, kwargs))
-        return str(value) % (kwargs or args)
+        text = str(value)
+        self._check_format(text, _PERCENT.findall(text), "*(", (args, kwargs))
+        return text % (kwargs or args)
 
     def _tojson(
         self,

@@ -86,6 +86,10 @@ def test_a_template_without_end_is_stopped_in_time(
         "{{ ('{0:>9999}' * 10**5).format('x') }}",
         "{{ ('{0}' * 10**5).format('x' * 10**5) }}",
         "{{ ('%9999d' * 10**5) | format(1) }}",
+        "{{ '%(a)99999s' % {'a': 1} }}",
+        "{{ '%((a))99999s' % {'(a)': 1} }}",
+        "{{ '{0[a}]:>99999}'.format({'a}': 1}) }}",
+        "{{ '{0[a}]:]>99999}'.format({'a}': 1}) }}",
         "{{ ('x' * 10**7).translate({120: 'y' * 10**7}) }}",
         "{{ ('\n' * 10**6) | indent(9999, true, true) }}",
         "{{ ('\n' * 10**6) | indent('x' * 9999, true, true) }}",
@@ -109,6 +113,8 @@ def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyP
 PIECES = [
     "{% set n = namespace(l=[]) %}{% for m in messages %}{% set n.l = n.l + [m, (m.role, 1)] %}"
     "{% endfor %}{{ n.l }}{{ {'a': n.l, 'b': [[1], ()]} }}{{ [[1], [2]] | sum(start=[]) }}",
+    "{{ 'call 123456789: {}'.format('x') }}{{ '%s since 1700000000' | format('y') }}{{ '%(a)3s' % "
+    "{'a': 123456} }}{{ '{:*^9}{{10000}}{x}'.format('x', x=[1]) }}{{ '5 %% (12345) %s' % 'x' }}",
     "{{ ('a' ~ 'b') in ['ab', 'c'] }}{{ {'a': 1}.items() | list }}{{ 'x\ny' | indent(2) }}",
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ m.role ~ ': ' ~ m['content'] }}"
     "{% if not loop.last %}, {% endif %}{{ loop.previtem | default('-') }}{% endfor %}",
