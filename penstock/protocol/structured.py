@@ -131,7 +131,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
         texts += self.choice or []
         for text in (*texts, *self.reasoning_ends, self.reasoning_start):
             if text is not None:
-                _check_unicode(text)
+                _check_unicode(self.field, text)
         length = sum(len(text) for text in texts if text is not None)
         if length > MAX_SPEC_LENGTH:
             name = f"{FIELD}.{self.kind}" if self.field == FIELD else self.field
@@ -153,12 +153,12 @@ def _to_json(name: str, value: object) -> str:
         raise InputError(f"{FIELD}.{name} must be JSON: {error}", FIELD) from error
 
 
-def _check_unicode(text: str) -> None:
+def _check_unicode(field: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"{FIELD} has a lone surrogate at position {error.start} of a text, "
+            f"{field} has a lone surrogate at position {error.start} of a text, "
             "which is no character",
-            FIELD,
+            field,
         ) from None

@@ -37,6 +37,11 @@ current_body_bytes: ContextVar[int] = ContextVar("current_body_bytes", default=0
 """The size of the request that is being handled."""
 
 
+def is_large_request() -> bool:
+    """Whether the request that is being handled is one for the threads of large ones."""
+    return current_body_bytes.get() > LARGE_BODY_BYTES
+
+
 class Service:
     """A model that is being served. One for each app; belongs to one event loop."""
 
@@ -149,8 +154,7 @@ class Service:
 
         Large requests wait for each other, never small ones for them.
         """
-        is_large = current_body_bytes.get() > LARGE_BODY_BYTES
-        threads = self._large_threads if is_large else self._threads
+        threads = self._large_threads if is_large_request() else self._threads
         return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
 
     def engine_id(self, request_id: str) -> str:

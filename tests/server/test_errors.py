@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from typing import Any
 
@@ -188,6 +189,32 @@ def test_a_body_that_cannot_be_decoded_is_told_what_would_be_right(server: Serve
     assert "UTF-8" in check_shape(response, 400)["message"]
 
 
+NO_UNICODE = {"type": "object", "title": "\ud800"}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NO_UNICODE}}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": TOOLS}, "tools"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tools"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
+        ({"response_format": {"type": "structural_tag", "format": NO_UNICODE}}, "response_format"),
+    ],
+    ids=["tools", "required", "format", "tag"],
+)
+def test_half_a_character_is_refused_by_the_name_of_what_holds_it(
+    server: ServerProcess, fields: dict[str, Any], param: str
+) -> None:
+    content = json.dumps({"messages": MESSAGES, **fields})  # the client would not write it
+    with server.client() as client:
+        headers = {"Content-Type": "application/json"}
+        response = client.post("/v1/chat/completions", content=content, headers=headers)
+    error = check_shape(response, 400)
+    assert error["param"] == param
+    assert "lone surrogate" in error["message"]
+
+
 def test_an_argument_of_a_template_may_have_any_name(server: ServerProcess) -> None:
     for name in ("self", "cls", "args", ""):
         body = {"messages": MESSAGES, "chat_template_kwargs": {name: 1}}
@@ -279,10 +306,12 @@ def test_a_request_that_takes_too_long_is_a_408(server: ServerProcess) -> None:
         (CompletionRequest, {"prompt": ["a", 1] * 1000}),
         (CompletionRequest, {"prompt": [[1, "a"]] * 1000}),
         (CompletionRequest, {"prompt": "a", "allowed_token_ids": ["a"] * 1000}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(99)), "a")}),
         (DetokenizeRequest, {"tokens": [-1] * 1000}),
         (ChatCompletionRequest, {"messages": [{"role": 1, "content": 2}] * 1000}),
         (MessagesRequest, {"model": "m", "max_tokens": 1, "messages": [{"role": "x"}] * 1000}),
         (ResponseRequest, {"input": [{"role": "x"}] * 1000}),
+        (ResponseRequest, {"input": "a", "metadata": dict.fromkeys(map(str, range(99)), 1)}),
     ],
 )
 def test_complaints_end_with_the_first_wrong_item(

@@ -19,6 +19,7 @@ from penstock.server.anthropic.protocol import (
     MessageUsage,
     OutputBlock,
 )
+from penstock.server.bodies import JsonRoute
 from penstock.server.openai.stream import EVENT_STREAM
 from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
@@ -34,7 +35,7 @@ from penstock.text.parsing.deltas import (
     joined,
 )
 
-router = APIRouter(tags=["Anthropic"])
+router = APIRouter(tags=["Anthropic"], route_class=JsonRoute)
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

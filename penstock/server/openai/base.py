@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 T = TypeVar("T")
 # Ends at the first item that is wrong: millions of complaints would take minutes to write down.
 Items = Annotated[list[T], Field(fail_fast=True)]
+
+
+def _check_one_by_one(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            check({key: entry})
+    return check(value)
+
+
+K = TypeVar("K")
+# The same for objects; pydantic before 2.14 has no fail_fast for these.
+Entries = Annotated[dict[K, T], WrapValidator(_check_one_by_one)]
 
 
 class Body(BaseModel):

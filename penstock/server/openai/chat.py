@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import APIRouter, Request, Response
 
+from penstock.server.bodies import JsonRoute
 from penstock.server.errors import describe_errors
 from penstock.server.openai.logprobs import LogprobFormat, chat_usage, prompt_logprobs
 from penstock.server.openai.prompts import prepare_chat
@@ -37,7 +38,7 @@ from penstock.text.parsing.deltas import (
     ToolCallStart,
 )
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 
 @router.post(

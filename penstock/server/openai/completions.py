@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
+from penstock.server.bodies import JsonRoute
 from penstock.server.errors import describe_errors
 from penstock.server.openai.logprobs import (
     LogprobFormat,
@@ -29,7 +30,7 @@ from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.text.frontend import PreparedRequest
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 
 @router.post(

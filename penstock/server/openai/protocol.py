@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from penstock.server.openai.base import Body, Items, Reply, Text, TokenId
+from penstock.server.openai.base import Body, Entries, Items, Reply, Text, TokenId
 from penstock.server.openai.tools import (
     MessageToolCall,
     NamedToolChoice,
@@ -102,7 +102,7 @@ class GenerationBody(Body):
     min_tokens: int | None = Field(None, description="Fewest tokens before a stop counts.")
     skip_special_tokens: bool | None = Field(None, description="On by default.")
     spaces_between_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="By token id.")
+    logit_bias: Entries[str, float] | None = Field(None, description="By token id.")
     allowed_token_ids: Items[int] | None = Field(None, description="Only these may be chosen.")
     bad_words: Items[Text] | None = Field(None, description="Words that must not be said.")
     prompt_logprobs: int | None = Field(None, description="As logprobs, for the prompt's tokens.")

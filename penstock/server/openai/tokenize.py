@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.errors import InputError
+from penstock.server.bodies import JsonRoute
 from penstock.server.errors import describe_errors
 from penstock.server.openai.prompts import turn_request
 from penstock.server.openai.protocol import (
@@ -19,7 +20,7 @@ from penstock.server.turn import render_turn
 from penstock.text.frontend import Frontend
 from penstock.text.tokenizer import Tokenizer
 
-router = APIRouter(tags=["Tokenizer"])
+router = APIRouter(tags=["Tokenizer"], route_class=JsonRoute)
 
 
 @router.post(

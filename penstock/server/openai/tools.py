@@ -90,7 +90,8 @@ def read_tools(given: Sequence[ToolDefinition] | None) -> list[Tool]:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """InputError if they are too many, too large or named alike, or one does not take an object."""
+    """InputError if they are too many, too large or named alike, or one does not take an object
+    or is not Unicode."""
     if len(tools) > MAX_TOOLS:
         raise InputError(f"tools may be at most {MAX_TOOLS}, got {len(tools)}", "tools")
     length = sum(len(tool.name) + len(tool.description) + _length(tool) for tool in tools)
@@ -114,7 +115,15 @@ def check_tools(tools: Sequence[Tool]) -> None:
 
 def _length(tool: Tool) -> int:
     try:
-        return len(json.dumps(tool.parameters))
+        text = json.dumps(tool.parameters, ensure_ascii=False)
+        text.encode()
+        return len(text)
+    except UnicodeEncodeError:
+        raise InputError(
+            f"the parameters of the tool {tool.name!r} must be valid Unicode, without lone "
+            "surrogates",
+            "tools",
+        ) from None
     except RecursionError:
         raise InputError(
             f"the parameters of the tool {tool.name!r} are nested too deeply", "tools"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from penstock.server.openai.base import Body, Items, Reply, Text
+from penstock.server.openai.base import Body, Entries, Items, Reply, Text
 from penstock.server.openai.tools import ToolName, Tools
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -276,7 +276,7 @@ class ResponseRequest(Body):
     include: Items[Text] | None = Field(
         None, description="message.output_text.logprobs; others are of no effect."
     )
-    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+    metadata: Entries[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
     store: bool | None = Field(None, description="On by default.")
     background: bool | None = Field(None, description="Answer at once, and go on; needs store.")
     stream: bool | None = Field(None, description="Send server-sent events as tokens come.")

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from penstock.protocol.errors import InputError
+from penstock.server.bodies import JsonRoute
 from penstock.server.errors import body_of, describe_errors, encode_error, error_response
 from penstock.server.openai.stream import EVENT_STREAM
 from penstock.server.replies import StreamFrame, event_stream, gone, unless_gone
@@ -20,7 +21,7 @@ from penstock.server.responses.protocol import (
 from penstock.server.responses.run import encode
 from penstock.server.service import Service
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 COMMON_ERRORS = (400, 401, 404, 500, 503)
 

@@ -1,0 +1,108 @@
+"""How bodies are read: small ones at once, large ones where they hold up nobody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any, get_type_hints
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope
+
+from penstock.protocol.errors import InputError
+from penstock.server.replies import CLIENT_CLOSED_REQUEST, unless_gone
+from penstock.server.service import Service, is_large_request
+
+# No request of good faith comes near this; millions of objects take Python's parser, and then its
+# garbage collector, seconds in which no other thread runs.
+MAX_JSON_PARTS = 512 * 1024
+PIECE_BYTES = 1024 * 1024
+
+
+class JsonRoute(APIRoute):
+    """Parses and checks the `body` of a large request in a thread for these."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        kind: type[BaseModel] | None = get_type_hints(self.endpoint).get("body")
+        if kind is None:
+            return handle
+
+        async def handle_json(request: Request) -> Response:
+            reader = JsonRequest(request.scope, request.receive, kind)
+            try:
+                return await handle(reader)
+            except Exception:
+                if reader.refusal is not None:  # which the framework takes for broken JSON
+                    raise reader.refusal from None
+                raise
+
+        return handle_json
+
+
+class JsonRequest(Request):
+    """A request whose body, if it is large, is read to the end before the framework sees it."""
+
+    def __init__(self, scope: Scope, receive: Receive, kind: type[BaseModel]) -> None:
+        super().__init__(scope, receive)
+        self._kind = kind
+        self.refusal: Exception | None = None
+
+    async def json(self) -> Any:
+        """What the framework makes the body of: a finished one is left as it is."""
+        body = await self.body()
+        if not is_large_request():
+            return await super().json()
+        service: Service = self.app.state.service
+        try:
+            made = await unless_gone(self, service.in_thread(read_body, self._kind, body))
+        except (InputError, RequestValidationError) as error:
+            self.refusal = error
+            raise
+        if made is None:
+            self.refusal = HTTPException(CLIENT_CLOSED_REQUEST)
+            raise self.refusal
+        return made
+
+
+def read_body(kind: type[BaseModel], body: bytes) -> BaseModel:
+    """The request that `body` holds.
+
+    Raises `InputError` if it has too many parts, what `json.loads` raises if it is not JSON, and
+    the framework's own error if it is no such request.
+    """
+    if num_parts(body) > MAX_JSON_PARTS:
+        raise InputError(
+            f"the body may hold at most {MAX_JSON_PARTS} objects, lists and fields together: "
+            "send less at a time"
+        )
+    # The parser lets other threads run when it calls Python.
+    value = json.loads(body, object_hook=lambda made: made, parse_int=lambda digits: int(digits))
+    try:
+        return kind.model_validate(value, from_attributes=True)  # as the framework does
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in errors])
+
+
+def num_parts(body: bytes) -> int:
+    """How many objects, lists and fields of objects there are; what texts hold does not count."""
+    num_at_most = _count(body)
+    if num_at_most <= MAX_JSON_PARTS:
+        return num_at_most
+    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    num, in_text = 0, False
+    for start in range(0, len(bare), PIECE_BYTES):
+        pieces = bare[start : start + PIECE_BYTES].split(b'"')
+        num += sum(map(_count, pieces[in_text::2]))
+        in_text ^= len(pieces) % 2 == 0
+    return num
+
+
+def _count(text: bytes) -> int:
+    return text.count(b"{") + text.count(b"[") + text.count(b":")
