@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MEMORY_LIMIT = 2**30  # bytes that compiling one grammar may take
 START_TIMEOUT_S = 120.0
+CLOSED = "the engine is closed; no more grammars are checked"
 
 
 class Setup(msgspec.Struct, tag=True):
@@ -94,6 +95,8 @@ class Checker:
             ) from None
         except (EOFError, OSError):
             self.close()
+            if self._is_over:
+                raise PenstockError(CLOSED) from None
             raise InputError(
                 f"{FIELD}.{params.kind} is too complex: compiling it takes more memory than the "
                 f"{MEMORY_LIMIT // 2**20} MiB that it may",
@@ -123,7 +126,7 @@ class Checker:
         command = [sys.executable, "-m", "penstock.structured.checker", str(theirs.fileno())]
         with ours, theirs, self._lock:
             if self._is_over:
-                raise PenstockError("the engine is closed; no more grammars are checked")
+                raise PenstockError(CLOSED)
             self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],

@@ -130,7 +130,8 @@ def test_checking_ends_at_once_when_the_engine_is_closed(vocabulary: Vocabulary)
             while not checker._in_use.locked():
                 assert not answer.done()
             checker.end()  # beside a thread that waits for the answer
-            assert isinstance(answer.exception(timeout=60.0), PenstockError)
+            with pytest.raises(PenstockError, match="the engine is closed"):
+                answer.result(timeout=60.0)
         assert process.poll() is not None
         with pytest.raises(PenstockError, match="closed"):
             checker.check(slow)
