@@ -9,6 +9,7 @@ tokens, never about the whole output: `WindowDetokenizer`.
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -159,7 +160,8 @@ class WindowDetokenizer:
     ) -> None:
         self._backend = backend
         self._hidden_ids = hidden_ids
-        self._before = [token_id for token_id in context if self._shows(token_id)][-1:]
+        shown = (token_id for token_id in reversed(context) if self._shows(token_id))
+        self._before = list(itertools.islice(shown, 1))
         self._held: list[int] = []
 
     def add(self, token_ids: Iterable[int]) -> str:
