@@ -21,7 +21,7 @@ from penstock.server.service import Service, is_large_request
 # No request of good faith comes near this; millions of objects take Python's parser, and then its
 # garbage collector, seconds in which no other thread runs.
 MAX_JSON_PARTS = 512 * 1024
-PIECE_BYTES = 1024 * 1024
+PIECE_LENGTH = 1024 * 1024
 
 
 class JsonRoute(APIRoute):
@@ -76,13 +76,14 @@ def read_body(kind: type[BaseModel], body: bytes) -> BaseModel:
     Raises `InputError` if it has too many parts, what `json.loads` raises if it is not JSON, and
     the framework's own error if it is no such request.
     """
-    if num_parts(body) > MAX_JSON_PARTS:
+    text = body.decode(json.detect_encoding(body), "surrogatepass")  # as json.loads does
+    if num_parts(text) > MAX_JSON_PARTS:
         raise InputError(
             f"the body may hold at most {MAX_JSON_PARTS} objects, lists and fields together: "
             "send less at a time"
         )
     # The parser lets other threads run when it calls Python.
-    value = json.loads(body, object_hook=lambda made: made, parse_int=lambda digits: int(digits))
+    value = json.loads(text, object_hook=lambda made: made, parse_int=lambda digits: int(digits))
     try:
         return kind.model_validate(value, from_attributes=True)  # as the framework does
     except ValidationError as error:
@@ -90,19 +91,24 @@ def read_body(kind: type[BaseModel], body: bytes) -> BaseModel:
     raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in errors])
 
 
-def num_parts(body: bytes) -> int:
-    """How many objects, lists and fields of objects there are; what texts hold does not count."""
+def num_parts(body: str) -> int:
+    """How many objects, lists and fields of objects JSON has; what its texts hold does not count.
+
+    Ends soon after `MAX_JSON_PARTS`.
+    """
     num_at_most = _count(body)
     if num_at_most <= MAX_JSON_PARTS:
         return num_at_most
-    bare = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    bare = body.replace(r"\\", "").replace(r"\"", "")
     num, in_text = 0, False
-    for start in range(0, len(bare), PIECE_BYTES):
-        pieces = bare[start : start + PIECE_BYTES].split(b'"')
+    for start in range(0, len(bare), PIECE_LENGTH):
+        if num > MAX_JSON_PARTS:
+            break
+        pieces = bare[start : start + PIECE_LENGTH].split('"')
         num += sum(map(_count, pieces[in_text::2]))
         in_text ^= len(pieces) % 2 == 0
     return num
 
 
-def _count(text: bytes) -> int:
-    return text.count(b"{") + text.count(b"[") + text.count(b":")
+def _count(text: str) -> int:
+    return text.count("{") + text.count("[") + text.count(":")

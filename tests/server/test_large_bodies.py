@@ -172,6 +172,17 @@ def test_more_parts_than_anyone_needs_are_refused_unparsed(
         read_body(CompletionRequest, b'{"prompt": [' + part.encode() * (MAX_JSON_PARTS + 1))
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-le"])
+def test_parts_are_counted_whatever_the_encoding(encoding: str) -> None:
+    """An escaped quotation mark would turn texts and what is between them around, if misread."""
+    parts = '{"prompt": "\\"", "more": [' + "[]," * MAX_JSON_PARTS + "1]}"
+    with pytest.raises(InputError, match="at most 524288"):
+        read_body(CompletionRequest, parts.encode(encoding))
+    made = read_body(CompletionRequest, '{"prompt": "\\""}'.encode(encoding))
+    assert isinstance(made, CompletionRequest)
+    assert made.prompt == '"'
+
+
 def test_the_client_is_told_that_there_are_too_many_parts(app: FastAPI) -> None:
     answer = post(app, '{"prompt": "x", "more": [' + "[]," * MAX_JSON_PARTS + "1]}", JSON)
     assert answer.status_code == 400
@@ -182,7 +193,7 @@ def test_the_client_is_told_that_there_are_too_many_parts(app: FastAPI) -> None:
 def test_brackets_and_colons_within_texts_do_not_count() -> None:
     text = '{"a": ["' * 300_000 + '\\"' * 5
     body = json.dumps({"prompt": [text, text], "n": 1}).encode()
-    assert num_parts(body) == 4
+    assert num_parts(body.decode()) == 4
     made = read_body(CompletionRequest, body)
     assert isinstance(made, CompletionRequest)
     assert made.prompt == [text, text]
