@@ -19,7 +19,7 @@ class StepBatch:
 
     requests: list[ScheduledRequest]  # in row order
     host_slots: IntArray  # [num_requests]
-    tenancies: IntArray  # [num_requests]: the how many-th request of its slot each is
+    tenancies: IntArray  # [num_requests]: requests that each one's slot has had, it included
     slots: torch.Tensor  # the same on the device, int64
     host_starts: IntArray  # [num_requests + 1]: first row of each request, and the end
     query_starts: torch.Tensor  # the same on the device, int32

@@ -66,8 +66,10 @@ _decode_question = msgspec.msgpack.Decoder(Setup | Check).decode
 
 
 class Checker:
-    """The other side of such a process, which it starts when it is needed. For one thread, but for
-    `end`."""
+    """The other side of such a process, which it starts when it is needed.
+
+    For one thread; `end` may be called from any.
+    """
 
     def __init__(self, backend: str, vocabulary: Vocabulary, timeout_s: float) -> None:
         self._setup = Setup(backend, vocabulary, timeout_s)

@@ -185,8 +185,8 @@ class NativeBlocksMethod:
         offsets = [part.offsets for part in parts]
         groups = next((own.shape[1] for own in offsets if own is not None), 0)
         if groups:
-            # Not for torch to multiply with, which rounds otherwise for one row than for many: the
-            # next layer quantizes the result, and makes much of little there.
+            # Packed for the library to multiply: torch's sums of one row and of many differ in the
+            # last bits, and the next layer rounds them to 8 bits, where that can be a whole step.
             self._offsets = PackedMatrix(
                 torch.cat(
                     [

@@ -189,7 +189,7 @@ def load_fields(
     first_ptr, second_ptr, third_ptr, row, group, mask, in_features,
     KIND: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """What `scales` needs of groups; the first field for others."""
+    """What `scales` needs of groups: three fields, the first again where a kind has fewer."""
     EACH: tl.constexpr = 256 // GROUP  # groups of a block
     if KIND == "half" or KIND == "pair" or KIND == "exponent":
         num_groups = in_features // GROUP
