@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,12 @@ def random_weights() -> dict[str, torch.Tensor]:
 
 
 def load_stacked(
-    name: str, rank: int = 0, ranks: int = 1
+    name: str, rank: int = 0, ranks: int = 1, unseen: Collection[int] = ()
 ) -> tuple[QuantizedExperts, StackedExperts]:
-    """The experts of one rank, and those of the floats that they stand for, whole."""
+    """The experts of one rank, and those of the floats that they stand for, whole.
+
+    Those that are `unseen` have a static scale of 0.
+    """
     config, writer = FORMATS[name][0]()
     quantization = choose_quantization({"quantization_config": config}, None)
     assert quantization is not None
@@ -61,6 +65,8 @@ def load_stacked(
         if parameter == "weight":
             written, meant = writer(tensor)
             stored[part] = made.as_layers_take_them(written)
+            if int(part.split(".")[1]) in unseen:
+                stored[part]["input_scale"].zero_()
         else:
             stored[part]["bias"] = tensor
         floats.load(parameter, part, meant)
@@ -91,6 +97,15 @@ def test_stacked_experts_compute_what_their_floats_do(name: str) -> None:
     halves = [load_stacked(name, rank, 2)[0](x, weights, ids) for rank in (0, 1)]
     error = float((halves[0] + halves[1] - whole).std() / whole.std())
     assert error < (1e-5 if FORMATS[name][1] is None else 0.3 if is_static else 0.05)
+
+
+def test_experts_that_no_token_of_the_calibration_came_to_have_the_scale_of_others() -> None:
+    x = torch.randn(9, CONFIG.hidden_size)
+    ids, weights = torch.arange(18).view(9, 2) % CONFIG.num_experts, torch.ones(9, 2)
+    expected = load_stacked("fp8 static")[0](x, weights, ids)
+    assert torch.equal(load_stacked("fp8 static", unseen=[1])[0](x, weights, ids), expected)
+    with pytest.raises(ModelError, match="input_scale is 0 for all experts"):
+        load_stacked("fp8 static", unseen=range(CONFIG.num_experts))
 
 
 def test_experts_in_activation_order_are_refused_where_they_are_stacked() -> None:

@@ -26,6 +26,10 @@ from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ModelError
 
+INPUT_SCALES = ("input_scale", "activation_scale")
+# In place of 0, which an expert has that no token of the calibration came to: others are larger.
+UNSEEN = torch.finfo(torch.float32).tiny
+
 
 def decide_experts(
     undecided: UndecidedExperts,
@@ -124,6 +128,8 @@ class QuantizedExperts(nn.Module):
         shard = self._shard(part)
         staged = self._staged.setdefault(part, {})
         own = shard.cut_packed(parameter, tensor, expected[parameter])
+        if parameter in INPUT_SCALES and own.is_floating_point():
+            own = own.float().masked_fill(own == 0, UNSEEN)
         staged[parameter] = own.to(self.build.device)
         if len(staged) < len(expected):
             return
@@ -153,6 +159,13 @@ class QuantizedExperts(nn.Module):
         first, second = self.gate_up.weight, self.down.weight
         if isinstance(first, TableWeight) and isinstance(second, TableWeight):
             _check_same_table(first, second)
+        for weight in (first, second):
+            scale = getattr(weight, "input_scale", None)
+            if scale is not None and float(scale) <= UNSEEN:
+                raise ModelError(
+                    "input_scale is 0 for all experts of a layer: the model was quantized without "
+                    "calibration; quantize it anew"
+                )
         self.gate_up.prepare(self.build.ops)
         self.down.prepare(self.build.ops)
 
