@@ -54,7 +54,8 @@ def find_form(render: Render) -> HistoryForm:
         if contents:
             return HistoryForm(contents, arguments_as_text)
     # It knows no calls: what counts is that it takes messages that have nothing but calls.
-    return HistoryForm(tuple(texts) or (None, ""), arguments_as_text=False)
+    contents = tuple(_probe(render, arguments_as_text=False))
+    return HistoryForm(contents or (None, ""), arguments_as_text=False)
 
 
 def _probe(render: Render, arguments_as_text: bool) -> dict[str | None, str]:

@@ -208,6 +208,9 @@ def test_parts_reach_a_template_that_loops_over_them_through_a_variable() -> Non
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",  # writes it out
         "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function | tojson }}"
         "{% endfor %}{% endfor %}",
+        # Wants objects, and does not show what they hold.
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+        "{{ c.function.arguments.items() | length }}{% endfor %}{% endfor %}",
     ],
 )
 def test_a_call_without_content_is_no_text_to_a_template_that_wants_one(text: str) -> None:
