@@ -141,6 +141,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "+":
             if isinstance(left, (str, list, tuple)) and isinstance(right, type(left)):
                 _check_length(left, len(left) + len(right))
+                if not isinstance(left, str):
+                    return self._sum(left, right)
         elif operator == "%":
             if isinstance(left, str):
                 self._check_format(left, _PERCENT.findall(left), "*(", right)
@@ -153,6 +155,17 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         elif isinstance(left, int) and isinstance(right, int):
             _check(left.bit_length() * abs(right), MAX_BITS, "a number", "bits")
         return self._weighed(super().call_binop(context, operator, left, right))
+
+    def _sum(self, left: Any, right: Any) -> Any:
+        """Of two lists, weighed by what they weigh: a list may grow in as many steps as it has
+        items. The sum is remembered in the place of `left`."""
+        weight = self._weigh(left) + self._weigh(right) - 2
+        _check(weight, MAX_TEXT, "a list or object", "characters")
+        total = left + right
+        known: dict[int, tuple[Any, int]] = getattr(self._thread, "weights", {})
+        known.pop(id(left), None)
+        known[id(total)] = total, weight
+        return total
 
     def _weighed(self, value: Any) -> Any:
         """The same value, unless it would be too long a text if it were written."""
@@ -171,6 +184,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             return 8
         # There is none while a template is compiled, where constants are weighed.
         known: dict[int, tuple[Any, int]] = getattr(self._thread, "weights", {})
+        if id(value) in known:
+            return known[id(value)][1]
         total = 2
         parts: Iterable[Any] = value
         if isinstance(value, dict):

@@ -79,6 +79,8 @@ def test_a_template_without_end_is_stopped_in_time(
         "{% set n = namespace(x={}) %}{% for i in range(60) %}"
         "{% set n.x = dict(a=n.x, b={'c': n.x}) %}{% endfor %}{{ n.x | tojson }}",
         "{{ ['x' * 10**7] * 10**5 }}",
+        "{% set n = namespace(x=['x' * 10**6]) %}{% for i in range(20) %}"
+        "{% set n.x = n.x + n.x %}{% endfor %}",
         "{{ [1, [2]] | tojson(indent=10**12) }}",
         "{{ range(10**5) | list | tojson(indent=9999) }}",
         "{{ [1, [2]] | tojson(indent='x' * 10**7) }}",
@@ -99,6 +101,23 @@ def test_a_template_without_end_is_stopped_in_time(
 def test_a_template_that_would_fill_the_memory_is_stopped_before(text: str) -> None:
     with pytest.raises(InputError, match="refuses these messages"):
         render(text)
+
+
+def test_a_list_that_grows_is_not_weighed_anew_at_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weighed: list[int] = []
+    weigh = sandbox.LimitedEnvironment._weigh
+
+    def counted(self: sandbox.LimitedEnvironment, value: object) -> int:
+        known = id(value) in getattr(self._thread, "weights", {})
+        weighed.append(len(value) if isinstance(value, list) and not known else 0)
+        return weigh(self, value)
+
+    monkeypatch.setattr(sandbox.LimitedEnvironment, "_weigh", counted)
+    text = "{% set n = namespace(x=[]) %}{% for i in range(1000) %}{% set n.x = n.x + [i] %}"
+    assert render(text + "{% endfor %}{{ n.x | length }}") == "1000"
+    assert sum(weighed) < 5000
 
 
 def test_an_error_without_words_is_named_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
