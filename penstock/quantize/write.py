@@ -189,7 +189,7 @@ def _convert(
 
 def _check_fused(layers: Set[str], kept: Sequence[str]) -> None:
     """ConfigError if a pattern takes a layer out of what is fused."""
-    for layer in layers:
+    for layer in sorted(layers):
         parent, _, part = layer.rpartition(".")
         parts = next((parts for parts in FUSED if part in parts), ())
         if not parts or _pattern_of(layer, kept) is None:

@@ -178,7 +178,8 @@ class Service:
         self.check_size(len(requests), len(routes))
         self._check_queue(len(routes))  # again: now it is known how many they are
         children = [child for request in requests for child in request.children]
-        _check_weight(children, num_prompts=len(requests))
+        if len(children) > 1:
+            _check_weight(children, num_prompts=len(requests))
         if self._is_fair:
             tenant = current_tenant.get()
             children = [msgspec.structs.replace(child, tenant=tenant) for child in children]
@@ -218,8 +219,7 @@ class Service:
 
 
 def _check_weight(children: Sequence[EngineRequest], num_prompts: int) -> None:
-    """Refuse what is small by itself and not as often as it is asked for: every completion goes
-    to the engine with all fields of the request."""
+    """Refuse long fields of many completions: each goes to the engine with all of the fields."""
     fields = msgspec.structs.replace(children[0], prompt_token_ids=[])
     num_bytes = len(messages.encode(fields)) * len(children)
     if num_bytes > MAX_FIELDS_BYTES:

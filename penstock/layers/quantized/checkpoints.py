@@ -276,10 +276,11 @@ def _read_gptq(raw: Mapping[str, Any]) -> Quantization:
         act_order=_flag(raw, "desc_act", False),
         zero_offset=1 if form == "gptq" else 0,
     )
+    owner = "quantization_config's dynamic"
     changes = object_in(raw, "dynamic")
-    dynamic = tuple((pattern, object_in(changes, pattern)) for pattern in changes)
+    dynamic = tuple((pattern, object_in(changes, pattern, owner)) for pattern in changes)
     for pattern in changes:
-        check_pattern("quantization_config's dynamic", _expression(pattern))
+        check_pattern(owner, _expression(pattern))
     return Gptq(scheme, dynamic, _skipped(raw, "modules_to_not_convert"))
 
 

@@ -35,13 +35,13 @@ def names_in(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def object_in(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def object_in(
+    raw: Mapping[str, Any], key: str, owner: str = "quantization_config"
+) -> Mapping[str, Any]:
     """{} if it has none."""
     found = raw.get(key) or {}
     if not isinstance(found, Mapping):
-        raise ModelError(
-            f"config.json: quantization_config's {key} must be an object, got {found!r:.80}"
-        )
+        raise ModelError(f"config.json: {owner}'s {key} must be an object, got {found!r:.80}")
     return found
 
 

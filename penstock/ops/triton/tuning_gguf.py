@@ -97,4 +97,6 @@ def experts_plan(num_pairs: int, num_experts: int, element_size: int) -> Experts
     """By how many (token, expert) pairs an expert has on average."""
     per_expert = num_pairs / num_experts
     tokens = 16 if per_expert <= 8 or element_size == 4 else 32 if per_expert <= 20 else 64
-    return ExpertsPlan(64, tokens, 8, 1 if tokens == 16 else 4, Launch(4, 3))
+    return ExpertsPlan(
+        64, tokens, 8, 1 if tokens == 16 else 4, Launch(4, 2 if element_size == 4 else 3)
+    )

@@ -73,7 +73,8 @@ class CompletionAnswer:
         # A prompt's logprobs come once, and each of its completions echoes them.
         self._prompt_logprobs: dict[int, list[LogprobsAtPosition | None]] = {}
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
-        self._offsets: dict[int, TextOffsets] = {}  # by choice
+        self._begun: set[int] = set()  # choices of which a piece is sent
+        self._offsets: dict[int, TextOffsets] = {}  # by choice, if logprobs are asked for
         self._logprobs = LogprobFormat(
             service.frontend.tokenizer,
             body.logprobs or 0,
@@ -126,9 +127,10 @@ class CompletionAnswer:
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index] = output.prompt_logprobs
         number = self._number(index, item)
-        first = number not in self._offsets
+        first = number not in self._begun
+        self._begun.add(number)
         echo = self._prompt_text(output) if first and self._body.echo else None
-        if first:
+        if first and self._body.logprobs is not None:
             self._offsets[number] = self._text_offsets(output, start=len(echo or ""))
         choice = CompletionChoice(
             index=number,

@@ -27,7 +27,7 @@ FIELDS_OF_THEIR_OWN = (
     "chat_template",
 )  # fmt: skip
 
-MAX_PROMPT_LOGPROBS = 1024 * 1024  # in an answer of several completions
+MAX_PROMPT_LOGPROBS = 1024 * 1024  # in an answer with several completions of a prompt
 
 
 def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str) -> Turn:
@@ -111,11 +111,13 @@ def _check_prompt_logprobs(
     name: str, num_at_position: int, prepared: Sequence[PreparedRequest]
 ) -> None:
     """Every completion repeats those of its prompt: a small request could ask for gigabytes."""
+    if all(len(request.children) == 1 for request in prepared):
+        return
     prompts = [child.prompt_token_ids for request in prepared for child in request.children]
     num_positions = sum(map(len, prompts))
-    if len(prompts) > 1 and num_positions * num_at_position > MAX_PROMPT_LOGPROBS:
+    if num_positions * num_at_position > MAX_PROMPT_LOGPROBS:
         raise InputError(
-            f"{name} must be lower, or prompts times n: {num_at_position} for each of "
+            f"{name} must be lower, or n: {num_at_position} for each of "
             f"{num_positions} tokens are more than {MAX_PROMPT_LOGPROBS}",
             name,
         )
