@@ -24,6 +24,7 @@ PACKAGES = (
     "msgspec",
     "pyzmq",
     "fastapi",
+    "pydantic",
     "uvicorn",
     "httptools",
     "uvloop",
