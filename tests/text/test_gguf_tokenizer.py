@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level_backend
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -249,6 +249,8 @@ plain_text = st.text(
 def test_sentencepiece_vocabularies_encode_as_the_original_library_does(
     text: str, byte_fallback: bool, add_prefix: bool
 ) -> None:
+    # Text for SentencePiece, special tokens for llama.cpp and here.
+    assume(not any(token in text for token in ("<s>", "</s>", "<unk>")))
     theirs = sentencepiece_model(byte_fallback, add_prefix)
     tokenizer = ours(byte_fallback, add_prefix)
     ids = theirs.encode(text)
@@ -261,6 +263,8 @@ def test_sentencepiece_vocabularies_encode_as_the_original_library_does(
 @given(st.lists(st.integers(3, 400), max_size=20))
 def test_any_sentencepiece_tokens_decode_as_the_original_library_does(ids: list[int]) -> None:
     theirs = sentencepiece_model(True, True)
+    # A space in front is taken off, though it be one of the bytes: so does transformers.
+    assume(ids[:1] != [theirs.piece_to_id("<0x20>")])
     valid = theirs.decode(ids)
     assert ours(True, True).decode(ids).count("\ufffd") <= valid.count("\ufffd")
     if "\ufffd" not in valid:
