@@ -11,15 +11,16 @@ class Oracle:
     """Drafts what followed the last two tokens in an undisturbed run. Every few positions the
     second draft is `wrong` instead; `num_accepted` counts those that held."""
 
-    num_drafts = 3
-
-    def __init__(self, outputs: list[list[int]], wrong: int) -> None:
+    def __init__(
+        self, outputs: list[list[int]], wrong: int, num_drafts: int = 3, wrong_every: int = 4
+    ) -> None:
+        self.num_drafts = num_drafts
         self.num_accepted = 0
-        self._wrong = wrong
+        self._wrong, self._wrong_every = wrong, wrong_every
         self._following: dict[tuple[int, ...], list[int]] = {}
         for tokens in outputs:
             for end in range(2, len(tokens)):
-                self._following[tuple(tokens[end - 2 : end])] = tokens[end : end + 3]
+                self._following[tuple(tokens[end - 2 : end])] = tokens[end : end + num_drafts]
 
     def propose(
         self,
@@ -33,9 +34,9 @@ class Oracle:
         drafts = []
         for slot, count in zip(slots.tolist(), tables.num_tokens[slots].tolist(), strict=True):
             pair = tuple(tables.token_ids[slot, count - 2 : count].tolist())
-            draft = [*self._following.get(pair, []), 9, 9, 9][:3]
-            if count % 4 == 0:
-                draft[1] = self._wrong
+            draft = [*self._following.get(pair, []), *[9] * self.num_drafts][: self.num_drafts]
+            if count % self._wrong_every == 0:
+                draft[1 % self.num_drafts] = self._wrong
             drafts.append(draft)
         return torch.tensor(drafts)
 

@@ -9,9 +9,9 @@ from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.executor.base import Executor, OutOfMemory
+from penstock.executor.base import Executor
 from penstock.protocol.delta import EngineDelta, FinishReason
-from penstock.protocol.errors import EngineDeadError
+from penstock.protocol.errors import EngineDeadError, OutOfMemory
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import StepPlan, StepResult
 from penstock.scheduler.scheduler import Scheduler, SchedulerStats

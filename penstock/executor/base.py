@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.protocol.errors import OutOfMemory
 from penstock.protocol.kv import AnyKVCacheSpec, KVCacheLayout
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
-
-__all__ = ["Capabilities", "Executor", "OutOfMemory"]
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,10 @@ import torch
 
 from penstock.config import EngineConfig
 from penstock.distributed.group import Group
-from penstock.executor.base import OutOfMemory
 from penstock.executor.worker import Worker
 from penstock.loading.source import ModelSource
 from penstock.platforms.platform import detect_platform
-from penstock.protocol.errors import EngineDeadError
+from penstock.protocol.errors import EngineDeadError, OutOfMemory
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.drafter import Drafter

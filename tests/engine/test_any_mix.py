@@ -11,20 +11,19 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
+from drafters import Oracle
 from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
 from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock import StructuredOutputsParams as Structured
-from penstock.executor.base import OutOfMemory
 from penstock.executor.in_process import InProcessExecutor
 from penstock.kvcache.layout import blocks_for_request, plan_groups
+from penstock.protocol.errors import OutOfMemory
 from penstock.protocol.kv import AnyKVCacheSpec, RecurrentSpec
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind
 from penstock.protocol.step import StepPlan
-from penstock.runner.tables import RequestTables
 from penstock.scheduler.request import RequestState
 from penstock.structured.output import OutputGrammar
 from penstock.text.frontend import PreparedRequest
@@ -39,36 +38,6 @@ GRAMMARS = [
 ]
 Case = tuple[list[int], SamplingParams]
 TOLERANCE = 1e-3  # of logprobs, where rows' numbers depend on the batch in their last bits
-
-
-class Clairvoyant:
-    """Drafts what followed the last two tokens in an undisturbed run, and is wrong now and then."""
-
-    def __init__(self, outputs: list[list[int]], num_drafts: int, wrong_every: int) -> None:
-        self.num_drafts = num_drafts
-        self.wrong_every = wrong_every
-        self.following = {
-            tuple(tokens[end - 2 : end]): tokens[end : end + num_drafts]
-            for tokens in outputs
-            for end in range(2, len(tokens))
-        }
-
-    def propose(
-        self,
-        tables: RequestTables,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
-        slots: torch.Tensor,
-        num_accepted: torch.Tensor,
-    ) -> torch.Tensor:
-        drafts = []
-        for slot, count in zip(slots.tolist(), tables.num_tokens[slots].tolist(), strict=True):
-            pair = tuple(tables.token_ids[slot, count - 2 : count].tolist())
-            draft = [*self.following.get(pair, []), *[9] * self.num_drafts][: self.num_drafts]
-            if count % self.wrong_every == 0:
-                draft[count % self.num_drafts] = 7
-            drafts.append(draft)
-        return torch.tensor(drafts)
 
 
 @dataclass
@@ -292,7 +261,7 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
     drafter = None
     can_draft = not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values())
     if can_draft and rng.random() < 0.7:
-        drafter = Clairvoyant(outputs, rng.choice([1, 3]), rng.choice([3, 4]))
+        drafter = Oracle(outputs, 7, rng.choice([1, 3]), rng.choice([3, 4]))
     waiting = rng.sample(range(len(model.cases)), len(model.cases))
     with engine(model.path, drafter=drafter, **options) as llm:
         if rng.random() < 0.3:

@@ -19,11 +19,10 @@ from tiny_engine import OPTIONS
 
 from penstock import LLM, SamplingParams
 from penstock.engine.core import EngineCore
-from penstock.executor.base import OutOfMemory
 from penstock.executor.in_process import InProcessExecutor
 from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.delta import FinishReason
-from penstock.protocol.errors import EngineDeadError
+from penstock.protocol.errors import EngineDeadError, OutOfMemory
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import StepMasks, StepPlan
 from penstock.protocol.structured import StructuredOutputsParams

@@ -35,7 +35,10 @@ class TilePlan(NamedTuple):
 
 
 def goes_by_rows(num_tokens: int, tensor_cores: bool) -> bool:
-    """Whether rows of x are multiplied one by one: a tile takes as long as eight of them."""
+    """Whether rows of x go one by one: a tile takes as long as eight of them on the tensor cores.
+
+    Of others fewer, which has not been measured.
+    """
     return num_tokens <= (8 if tensor_cores else 4)
 
 
