@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import triton
 
-from penstock.loading.gguf_file import GGML_TYPES
+from penstock.loading.gguf.file import GGML_TYPES
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.triton import gguf as kernels
 from penstock.ops.triton.gguf_layout import LAYOUTS, Planes, prepare_gguf

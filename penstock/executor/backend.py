@@ -16,8 +16,8 @@ from penstock.layers.quantization import DenseMethod, LinearMethod
 from penstock.layers.quantized.checkpoints import choose_quantization
 from penstock.layers.quantized.linear import Finish
 from penstock.layers.quantized.plan import Quantization
-from penstock.loading.gguf_dequant import FLOAT_DTYPES
-from penstock.loading.gguf_file import GGUFFile
+from penstock.loading.gguf.dequant import FLOAT_DTYPES
+from penstock.loading.gguf.file import GGUFFile
 from penstock.models.plugins import find_plugins, plugin_ops
 from penstock.ops.cpu import library
 from penstock.ops.gguf_blocks import FORMATS

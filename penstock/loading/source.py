@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.fetch import Downloader, fetch_wheel
-from penstock.loading.gguf_config import config_from_gguf, generation_config_from_gguf
-from penstock.loading.gguf_file import GGUFFile, read_gguf
+from penstock.loading.gguf.config import config_from_gguf, generation_config_from_gguf
+from penstock.loading.gguf.file import GGUFFile, read_gguf
 from penstock.loading.hub import Snapshot, fetch_from_hub, is_hub_id
 from penstock.loading.text_config import text_settings
 from penstock.protocol.errors import ModelError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from penstock.loading.gguf_architectures import ARCHITECTURES as GGUF_ARCHITECTURES
+from penstock.loading.gguf.architectures import ARCHITECTURES as GGUF_ARCHITECTURES
 from penstock.models.architectures import (
     ARCHITECTURES,
     LOGITS_BY_TRANSFORMERS,

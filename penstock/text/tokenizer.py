@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from penstock.loading.gguf_file import read_gguf
+from penstock.loading.gguf.file import read_gguf
 from penstock.loading.hub import fetch_from_hub, is_hub_id
 from penstock.loading.source import ModelSource, read_json
 from penstock.protocol.errors import InputError, ModelError

@@ -22,7 +22,7 @@ from server.server_process import make_tiny_model
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.checkpoint import open_checkpoint
-from penstock.loading.gguf_file import read_gguf
+from penstock.loading.gguf.file import read_gguf
 from penstock.loading.source import resolve_source
 from penstock.models.config import DecoderConfig
 from penstock.protocol.errors import ConfigError, InputError, ModelError

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from penstock.config import LoadConfig, ModelConfig
-from penstock.loading.checkpoint import Checkpoint, open_checkpoint, unpermute_rope
-from penstock.loading.gguf_config import map_tensors
-from penstock.loading.gguf_file import read_gguf
+from penstock.loading.checkpoint import Checkpoint, open_checkpoint
+from penstock.loading.gguf.checkpoint import unpermute_rope
+from penstock.loading.gguf.config import map_tensors
+from penstock.loading.gguf.file import read_gguf
 from penstock.loading.source import resolve_source
 from penstock.protocol.errors import ModelError
 

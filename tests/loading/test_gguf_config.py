@@ -8,13 +8,13 @@ import pytest
 import torch
 from gguf_builder import CONTEXT, FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCAB, write_gguf
 
-from penstock.loading.gguf_config import (
+from penstock.loading.gguf.config import (
     config_from_gguf,
     generation_config_from_gguf,
     map_tensors,
 )
-from penstock.loading.gguf_file import read_gguf
-from penstock.loading.gguf_rope import fit_llama3_scaling
+from penstock.loading.gguf.file import read_gguf
+from penstock.loading.gguf.rope import fit_llama3_scaling
 from penstock.protocol.errors import ModelError
 
 

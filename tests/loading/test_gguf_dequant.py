@@ -10,8 +10,8 @@ import pytest
 import torch
 from gguf_builder import GRID_TYPES, K_TYPES, OTHER_TYPES, QUANTIZABLE, random_blocks
 
-from penstock.loading.gguf_dequant import SUPPORTED_TYPES, check_supported, dequantize
-from penstock.loading.gguf_file import GGML_TYPES, GGUFTensor
+from penstock.loading.gguf.dequant import SUPPORTED_TYPES, check_supported, dequantize
+from penstock.loading.gguf.file import GGML_TYPES, GGUFTensor
 from penstock.ops import gguf_blocks, gguf_grids
 from penstock.protocol.errors import ModelError
 
@@ -89,8 +89,8 @@ def test_without_the_tables_of_a_type_the_error_says_what_to_install(
 
 def test_the_gguf_package_is_imported_only_for_types_that_need_its_tables() -> None:
     code = (
-        "import sys; from penstock.loading.gguf_dequant import check_supported; "
-        "from penstock.loading.gguf_file import GGML_TYPES, GGUFTensor; "
+        "import sys; from penstock.loading.gguf.dequant import check_supported; "
+        "from penstock.loading.gguf.file import GGML_TYPES, GGUFTensor; "
         "check_supported(GGUFTensor('a', GGML_TYPES[12], (1, 256), 0, 144)); "
         "assert 'gguf' not in sys.modules; "
         "check_supported(GGUFTensor('a', GGML_TYPES[16], (1, 256), 0, 66)); "

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.checkpoint import open_checkpoint
-from penstock.loading.gguf_file import GGML_TYPES, read_gguf
+from penstock.loading.gguf.file import GGML_TYPES, read_gguf
 from penstock.loading.source import resolve_source
 from penstock.protocol.errors import ModelError
 

@@ -17,10 +17,10 @@ from gguf_twins import TWINS, write_twin
 from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import make_checkpoint
 
-from penstock.loading.checkpoint import GGUFCheckpoint
-from penstock.loading.gguf_architectures import ARCHITECTURES, NOT_READ
-from penstock.loading.gguf_config import config_from_gguf
-from penstock.loading.gguf_file import read_gguf
+from penstock.loading.gguf.architectures import ARCHITECTURES, NOT_READ
+from penstock.loading.gguf.checkpoint import GGUFCheckpoint
+from penstock.loading.gguf.config import config_from_gguf
+from penstock.loading.gguf.file import read_gguf
 from penstock.ops.blocks import BlockTensor
 from penstock.protocol.errors import ModelError
 

@@ -27,9 +27,9 @@ from penstock.layers.experts import ExpertsConfig, choose_implementation
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.gguf_experts import GgufExperts
 from penstock.layers.linear import Linear, column_linear, row_linear
-from penstock.loading.gguf_config import map_tensors
-from penstock.loading.gguf_dequant import FLOAT_DTYPES
-from penstock.loading.gguf_file import GGML_TYPES, GGUFFile, GGUFTensor
+from penstock.loading.gguf.config import map_tensors
+from penstock.loading.gguf.dequant import FLOAT_DTYPES
+from penstock.loading.gguf.file import GGML_TYPES, GGUFFile, GGUFTensor
 from penstock.loading.source import resolve_source
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.loading.gguf_dequant import dequantize
-from penstock.loading.gguf_file import GGML_TYPES, GGUFTensor
+from penstock.loading.gguf.dequant import dequantize
+from penstock.loading.gguf.file import GGML_TYPES, GGUFTensor
 from penstock.ops.blocks import BlockTensor, take_columns
 from penstock.ops.cpu.packed import PackedLinear, PackedMatrix, quantize_int8
 from penstock.protocol.errors import ModelError

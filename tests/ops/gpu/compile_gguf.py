@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from hopper import compile_kernel
 
-from penstock.loading.gguf_file import GGML_TYPES
+from penstock.loading.gguf.file import GGML_TYPES
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.triton import gguf, gguf_experts, gguf_row
 from penstock.ops.triton.gguf_layout import Planes, prepare_gguf

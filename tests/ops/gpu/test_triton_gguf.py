@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.loading.gguf_file import GGML_TYPES
+from penstock.loading.gguf.file import GGML_TYPES
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.gguf_blocks import FORMATS

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from penstock.loading.gguf_file import GGUFFile
-from penstock.loading.gguf_metadata import Metadata, fail, find_tensor
+from penstock.loading.gguf.file import GGUFFile
+from penstock.loading.gguf.metadata import Metadata, fail, find_tensor
 
 
 @dataclass(frozen=True)

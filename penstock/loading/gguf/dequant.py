@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.loading.gguf_file import GGUFTensor
+from penstock.loading.gguf.file import GGUFTensor
 from penstock.ops.gguf_blocks import FORMATS, dequantize_blocks
 from penstock.ops.gguf_grids import GRIDS, table
 from penstock.protocol.errors import ModelError

@@ -1,7 +1,7 @@
 """What a GGUF file says in Hugging Face's words: its configuration and its tensors' names.
 
 Everything above sees only Hugging Face keys and names. Which files are read, and what their tensors
-are called, is in `gguf_architectures`.
+are called, is in `architectures`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.loading.gguf_architectures import (
+from penstock.loading.gguf.architectures import (
     LONG_FACTORS,
     ROPE_FREQS,
     Architecture,
@@ -21,9 +21,9 @@ from penstock.loading.gguf_architectures import (
     UnpermuteRope,
     architecture_of,
 )
-from penstock.loading.gguf_file import GGUFFile, GGUFTensor
-from penstock.loading.gguf_metadata import Metadata, fail, find_tensor
-from penstock.loading.gguf_rope import fit_llama3_scaling
+from penstock.loading.gguf.file import GGUFFile, GGUFTensor
+from penstock.loading.gguf.metadata import Metadata, fail, find_tensor
+from penstock.loading.gguf.rope import fit_llama3_scaling
 
 _LAYER = re.compile(r"^blk\.(0|[1-9][0-9]{0,5})\.")
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from penstock.loading.gguf_file import GGUFFile, GGUFTensor
+from penstock.loading.gguf.file import GGUFFile, GGUFTensor
 from penstock.protocol.errors import ModelError
 
 
