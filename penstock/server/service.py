@@ -58,7 +58,7 @@ class Service:
         self.client = client
         self.frontend = frontend
         self.tool_servers = tool_servers
-        self.model_names = config.model.served_model_name or [config.model.model]
+        self.model_names = config.model.names
         self.created = int(time.time())
         self.is_draining = False
         self._numbers = itertools.count()
@@ -72,8 +72,12 @@ class Service:
     # -- what may come in
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; ModelNotFound for one that is not served here."""
-        if name is None:
+        """The name to answer with; ModelNotFound for one that is not served here.
+
+        Where the model has no names of the operator's choice, what it was given as is an alias.
+        """
+        model = self.config.model
+        if name is None or (name == model.model and not model.served_model_name):
             return self.model_names[0]
         if name not in self.model_names:
             served = ", ".join(self.model_names)

@@ -52,7 +52,7 @@ def test_a_message_equals_the_chat_completion(
     assert block.type == "text"
     assert block.text == same["choices"][0]["message"]["content"]
     assert message.role == "assistant"
-    assert message.model == default_model
+    assert message.model == "SmolLM2-135M-Instruct"
     reasons = {"stop": "end_turn", "length": "max_tokens"}
     assert message.stop_reason == reasons[same["choices"][0]["finish_reason"]]
     usage = message.usage

@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from server_process import ServerProcess
 
 from penstock import LLM, SamplingParams
 
@@ -24,14 +25,32 @@ def offline(default_model: str) -> Iterator[LLM]:
 
 
 @pytest.fixture
-def model(default_model: str) -> str:
-    return default_model
+def model() -> str:
+    return "SmolLM2-135M-Instruct"
 
 
 def test_models_are_listed_and_found(client: openai.OpenAI, model: str) -> None:
     (card,) = client.models.list().data
     assert card.id == model
     assert client.models.retrieve(model) == card
+
+
+def test_users_see_the_default_model_by_its_name(
+    server: ServerProcess, client: openai.OpenAI, model: str, default_model: str
+) -> None:
+    assert server.banner[0] == f"Penstock serves {model}\n"
+    for asked in (model, default_model):
+        answer = client.chat.completions.create(model=asked, messages=MESSAGES, max_tokens=1)
+        assert answer.model == model
+        assert client.models.retrieve(asked).id == model
+    labels = {
+        line.partition('model_name="')[2].partition('"')[0]
+        for line in server.get("/metrics").text.splitlines()
+        if "model_name=" in line
+    }
+    assert labels == {model}
+    refusal = server.post("/v1/chat/completions", {"model": "x", "messages": MESSAGES})
+    assert refusal.json()["error"]["message"].endswith(f"there is {model}")
 
 
 def test_a_greedy_chat_equals_the_offline_one(
