@@ -14,7 +14,10 @@ UPGRADE_NAMES = (b"upgrade", b"http2-settings")
 
 
 class JsonHttpToolsProtocol(HttpToolsProtocol):
-    """Also limits what a head may hold: httptools by itself keeps whatever comes.
+    """Also limits heads, chunk headers and trailers: httptools by itself keeps whatever comes.
+
+    Trailers are dropped. uvicorn would add them to the headers of a request that is already being
+    handled, where a proxy in front has not seen them.
 
     A client may offer an upgrade (to HTTP/2, say) along with its request, and is answered without
     one. httptools would stop at the head of such a request and drop its body: it is parsed again
@@ -24,17 +27,20 @@ class JsonHttpToolsProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = True
-        self._num_head_bytes = 0
+        self._num_head_bytes = 0  # of what is no body: a head, chunk headers, trailers
         self._data = b""  # that is being parsed
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head:
-            self._num_head_bytes += len(data)
+        self._num_head_bytes += len(data)
         self._data = data
         super().data_received(data)
         self._data = b""
-        if self._in_head and self._num_head_bytes > MAX_HEAD_BYTES:
+        if self._num_head_bytes > MAX_HEAD_BYTES:
             self.send_400_response("")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -48,9 +54,13 @@ class JsonHttpToolsProtocol(HttpToolsProtocol):
         self._in_head, self._num_head_bytes = False, 0
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._num_head_bytes = 0
+
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._in_head = True
+        self._in_head, self._num_head_bytes = True, 0
 
     def send_400_response(self, msg: str) -> None:
         refuse(self.transport, self.cycle, self._num_head_bytes > MAX_HEAD_BYTES)

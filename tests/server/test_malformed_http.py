@@ -20,7 +20,10 @@ CHUNKED = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n
 
 
 class Echo:
-    """Answers with the body, in pieces: at /slow, the last of them waits for a request to /go."""
+    """Answers with the body, in pieces: at /slow, the last of them waits for a request to /go.
+
+    At /headers, it answers with the names of the request's headers.
+    """
 
     def __init__(self) -> None:
         self._may_go = asyncio.Event()
@@ -33,6 +36,8 @@ class Echo:
                 return
             body += message["body"]
             more = message["more_body"]
+        if scope["path"] == "/headers":
+            body = json.dumps([name.decode() for name, _ in scope["headers"]]).encode()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": body or b"ok", "more_body": True})
         if scope["path"] == "/go":
@@ -171,6 +176,41 @@ def test_nothing_is_written_into_an_answer_that_has_begun(port: int) -> None:
     answer, is_refused, _ = said.partition(b"HTTP/1.1 400 ")
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert answer.endswith(b"0\r\n\r\n") or not is_refused
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_trailers_are_no_headers(port: int, at_once: bool) -> None:
+    head = CHUNKED.replace(b"/echo", b"/headers")
+    rest = b"5\r\nhello\r\n0\r\nX-Api-Key: secret\r\nX-More: x\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        for _ in range(2):  # the next request of the connection has none of them either
+            for part in [head + rest] if at_once else [head, rest]:
+                connection.sendall(part)
+            said = b""
+            while not said.endswith(b"0\r\n\r\n"):
+                said += connection.recv(65536)
+            assert b'["host", "transfer-encoding"]' in said
+
+
+@pytest.mark.parametrize("what", ["trailer", "trailers", "chunk extension"])
+def test_what_comes_around_chunks_without_end_is_refused(port: int, what: str) -> None:
+    chunk = b"5\r\nhello\r\n"
+    endless = {
+        "trailer": chunk + b"0\r\nX-Long: " + b"x" * (4 * MAX_HEAD_BYTES),
+        "trailers": chunk + b"0\r\n" + b"X-Short: x\r\n" * MAX_HEAD_BYTES,
+        "chunk extension": chunk + b"5;x=" + b"x" * (4 * MAX_HEAD_BYTES),
+    }[what]
+    pieces = [endless[at : at + 8192] for at in range(0, len(endless), 8192)]
+    said = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        try:
+            for piece in (CHUNKED, *pieces):
+                connection.sendall(piece)
+            while got := connection.recv(65536):
+                said += got
+        except ConnectionError:  # it did not care for all that was sent
+            return
+    assert b"HTTP/1.1 200" not in said
 
 
 def test_the_faster_parser_is_used_where_it_is_installed() -> None:
