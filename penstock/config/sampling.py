@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import sys
 
 import msgspec
 
@@ -23,7 +24,11 @@ def sampling_options() -> tuple[Option, ...]:
 
 
 def _field_docstrings(declaring_class: type) -> dict[str, str]:
-    """The string that follows each annotated field in the class's source, on one line."""
+    """The string that follows each annotated field in the class's source, on one line.
+
+    ``{NAME}`` in it stands for a constant of the class's module.
+    """
+    constants = vars(sys.modules[declaring_class.__module__])
     (class_node,) = ast.parse(inspect.getsource(declaring_class)).body
     assert isinstance(class_node, ast.ClassDef)
     texts = {}
@@ -33,5 +38,5 @@ def _field_docstrings(declaring_class: type) -> dict[str, str]:
                 ast.AnnAssign(target=ast.Name(id=name)),
                 ast.Expr(value=ast.Constant(value=str(text))),
             ):
-                texts[name] = " ".join(text.split())
+                texts[name] = " ".join(text.split()).format_map(constants)
     return texts

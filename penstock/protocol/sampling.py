@@ -19,6 +19,7 @@ MAX_BAD_WORDS = 1024
 MAX_TEXT_LENGTH = 4096  # of a stop string or a bad word, in characters
 MAX_TEXTS_LENGTH = 32 * 1024  # of all stop strings, or of all bad words
 MAX_BIAS_ENTRIES = 1024
+MAX_BIAS = 100
 FLAGS = (
     "ignore_eos",
     "detokenize",
@@ -40,7 +41,10 @@ RequestOutputKind = OutputKind  # the name that vLLM's users know
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How to choose the next token, and when to stop."""
+    """How to choose the next token, and when to stop.
+
+    The text beneath a field is its help; ``{NAME}`` there is a constant of this module.
+    """
 
     n: int = 1
     """Number of completions for the prompt."""
@@ -61,7 +65,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     seed: int | None = None
     """Makes the output repeatable. None draws a seed for each request."""
     stop: str | list[str] | None = None
-    """Texts that end the output when they appear in it."""
+    """Texts that end the output when they appear in it; at most {MAX_STOP_STRINGS}."""
     stop_token_ids: list[int] | None = None
     """Tokens that end the output."""
     ignore_eos: bool = False
@@ -86,11 +90,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_kind: OutputKind = OutputKind.CUMULATIVE
     """What each output of a stream holds."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these tokens; -100 to 100."""
+    """Added to the logits of these tokens, at most {MAX_BIAS_ENTRIES}; -{MAX_BIAS} to {MAX_BIAS}."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens may be chosen."""
     bad_words: list[str] | None = None
-    """Words that must not be generated."""
+    """Words that must not be generated; at most {MAX_BAD_WORDS}."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the output must match: a JSON schema, a regular expression, a choice, a grammar."""
     thinking_token_budget: int | None = None
@@ -193,7 +197,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 )
             for token_id, bias in self.logit_bias.items():
                 check_int("logit_bias", token_id, 0, 2**31 - 1)
-                _check_float("logit_bias", bias, -100.0, 100.0)
+                _check_float("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
         _check_texts("bad_words", self.bad_words or [], MAX_BAD_WORDS)
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise InputError(
