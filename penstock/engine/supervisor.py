@@ -8,7 +8,6 @@ when to give up.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable
@@ -24,8 +23,8 @@ logger = logging.getLogger(__name__)
 QUICK_DEATH_S = 10.0  # after a start
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
-# A spare engine is made when the first has got going. One that follows a death has a spare of its
-# own at once: deaths seldom come alone.
+# A spare engine is made when the first has got going, and when the one before it is dead so long.
+# An engine that follows a death has a spare of its own at once: deaths seldom come alone.
 SPARE_DELAY_S = 10.0
 
 
@@ -198,19 +197,28 @@ class Supervisor:
         return await self._death_of_engine(0.0)
 
     async def _death_of_engine(self, spare_delay_s: float) -> Death:
-        """How the engine ended, once it has. While it lives, a spare is made."""
-        if self._config.restart_engine and self._config.spare_engine:
-            with contextlib.suppress(asyncio.TimeoutError):
-                return await asyncio.wait_for(self.engine.died(), spare_delay_s)
-            self._make_spare()
-        return await self.engine.died()
+        """How the engine ended, once it has. While it lives, there is a spare."""
+        if not (self._config.restart_engine and self._config.spare_engine):
+            return await self.engine.died()
+        keeping = asyncio.ensure_future(self._keep_spare(spare_delay_s))
+        try:
+            return await self.engine.died()
+        finally:
+            keeping.cancel()
+            await asyncio.wait({keeping})
 
-    def _make_spare(self) -> None:
-        if self._spare is None or self._spare.death.done():
+    async def _keep_spare(self, delay_s: float) -> None:
+        """Make a spare after a while, and another one when that dies."""
+        while True:
+            await asyncio.sleep(delay_s)
+            delay_s = SPARE_DELAY_S
             try:
                 self._spare = self._start_engine()
             except OSError as error:
                 logger.warning("There is no spare engine, it cannot be started: %s", error)
+                continue
+            death = await self._spare.died()
+            logger.warning("The spare engine died (%s): another is made in %g s", death, delay_s)
 
     def _take_spare(self) -> EngineHandle | None:
         spare, self._spare = self._spare, None

@@ -315,6 +315,12 @@ def test_a_spare_takes_the_place_of_a_dead_engine(serve: Serve) -> None:
     dead_spare = spare_pid()
     os.kill(dead_spare, signal.SIGKILL)
     eventually(lambda: not is_running(dead_spare))
+    eventually(lambda: server.child_pids() - {dead_spare, spare} != set(), 60)
+    assert server.engine_pid == spare, "the engine goes on while its spare is replaced"
+
+    dead_spare = spare_pid()
+    os.kill(dead_spare, signal.SIGKILL)
+    eventually(lambda: not is_running(dead_spare))
     os.kill(server.engine_pid, signal.SIGKILL)  # whoever comes then, comes from nothing
     assert Streams(server).run([GREEDY]) == calm
     assert server.engine_pid not in (spare, dead_spare)
