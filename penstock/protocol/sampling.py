@@ -90,7 +90,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_kind: OutputKind = OutputKind.CUMULATIVE
     """What each output of a stream holds."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these tokens, at most {MAX_BIAS_ENTRIES}; -{MAX_BIAS} to {MAX_BIAS}."""
+    """Added to the logits of these tokens, at most {MAX_BIAS_ENTRIES}; -{MAX_BIAS} to
+    {MAX_BIAS}."""
     allowed_token_ids: list[int] | None = None
     """Only these tokens may be chosen."""
     bad_words: list[str] | None = None
