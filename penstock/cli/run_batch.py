@@ -76,7 +76,7 @@ async def run_batch(
 ) -> int:
     """Run the batch on an engine of its own; the result is the exit code.
 
-    The first SIGINT or SIGTERM ends it; what has no result by then is left to another run.
+    The first SIGINT, SIGTERM or SIGHUP ends it; what has no result by then is left to another run.
     """
     from penstock.engine.async_client import AsyncEngineClient
     from penstock.server.run import StopSignals

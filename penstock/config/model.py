@@ -44,7 +44,9 @@ class ModelConfig:
         None, "Most tokens in a request, prompt and output together; default: the model's own."
     )
     seed: int = option(
-        0, "Seed of dummy weights, and of the seeds drawn for requests that bring none."
+        0,
+        "Seed of dummy weights and, offline, of requests that bring none: a run repeats. A server "
+        "draws at random for these; send a seed with a request to repeat its output.",
     )
     max_logprobs: int = option(
         20, "Most log-probabilities a request may ask for at a position; -1: no limit."

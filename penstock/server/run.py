@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import logging
 import os
+import random
 import signal
 import socket
 import stat
@@ -37,9 +38,9 @@ PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 30, 10, 3  # of clients that nothing 
 async def serve(config: EngineConfig, server_config: ServerConfig) -> int:
     """Serve until a signal ends it; the result is the exit code.
 
-    The first SIGTERM or SIGINT lets requests finish for `shutdown_timeout` seconds, a second one
-    stops at once. An engine that dies is started again, until that is of no use. Raises, before
-    anything is served, whatever keeps the engine from starting.
+    The first SIGTERM, SIGINT or SIGHUP lets requests finish for `shutdown_timeout` seconds, a
+    second one (but for SIGHUP) stops at once. An engine that dies is started again, until that is
+    of no use. Raises, before anything is served, whatever keeps the engine from starting.
     """
     with listening_socket(server_config) as listener:
         stop = StopSignals()
@@ -73,8 +74,12 @@ async def start(
         from penstock.text.frontend import Frontend
 
         return Frontend(
-            config.model, source, max_model_len=0, chat=config.chat
-        )  # the engine will say
+            config.model,
+            source,
+            max_model_len=0,  # the engine will say
+            chat=config.chat,
+            seeds=random.SystemRandom(),  # replicas and restarts must not repeat each other
+        )
 
     tool_servers = None
     if server_config.tool_server:
@@ -194,15 +199,20 @@ def announce(service: Service, listener: socket.socket) -> None:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first asks for an end, the second for one at once."""
+    """SIGTERM, SIGINT and SIGHUP: the first asks for an end, the second for one at once.
+
+    A terminal that closes may send SIGHUP twice, so that never urges; where it is ignored (nohup),
+    it stays so.
+    """
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
         self.urgent = asyncio.Event()
         self._last = signal.SIGTERM
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, self._on_signal, number)
 
     @property
     def is_urgent(self) -> bool:
@@ -214,8 +224,13 @@ class StopSignals:
         return 128 + self._last if self.is_urgent else 0
 
     def _on_signal(self, number: signal.Signals) -> None:
+        if not self.requested.is_set():
+            self.requested.set()
+        elif number != signal.SIGHUP:
+            self.urgent.set()
+        else:
+            return
         self._last = number
-        (self.urgent if self.requested.is_set() else self.requested).set()
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """The result of `work`, or None if a signal comes first."""

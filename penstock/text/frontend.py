@@ -48,7 +48,10 @@ class PreparedRequest:
 
 
 class Frontend:
-    """One model's text side. `parsers` names those that its outputs need, if any."""
+    """One model's text side. `parsers` names those that its outputs need, if any.
+
+    `seeds` draws the seeds of requests that bring none; by default they repeat with `config.seed`.
+    """
 
     def __init__(
         self,
@@ -56,6 +59,7 @@ class Frontend:
         source: ModelSource,
         max_model_len: int,
         chat: ChatConfig | None = None,
+        seeds: random.Random | None = None,
     ) -> None:
         chat = chat or ChatConfig()
         self.max_model_len = max_model_len
@@ -73,7 +77,7 @@ class Frontend:
         self.default_template_kwargs = chat.default_chat_template_kwargs or {}
         self.eos_token_ids = eos_token_ids(source, self.tokenizer)
         self.default_params = _default_params(config, source)
-        self._seeds = random.Random(config.seed)
+        self._seeds = seeds or random.Random(config.seed)
 
     def prepare(
         self,

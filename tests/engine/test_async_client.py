@@ -32,10 +32,11 @@ decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
 
 
 class FakeEngine:
-    """Keeps what it is sent, as (kind, request id, output tokens)."""
+    """Keeps what it is sent, as (kind, request id, output tokens), and the seeds of requests."""
 
     def __init__(self) -> None:
         self.is_ready = True
+        self.seeds: list[int] = []
         self.sent: list[tuple[Any, ...]] = []
 
     def send(self, kind: bytes, *frames: bytes) -> None:
@@ -43,6 +44,7 @@ class FakeEngine:
             request = decode_request(frames[1])
             assert request.request_id == frames[0].decode()
             self.sent.append(("add", request.request_id, request.output_token_ids))
+            self.seeds.append(request.seed)
         elif kind == messages.FINISH:
             self.sent += [("finish", i) for i in messages.decode_finish(frames[0]).request_ids]
 
@@ -56,6 +58,10 @@ class FakeSupervisor:
         self.engine = FakeEngine()
         self.lost: asyncio.Future[EngineDeadError] = asyncio.get_running_loop().create_future()
         self.num_failures = 0
+
+
+def seed_of(request_id: str) -> int:
+    return int.from_bytes(request_id.encode(), "little")
 
 
 class Bench:
@@ -83,7 +89,11 @@ class Bench:
         return self.client.submit(
             [
                 EngineRequest(
-                    request_id=i, prompt_token_ids=[1], params=params, seed=1, arrival_time=now
+                    request_id=i,
+                    prompt_token_ids=[1],
+                    params=params,
+                    seed=seed_of(i),
+                    arrival_time=now,
                 )
                 for i in request_ids
             ]
@@ -139,6 +149,17 @@ async def test_requests_go_on_after_the_tokens_they_have() -> None:
     bench.say("a", 9)
     bench.die()
     assert bench.revive()[0] == ("add", "a", [5, 6, 9])
+
+
+@on_a_loop
+async def test_requests_keep_the_seeds_that_were_drawn_for_them() -> None:
+    bench = Bench()
+    bench.submit("a", "b")
+    drawn = bench.engine.seeds
+    bench.say("a", 5)
+    bench.die()
+    bench.revive()
+    assert bench.engine.seeds == drawn == [seed_of("a"), seed_of("b")]
 
 
 @on_a_loop

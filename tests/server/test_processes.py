@@ -85,14 +85,17 @@ def test_when_the_server_is_killed_the_engine_ends_too(serve_tiny: ServeTiny) ->
     eventually(lambda: not is_running(engine))
 
 
-def test_sigterm_lets_requests_finish(serve_tiny: ServeTiny, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_requests_finish(
+    serve_tiny: ServeTiny, tmp_path: Path, number: signal.Signals
+) -> None:
     server = serve_tiny(uds=tmp_path / "api")
     engine = server.engine_pid
     body = {**LONG, "stream": True, "n": 8}
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(number)
         received = events("\n".join(lines))
     assert received[-1] == "[DONE]"
     reasons = [event["choices"][0]["finish_reason"] for event in received[:-1]]
@@ -138,6 +141,46 @@ def test_requests_that_outlast_the_drain_get_an_error(serve_tiny: ServeTiny) -> 
     assert "shutting down" in error["error"]["message"]
     assert done == "[DONE]"
     assert server.wait() == 0
+
+
+def test_a_second_sighup_lets_requests_finish_too(serve_tiny: ServeTiny) -> None:
+    """A terminal that closes sends one to its foreground processes, and the shell in it another."""
+    server = serve_tiny()
+    body = {**LONG, "stream": True, "n": 8}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGHUP)
+        eventually(lambda: any("Shutting down" in line for line in server.log))
+        server.process.send_signal(signal.SIGHUP)
+        assert events("\n".join(lines))[-1] == "[DONE]"
+    assert server.wait() == 0
+
+
+def test_a_server_under_nohup_outlives_its_terminal(serve_tiny: ServeTiny) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which a child inherits
+    try:
+        server = serve_tiny()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    server.process.send_signal(signal.SIGHUP)
+    assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
+    assert not any("Shutting down" in line for line in server.log)
+    assert server.stop() == 0
+
+
+def test_unseeded_requests_do_not_repeat_after_a_restart(serve_tiny: ServeTiny) -> None:
+    body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True, "temperature": 1.0}
+
+    def texts() -> list[str]:
+        server = serve_tiny("--seed", "7")
+        answers = [server.post("/v1/completions", {**body, **own}) for own in ({}, {"seed": 3})]
+        server.stop()
+        return [answer.json()["choices"][0]["text"] for answer in answers]
+
+    (unseeded, seeded), (unseeded_again, seeded_again) = texts(), texts()
+    assert unseeded != unseeded_again
+    assert seeded == seeded_again
 
 
 def test_a_second_signal_stops_at_once(serve_tiny: ServeTiny) -> None:
