@@ -27,8 +27,10 @@ class ServerConfig:
         "Keys, one of which operators' routes (/reset_prefix_cache) ask for; they open the rest of "
         "the API as well. Default: such routes are as open as the others.",
     )
-    allowed_origins: list[str] = option(
-        ["*"], "Origins of web pages that may use the API; *: any (CORS)."
+    allowed_origins: list[str] | None = option(
+        None,
+        "Origins of web pages that may use the API (CORS); *: any. Default: any, or none where "
+        "there are API keys.",
     )
     allowed_methods: list[str] = option(["*"], "Methods that such pages may use.")
     allowed_headers: list[str] = option(["*"], "Headers that such pages may send.")
@@ -63,7 +65,7 @@ class ServerConfig:
     max_n: int = option(128, "Most completions that a request may ask for each prompt.")
     max_prompts: int = option(1024, "Most prompts in one completion request.")
     shutdown_timeout: float = option(
-        25.0, "Seconds that requests have to finish in after SIGTERM or SIGINT."
+        25.0, "Seconds that requests have to finish in after SIGTERM, SIGINT or SIGHUP."
     )
     restart_engine: bool = option(
         True,
@@ -160,6 +162,13 @@ class ServerConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name} must name a file, got {path!r}")
+
+    @property
+    def cors_origins(self) -> list[str]:
+        """Origins of web pages that may use the API."""
+        if self.allowed_origins is not None:
+            return self.allowed_origins
+        return [] if self.api_key else ["*"]
 
     @property
     def url(self) -> str:

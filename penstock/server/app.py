@@ -58,7 +58,7 @@ def build_app(service: Service) -> FastAPI:
         app.add_middleware(TenantLabel, keys=[*config.api_key, *config.admin_api_key])
     app.add_middleware(
         Cors,
-        allow_origins=config.allowed_origins,
+        allow_origins=config.cors_origins,
         allow_methods=config.allowed_methods,
         allow_headers=config.allowed_headers,
         allow_credentials=config.allow_credentials,

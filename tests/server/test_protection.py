@@ -189,6 +189,24 @@ def test_pages_of_allowed_origins_may_ask(client: httpx.Client, guarded: ServerP
     assert "access-control-allow-origin" not in other.headers
 
 
+def test_without_allowed_origins_keys_close_the_api_to_web_pages(
+    tiny_model: Path,
+) -> None:
+    headers = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
+    for flags, is_open in ((("--api-key", "key"), False), ((), True)):
+        server = ServerProcess(str(tiny_model), *DUMMY, *flags)
+        try:
+            with server.client(headers={"Authorization": "Bearer key"}) as client:
+                preflight = client.options("/v1/completions", headers=headers)
+                answer = client.get("/v1/models", headers=headers)
+        finally:
+            server.close()
+        assert preflight.status_code == (200 if is_open else 400)
+        assert answer.status_code == 200
+        for response in (preflight, answer):
+            assert ("access-control-allow-origin" in response.headers) == is_open
+
+
 def test_pages_of_other_origins_are_told_so_in_the_shape_of_all_errors(
     guarded: ServerProcess,
 ) -> None:
