@@ -19,6 +19,33 @@ class InputError(PenstockError, ValueError):
         self.field = field
 
 
+class ContextOverflow(InputError):
+    """A prompt that leaves no room in the context for output.
+
+    `num_tokens` is the prompt's length, or without `is_exact` a lower bound of it. Clients
+    recognize the text, and shorten the conversation: the sentences are OpenAI's and vLLM's, and
+    langchain-openai looks for "prompt is too long" where the client shows it no code.
+    """
+
+    def __init__(
+        self, num_tokens: int, max_model_len: int, field: str = "prompt", is_exact: bool = True
+    ) -> None:
+        at_least = "" if is_exact else "at least "
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, you "
+            f"requested {at_least}{num_tokens + 1} tokens ({num_tokens} in the {field}, 1 for the "
+            f"completion), so the prompt is too long. Please reduce the length of the {field}.",
+            field,
+        )
+        self.num_tokens = num_tokens
+        self.max_model_len = max_model_len
+        self.is_exact = is_exact
+
+    def of_field(self, field: str) -> ContextOverflow:
+        """The same, where the prompt is made from `field`."""
+        return ContextOverflow(self.num_tokens, self.max_model_len, field, self.is_exact)
+
+
 class ModelError(PenstockError):
     """A model that cannot be found, read or understood."""
 

@@ -14,7 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.protocol.errors import CrashFault, EngineDeadError, InputError, PenstockError
+from penstock.protocol.errors import (
+    ContextOverflow,
+    CrashFault,
+    EngineDeadError,
+    InputError,
+    PenstockError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +35,7 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+CONTEXT_OVERFLOW = "context_length_exceeded"  # OpenAI's code, by which clients know it
 RETRY_AFTER_S = 1
 MAX_COMPLAINTS = 5  # about one field
 
@@ -37,7 +44,9 @@ class ErrorDetail(BaseModel):
     message: str = Field(description="What is wrong and what would be right.")
     type: str = Field(description="The kind of error, such as BadRequestError.")
     param: str | None = Field(description="The field of the request that is wrong.")
-    code: int = Field(description="The HTTP status.")
+    code: int | str = Field(
+        description="The HTTP status, or context_length_exceeded for a prompt that is too long."
+    )
 
 
 class ErrorResponse(BaseModel):
@@ -75,9 +84,11 @@ def describe_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return described
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     kind = TYPES.get(status, "BadRequestError" if status < 500 else "InternalServerError")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
 def encode_error(body: Mapping[str, Any]) -> bytes:
@@ -95,11 +106,15 @@ def error_response(
     return Response(content, status, headers, media_type="application/json")
 
 
+def status_of(error: Exception) -> int:
+    return next((status for kind, status in STATUS_OF if isinstance(error, kind)), 500)
+
+
 def body_of(error: Exception, request_id: str) -> dict[str, Any]:
     """What a client is told about `error`; what it is not told is logged."""
-    for error_class, status in STATUS_OF:
-        if isinstance(error, error_class):
-            return error_body(status, str(error), _param_of(error))
+    if isinstance(error, tuple(kind for kind, _ in STATUS_OF)):
+        code = CONTEXT_OVERFLOW if isinstance(error, ContextOverflow) else None
+        return error_body(status_of(error), str(error), _param_of(error), code)
     logger.error("Request %s failed", request_id, exc_info=error)
     return error_body(
         500, f"the server failed to answer; its log says why under request id {request_id}"
@@ -113,8 +128,7 @@ def _param_of(error: Exception) -> str | None:
 
 
 def response_of(error: Exception, request_id: str) -> Response:
-    body = body_of(error, request_id)
-    status = body["error"]["code"]
+    body, status = body_of(error, request_id), status_of(error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
     return Response(encode_error(body), status, headers, media_type="application/json")
 

@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.config import ChatConfig, ModelConfig
 from penstock.loading.source import ModelSource
-from penstock.protocol.errors import InputError, ModelError
+from penstock.protocol.errors import ContextOverflow, InputError, ModelError
 from penstock.protocol.request import EngineRequest, ThinkingFormat
 from penstock.protocol.sampling import SamplingParams, check_int
 from penstock.text.chat import ChatTemplate
@@ -175,11 +175,7 @@ class Frontend:
             )
         # Known without the work, and the memory, that its tokens would take.
         if len(prompt) > self.tokenizer.most_characters(self.max_model_len):
-            raise InputError(
-                f"prompt must be shorter than max_model_len ({self.max_model_len} tokens) to "
-                f"leave room for output, got {len(prompt)} characters, which are far more",
-                "prompt",
-            )
+            raise ContextOverflow(self.max_model_len, self.max_model_len, is_exact=False)
         return prompt, self.tokenizer.encode(prompt, add_special_tokens)
 
     def _check_prompt(self, token_ids: list[int]) -> None:
@@ -187,11 +183,7 @@ class Frontend:
             raise InputError("prompt must hold at least one token, got none", "prompt")
         self._check_token_ids(token_ids, "prompt_token_ids")
         if len(token_ids) >= self.max_model_len:
-            raise InputError(
-                f"prompt must be shorter than max_model_len ({self.max_model_len} tokens) to "
-                f"leave room for output, got {len(token_ids)} tokens",
-                "prompt",
-            )
+            raise ContextOverflow(len(token_ids), self.max_model_len)
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):

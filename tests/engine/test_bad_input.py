@@ -35,7 +35,7 @@ def llm(tiny_llama: str) -> LLM:
     ("prompt", "message"),
     [
         ({"prompt_token_ids": []}, "prompt must hold at least one token"),
-        ({"prompt_token_ids": [1] * 64}, r"shorter than max_model_len \(64 tokens\).*got 64"),
+        ({"prompt_token_ids": [1] * 64}, r"context length is 64 tokens.*65 tokens \(64 in"),
         ({"prompt_token_ids": [1, 256]}, "token ids from 0 to 255, got 256"),
         ({"prompt_token_ids": [-1]}, "token ids from 0 to 255, got -1"),
         ({"prompt_token_ids": ["a"]}, "token ids from 0 to 255, got 'a'"),

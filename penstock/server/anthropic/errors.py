@@ -10,7 +10,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.anthropic.protocol import AnthropicError
-from penstock.server.errors import body_of, encode_error
+from penstock.server.errors import body_of, encode_error, status_of
 from penstock.server.replies import StreamFrame
 
 PREFIX = "/v1/messages"
@@ -55,7 +55,7 @@ class AnthropicFrame(StreamFrame):
 
     def error(self, error: Exception) -> str:
         told = body_of(error, self._request_id)["error"]
-        body = error_body(told["code"], told["message"], self._request_id)
+        body = error_body(status_of(error), told["message"], self._request_id)
         return f"event: error\ndata: {encode_error(body).decode()}\n\n"
 
     def end(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.server.anthropic.convert import turn_request
 from penstock.server.anthropic.errors import AnthropicFrame, describe_errors
 from penstock.server.anthropic.protocol import (
@@ -53,7 +54,12 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     message_id = f"msg_{request.state.request_id}"
 
     def prepare() -> Turn:
-        return prepare_turn(service, turn_request(service, body), message_id)
+        try:
+            return prepare_turn(service, turn_request(service, body), message_id)
+        except ContextOverflow as error:  # in the words that Anthropic's clients recognize
+            longest = error.max_model_len - 1
+            message = f"prompt is too long: {error.num_tokens} tokens > {longest} maximum"
+            raise InputError(message, "messages") from error
 
     turn = await unless_gone(request, service.in_thread(prepare))
     if turn is None:

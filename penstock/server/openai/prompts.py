@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.protocol.errors import InputError
+from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import SamplingParams
 from penstock.server.openai.params import chat_params, completion_params
 from penstock.server.openai.protocol import (
@@ -34,6 +34,8 @@ def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str)
     try:
         params = chat_params(body, service.frontend.default_params, service.server_config)
         return prepare_turn(service, turn_request(body, body.messages, params), request_id)
+    except ContextOverflow as error:
+        raise error.of_field("messages") from error
     except InputError as error:
         if error.field == "logprobs":  # which is how many of them, in every other place
             raise InputError(f"top_{error}", "top_logprobs") from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from penstock.protocol.errors import InputError
+from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.server.openai.prompts import check_template_kwargs
@@ -259,6 +259,8 @@ def renamed_fields() -> Iterator[None]:
     """Gives errors the names that fields have in this API."""
     try:
         yield
+    except ContextOverflow as error:
+        raise error.of_field("input") from error
     except InputError as error:
         name = (error.field or "").partition("[")[0]  # an index counts messages, not items
         if name not in FIELD_NAMES:
