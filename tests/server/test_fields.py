@@ -42,6 +42,16 @@ def test_a_prompt_may_be_text_or_ids_one_or_several(server: ServerProcess) -> No
     assert answer["usage"]["completion_tokens"] == 12
 
 
+@pytest.mark.parametrize("fields", [{}, {"max_tokens": None}], ids=["left out", "null"])
+def test_a_completion_has_16_tokens_by_default(
+    server: ServerProcess, fields: dict[str, Any]
+) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, **fields}
+    answer = server.post("/v1/completions", body).json()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
 def test_choices_of_several_prompts_stand_together(server: ServerProcess) -> None:
     answer = complete(server, prompt=[PROMPT, "One, two, three,"], n=2)
     first, second, third, fourth = texts(answer)

@@ -46,7 +46,8 @@ def completion_params(
 ) -> SamplingParams:
     options = _common(body, limits)
     options["logprobs"] = body.logprobs
-    options["max_tokens"] = body.max_tokens
+    if body.max_tokens is not None:
+        options["max_tokens"] = body.max_tokens
     if body.echo:
         if body.logprobs is not None and body.prompt_logprobs is None:
             options["prompt_logprobs"] = body.logprobs

@@ -131,7 +131,9 @@ class CompletionRequest(GenerationBody):
     prompt: Prompt | Items[Text] | Items[Items[TokenId]] = Field(
         description="A text, several, or the same as token ids."
     )
-    max_tokens: int | None = Field(16, description="0 with echo: the prompt alone.")
+    max_tokens: int | None = Field(
+        None, description="16 by default. 0 with echo: the prompt alone."
+    )
     echo: bool | None = Field(None, description="Begin with the prompt.")
     logprobs: int | None = Field(None, description="How many most likely tokens to report.")
     add_special_tokens: bool | None = Field(None, description="On by default.")
