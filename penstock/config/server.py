@@ -27,6 +27,11 @@ class ServerConfig:
         "Keys, one of which operators' routes (/reset_prefix_cache) ask for; they open the rest of "
         "the API as well. Default: such routes are as open as the others.",
     )
+    share_prefix_cache: bool = option(
+        False,
+        "Let clients with different API keys share cached prefixes: less to compute, but a client "
+        "can find out which prompts others have sent.",
+    )
     allowed_origins: list[str] | None = option(
         None,
         "Origins of web pages that may use the API (CORS); *: any. Default: any, or none where "

@@ -1,12 +1,13 @@
 """Whose request it is: the server's keys, operators' routes, and who shares with whom.
 
-Keys are compared and told apart by digest; no key is kept, logged or passed on.
+Keys are compared and told apart by a keyed digest, whose secret is drawn at the server's start: no
+key is kept, logged or passed on, nor anything that a guessed key could be checked against.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
+import secrets
 from collections.abc import Sequence
 from contextvars import ContextVar
 
@@ -19,14 +20,17 @@ from penstock.server.errors import error_response
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
-"""Whose request is being handled, where that matters (--scheduling-policy fair)."""
+"""Whose request is being handled: the digest of its key; empty where there are no keys."""
+
+MAX_LABEL_LENGTH = 16  # of a tenant's name in the engine
 
 
 class KeyRing:
     """The server's keys."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._secret = secrets.token_bytes(32)
+        self._digests = [self._digest(key.encode()) for key in keys]
 
     def owner(self, scope: Scope) -> str:
         """The digest of the one of these keys that a client sends; nothing if it sends none.
@@ -34,9 +38,14 @@ class KeyRing:
         Every key is compared, each in constant time: the time tells nothing about any. Others that
         are sent beside a right one count for nothing: a client could make up any number.
         """
-        sent = [_digest(key.encode("latin-1")) for key in _sent_keys(scope)]  # the bytes that came
+        sent = [
+            self._digest(key.encode("latin-1")) for key in _sent_keys(scope)
+        ]  # the bytes that came
         known = [ours for key in sent for ours in self._digests if hmac.compare_digest(key, ours)]
         return known[0].hex() if known else ""
+
+    def _digest(self, key: bytes) -> bytes:
+        return hmac.digest(self._secret, key, "sha256")
 
 
 class AdminGuard:
@@ -69,7 +78,7 @@ class TenantLabel:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            current_tenant.set(self._keys.owner(scope)[:16])
+            current_tenant.set(self._keys.owner(scope))
         await self.app(scope, receive, send)
 
 
@@ -82,5 +91,17 @@ def _sent_keys(scope: Scope) -> list[str]:
     return [key.strip() for key in sent]
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def tenant_label() -> str:
+    """The current tenant, as the engine knows it."""
+    return current_tenant.get()[:MAX_LABEL_LENGTH]
+
+
+def salt_by_tenant(cache_salt: str | None) -> str | None:
+    """`cache_salt` as the current tenant's own: no other tenant's is equal to it.
+
+    The digest has a fixed length, so salts of different parts differ as a whole.
+    """
+    tenant = current_tenant.get()
+    if not tenant:
+        return cache_salt
+    return tenant if cache_salt is None else f"{tenant}:{cache_salt}"

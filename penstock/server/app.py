@@ -52,10 +52,11 @@ def build_app(service: Service) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=config.max_request_body_bytes)
     if config.admin_api_key:
         app.add_middleware(AdminGuard, keys=config.admin_api_key)
+    keys = [*config.api_key, *config.admin_api_key]
     if config.api_key:
-        app.add_middleware(ApiKeyGuard, keys=[*config.api_key, *config.admin_api_key])
-    if service.config.scheduler.scheduling_policy == "fair":
-        app.add_middleware(TenantLabel, keys=[*config.api_key, *config.admin_api_key])
+        app.add_middleware(ApiKeyGuard, keys=keys)
+    if keys:
+        app.add_middleware(TenantLabel, keys=keys)
     app.add_middleware(
         Cors,
         allow_origins=config.cors_origins,

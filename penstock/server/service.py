@@ -19,7 +19,7 @@ from penstock.protocol.delta import FinishReason
 from penstock.protocol.errors import EngineDeadError, InputError, PenstockError, RequestFault
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.request import EngineRequest
-from penstock.server.access import current_tenant
+from penstock.server.access import salt_by_tenant, tenant_label
 from penstock.server.errors import ModelNotFound, Overloaded, RequestTimeout
 from penstock.text.frontend import Frontend, PreparedRequest
 
@@ -127,7 +127,7 @@ class Service:
 
     def _check_share(self, num_new: int) -> None:
         """Where keys take turns, none may fill the queue: each has as many places as another."""
-        tenant, share = current_tenant.get(), self._share
+        tenant, share = tenant_label(), self._share
         num_own = sum(r.request.tenant == tenant for r in self.client.records.values())
         if num_own + num_new > share:
             raise Overloaded(
@@ -184,10 +184,7 @@ class Service:
         children = [child for request in requests for child in request.children]
         if len(children) > 1:
             _check_weight(children, num_prompts=len(requests))
-        if self._is_fair:
-            tenant = current_tenant.get()
-            children = [msgspec.structs.replace(child, tenant=tenant) for child in children]
-        stream = self.client.submit(children)
+        stream = self.client.submit([self._as_tenants(child) for child in children])
         timer = self._start_timer(stream.fail, timeout_s)
         try:
             async for deltas in stream:
@@ -209,6 +206,16 @@ class Service:
             if timer is not None:
                 timer.cancel()
             stream.close()
+
+    def _as_tenants(self, child: EngineRequest) -> EngineRequest:
+        """The request as that of the current tenant: in the queue, and in the prefix cache."""
+        tenant = tenant_label() if self._is_fair else ""
+        cache_salt = child.cache_salt
+        if not self.server_config.share_prefix_cache:
+            cache_salt = salt_by_tenant(cache_salt)
+        if (tenant, cache_salt) == (child.tenant, child.cache_salt):
+            return child
+        return msgspec.structs.replace(child, tenant=tenant, cache_salt=cache_salt)
 
     def _start_timer(
         self, fail: Callable[[Exception], None], asked_s: float | None

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from penstock.protocol.errors import InputError
-from penstock.server.access import KeyRing
 from penstock.server.responses.convert import check_body, offer_tools, prepare, turn_request
 from penstock.server.responses.items import Item, input_items
 from penstock.server.responses.protocol import ResponseRequest
@@ -31,7 +30,6 @@ class ResponseDesk:
         self.store = store or MemoryStore(
             config.max_stored_responses, config.max_stored_response_bytes
         )
-        self.keys = KeyRing([*config.api_key, *config.admin_api_key])
         self._background: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def prepare(

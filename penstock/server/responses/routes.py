@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 
 from penstock.protocol.errors import InputError
+from penstock.server.access import current_tenant
 from penstock.server.bodies import JsonRoute
 from penstock.server.errors import body_of, describe_errors, encode_error, error_response
 from penstock.server.openai.stream import EVENT_STREAM
@@ -56,7 +57,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     model = service.check_model(body.model)
     service.check_capacity()
     request_id = request.state.request_id
-    owned = await desk.prepare(_owner(request), body, model, f"resp-{request_id}")
+    owned = await desk.prepare(current_tenant.get(), body, model, f"resp-{request_id}")
     if body.stream:
         return await event_stream(request, owned.events(), ResponsesFrame(request_id))
     if body.background:
@@ -77,7 +78,7 @@ async def retrieve_response(
     if stream:
         raise InputError("a stored response is not streamed: leave stream out", "stream")
     _, desk = _service_and_desk(request)
-    stored = await desk.store.get(_owner(request), response_id)
+    stored = await desk.store.get(current_tenant.get(), response_id)
     if stored is None:
         return _not_found(response_id)
     return Response(stored.response, media_type="application/json")
@@ -91,7 +92,7 @@ async def retrieve_response(
 async def cancel_response(response_id: str, request: Request) -> Response:
     """End a response that runs in the background. One that has ended stays as it is."""
     _, desk = _service_and_desk(request)
-    owner = _owner(request)
+    owner = current_tenant.get()
     await desk.stop(owner, response_id)
     stored = await desk.store.get(owner, response_id)
     if stored is None:
@@ -106,7 +107,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 async def delete_response(response_id: str, request: Request) -> DeletedReply:
     """Forget a response; one that runs in the background is cancelled."""
     _, desk = _service_and_desk(request)
-    owner = _owner(request)
+    owner = current_tenant.get()
     await desk.stop(owner, response_id)
     if not await desk.store.delete(owner, response_id):
         return _not_found(response_id)  # type: ignore[return-value]
@@ -127,7 +128,7 @@ async def list_input_items(
 ) -> Response:
     """The items of the conversation that a response answers, the newest first."""
     _, desk = _service_and_desk(request)
-    stored = await desk.store.get(_owner(request), response_id)
+    stored = await desk.store.get(current_tenant.get(), response_id)
     if stored is None:
         return _not_found(response_id)
     items = stored.read_input()
@@ -152,11 +153,6 @@ async def list_input_items(
 
 def _service_and_desk(request: Request) -> tuple[Service, ResponseDesk]:
     return request.app.state.service, request.app.state.responses
-
-
-def _owner(request: Request) -> str:
-    _, desk = _service_and_desk(request)
-    return desk.keys.owner(request.scope)
 
 
 def _not_found(response_id: str) -> Response:
