@@ -46,9 +46,6 @@ class Executor(Protocol):
     def collect(self, handle: Any) -> StepResult:
         """Wait for the step's results."""
 
-    def launch_idle(self) -> None:
-        """Step with nothing to do, because other ranks have something."""
-
     def check_alive(self) -> None:
         """Raise `EngineDeadError` if a worker has died; for when no step would find out."""
 

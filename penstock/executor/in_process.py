@@ -57,9 +57,6 @@ class InProcessExecutor:
         with device_errors():
             return self.runner.collect(handle)
 
-    def launch_idle(self) -> None:
-        self.runner.launch_idle()
-
     def check_alive(self) -> None:
         pass  # who calls is alive
 

@@ -49,10 +49,6 @@ class Masks(msgspec.Struct, tag=True):
     masks: StepMasks
 
 
-class Idle(msgspec.Struct, tag=True):
-    pass
-
-
 class Loaded(msgspec.Struct, tag=True):
     """A rank's first answer, once its model is loaded."""
 
@@ -72,7 +68,7 @@ class Failed(msgspec.Struct, tag=True):
     kind: str  # the name of the error's class
 
 
-Command = Hello | Start | Step | Masks | Idle
+Command = Hello | Start | Step | Masks
 Answer = Loaded | Started | Done | Failed
 
 
@@ -132,9 +128,6 @@ class MultiProcessExecutor:
         assert isinstance(answer, Done)
         assert answer.result.step_id == handle
         return answer.result
-
-    def launch_idle(self) -> None:
-        self._broadcast(Idle())
 
     def check_alive(self) -> None:
         for rank, process in enumerate(self._processes):

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 
 from penstock.kvcache.layout import plan_groups
-from penstock.layers.context import forward_context
 from penstock.models.base import Model
 from penstock.ops.attention import AttentionMetadata
 from penstock.platforms.platform import GIB
 from penstock.protocol.kv import KVCacheLayout, KVCacheSpec, LatentSpec
+from penstock.runner.forward import ForwardInputs, forward
 from penstock.runner.kv_memory import KVMemory
 
 FIXED_BYTES = 2 * GIB  # captured graphs, their logits, the request tables and the step's buffers
@@ -67,8 +67,7 @@ def measure_peak_step(
         steps.append(replace(metadata, num_prompts=0, num_prompt_rows=0))
     for step in steps:
         context = memory.context([step] * len(groups), starts, torch.zeros_like(rows))
-        with forward_context(context):
-            hidden = model.forward(model.embed(torch.zeros_like(rows)), rows % longest)
+        hidden = forward(model, ForwardInputs(torch.zeros_like(rows), rows % longest, context))
         logits = model.logits(hidden, rows[:max_num_seqs])
         logits.float().argmax(-1)
         del context, hidden, logits

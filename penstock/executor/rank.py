@@ -19,7 +19,6 @@ from penstock.executor.multi_process import (
     Done,
     Failed,
     Hello,
-    Idle,
     Loaded,
     Masks,
     Start,
@@ -66,8 +65,6 @@ def serve(connection: Connection) -> None:
                 answer(Started())
             elif isinstance(command, Step):
                 answer(Done(worker.step(command.plan, receive_masks)))
-            elif isinstance(command, Idle):
-                worker.step_idle()
     except PenstockError as error:
         answer(Failed(str(error), type(error).__name__))
     finally:

@@ -186,10 +186,6 @@ class Worker:
         self.runner.sample(handle, receive_masks() if plan.masked else None)
         return self.runner.collect(handle)
 
-    def step_idle(self) -> None:
-        assert self.runner is not None
-        self.runner.launch_idle()
-
     def capabilities(self) -> Capabilities:
         """What the engine plans with, once the model is loaded."""
         return Capabilities(

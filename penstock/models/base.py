@@ -16,7 +16,6 @@ class Hidden:
 
     states: torch.Tensor  # [num_tokens, hidden_size], after the last norm
     aux: tuple[torch.Tensor, ...] = ()  # hidden states of earlier layers, for drafters
-    stage_out: torch.Tensor | None = None  # what the next pipeline stage takes in
 
 
 @dataclass(frozen=True)
@@ -32,17 +31,10 @@ class Model(Protocol):
 
     weights: WeightTable
 
-    def embed(
-        self,
-        token_ids: torch.Tensor,
-        media: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Token ids [n] -> [n, hidden_size]; `media` rows replace those where `mask` is set."""
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Token ids [n] -> [n, hidden_size]."""
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, stage_in: torch.Tensor | None = None
-    ) -> Hidden:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
         """Embedded tokens at their positions, through all layers."""
 
     def logits(

@@ -178,24 +178,17 @@ class DecoderLM(nn.Module):
     def check(self) -> None:
         """Called once, with the weights loaded: refuse what only then can be seen."""
 
-    def embed(
-        self,
-        token_ids: torch.Tensor,
-        media: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.model.embed_tokens(token_ids)
-        return x if media is None or mask is None else torch.where(mask[:, None], media, x)
+        return x
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, stage_in: torch.Tensor | None = None
-    ) -> Hidden:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
         angles = self.rotary.angles(positions)
-        residual = stage_in
+        residual: torch.Tensor | None = None
         for layer in self.model.layers:
             x, residual = layer(x, residual, angles)
         states, residual = self.model.norm.add(x, residual)
-        return Hidden(states, stage_out=residual)
+        return Hidden(states)
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None

@@ -132,13 +132,8 @@ class FalconH1ForCausalLM(DecoderLM):
             raise ModelError(f"config.json: {name} must be {count} numbers, got {values!r:.80}")
         return [read_float({name: value}, name, 1.0) for value in values]
 
-    def embed(
-        self,
-        token_ids: torch.Tensor,
-        media: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return super().embed(token_ids, media, mask) * self.embedding_multiplier
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(token_ids) * self.embedding_multiplier
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None

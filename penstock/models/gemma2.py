@@ -110,14 +110,9 @@ class Gemma2ForCausalLM(DecoderLM):
             **options,
         )
 
-    def embed(
-        self,
-        token_ids: torch.Tensor,
-        media: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.model.embed_tokens(token_ids) * self.embedding_scale
-        return x if media is None or mask is None else torch.where(mask[:, None], media, x)
+        return x
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None

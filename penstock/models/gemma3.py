@@ -54,15 +54,13 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         attention.k_norm = ZeroCentredNorm(self.build, config.head_dim, config.rms_norm_eps)
         return attention
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, stage_in: torch.Tensor | None = None
-    ) -> Hidden:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
         everywhere, nearby = self.rotary.angles(positions), self.local_rotary.angles(positions)
-        residual = stage_in
+        residual: torch.Tensor | None = None
         for layer, is_local in zip(self.model.layers, self.local_layers, strict=True):
             x, residual = layer(x, residual, nearby if is_local else everywhere)
         states, residual = self.model.norm.add(x, residual)
-        return Hidden(states, stage_out=residual)
+        return Hidden(states)
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

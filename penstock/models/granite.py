@@ -52,13 +52,8 @@ class GraniteForCausalLM(LlamaForCausalLM):
             scale=read_float(raw, "attention_multiplier", 1.0),
         )
 
-    def embed(
-        self,
-        token_ids: torch.Tensor,
-        media: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return super().embed(token_ids, media, mask) * self.embedding_multiplier
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(token_ids) * self.embedding_multiplier
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None

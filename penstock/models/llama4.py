@@ -169,15 +169,13 @@ class Llama4ForCausalLM(DecoderLM):
                 for part, columns in zip(("gate_proj", "up_proj"), own.chunk(2, 1), strict=True):
                     yield f"{prefix}{part}.weight", columns.t().contiguous()
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, stage_in: torch.Tensor | None = None
-    ) -> Hidden:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
         angles, temperature = self.rotary.angles(positions), self._temperature(positions)
-        residual = stage_in
+        residual: torch.Tensor | None = None
         for layer in self.model.layers:
             x, residual = layer(x, residual, angles, temperature)
         states, residual = self.model.norm.add(x, residual)
-        return Hidden(states, stage_out=residual)
+        return Hidden(states)
 
     def _temperature(self, positions: torch.Tensor) -> torch.Tensor | None:
         """What layers without positions multiply queries with, [n, 1, 1]; None for nothing."""

@@ -77,18 +77,11 @@ class TransformersLM(nn.Module):
         """A checkpoint's tensors as the modules have them."""
         return self.names.convert(tensors)
 
-    def embed(
-        self,
-        token_ids: torch.Tensor,
-        media: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.whole.embedding(token_ids)
-        return x if media is None or mask is None else torch.where(mask[:, None], media, x)
+        return x
 
-    def forward(
-        self, x: torch.Tensor, positions: torch.Tensor, stage_in: torch.Tensor | None = None
-    ) -> Hidden:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
         return Hidden(self.whole.hidden(x, positions))
 
     def logits(

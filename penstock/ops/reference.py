@@ -28,7 +28,6 @@ from penstock.ops.quantized import (
 from penstock.ops.recurrent import causal_conv
 
 __all__ = [
-    "ROW_INVARIANT",
     "AttentionMetadata",
     "add_rms_norm",
     "causal_conv",
@@ -65,23 +64,6 @@ __all__ = [
     "write_kv",
     "write_latent",
 ]
-
-# Matmul and attention choose their summation order by shape, so they are not in this set.
-ROW_INVARIANT = frozenset(
-    {
-        "embed",
-        "gguf_embed",
-        "rms_norm",
-        "add_rms_norm",
-        "layer_norm",
-        "silu_mul",
-        "rotate",
-        "rotate_pair",
-        "route",
-        "write_kv",
-        "write_latent",
-    }
-)
 
 
 def embed(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Which implementation of an op a device gets. Decided when a layer is constructed, never later.
 
-A backend is a module that defines functions named like the ops it implements, and
-``ROW_INVARIANT``: the names whose result for a row is bitwise the same whatever other rows are
-in the batch. `penstock.ops.reference` defines every op and ends every list.
+A backend is a module that defines functions named like the ops it implements.
+`penstock.ops.reference` defines every op and ends every list.
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ import torch
 from penstock.ops.attention import AttentionMetadata, HostLens
 from penstock.ops.triton import inputs
 from penstock.protocol.kv import AttentionSpec
-from penstock.protocol.step import ScheduledRequest, StepPlan
-from penstock.runner.batch import StepBatch, logits_rows_of
+from penstock.runner.forward import ForwardInputs, StepBatch
+from penstock.runner.kv_memory import KVMemory
+from penstock.runner.layout import StepLayout
 from penstock.runner.sampler import SamplingRows
 from penstock.runner.tables import RequestTables
 
-# The order of a step's requests: one token, the beginning of a prompt, tokens behind others.
-SINGLE, PROMPT, CHUNK = range(3)
+WHOLE = 2**30  # a block size that no sequence exceeds
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,14 @@ class StepBuffers:
     """Where a step's inputs lie. They are good until the next step is laid out."""
 
     def __init__(
-        self, tables: RequestTables, max_num_batched_tokens: int, num_drafts: int = 0
+        self,
+        tables: RequestTables,
+        memory: KVMemory,
+        max_num_batched_tokens: int,
+        num_drafts: int = 0,
     ) -> None:
         self.tables = tables
+        self.memory = memory
         device, seqs = tables.device, len(tables.num_computed)
         self.max_num_seqs = seqs
         self.max_rows = rows = max(max_num_batched_tokens, seqs)
@@ -51,13 +56,20 @@ class StepBuffers:
         self.token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
         self.positions, self.token_slots = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
-        self.slot_mappings = [
-            torch.zeros(rows, dtype=torch.int64, device=device) for _ in tables.groups
+        # Block sizes and tables of the groups. A model without any has one block a request.
+        sizes = [group.block_size for group in tables.groups]
+        self._groups = list(zip(sizes, tables.block_tables, strict=True)) or [
+            (WHOLE, torch.zeros((seqs, 1), dtype=torch.int32, device=device))
         ]
-        self.block_tables = [torch.zeros_like(table) for table in tables.block_tables]
+        self.slot_mappings = [
+            torch.zeros(rows, dtype=torch.int64, device=device) for _ in self._groups
+        ]
+        self.block_tables = [torch.zeros_like(table) for _, table in self._groups]
         # Attention counts here which programs are done; it leaves zeros behind.
         specs = [group.spec for group in tables.groups]
-        heads = max(spec.num_kv_heads if isinstance(spec, AttentionSpec) else 1 for spec in specs)
+        heads = max(
+            (spec.num_kv_heads for spec in specs if isinstance(spec, AttentionSpec)), default=1
+        )
         self.arrived = torch.zeros(seqs * heads, dtype=torch.int32, device=device)
         # Of each row of logits: the request, and where the token to be sampled will stand.
         self.sample_slots, self.sample_positions = torch.zeros(
@@ -72,16 +84,16 @@ class StepBuffers:
 
     def fill(self, bucket: Bucket) -> None:
         """Lay out the step that `packed` describes; counts its tokens as computed."""
-        tables, last = self.tables, len(self.tables.groups) - 1
+        tables, last = self.tables, len(self._groups) - 1
         rows, requests = bucket.num_rows, bucket.num_requests
-        for index, group in enumerate(tables.groups):
+        for index, (block_size, table) in enumerate(self._groups):
             inputs.prepare_rows(
                 self.query_starts[: requests + 1],
                 self.slots[:requests],
                 tables.token_ids,
                 tables.num_computed,
-                tables.block_tables[index],
-                group.block_size,
+                table,
+                block_size,
                 self.token_ids[:rows],
                 self.positions[:rows],
                 self.token_slots[:rows],
@@ -91,9 +103,7 @@ class StepBuffers:
                 tokens=index == 0,
                 advance=index == last,
             )
-
-    def fill_sample_rows(self) -> None:
-        """After `fill`: whose token each row of logits gives. Behind the last: slot -1."""
+        # Whose token each row of logits gives. Behind the last: slot -1.
         inputs.sample_rows(
             self.logits_rows,
             self.token_slots,
@@ -102,7 +112,7 @@ class StepBuffers:
             self.sample_positions,
         )
 
-    def metadata(
+    def inputs(
         self,
         bucket: Bucket,
         num_decodes: int,
@@ -112,11 +122,12 @@ class StepBuffers:
         num_prompts: int = 0,
         num_prompt_rows: int = 0,
         host_lens: HostLens | None = None,
-    ) -> list[AttentionMetadata]:
-        """One for each KV group, on the buffers' first rows."""
-        return [
+    ) -> ForwardInputs:
+        """The buffers' first rows, with metadata for each KV group."""
+        query_starts = self.query_starts[: bucket.num_requests + 1]
+        attention = [
             AttentionMetadata(
-                query_starts=self.query_starts[: bucket.num_requests + 1],
+                query_starts=query_starts,
                 seq_lens=self.seq_lens[: bucket.num_requests],
                 block_table=table[: bucket.num_requests],
                 slot_mapping=mapping[: bucket.num_rows],
@@ -130,88 +141,47 @@ class StepBuffers:
                 host_lens=host_lens,
             )
             for group, table, mapping in zip(
-                self.tables.groups, self.block_tables, self.slot_mappings, strict=True
+                self.tables.groups, self.block_tables, self.slot_mappings, strict=False
             )
         ]
+        rows = bucket.num_rows
+        context = self.memory.context(attention, query_starts, self.token_slots[:rows])
+        return ForwardInputs(self.token_ids[:rows], self.positions[:rows], context)
 
-    def lay_out(self, plan: StepPlan) -> StepBatch:
-        """A plan's batch. Its tensors are views of the buffers, without padding.
+    def batch(self, layout: StepLayout) -> StepBatch:
+        """A layout's tensors, views of the buffers without padding.
 
-        They hold what they should after `send`, then `fill`, then `fill_sample_rows`.
+        They hold what they should after `send`, then `fill`.
         """
-        tables = self.tables
-        requests = plan.scheduled
-        counts = [item.num_tokens for item in requests]
-        num_prompts = 0
-        if max(counts) > 1:
-            requests = sorted(requests, key=self._place)
-            counts = [item.num_tokens for item in requests]
-            num_prompts = [self._place(item) for item in requests].count(PROMPT)
-        n = len(requests)
-        host_counts = np.array(counts, dtype=np.int64)
-        host_slots = np.array(tables.slots_of(requests), dtype=np.int64)
-        host_starts = np.zeros(n + 1, dtype=np.int64)
-        np.cumsum(host_counts, out=host_starts[1:])
-        num_rows = int(host_starts[-1])
-        sampling, rows_per_sample, host_rows = logits_rows_of(requests, host_starts)
-        num_logits = len(host_rows)
-
-        tables.computed_bound[host_slots] += host_counts
-        token_request = np.repeat(np.arange(n), host_counts) if num_rows != n else None
-        logits_request = host_rows if token_request is None else token_request[host_rows]
-        exact = Bucket(num_rows, n, decode=num_rows == n)
-        num_decodes = n if num_rows == n else int((host_counts == 1).sum())
-        num_prompt_rows = int(host_counts[num_decodes : num_decodes + num_prompts].sum())
-        max_seq_len = int(tables.computed_bound[host_slots].max())
+        num_logits = len(layout.logits_rows)
+        exact = Bucket(layout.num_rows, len(layout.requests), decode=False)
         return StepBatch(
-            requests=requests,
-            host_slots=host_slots,
-            tenancies=tables.tenancies[host_slots],
-            slots=self.slots[:n],
-            host_starts=host_starts,
-            query_starts=self.query_starts[: n + 1],
-            token_slots=self.token_slots[:num_rows],
-            token_ids=self.token_ids[:num_rows],
-            positions=self.positions[:num_rows],
-            attention=self.metadata(
+            layout,
+            self.inputs(
                 exact,
-                num_decodes,
-                max(counts),
-                num_prompts=num_prompts,
-                num_prompt_rows=num_prompt_rows,
-                host_lens=HostLens(host_starts, tables.computed_bound[host_slots]),
+                layout.num_decodes,
+                layout.max_query_len,
+                num_prompts=layout.num_prompts,
+                num_prompt_rows=layout.num_prompt_rows,
+                host_lens=HostLens(layout.starts, layout.seq_lens),
             ),
-            sampling=sampling,
-            rows_per_sample=rows_per_sample,
             logits_rows=self.logits_rows[:num_logits],
-            host_logits_rows=host_rows,
             sampling_rows=SamplingRows(
                 slots=self.sample_slots[:num_logits],
                 positions=self.sample_positions[:num_logits],
-                host_slots=host_slots[logits_request],
-                max_position=max_seq_len + 1,
+                host_slots=layout.sample_slots,
+                max_position=layout.max_seq_len + 1,
             ),
         )
 
-    def _place(self, item: ScheduledRequest) -> int:
-        """Where it stands among the step's requests; `computed_bound` is before the step."""
-        if item.num_tokens == 1:
-            return SINGLE
-        slot = self.tables.slot_of(item.request_id)
-        return PROMPT if self.tables.computed_bound[slot] == 0 else CHUNK
-
-    def send(self, batch: StepBatch) -> None:
+    def send(self, layout: StepLayout) -> None:
         """Copy what the host decided to the device, without waiting for it."""
-        n, num_logits = len(batch.requests), len(batch.host_logits_rows)
         staged = torch.empty(self._sections[-1], dtype=torch.int32, pin_memory=self.packed.is_cuda)
         view = staged.numpy()
-        starts, slots, rows = (
-            view[start:end] for start, end in zip(self._sections, self._sections[1:], strict=False)
-        )
-        starts[: n + 1] = batch.host_starts
-        starts[n + 1 :] = batch.host_starts[-1]
-        slots[:n] = batch.host_slots
-        slots[n:] = -1
-        rows[:num_logits] = batch.host_logits_rows
-        rows[num_logits:] = -1
+        decided = (layout.starts, layout.slots, layout.logits_rows)
+        padding = (layout.starts[-1], -1, -1)
+        for index, (values, rest) in enumerate(zip(decided, padding, strict=True)):
+            section = view[self._sections[index] : self._sections[index + 1]]
+            section[: len(values)] = values
+            section[len(values) :] = rest
         self.packed.copy_(staged, non_blocking=True)

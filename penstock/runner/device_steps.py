@@ -1,21 +1,29 @@
-"""Steps on a GPU: inputs laid out by a kernel, forward passes replayed from graphs."""
+"""Steps on a GPU: inputs laid out by a kernel, forward passes replayed from graphs.
+
+A step is padded to a bucket, and a bucket's graph is captured the second time it comes up: one of
+a kind is not worth it, and the first token need not wait for it. Until then, and where graphs are
+turned off, the very same padded step is launched kernel by kernel, so that graphs change no bit of
+it. A graph reads the step's buffers, which never move, and ends at the logits, so that what changes
+logits on the host's word can still come in between (`sampling_graphs` is what follows). Larger
+steps run without padding: there the device is slower than the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
 
 import torch
 
-from penstock.layers.context import ForwardContext, forward_context
 from penstock.models.base import Hidden, Model
-from penstock.ops.attention import AttentionMetadata
-from penstock.protocol.step import StepPlan
-from penstock.runner.batch import StepBatch
 from penstock.runner.device_batch import Bucket, StepBuffers
-from penstock.runner.graphs import GraphPool, GraphRunner, decode_sizes
+from penstock.runner.forward import ForwardInputs, StepBatch, forward
+from penstock.runner.graphs import MIXED_SIZES, GraphPool, at_least, decode_sizes
 from penstock.runner.kv_memory import KVMemory
-from penstock.runner.model_state import ModelState
+from penstock.runner.layout import StepLayout
 from penstock.runner.tables import RequestTables
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceSteps:
@@ -31,61 +39,81 @@ class DeviceSteps:
         dtype: torch.dtype,  # of the logits
     ) -> None:
         self.model = model
-        self.memory = memory
-        self.buffers = StepBuffers(tables, max_num_batched_tokens, num_drafts)
+        self.buffers = StepBuffers(tables, memory, max_num_batched_tokens, num_drafts)
         self.pool = GraphPool(capture_graphs)
-        size = decode_sizes(self.buffers.max_num_seqs)[-1]
+        self._decode_sizes = decode_sizes(self.buffers.max_num_seqs)
+        # How recurrent layers cut longer queries is decided on the host.
+        sizes = () if memory.layout.is_recurrent else MIXED_SIZES
+        self._mixed_sizes = [size for size in sizes if size <= self.buffers.max_rows]
         # Where the logits lie, of steps that have no more rows of them.
-        self.logits = torch.zeros((size, vocab_size), dtype=dtype, device=tables.device)
-        self.graphs = GraphRunner(
-            model,
-            self.buffers,
-            self.logits,
-            self._context,
-            self.pool,
-            # How recurrent layers cut longer queries is decided on the host.
-            decodes_only=memory.layout.is_recurrent,
-        )
+        shape = (self._decode_sizes[-1], vocab_size)
+        self.logits = torch.zeros(shape, dtype=dtype, device=tables.device)
+        self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
 
-    def run(
-        self, plan: StepPlan, model_states: Sequence[ModelState]
-    ) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
-        batch = self.buffers.lay_out(plan)
-        # A model's own state comes between layout and model: there is no bucket for that.
-        bucket = None if model_states else self.graphs.bucket_for(batch)
-        if bucket is not None:
-            self.graphs.prepare(bucket)
-        self.buffers.send(batch)
+    def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
+        """See `Steps`. Hidden states and logits are good until the next step."""
+        batch = self.buffers.batch(layout)
+        bucket = self._bucket_for(layout)
         if bucket is None:
-            hidden = self._run_as_it_is(batch, model_states)
+            self.buffers.send(layout)
+            exact = Bucket(layout.num_rows, len(layout.requests), decode=False)
+            hidden = self._compute(exact, batch.inputs)
         else:
-            has_single_tokens = batch.attention[0].num_decodes > 0
-            hidden = self.graphs.run(bucket, has_single_tokens)
-        return batch, hidden, self._logits_of(batch, hidden, bucket)
-
-    def _logits_of(
-        self, batch: StepBatch, hidden: Hidden, bucket: Bucket | None
-    ) -> torch.Tensor | None:
-        num_logits = len(batch.logits_rows)
+            hidden = self._run_padded(bucket, layout)
+        num_logits = len(layout.logits_rows)
         if num_logits == 0 or num_logits > len(self.logits):
-            return None
+            return batch, hidden, None
         logits = self.logits[:num_logits]
         if bucket is None or not bucket.decode:
             self.model.logits(hidden, batch.logits_rows, out=logits)
-        return logits
+        return batch, hidden, logits
 
-    def _run_as_it_is(self, batch: StepBatch, model_states: Sequence[ModelState]) -> Hidden:
-        bucket = Bucket(len(batch.token_ids), len(batch.requests), decode=False)
-        self.buffers.fill(bucket)
-        self.buffers.fill_sample_rows()
-        for state in model_states:
-            state.prepare(batch)
-        with forward_context(self._context(batch.attention, bucket)):
-            return self.model.forward(self.model.embed(batch.token_ids), batch.positions)
+    def _bucket_for(self, layout: StepLayout) -> Bucket | None:
+        """The smallest bucket that holds the step; None for one that is to run as it is."""
+        if layout.is_decode:
+            size = at_least(self._decode_sizes, layout.num_rows)
+            return None if size is None else Bucket(size, size, decode=True)
+        size = at_least(self._mixed_sizes, layout.num_rows)
+        if size is None:
+            return None
+        return Bucket(size, min(size, self.buffers.max_num_seqs), decode=False)
 
-    def _context(self, groups: list[AttentionMetadata], bucket: Bucket) -> ForwardContext:
-        return self.memory.context(
-            groups,
-            self.buffers.query_starts[: bucket.num_requests + 1],
-            self.buffers.token_slots[: bucket.num_rows],
+    def _run_padded(self, bucket: Bucket, layout: StepLayout) -> Hidden:
+        if bucket not in self._captured and self.pool.is_due(bucket):
+            self._capture(bucket)
+        self.buffers.send(layout)
+        if bucket not in self._captured:
+            return self._compute(bucket, self._inputs(bucket, layout.num_decodes > 0))
+        graph, hidden = self._captured[bucket]
+        graph.replay()
+        return hidden
+
+    def _capture(self, bucket: Bucket) -> None:
+        started = time.perf_counter()
+
+        def compute() -> Hidden:
+            return self._compute(bucket, self._inputs(bucket))
+
+        self.buffers.null_step()
+        compute()  # what is compiled, is compiled outside of the capture
+        self._captured[bucket] = self.pool.capture(compute)
+        logger.debug("Captured %s in %.3f s", bucket, time.perf_counter() - started)
+
+    def _inputs(self, bucket: Bucket, has_decodes: bool = True) -> ForwardInputs:
+        return self.buffers.inputs(
+            bucket,
+            # Without any, their kernel would do nothing: a first prompt need not wait for it.
+            num_decodes=bucket.num_requests if has_decodes else 0,
+            max_query_len=1 if bucket.decode else bucket.num_rows,
+            any_order=not bucket.decode,
         )
+
+    def _compute(self, bucket: Bucket, inputs: ForwardInputs) -> Hidden:
+        """The step that was sent. A decode bucket leaves its logits, row by row, in `logits`."""
+        self.buffers.fill(bucket)
+        hidden = forward(self.model, inputs)
+        if bucket.decode:
+            # Every row samples, and in order; padding's logits are nobody's.
+            everything = slice(0, bucket.num_requests)
+            self.model.logits(hidden, everything, out=self.logits[everything])
+        return hidden

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +10,10 @@ import torch
 
 from penstock.models.base import Hidden, Model
 from penstock.protocol.step import NewRequest, RequestResult, StepMasks
-from penstock.runner.batch import StepBatch
 from penstock.runner.drafter import Drafter
+from penstock.runner.forward import StepBatch
+from penstock.runner.layout import StepLayout
 from penstock.runner.masks import mask_logits
-from penstock.runner.model_state import ModelState
 from penstock.runner.prompt_logprobs import PromptLogprobsHead, PromptPiece
 from penstock.runner.sampler import SampledTokens, Sampler, row_logprobs
 from penstock.runner.sampling_tables import to_device
@@ -55,13 +54,11 @@ class GenerationHead:
         tables: RequestTables,
         sampler: Sampler,
         drafter: Drafter | None = None,
-        model_states: Sequence[ModelState] = (),
     ) -> None:
         self.model = model
         self.tables = tables
         self.sampler = sampler
         self.drafter = drafter
-        self.model_states = model_states
         self.graphs: SamplingGraphs | None = None  # on a GPU
         self.prompt_logprobs = PromptLogprobsHead(model, tables)
         self._with_grammar: set[int] = set()  # slots
@@ -84,8 +81,8 @@ class GenerationHead:
 
         `logits` are those of the rows that sample, where they are there already.
         """
-        pieces = self.prompt_logprobs.run(hidden, batch)
-        if not len(batch.sampling):
+        pieces = self.prompt_logprobs.run(hidden, batch.layout)
+        if not len(batch.layout.sampling):
             return PendingLogits(None, None, pieces)
         if logits is None:
             logits = self.model.logits(hidden, batch.logits_rows).float()
@@ -101,9 +98,9 @@ class GenerationHead:
         allowed = None
         if masks is not None:
             keep_logits = self.sampler.wants_logprobs(batch.sampling_rows)
-            allowed = mask_logits(pending.logits, batch, masks, keep_logits)
+            allowed = mask_logits(pending.logits, batch.layout, masks, keep_logits)
         slots = batch.sampling_rows.slots
-        has_drafts = len(batch.logits_rows) > len(batch.sampling)
+        has_drafts = batch.layout.has_drafts
         sampled = None
         if self.graphs is not None and allowed is None and not has_drafts:
             sampled = self.graphs.sample(pending.logits, batch.sampling_rows)
@@ -114,7 +111,8 @@ class GenerationHead:
         if not has_drafts and not is_entered:
             self.tables.append_tokens(slots, last)
         elif has_drafts:
-            first = np.cumsum(batch.rows_per_sample) - batch.rows_per_sample
+            rows = batch.layout.rows_per_sample
+            first = np.cumsum(rows) - rows
             slots = slots[to_device(first, slots.device)]
             num_new, last = self._verify(sampled.token_ids, slots, batch)
         if self.drafter is not None:
@@ -137,34 +135,32 @@ class GenerationHead:
         output is the same with and without speculation.
         """
         device = token_ids.device
-        rows = to_device(batch.rows_per_sample, device)  # [n]
+        rows = to_device(batch.layout.rows_per_sample, device)  # [n]
         first = rows.cumsum(0) - rows
-        column = torch.arange(int(batch.rows_per_sample.max()), device=device)
+        column = torch.arange(int(batch.layout.rows_per_sample.max()), device=device)
         exists = column < rows[:, None]  # [n, 1 + drafts]
         index = torch.where(exists, first[:, None] + column, first[:, None])
         sampled = token_ids[index]
-        drafted = batch.token_ids[batch.logits_rows][index][:, 1:]
+        drafted = batch.inputs.token_ids[batch.logits_rows][index][:, 1:]
         held = (sampled[:, :-1] == drafted) & exists[:, 1:]
         num_accepted = held.int().cumprod(dim=1).sum(dim=1)
         rejected = rows - 1 - num_accepted
         self.tables.append_verified(slots, sampled, num_accepted + 1, rejected)
-        for state in self.model_states:
-            state.rollback(slots, rejected)
         last = sampled.gather(1, num_accepted[:, None]).squeeze(1)
         return num_accepted + 1, last
 
-    def results(self, output: HeadOutput, batch: StepBatch) -> list[RequestResult]:
-        """One result for each scheduled request, in the batch's order. They must have arrived."""
+    def results(self, output: HeadOutput, layout: StepLayout) -> list[RequestResult]:
+        """One result for each scheduled request, in row order. They must have arrived."""
         if self._is_plain(output):
-            return self._plain_results(output, batch)
+            return self._plain_results(output, layout)
         results = []
-        rows = self._rows_by_request(output, batch)
+        rows = self._rows_by_request(output, layout)
         logprobs = row_logprobs(output.sampled) if output.sampled else {}
         token_ids = output.sampled.token_ids.tolist() if output.sampled else []
         faulted = output.sampled.faulted.tolist() if output.sampled else []
         errors = output.sampled.errors if output.sampled else {}
-        drafts = self._drafts_by_request(output, batch)
-        for index, item in enumerate(batch.requests):
+        drafts = self._drafts_by_request(output, layout)
+        for index, item in enumerate(layout.requests):
             own = rows.get(index, range(0))
             fault = next((errors.get(row, FAULT) for row in own if faulted[row]), None)
             piece = output.prompt_pieces.get(index)
@@ -181,14 +177,14 @@ class GenerationHead:
             )
         return results
 
-    def _drafts_by_request(self, output: HeadOutput, batch: StepBatch) -> dict[int, list[int]]:
+    def _drafts_by_request(self, output: HeadOutput, layout: StepLayout) -> dict[int, list[int]]:
         """What each request with a grammar was given to verify in its next step."""
         if output.drafts is None:
             return {}
         return {
             index: drafts
-            for index, drafts in zip(batch.sampling.tolist(), output.drafts.tolist(), strict=True)
-            if int(batch.host_slots[index]) in self._with_grammar
+            for index, drafts in zip(layout.sampling.tolist(), output.drafts.tolist(), strict=True)
+            if int(layout.slots[index]) in self._with_grammar
         }
 
     def _is_plain(self, output: HeadOutput) -> bool:
@@ -200,7 +196,7 @@ class GenerationHead:
             return False
         return not sampled.errors and sampled.logprobs is None and not sampled.faulted.any()
 
-    def _plain_results(self, output: HeadOutput, batch: StepBatch) -> list[RequestResult]:
+    def _plain_results(self, output: HeadOutput, layout: StepLayout) -> list[RequestResult]:
         assert output.sampled is not None
         tokens = iter(output.sampled.token_ids.tolist())
         return [
@@ -209,25 +205,26 @@ class GenerationHead:
                 incarnation=item.incarnation,
                 token_ids=[next(tokens)] if item.samples else [],
             )
-            for item in batch.requests
+            for item in layout.requests
         ]
 
-    def _rows_by_request(self, output: HeadOutput, batch: StepBatch) -> dict[int, range]:
+    def _rows_by_request(self, output: HeadOutput, layout: StepLayout) -> dict[int, range]:
         """The logits rows whose tokens each sampling request keeps."""
         if output.sampled is None:
             return {}
-        first = np.cumsum(batch.rows_per_sample) - batch.rows_per_sample
+        rows = layout.rows_per_sample
+        first = np.cumsum(rows) - rows
         if output.num_new is None:
-            num_new = np.ones_like(batch.rows_per_sample)
+            num_new = np.ones_like(rows)
         else:
             num_new = output.num_new.numpy()
         # The host's bound counted every draft as accepted.
-        rejected = batch.rows_per_sample - num_new
-        own = batch.sampling
-        self.tables.lower_bounds(batch.host_slots[own], batch.tenancies[own], rejected)
+        rejected = rows - num_new
+        own = layout.sampling
+        self.tables.lower_bounds(layout.slots[own], layout.tenancies[own], rejected)
         return {
             index: range(start, start + count)
             for index, start, count in zip(
-                batch.sampling.tolist(), first.tolist(), num_new.tolist(), strict=True
+                own.tolist(), first.tolist(), num_new.tolist(), strict=True
             )
         }

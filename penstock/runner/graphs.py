@@ -1,31 +1,12 @@
-"""Captured steps: the whole forward pass as one launch, for the step sizes that come again.
-
-A step is padded to a bucket, and a bucket's graph is captured the second time it comes up: one of
-a kind is not worth it, and the first token need not wait for it. Until then, and where graphs are
-turned off, the very same padded step is launched kernel by kernel, so that graphs change no bit of
-it. A graph reads the step's buffers, which never move, and ends at the logits, so that what changes
-logits on the host's word can still come in between (`sampling_graphs` is what follows). Larger
-steps run without padding: there the device is slower than the host.
-"""
+"""Captured graphs: the sizes that steps are padded to, and the memory that graphs share."""
 
 from __future__ import annotations
 
 import bisect
-import logging
-import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-
-from penstock.layers.context import ForwardContext, forward_context
-from penstock.models.base import Hidden, Model
-from penstock.ops.attention import AttentionMetadata
-from penstock.runner.batch import StepBatch
-from penstock.runner.device_batch import Bucket, StepBuffers
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -35,88 +16,6 @@ DECODE_SIZES = (
     256, 288, 320, 352, 384, 416, 448, 480, 512,
 )  # fmt: skip
 MIXED_SIZES = (16, 32, 64, 128, 256, 512)
-
-
-@dataclass(frozen=True)
-class Captured:
-    graph: torch.cuda.CUDAGraph
-    hidden: Hidden  # of all rows of the bucket
-
-
-class GraphRunner:
-    """Runs steps that fit a bucket; `bucket_for` says whether one does."""
-
-    def __init__(
-        self,
-        model: Model,
-        buffers: StepBuffers,
-        logits: torch.Tensor,  # [rows, vocab_size]: where decode buckets leave theirs
-        context: Callable[[list[AttentionMetadata], Bucket], ForwardContext],
-        graphs: GraphPool,
-        decodes_only: bool = False,
-    ) -> None:
-        self.model = model
-        self.buffers = buffers
-        self._logits = logits
-        self._context = context
-        self._graphs = graphs
-        mixed_sizes = () if decodes_only else MIXED_SIZES
-        self._mixed_sizes = [size for size in mixed_sizes if size <= buffers.max_rows]
-        self._decode_sizes = decode_sizes(buffers.max_num_seqs)
-        self._captured: dict[Bucket, Captured] = {}
-
-    def bucket_for(self, batch: StepBatch) -> Bucket | None:
-        """The smallest bucket that holds the step; None for one that is to run as it is."""
-        num_rows, num_requests = len(batch.token_ids), len(batch.requests)
-        if num_rows == num_requests and len(batch.logits_rows) == num_rows:
-            size = at_least(self._decode_sizes, num_rows)
-            return None if size is None else Bucket(size, size, decode=True)
-        size = at_least(self._mixed_sizes, num_rows)
-        if size is None:
-            return None
-        return Bucket(size, min(size, self.buffers.max_num_seqs), decode=False)
-
-    def prepare(self, bucket: Bucket) -> None:
-        """Capture the bucket's graph if it is time for that. Call before the step is sent."""
-        if bucket in self._captured or not self._graphs.is_due(bucket):
-            return
-        started = time.perf_counter()
-        self.buffers.null_step()
-        self._compute(bucket)  # what is compiled, is compiled outside of the capture
-        graph, hidden = self._graphs.capture(lambda: self._compute(bucket))
-        self._captured[bucket] = Captured(graph, hidden)
-        logger.debug("Captured %s in %.3f s", bucket, time.perf_counter() - started)
-
-    def run(self, bucket: Bucket, has_single_tokens: bool) -> Hidden:
-        """Lay the step out and compute it; results are good until the next step.
-
-        A decode bucket leaves the logits of its rows, in order, where it was told to.
-        """
-        captured = self._captured.get(bucket)
-        if captured is None:
-            return self._compute(bucket, has_single_tokens)
-        captured.graph.replay()
-        return captured.hidden
-
-    def _compute(self, bucket: Bucket, has_single_tokens: bool = True) -> Hidden:
-        buffers, rows = self.buffers, bucket.num_rows
-        buffers.fill(bucket)
-        buffers.fill_sample_rows()
-        metadata = buffers.metadata(
-            bucket,
-            # Without any, their kernel would do nothing: a first prompt need not wait for it.
-            num_decodes=bucket.num_requests if has_single_tokens else 0,
-            max_query_len=1 if bucket.decode else rows,
-            any_order=not bucket.decode,
-        )
-        with forward_context(self._context(metadata, bucket)):
-            embedded = self.model.embed(buffers.token_ids[:rows])
-            hidden = self.model.forward(embedded, buffers.positions[:rows])
-        if bucket.decode:
-            # Every row samples, and in order; padding's logits are nobody's.
-            everything = slice(0, bucket.num_requests)
-            self.model.logits(hidden, everything, out=self._logits[everything])
-        return hidden
 
 
 class GraphPool:

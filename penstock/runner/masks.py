@@ -7,14 +7,14 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.protocol.step import StepMasks
-from penstock.runner.batch import StepBatch
+from penstock.runner.layout import StepLayout
 from penstock.runner.sampling_tables import to_device
 
 Bits = NDArray[np.int32]  # [rows, ceil(vocab_size / 32)]
 
 
 def mask_logits(
-    logits: torch.Tensor, batch: StepBatch, masks: StepMasks, keep_logits: bool
+    logits: torch.Tensor, layout: StepLayout, masks: StepMasks, keep_logits: bool
 ) -> torch.Tensor | None:
     """Ban what `masks` do not allow from a step's logits, [rows, vocab_size], in place if that is
     what the device is best at.
@@ -22,7 +22,7 @@ def mask_logits(
     Otherwise, and if `keep_logits` because somebody wants to see them as they are, logits stay
     untouched and the bits come back for the sampler: int32 [rows, ceil(vocab_size / 32)].
     """
-    rows, bits = _rows_of(batch, masks)
+    rows, bits = _rows_of(layout, masks)
     if len(rows) == 0:
         return None
     if logits.device.type == "cuda" and not keep_logits:
@@ -36,13 +36,13 @@ def mask_logits(
     return to_device(allowed, logits.device)
 
 
-def _rows_of(batch: StepBatch, masks: StepMasks) -> tuple[NDArray[np.int64], Bits]:
+def _rows_of(layout: StepLayout, masks: StepMasks) -> tuple[NDArray[np.int64], Bits]:
     """The rows of logits that the masks' rows belong to, and the bits of those."""
-    num_rows = batch.rows_per_sample
+    num_rows = layout.rows_per_sample
     first = np.cumsum(num_rows) - num_rows
     starts = {
-        batch.requests[index].request_id: start
-        for index, start in zip(batch.sampling.tolist(), first.tolist(), strict=True)
+        layout.requests[index].request_id: start
+        for index, start in zip(layout.sampling.tolist(), first.tolist(), strict=True)
     }
     rows = [
         starts[request_id] + offset

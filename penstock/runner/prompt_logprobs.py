@@ -10,7 +10,7 @@ import torch
 from penstock.models.base import Hidden, Model
 from penstock.ops.sampling import TopLogprobs
 from penstock.protocol.step import NewRequest, PromptLogprobs
-from penstock.runner.batch import StepBatch
+from penstock.runner.layout import StepLayout
 from penstock.runner.sampler import prompt_logprobs, token_logprobs
 from penstock.runner.tables import RequestTables
 
@@ -65,27 +65,27 @@ class PromptLogprobsHead:
     def remove(self, slot: int) -> None:
         self._progress.pop(slot, None)
 
-    def run(self, hidden: Hidden, batch: StepBatch) -> dict[int, PromptPiece]:
+    def run(self, hidden: Hidden, layout: StepLayout) -> dict[int, PromptPiece]:
         """Pieces by the index of their request in the batch."""
         if not self._progress:
             return {}
-        asked = np.isin(batch.host_slots, np.fromiter(self._progress, dtype=np.int64))
+        asked = np.isin(layout.slots, np.fromiter(self._progress, dtype=np.int64))
         indexes = np.nonzero(asked)[0].tolist()
-        pieces = {index: self._piece(hidden, batch, index) for index in indexes}
+        pieces = {index: self._piece(hidden, layout, index) for index in indexes}
         return {index: piece for index, piece in pieces.items() if piece is not None}
 
-    def _piece(self, hidden: Hidden, batch: StepBatch, index: int) -> PromptPiece | None:
-        slot = int(batch.host_slots[index])
+    def _piece(self, hidden: Hidden, layout: StepLayout, index: int) -> PromptPiece | None:
+        slot = int(layout.slots[index])
         progress = self._progress[slot]
-        first_row, end_row = batch.host_starts[index : index + 2].tolist()
+        first_row, end_row = layout.starts[index : index + 2].tolist()
         position = progress.num_computed  # of the first row
         progress.num_computed += end_row - first_row
-        # The row at position p foretells token p + 1. Position 0 has no foreteller.
+        # The row at position p predicts token p + 1; nothing predicts position 0.
         start = max(position + 1, progress.num_delivered + 1)
         end = min(progress.num_computed + 1, progress.num_prompt_tokens)
         if start >= end:
             return None
-        rows = torch.arange(start - 1, end - 1, device=batch.positions.device)
+        rows = torch.arange(start - 1, end - 1, device=hidden.states.device)
         rows += first_row - position
         targets = self.tables.token_ids[slot, start:end].long()
         values = []

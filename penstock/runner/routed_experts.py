@@ -9,7 +9,7 @@ from torch import nn
 from penstock.layers.experts import Experts
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.step import RequestResult, RoutedExperts
-from penstock.runner.batch import StepBatch
+from penstock.runner.layout import StepLayout
 
 
 class RoutedExpertsRecorder:
@@ -38,10 +38,10 @@ class RoutedExpertsRecorder:
 
     @staticmethod
     def attach(
-        results: list[RequestResult], batch: StepBatch, taken: torch.Tensor
+        results: list[RequestResult], layout: StepLayout, taken: torch.Tensor
     ) -> list[RequestResult]:
         """Each request's rows to its result. They must have arrived."""
-        starts = batch.host_starts.tolist()
+        starts = layout.starts.tolist()
         _, num_layers, top_k = taken.shape
         rows = taken.numpy()
         return [

@@ -7,21 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.layers.context import forward_context
 from penstock.models.base import Model
-from penstock.ops.attention import AttentionMetadata
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
-from penstock.runner.batch import StepBatch
 from penstock.runner.drafter import Drafter
+from penstock.runner.forward import HostSteps, StepBatch, Steps
 from penstock.runner.generation import GenerationHead, HeadOutput, PendingLogits
 from penstock.runner.kv_memory import KVMemory
+from penstock.runner.layout import lay_out
 from penstock.runner.logits_processors import LogitsProcessor
-from penstock.runner.model_state import ModelState
 from penstock.runner.routed_experts import RoutedExpertsRecorder
 from penstock.runner.sampler import ChooseTokens, Sampler
-from penstock.runner.steps import PlainSteps, StepMaker
 from penstock.runner.tables import RequestTables
 
 
@@ -54,7 +51,6 @@ class ModelRunner:
         max_model_len: int,
         processors: Sequence[LogitsProcessor] = (),
         drafter: Drafter | None = None,
-        model_states: Sequence[ModelState] = (),
         max_num_batched_tokens: int = 0,
         capture_graphs: bool = False,
         choose_tokens: ChooseTokens | None = None,
@@ -70,9 +66,8 @@ class ModelRunner:
         self.routed_experts = routed_experts
         self.memory = KVMemory(layout, device)
         num_drafts = drafter.num_drafts if drafter else 0
-        self.model_states = model_states
         self.tables: RequestTables
-        self.steps: StepMaker
+        self.steps: Steps
         if device.type == "cuda":
             from penstock.runner.device_steps import DeviceSteps  # only where Triton is
             from penstock.runner.device_tables import DeviceTables
@@ -89,9 +84,9 @@ class ModelRunner:
             self.tables = RequestTables(
                 max_num_seqs, max_model_len, layout.groups, device, num_drafts
             )
-            self.steps = PlainSteps(model, self.tables, self.memory)
+            self.steps = HostSteps(model, self.tables, self.memory)
         sampler = Sampler(self.tables, vocab_size, device, processors, choose_tokens)
-        self.head = GenerationHead(model, self.tables, sampler, drafter, model_states)
+        self.head = GenerationHead(model, self.tables, sampler, drafter)
         if device.type == "cuda":
             self.head.graphs = SamplingGraphs(
                 steps.buffers, steps.logits, self.tables, sampler, steps.pool
@@ -103,10 +98,10 @@ class ModelRunner:
         self._apply(plan)
         if not plan.scheduled:
             return StepHandle(plan.step_id, None)
-        batch, hidden, logits = self.steps.run(plan, self.model_states)
+        batch, hidden, logits = self.steps.run(lay_out(plan, self.tables))
         handle = StepHandle(plan.step_id, batch, self.head.begin(hidden, batch, logits))
         if self.routed_experts is not None:
-            handle.routed_experts = self.routed_experts.take(len(batch.token_ids))
+            handle.routed_experts = self.routed_experts.take(batch.layout.num_rows)
         return handle
 
     @torch.inference_mode()
@@ -127,22 +122,12 @@ class ModelRunner:
         assert handle.output is not None
         if handle.done is not None:
             handle.done.synchronize()
-        results = self.head.results(handle.output, handle.batch)
+        results = self.head.results(handle.output, handle.batch.layout)
         if self.routed_experts is not None and handle.routed_experts is not None:
-            results = self.routed_experts.attach(results, handle.batch, handle.routed_experts)
+            results = self.routed_experts.attach(
+                results, handle.batch.layout, handle.routed_experts
+            )
         return StepResult(step_id=handle.step_id, results=results)
-
-    @torch.inference_mode()
-    def launch_idle(self) -> None:
-        """A step of one token that belongs to nobody, on the null block."""
-        device = self.tables.device
-        zero = torch.zeros(1, dtype=torch.int64, device=device)
-        one = torch.ones(1, dtype=torch.int32, device=device)
-        starts = torch.tensor([0, 1], dtype=torch.int32, device=device)
-        metadata = AttentionMetadata(starts, one, zero[None].int(), zero, 1, 1, 1)
-        groups = [metadata] * len(self.memory.layer_names)
-        with forward_context(self.memory.context(groups, starts, zero)):
-            self.model.forward(self.model.embed(zero), zero)
 
     def _apply(self, plan: StepPlan) -> None:
         for request_id in plan.released_ids:
@@ -152,6 +137,4 @@ class ModelRunner:
         for request in plan.new_requests:
             slot = self.tables.add(request)
             self.head.add(slot, request)
-            for state in self.model_states:
-                state.add(slot, request)
         self.tables.append_blocks(plan.scheduled)

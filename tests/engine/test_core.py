@@ -45,7 +45,6 @@ class LateExecutor:
         assert result.step_id == handle.step_id, "steps are collected in the order of their launch"
         return result
 
-    def launch_idle(self) -> None: ...
     def close(self) -> None: ...
 
 

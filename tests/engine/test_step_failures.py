@@ -26,6 +26,7 @@ from penstock.protocol.errors import EngineDeadError, OutOfMemory
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import StepMasks, StepPlan
 from penstock.protocol.structured import StructuredOutputsParams
+from penstock.runner.layout import StepLayout
 from penstock.scheduler.gates import READY
 from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.scheduler import Scheduler
@@ -372,11 +373,11 @@ def test_a_step_out_of_memory_changes_no_token(
     assert isinstance(executor, InProcessExecutor)
     run_steps, failures = executor.runner.steps.run, []
 
-    def run_if_small(plan: StepPlan, states: Any) -> Any:
-        if plan.num_tokens > 3:
-            failures.append(plan.num_tokens)
+    def run_if_small(layout: StepLayout) -> Any:
+        if layout.num_rows > 3:
+            failures.append(layout.num_rows)
             raise error
-        return run_steps(plan, states)
+        return run_steps(layout)
 
     monkeypatch.setattr(executor.runner.steps, "run", run_if_small)
     assert answers(llm, mixed) == expected
@@ -398,13 +399,13 @@ def test_a_request_that_breaks_the_step_fails_alone(
         slots = [runner.tables.slot_of(item.request_id) for item in items]
         return any(int(runner.tables.token_ids[slot, 0]) == 3 for slot in slots)
 
-    def break_launch(plan: StepPlan, states: Any) -> Any:
-        if where == "launch" and is_broken(plan.scheduled):
+    def break_launch(layout: StepLayout) -> Any:
+        if where == "launch" and is_broken(layout.requests):
             raise IndexError("a kernel's assertion")
-        return run_steps(plan, states)
+        return run_steps(layout)
 
     def break_sample(pending: Any, batch: Any, masks: Any) -> Any:
-        if where == "sample" and is_broken(batch.requests):
+        if where == "sample" and is_broken(batch.layout.requests):
             raise IndexError("a kernel's assertion")
         return finish(pending, batch, masks)
 
@@ -421,7 +422,7 @@ def test_a_device_that_is_lost_is_an_engine_that_is_dead(
     executor = llm.engine.executor
     assert isinstance(executor, InProcessExecutor)
 
-    def lose(plan: StepPlan, states: Any) -> Any:
+    def lose(layout: StepLayout) -> Any:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(executor.runner.steps, "run", lose)

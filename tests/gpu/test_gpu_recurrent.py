@@ -39,7 +39,7 @@ def test_no_step_of_a_steady_state_waits_for_the_device(checkpoint: Path) -> Non
             expected = tokens(llm.generate(as_inputs(PROMPTS), params, use_tqdm=False))
         assert run_without_waiting(llm, params) == expected
         runner = llm.engine.executor.worker.runner  # type: ignore[attr-defined]
-        captured = runner.steps.graphs._captured
+        captured = runner.steps._captured
         assert captured
         assert all(bucket.decode for bucket in captured)
 

@@ -21,8 +21,7 @@ from penstock.layers.linear import Linear, Part, column_linear
 from penstock.layers.quantization import Shard
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import detect_platform
-from penstock.protocol.step import NewRequest, ScheduledRequest, StepPlan
-from penstock.runner.batch import StepBatch
+from penstock.protocol.step import ScheduledRequest, StepPlan
 
 PROMPT = {"prompt_token_ids": [1, 2, 3, 4]}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -68,60 +67,6 @@ def test_an_adapter_changes_the_requests_in_its_slots_and_no_others(llm: LLM) ->
     tokens = {tuple(first.outputs[0].token_ids), tuple(second.outputs[0].token_ids)}
     assert tuple(before[0].outputs[0].token_ids) in tokens
     assert len(tokens) == 2
-
-
-class Recorder:
-    """A model's own state: remembers what it was told."""
-
-    def __init__(self) -> None:
-        self.added: list[tuple[int, str]] = []
-        self.prepared: list[int] = []
-        self.rolled_back: list[tuple[list[int], list[int]]] = []
-
-    def add(self, slot: int, request: NewRequest) -> None:
-        self.added.append((slot, request.request_id))
-
-    def prepare(self, batch: StepBatch) -> None:
-        self.prepared.append(len(batch.token_ids))
-
-    def rollback(self, slots: torch.Tensor, num_tokens: torch.Tensor) -> None:
-        self.rolled_back.append((slots.tolist(), num_tokens.tolist()))
-
-
-class WrongDrafter:
-    num_drafts = 2
-
-    def propose(
-        self, tables: object, hidden: object, sampled: torch.Tensor, slots: object, accepted: object
-    ) -> torch.Tensor:
-        return torch.stack([(sampled + 1) % 256, sampled], dim=1)
-
-
-def test_a_models_own_state_hears_of_requests_steps_and_rollbacks(tmp_path: Path) -> None:
-    folder = str(make_checkpoint(tmp_path, "llama"))
-    with LLM(folder, **OPTIONS) as plain:
-        (expected,) = plain.generate(PROMPT, GREEDY, use_tqdm=False)
-    recorder = Recorder()
-    with LLM(folder, drafter=WrongDrafter(), **OPTIONS) as llm:
-        runner = executor_of(llm).runner
-        runner.model_states = runner.head.model_states = [recorder]
-        (output,) = llm.generate(PROMPT, GREEDY, use_tqdm=False)
-    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-    assert len(recorder.added) == 1
-    assert recorder.prepared[0] == 4
-    assert set(recorder.prepared[1:]) <= {1, 2, 3}
-    assert recorder.rolled_back
-    assert any(counts != [0] for _, counts in recorder.rolled_back)
-
-
-def test_an_idle_step_touches_only_the_null_block(llm: LLM) -> None:
-    llm.generate(PROMPT, GREEDY, use_tqdm=False)
-    executor = executor_of(llm)
-    caches = {name: cache[1:].clone() for name, cache in executor.runner.memory.caches.items()}
-    executor.launch_idle()
-    for name, cache in executor.runner.memory.caches.items():
-        assert torch.equal(cache[1:], caches[name])
-        assert cache[0].any()
 
 
 def test_a_decode_steps_plan_is_small_whatever_the_prompt(llm: LLM) -> None:

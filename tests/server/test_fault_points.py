@@ -17,7 +17,7 @@ from server_process import ServerProcess, eventually
 RETRIED = (
     "penstock.executor.in_process:InProcessExecutor.launch",
     "penstock.executor.in_process:InProcessExecutor.sample",
-    "penstock.runner.steps:PlainSteps.run",
+    "penstock.runner.forward:HostSteps.run",
     "penstock.structured.manager:GrammarManager.start_masks",
 )
 RESTARTED = (

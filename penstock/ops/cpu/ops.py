@@ -18,7 +18,6 @@ from penstock.ops.cpu.sampling import choose_tokens
 from penstock.protocol.kv import INT8_SCALE_BYTES
 
 __all__ = [
-    "ROW_INVARIANT",
     "add_rms_norm",
     "choose_tokens",
     "paged_attention",
@@ -27,18 +26,6 @@ __all__ = [
     "silu_mul",
     "write_kv",
 ]
-
-ROW_INVARIANT = frozenset(
-    {
-        "rms_norm",
-        "add_rms_norm",
-        "silu_mul",
-        "rotate_pair",
-        "write_kv",
-        "paged_attention",
-        "choose_tokens",
-    }
-)
 
 _loaded = load()
 assert _loaded is not None, "penstock.ops.cpu.ops needs the library"

@@ -23,7 +23,6 @@ from penstock.ops.triton.w4 import fp4_linear, w4_linear
 from penstock.ops.triton.w4_layout import prepare_fp4, prepare_w4
 
 __all__ = [
-    "ROW_INVARIANT",
     "add_rms_norm",
     "causal_conv",
     "choose_tokens",
@@ -59,18 +58,3 @@ __all__ = [
     "w8_experts",
     "w8_linear",
 ]
-
-# Attention splits a decode's cache by how many requests there are, and matmul chooses its kernel
-# by how many rows there are: neither is in this set.
-ROW_INVARIANT = frozenset(
-    {
-        "add_rms_norm",
-        "embed",
-        "gguf_embed",
-        "norm_rotate_latent",
-        "norm_rotate_write",
-        "rms_norm",
-        "route",
-        "silu_mul",
-    }
-)

@@ -9,7 +9,6 @@ from paged_batch import paged
 from penstock.ops import reference
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.cpu import ops
-from penstock.ops.registry import BACKENDS
 
 SIZES = [1, 7, 8, 64, 129, 576]
 
@@ -188,11 +187,3 @@ def test_other_dtypes_go_to_the_reference(isa: str, generator: torch.Generator) 
         expected = reference.add_rms_norm(*arguments, 1e-5)
         for own, other in zip(ops.add_rms_norm(*arguments, 1e-5), expected, strict=True):
             assert torch.equal(own, other)
-
-
-def test_the_native_backend_says_which_ops_are_row_invariant() -> None:
-    assert BACKENDS["cpu-native"][-1] == "penstock.ops.reference"
-    assert "paged_attention" in ops.ROW_INVARIANT
-    assert "paged_attention" not in reference.ROW_INVARIANT
-    for backend in (ops, reference):
-        assert all(callable(getattr(backend, name)) for name in backend.ROW_INVARIANT)

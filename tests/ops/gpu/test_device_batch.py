@@ -6,10 +6,19 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.protocol.kv import CrossAttentionSpec, FullAttentionSpec, KVCacheGroup
+from penstock.layers.context import ForwardContext
+from penstock.ops.attention import AttentionMetadata
+from penstock.protocol.kv import (
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroup,
+    KVCacheLayout,
+)
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.step import NewRequest, ScheduledRequest, StepPlan
-from penstock.runner.batch import make_batch
+from penstock.runner.forward import HostSteps, StepBatch
+from penstock.runner.kv_memory import KVMemory
+from penstock.runner.layout import lay_out
 from penstock.runner.tables import RequestTables
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -63,6 +72,27 @@ PLANS = [
 ]
 
 
+def memory(device: torch.device) -> KVMemory:
+    return KVMemory(KVCacheLayout(groups=GROUPS, num_blocks=64, page_bytes=2048), device)
+
+
+def attention_of(context: ForwardContext) -> list[AttentionMetadata]:
+    return [context.attention[name] for name in ("a", "b")]
+
+
+def tensors_of(batch: StepBatch) -> dict[str, torch.Tensor]:
+    inputs, rows = batch.inputs, batch.sampling_rows
+    return {
+        "query_starts": inputs.context.query_starts,
+        "token_slots": inputs.context.token_slots,
+        "token_ids": inputs.token_ids,
+        "positions": inputs.positions,
+        "logits_rows": batch.logits_rows,
+        "sample_slots": rows.slots,
+        "sample_positions": rows.positions,
+    }
+
+
 def enter(tables: RequestTables, plan: StepPlan) -> None:
     for request in plan.new_requests:
         tables.add(request)
@@ -73,35 +103,31 @@ def enter(tables: RequestTables, plan: StepPlan) -> None:
 def test_batches_and_tables_are_the_plain_ones(device: torch.device, padding: int) -> None:
     plain = RequestTables(MAX_SEQS, MAX_LEN, GROUPS, torch.device("cpu"), NUM_DRAFTS)
     tables = DeviceTables(MAX_SEQS, MAX_LEN, GROUPS, device, NUM_DRAFTS)
-    buffers = StepBuffers(tables, 64, NUM_DRAFTS)
+    buffers = StepBuffers(tables, memory(device), 64, NUM_DRAFTS)
+    host = HostSteps(None, plain, memory(torch.device("cpu")))  # type: ignore[arg-type]
     for plan in PLANS:
         enter(plain, plan)
         enter(tables, plan)
-        expected = make_batch(plan, plain)
-        batch = buffers.lay_out(plan)
-        buffers.send(batch)
-        rows, requests = len(batch.token_ids), len(batch.requests)
+        expected = host.materialize(lay_out(plan, plain))
+        layout = lay_out(plan, tables)
+        batch = buffers.batch(layout)
+        buffers.send(layout)
+        rows, requests = layout.num_rows, len(layout.requests)
         buffers.fill(Bucket(rows + padding, min(requests + padding, MAX_SEQS), decode=False))
-        buffers.fill_sample_rows()
 
-        assert batch.requests == expected.requests
-        for name in ("host_slots", "host_starts", "sampling", "rows_per_sample"):
-            assert np.array_equal(getattr(batch, name), getattr(expected, name)), name
-        for name in ("query_starts", "token_slots", "token_ids", "positions", "logits_rows"):
-            ours, theirs = getattr(batch, name), getattr(expected, name)
-            assert ours.tolist() == theirs.tolist(), name
-        for ours, theirs in zip(batch.attention, expected.attention, strict=True):
+        for name, theirs in tensors_of(expected).items():
+            assert tensors_of(batch)[name].tolist() == theirs.tolist(), name
+        for ours, theirs in zip(
+            attention_of(batch.inputs.context), attention_of(expected.inputs.context), strict=True
+        ):
             assert ours.seq_lens.tolist() == theirs.seq_lens.tolist()
             assert ours.slot_mapping.tolist() == theirs.slot_mapping.tolist()
             assert ours.num_decodes == theirs.num_decodes
             assert ours.max_query_len == theirs.max_query_len
         for mapping in buffers.slot_mappings:  # padding: the null block
             assert not mapping[rows : rows + padding].any()
-        for name in ("slots", "positions"):
-            ours, theirs = (getattr(b.sampling_rows, name) for b in (batch, expected))
-            assert ours.tolist() == theirs.tolist(), name
         assert np.array_equal(batch.sampling_rows.host_slots, expected.sampling_rows.host_slots)
-        slots = expected.slots[:1]
+        slots = torch.from_numpy(layout.slots[:1])
         for each in (plain, tables):
             each.append_tokens(slots.to(each.device), torch.tensor([77], device=each.device))
         for name in ("token_ids", "num_tokens", "num_prompt_tokens", "num_computed"):
@@ -128,31 +154,47 @@ def test_tables_have_room_for_all_blocks_of_another_sequence(
     assert len(row) * 4 >= MAX_LEN  # a token's slot is looked up in every group's table
 
 
-def test_prompts_from_their_first_token_stand_before_chunks_with_tokens_before_them(
-    device: torch.device,
-) -> None:
-    tables = DeviceTables(MAX_SEQS, MAX_LEN, GROUPS, device)
+def test_prompts_from_their_first_token_stand_before_chunks_with_tokens_before_them() -> None:
+    tables = RequestTables(MAX_SEQS, MAX_LEN, GROUPS, torch.device("cpu"))
     first, second = PLANS
     enter(tables, first)
-    plan = StepPlan(step_id=1, scheduled=first.scheduled[::-1])
-    buffers = StepBuffers(tables, 64, NUM_DRAFTS)
-    batch = buffers.lay_out(plan)
-    assert [item.request_id for item in batch.requests] == ["r", "p", "q"]
-    assert {(m.num_prompts, m.num_prompt_rows) for m in batch.attention} == {(2, 14)}
-    batch = buffers.lay_out(second)
-    assert [item.request_id for item in batch.requests] == ["p", "q", "r"]
-    assert {(m.num_prompts, m.num_prompt_rows) for m in batch.attention} == {(0, 0)}
+    layout = lay_out(StepPlan(step_id=1, scheduled=first.scheduled[::-1]), tables)
+    assert [item.request_id for item in layout.requests] == ["r", "p", "q"]
+    assert (layout.num_decodes, layout.num_prompts, layout.num_prompt_rows) == (0, 2, 14)
+    layout = lay_out(second, tables)
+    assert [item.request_id for item in layout.requests] == ["p", "q", "r"]
+    assert (layout.num_decodes, layout.num_prompts, layout.num_prompt_rows) == (1, 0, 0)
+
+
+def test_a_model_without_kv_groups_has_rows_and_positions(device: torch.device) -> None:
+    tables = DeviceTables(MAX_SEQS, MAX_LEN, [], device)
+    nothing = KVMemory(KVCacheLayout(groups=[], num_blocks=1, page_bytes=0), device)
+    buffers = StepBuffers(tables, nothing, 64)
+    for request in REQUESTS:
+        tables.add(request)
+    plan = StepPlan(
+        step_id=1, scheduled=[ScheduledRequest(r.request_id, 0, 4, True) for r in REQUESTS]
+    )
+    tables.append_blocks(plan.scheduled)
+    layout = lay_out(plan, tables)
+    batch = buffers.batch(layout)
+    buffers.send(layout)
+    buffers.fill(Bucket(16, MAX_SEQS, decode=False))
+    assert batch.inputs.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 8, 9, 10, 11]
+    starts = ((REQUESTS[0], 0), (REQUESTS[2], 0), (REQUESTS[1], 8))
+    expected = [token for request, at in starts for token in request.token_ids[at : at + 4]]
+    assert batch.inputs.token_ids.tolist() == expected
+    assert not batch.inputs.context.attention
 
 
 def test_rows_behind_the_last_that_samples_belong_to_nobody(device: torch.device) -> None:
     tables = DeviceTables(MAX_SEQS, MAX_LEN, GROUPS, device)
     enter(tables, PLANS[0])
-    buffers = StepBuffers(tables, 64)
-    batch = buffers.lay_out(PLANS[0])
-    buffers.send(batch)
+    buffers = StepBuffers(tables, memory(device), 64)
+    layout = lay_out(PLANS[0], tables)
+    buffers.send(layout)
     buffers.fill(Bucket(32, MAX_SEQS, decode=False))
-    buffers.fill_sample_rows()
-    num_rows = len(batch.logits_rows)
+    num_rows = len(layout.logits_rows)
     assert (buffers.sample_slots[:num_rows] >= 0).all()
     assert (buffers.sample_slots[num_rows:] == -1).all()
     before = tables.token_ids.clone(), tables.num_tokens.clone()
@@ -167,7 +209,7 @@ def test_a_step_of_padding_alone_changes_no_table(device: torch.device) -> None:
     tables = DeviceTables(MAX_SEQS, MAX_LEN, GROUPS, device)
     enter(tables, PLANS[0])
     before = tables.num_computed.clone()
-    buffers = StepBuffers(tables, 64)
+    buffers = StepBuffers(tables, memory(device), 64)
     buffers.null_step()
     buffers.fill(Bucket(16, MAX_SEQS, decode=False))
     assert torch.equal(tables.num_computed, before)

@@ -1,0 +1,111 @@
+"""The forward pass of a step: what goes in, the one function that computes it, and a step's batch.
+
+Eager steps, captured ones and the measurement of the largest differ in where inputs come from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock.layers.context import ForwardContext, forward_context
+from penstock.models.base import Hidden, Model
+from penstock.ops.attention import AttentionMetadata
+from penstock.runner.kv_memory import KVMemory
+from penstock.runner.layout import StepLayout
+from penstock.runner.sampler import SamplingRows
+from penstock.runner.tables import RequestTables
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """What a forward pass computes."""
+
+    token_ids: torch.Tensor  # [num_tokens] int
+    positions: torch.Tensor  # [num_tokens] int64: the index of each token in its sequence
+    context: ForwardContext
+
+
+def forward(model: Model, inputs: ForwardInputs) -> Hidden:
+    with forward_context(inputs.context):
+        return model.forward(model.embed(inputs.token_ids), inputs.positions)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """A layout with its tensors on the device."""
+
+    layout: StepLayout
+    inputs: ForwardInputs
+    logits_rows: torch.Tensor  # [num_logits_rows] int
+    sampling_rows: SamplingRows
+
+
+class Steps(Protocol):
+    def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
+        """Compute a step that the tables are up to date with, and count its tokens as computed.
+
+        The batch, the hidden states of its rows, and the logits of those that sample if they came
+        with it.
+        """
+
+
+class HostSteps:
+    """Steps on a CPU: tensors made anew for each.
+
+    The tables are in host memory. They are read as arrays: for a handful of numbers, numpy takes a
+    fraction of torch's time.
+    """
+
+    def __init__(self, model: Model, tables: RequestTables, memory: KVMemory) -> None:
+        self.model = model
+        self.tables = tables
+        self.memory = memory
+
+    def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
+        batch = self.materialize(layout)
+        return batch, forward(self.model, batch.inputs), None
+
+    def materialize(self, layout: StepLayout) -> StepBatch:
+        tables, slots, counts = self.tables, layout.slots, layout.counts
+        token_slots = np.repeat(slots, counts)
+        computed = tables.num_computed.numpy()[slots]
+        first = np.repeat(computed - layout.starts[:-1], counts)  # position less row
+        positions = np.arange(layout.num_rows) + first
+        tables.advance(torch.from_numpy(slots), torch.from_numpy(counts.astype(np.int32)))
+        starts = torch.from_numpy(layout.starts.astype(np.int32))
+        seq_lens = torch.from_numpy(computed + counts.astype(np.int32))
+        max_query_len, max_seq_len = layout.max_query_len, layout.max_seq_len
+        attention = []
+        for group, table in zip(tables.groups, tables.block_tables, strict=True):
+            size, blocks = group.block_size, table.numpy()
+            of_tokens = blocks[token_slots, positions // size].astype(np.int64)
+            attention.append(
+                AttentionMetadata(
+                    query_starts=starts,
+                    seq_lens=seq_lens,
+                    block_table=torch.from_numpy(blocks[slots, : -(-max_seq_len // size)]),
+                    slot_mapping=torch.from_numpy(of_tokens * size + positions % size),
+                    num_decodes=layout.num_decodes,
+                    max_query_len=max_query_len,
+                    max_seq_len=max_seq_len,
+                )
+            )
+        return StepBatch(
+            layout,
+            ForwardInputs(
+                token_ids=torch.from_numpy(tables.token_ids.numpy()[token_slots, positions]),
+                positions=torch.from_numpy(positions),
+                context=self.memory.context(attention, starts, torch.from_numpy(token_slots)),
+            ),
+            logits_rows=torch.from_numpy(layout.logits_rows),
+            sampling_rows=SamplingRows(
+                slots=torch.from_numpy(layout.sample_slots),
+                positions=torch.from_numpy(positions[layout.logits_rows] + 1),
+                host_slots=layout.sample_slots,
+                max_position=max_seq_len + 1,
+            ),
+        )

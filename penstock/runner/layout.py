@@ -1,0 +1,104 @@
+"""The layout of a step: which request has which rows. Worked out once, on the host, in numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.protocol.step import ScheduledRequest, StepPlan
+from penstock.runner.tables import IntArray, RequestTables
+
+# The order of a step's requests: one token, the beginning of a prompt, tokens behind others.
+DECODE, PROMPT, CHUNK = range(3)
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """Rows are tokens, request by request."""
+
+    requests: list[ScheduledRequest]  # in row order
+    slots: IntArray  # [num_requests]
+    tenancies: IntArray  # [num_requests]: requests that each one's slot has had, it included
+    counts: IntArray  # [num_requests]: rows of each
+    starts: IntArray  # [num_requests + 1]: first row of each, and the end
+    seq_lens: IntArray  # [num_requests]: tokens after the step; drafts in flight count as accepted
+    num_decodes: int  # the first so many requests have one row each
+    num_prompts: int  # the next so many have nothing in the cache before
+    sampling: IntArray  # indexes of the requests that sample
+    rows_per_sample: IntArray  # logits rows of each of those: 1 + drafts
+    logits_rows: IntArray  # [num_logits_rows]: the last rows of each request that samples
+    sample_slots: IntArray  # [num_logits_rows]
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.starts[-1])
+
+    @property
+    def num_prompt_rows(self) -> int:
+        end = self.num_decodes + self.num_prompts
+        return int(self.starts[end] - self.starts[self.num_decodes])
+
+    @property
+    def max_query_len(self) -> int:
+        return int(self.counts.max())
+
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens.max())
+
+    @property
+    def has_drafts(self) -> bool:
+        return len(self.logits_rows) > len(self.sampling)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request has one row and samples."""
+        return len(self.requests) == self.num_rows == len(self.logits_rows)
+
+
+def lay_out(plan: StepPlan, tables: RequestTables) -> StepLayout:
+    """Lay out a plan, not empty, whose requests have slots; counts its tokens as computed."""
+    requests = plan.scheduled
+    slots = np.array(tables.slots_of(requests), dtype=np.int64)
+    counts = np.array([item.num_tokens for item in requests], dtype=np.int64)
+    num_decodes, num_prompts = len(requests), 0
+    if counts.max() > 1:
+        is_new = tables.computed_bound[slots] == 0
+        places = np.where(counts == 1, DECODE, np.where(is_new, PROMPT, CHUNK))
+        order = np.argsort(places, kind="stable")
+        requests = [requests[index] for index in order.tolist()]
+        slots, counts = slots[order], counts[order]
+        num_decodes, num_prompts = (int((places == place).sum()) for place in (DECODE, PROMPT))
+    starts = np.zeros(len(requests) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    tables.computed_bound[slots] += counts
+    sampling, rows_per_sample, logits_rows = _logits_rows(requests, starts)
+    return StepLayout(
+        requests=requests,
+        slots=slots,
+        tenancies=tables.tenancies[slots],
+        counts=counts,
+        starts=starts,
+        seq_lens=tables.computed_bound[slots],
+        num_decodes=num_decodes,
+        num_prompts=num_prompts,
+        sampling=sampling,
+        rows_per_sample=rows_per_sample,
+        logits_rows=logits_rows,
+        sample_slots=slots[np.repeat(sampling, rows_per_sample)],
+    )
+
+
+def _logits_rows(
+    requests: list[ScheduledRequest], starts: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Which requests sample, how many rows each, and those rows: the last of each request."""
+    samples = np.array([item.samples for item in requests], dtype=bool)
+    sampling = np.nonzero(samples)[0]
+    rows_per_sample = 1 + np.array([item.num_drafts for item in requests], dtype=np.int64)[samples]
+    ends = np.cumsum(rows_per_sample)
+    within = np.arange(ends[-1] if len(ends) else 0)
+    first = starts[1:][samples] - rows_per_sample  # row of each request's first sample
+    rows = within + np.repeat(first - (ends - rows_per_sample), rows_per_sample)
+    return sampling, rows_per_sample, rows
