@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.ops import sampling_cpu
 from penstock.ops.cpu import library
 from penstock.ops.cpu.sampling import choose_tokens
 from penstock.protocol.sampling import SamplingParams
@@ -38,7 +39,7 @@ def make_sampler(op: Any, rows: int, vocab: int, params: dict[str, Any]) -> Samp
         token_ids=torch.zeros((rows, 8), dtype=torch.int32),
         num_prompt_tokens=torch.ones(rows, dtype=torch.int32),
     )
-    sampler = Sampler(tables, vocab, "cpu", (), op)
+    sampler = Sampler(tables, vocab, "cpu", op)
     for slot in range(rows):
         sampler.add(
             slot,
@@ -69,7 +70,10 @@ def main() -> None:
     for name, params in CASES.items():
         for rows in args.rows:
             logits = torch.randn((rows, args.vocab)) * 3.5
-            samplers = [make_sampler(op, rows, args.vocab, params) for op in (None, choose_tokens)]
+            samplers = [
+                make_sampler(op, rows, args.vocab, params)
+                for op in (sampling_cpu.choose_tokens, choose_tokens)
+            ]
             slots = np.arange(rows)
             times: tuple[list[float], list[float]] = ([], [])
             for step in range(args.steps):

@@ -74,7 +74,7 @@ class Worker:
         self.runtime = dataclasses.replace(self.runtime, dtype=backend.dtype)
         if self.config.cache.kv_cache_dtype == "auto" and backend.kv_dtype is not None:
             self.runtime = dataclasses.replace(self.runtime, kv_dtype=backend.kv_dtype)
-        self.choose_tokens = backend.ops.find("choose_tokens")
+        self.choose_tokens = backend.ops.choose_tokens
         build = Build(
             dtype=self.runtime.dtype,
             device=self.platform.device,
@@ -166,6 +166,7 @@ class Worker:
             self.platform.device,
             self.runtime.max_num_seqs,
             max_model_len,
+            self.choose_tokens,
             self.processors,
             self.drafter,
             max_num_batched_tokens=self.runtime.max_num_batched_tokens,
@@ -174,7 +175,6 @@ class Worker:
                 and not self.config.device.enforce_eager
                 and self.group.size == 1
             ),
-            choose_tokens=self.choose_tokens,
             dtype=self.runtime.dtype,
             routed_experts=self.routed_experts,
         )

@@ -26,11 +26,13 @@ from penstock.ops.quantized import (
     w8_linear,
 )
 from penstock.ops.recurrent import causal_conv
+from penstock.ops.sampling import choose_tokens
 
 __all__ = [
     "AttentionMetadata",
     "add_rms_norm",
     "causal_conv",
+    "choose_tokens",
     "embed",
     "experts",
     "fp4_experts",

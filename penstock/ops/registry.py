@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 BACKENDS: dict[str, tuple[str, ...]] = {
-    "cpu": ("penstock.ops.reference",),
+    "cpu": ("penstock.ops.sampling_cpu", "penstock.ops.reference"),
     "cpu-native": ("penstock.ops.cpu.ops", "penstock.ops.reference"),  # where its library loads
     "cuda": ("penstock.ops.triton.ops", "penstock.ops.reference"),
 }

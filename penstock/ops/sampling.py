@@ -11,6 +11,7 @@ alone, on any device, agree on the cutoff.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,9 @@ MAX_CHUNK_ELEMENTS = 2**24
 """Logits worked on at once by the reference, which bounds its temporary memory."""
 
 NEG_INF = float("-inf")
+SMALLEST_FLOAT32 = torch.finfo(torch.float32).tiny
+GREEDY = SMALLEST_FLOAT32
+"""What the tables hold for temperature 0."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,7 @@ def draw(scaled: Tensor, truncation: Truncation | None, seeds: Tensor, positions
     Never synchronizes with the host. Rows with NaN give an arbitrary token.
     """
     step = max(1, MAX_CHUNK_ELEMENTS // scaled.shape[1])
-    tokens = []
+    tokens = [torch.empty(0, dtype=torch.int64, device=scaled.device)]
     for start in range(0, scaled.shape[0], step):
         part = slice(start, start + step)
         if truncation is None:
@@ -180,6 +184,39 @@ def draw(scaled: Tensor, truncation: Truncation | None, seeds: Tensor, positions
             cutoff = truncation_cutoff(scaled[part], truncation[part])
         tokens.append(gumbel_argmax(scaled[part], cutoff, seeds[part], positions[part]))
     return torch.cat(tokens)
+
+
+def choose_tokens(
+    logits: Tensor,  # [rows, vocab], any floating-point type
+    slots: Tensor,  # [rows] int64
+    positions: Tensor,  # [rows] int64
+    floats: Tensor,  # [num_slots, *]: temperature, log of min_p, top_p, ...
+    ints: Tensor,  # [num_slots, *] int64: top_k, seed, ...
+    *,
+    allowed: Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: a bit a token
+    draws: bool = True,  # whether any row has a temperature
+    truncates: bool = True,  # whether any row has top_k, top_p or min_p
+    draw: Callable[[Tensor, Truncation | None, Tensor, Tensor], Tensor] = draw,
+) -> tuple[Tensor, Tensor]:
+    """Token [rows] int64 and fault [rows] bool of each row: greedy where the temperature is 0.
+
+    A row is faulted, and its token 0, if it has NaN or plus infinity, or nothing to choose from.
+    """
+    best, tokens = logits.max(-1)
+    faulted = ~torch.isfinite(best)
+    if allowed is not None:
+        logits = logits.masked_fill(~unpack_bitmask(allowed, logits.shape[1]), NEG_INF)
+        best, tokens = logits.max(-1)
+        faulted |= ~torch.isfinite(best)
+    if draws:
+        random = (floats[slots, 0] > GREEDY).nonzero()[:, 0]
+        own = slots[random]
+        truncation = Truncation(floats[own, 1], ints[own, 0], floats[own, 2])
+        scaled = scale_logits(logits[random].float(), best[random].float(), floats[own, 0])
+        tokens[random] = draw(
+            scaled, truncation if truncates else None, ints[own, 1], positions[random]
+        )
+    return tokens.masked_fill_(faulted, 0), faulted
 
 
 def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:

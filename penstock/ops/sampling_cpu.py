@@ -1,4 +1,4 @@
-"""`draw` for CPUs: the same tokens as the reference, without sorting or noise for whole rows.
+"""Choosing tokens on a CPU in torch: as the reference, without sorting or noise for whole rows.
 
 A token's score is its scaled logit plus noise of at most MAX_GUMBEL. Once some token has score s,
 only tokens with a scaled logit of at least s - MAX_GUMBEL can still win, and of these only the ones
@@ -8,9 +8,12 @@ values from the host is free here; on an accelerator it would stall, so there th
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
+from penstock.ops import sampling
 from penstock.ops.random import (
     MAX_GUMBEL,
     TOKENS_PER_CALL,
@@ -94,3 +97,6 @@ def _argmax_above(scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tenso
     noise = gumbel_of_groups(seeds[rows], positions[rows], groups)  # [active, 4]
     grouped[rows, groups] += noise  # the untouched groups hold only -inf
     return padded.argmax(-1)
+
+
+choose_tokens = functools.partial(sampling.choose_tokens, draw=draw)

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from penstock.models.base import Hidden, Model
-from penstock.protocol.step import NewRequest, RequestResult, StepMasks
+from penstock.protocol.step import NewRequest, RequestResult, StepMasks, TokenLogprobs
 from penstock.runner.drafter import Drafter
 from penstock.runner.forward import StepBatch
 from penstock.runner.layout import StepLayout
 from penstock.runner.masks import mask_logits
 from penstock.runner.prompt_logprobs import PromptLogprobsHead, PromptPiece
-from penstock.runner.sampler import SampledTokens, Sampler, row_logprobs
+from penstock.runner.sampler import SampledTokens, Sampler
 from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import RequestTables
 
@@ -155,10 +155,7 @@ class GenerationHead:
             return self._plain_results(output, layout)
         results = []
         rows = self._rows_by_request(output, layout)
-        logprobs = row_logprobs(output.sampled) if output.sampled else {}
-        token_ids = output.sampled.token_ids.tolist() if output.sampled else []
-        faulted = output.sampled.faulted.tolist() if output.sampled else []
-        errors = output.sampled.errors if output.sampled else {}
+        token_ids, faulted, errors, logprobs = _on_host(output.sampled)
         drafts = self._drafts_by_request(output, layout)
         for index, item in enumerate(layout.requests):
             own = rows.get(index, range(0))
@@ -228,3 +225,13 @@ class GenerationHead:
                 own.tolist(), first.tolist(), num_new.tolist(), strict=True
             )
         }
+
+
+def _on_host(
+    sampled: SampledTokens | None,
+) -> tuple[list[int], list[bool], dict[int, str], dict[int, TokenLogprobs]]:
+    """Tokens and faults by row; errors and logprobs of the rows that have some."""
+    if sampled is None:
+        return [], [], {}, {}
+    logprobs = sampled.logprobs.by_row() if sampled.logprobs else {}
+    return sampled.token_ids.tolist(), sampled.faulted.tolist(), sampled.errors, logprobs

@@ -8,10 +8,11 @@ requests neither pay for it nor can be harmed by it.
 from __future__ import annotations
 
 import importlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.step import NewRequest
+from penstock.runner.sampling_tables import to_device
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,109 @@ class LogitsProcessor(ABC):
 
         If this raises, it is called again for each row alone, and only rows that raise then fail.
         """
+
+
+class Rows(Protocol):
+    """What a host reads of `SamplingRows`."""
+
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def positions(self) -> Tensor: ...
+    @property
+    def host_slots(self) -> NDArray[np.int64]: ...
+    @property
+    def max_position(self) -> int: ...
+
+
+class ProcessorHost:
+    """Runs processors, which may raise anything: only the requests they fail for are failed."""
+
+    def __init__(self, processors: Sequence[LogitsProcessor], num_slots: int) -> None:
+        self._processors = tuple(processors)
+        self._handled = np.zeros((len(self._processors), num_slots), dtype=bool)
+        self._refused: dict[int, str] = {}  # by slot: why a processor refused its request
+
+    @property
+    def has_refused(self) -> bool:
+        return bool(self._refused)
+
+    def add(self, slot: int, request: NewRequest) -> bool:
+        """A request enters a slot. Whether any processor handles it."""
+        for number, processor in enumerate(self._processors):
+            try:
+                handled = processor.add(slot, request)
+                if not isinstance(handled, bool):
+                    raise TypeError(f"add must return True or False, got {handled!r}")
+            except Exception as error:
+                logger.exception("logits processor refused request %s", request.request_id)
+                self._refused[slot] = _describe(processor, error)
+                continue
+            self._handled[number, slot] = handled
+        return bool(self._handled[:, slot].any())
+
+    def remove(self, slot: int) -> None:
+        for number in np.flatnonzero(self._handled[:, slot]):
+            try:
+                self._processors[number].remove(slot)
+            except Exception:  # the slot is left all the same
+                logger.exception("logits processor failed to remove slot %d", slot)
+        self._handled[:, slot] = False
+        self._refused.pop(slot, None)
+
+    def refused(self, host_slots: NDArray[np.int64]) -> dict[int, str]:
+        """By row: why a processor refused its request."""
+        if not self._refused:
+            return {}
+        slots = enumerate(host_slots.tolist())
+        return {row: self._refused[slot] for row, slot in slots if slot in self._refused}
+
+    def run(self, work: Tensor, rows: Rows, token_ids: Tensor) -> dict[int, str]:
+        """Change logits [rows, vocab] in place. By row: why a processor failed."""
+        errors: dict[int, str] = {}
+        for number, processor in enumerate(self._processors):
+            users = np.flatnonzero(self._handled[number, rows.host_slots])
+            if len(users) == 0:
+                continue
+            try:
+                self._apply(processor, work, rows, users, token_ids)
+            except Exception:  # find out which rows it fails for
+                for user in users:
+                    try:
+                        self._apply(processor, work, rows, user[None], token_ids)
+                    except Exception as error:
+                        logger.exception("logits processor failed")
+                        errors[int(user)] = _describe(processor, error)
+        return errors
+
+    def _apply(
+        self,
+        processor: LogitsProcessor,
+        work: Tensor,
+        rows: Rows,
+        users: NDArray[np.int64],
+        token_ids: Tensor,
+    ) -> None:
+        """Run a processor for some rows. It works on a copy: what it raises harms nothing."""
+        index = to_device(users, work.device)
+        slots, positions = rows.slots[index], rows.positions[index]
+        history = None
+        if processor.needs_tokens:
+            tokens = token_ids[slots, : rows.max_position].tolist()
+            history = [row[:end] for row, end in zip(tokens, positions.tolist(), strict=True)]
+        given = work[index]
+        chosen = ProcessorRows(slots, positions, rows.host_slots[users], history)
+        result = processor.apply(given, chosen)
+        if not isinstance(result, Tensor) or result.shape != given.shape:
+            raise TypeError(
+                f"apply must return a tensor of shape {tuple(given.shape)}, "
+                f"got {getattr(result, 'shape', result)!r}"
+            )
+        work[index] = result.to(device=work.device, dtype=work.dtype)
+
+
+def _describe(processor: LogitsProcessor, error: Exception) -> str:
+    return f"logits processor {type(processor).__name__} failed: {error!r}"
 
 
 def load_processors(specs: Sequence[str | type]) -> list[LogitsProcessor]:

@@ -11,7 +11,7 @@ from penstock.models.base import Hidden, Model
 from penstock.ops.sampling import TopLogprobs
 from penstock.protocol.step import NewRequest, PromptLogprobs
 from penstock.runner.layout import StepLayout
-from penstock.runner.sampler import prompt_logprobs, token_logprobs
+from penstock.runner.logprobs import prompt_logprobs, token_logprobs
 from penstock.runner.tables import RequestTables
 
 ROWS_AT_ONCE = 256  # logits of a whole chunk of a prompt would be large

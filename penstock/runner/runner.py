@@ -49,11 +49,11 @@ class ModelRunner:
         device: torch.device,
         max_num_seqs: int,
         max_model_len: int,
+        choose_tokens: ChooseTokens,
         processors: Sequence[LogitsProcessor] = (),
         drafter: Drafter | None = None,
         max_num_batched_tokens: int = 0,
         capture_graphs: bool = False,
-        choose_tokens: ChooseTokens | None = None,
         dtype: torch.dtype = torch.float32,
         routed_experts: RoutedExpertsRecorder | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class ModelRunner:
                 max_num_seqs, max_model_len, layout.groups, device, num_drafts
             )
             self.steps = HostSteps(model, self.tables, self.memory)
-        sampler = Sampler(self.tables, vocab_size, device, processors, choose_tokens)
+        sampler = Sampler(self.tables, vocab_size, device, choose_tokens, processors)
         self.head = GenerationHead(model, self.tables, sampler, drafter)
         if device.type == "cuda":
             self.head.graphs = SamplingGraphs(

@@ -16,7 +16,6 @@ preempted, replayed or is checked several positions at once gets the same tokens
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,20 +26,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.ops import sampling as reference
-from penstock.ops import sampling_cpu
-from penstock.ops.sampling import NEG_INF, TopLogprobs
-from penstock.protocol.step import NewRequest, TokenLogprobs
-from penstock.runner.logits_processors import LogitsProcessor, ProcessorRows
+from penstock.ops.sampling import NEG_INF
+from penstock.protocol.step import NewRequest
+from penstock.runner.logits_processors import LogitsProcessor, ProcessorHost
+from penstock.runner.logprobs import RowLogprobs
 from penstock.runner.sampling_tables import Feature, SamplingTables, to_device
-
-logger = logging.getLogger(__name__)
 
 CHANGES = ~int(Feature.RANDOM | Feature.TRUNCATION | Feature.LOGPROBS)
 """Features that change logits before the draw."""
 
 
 ChooseTokens = Callable[..., tuple[Tensor, Tensor]]
-"""An op that chooses for greedy and drawing rows alike, see `penstock.ops.cpu.sampling`."""
+"""The op that chooses for greedy and drawing rows alike, see `penstock.ops.sampling`."""
 
 
 class TokenTables(Protocol):
@@ -76,15 +73,6 @@ class SamplingRows:
 
 
 @dataclass(frozen=True)
-class RowLogprobs:
-    """Log-probabilities for the rows that asked for them."""
-
-    rows: NDArray[np.int64]  # [n] which rows
-    counts: NDArray[np.int64]  # [n] how many top tokens each asked for
-    values: TopLogprobs  # of n rows, with the most that any asked for
-
-
-@dataclass(frozen=True)
 class SampledTokens:
     """A step's tokens, still on the device."""
 
@@ -95,14 +83,11 @@ class SampledTokens:
 
     def to_host(self) -> SampledTokens:
         """Start the copy to the host; on an accelerator it is complete after a synchronization."""
-        logprobs = self.logprobs
-        if logprobs is not None:
-            logprobs = RowLogprobs(logprobs.rows, logprobs.counts, logprobs.values.to_host())
         return SampledTokens(
             self.token_ids.to("cpu", non_blocking=True),
             self.faulted.to("cpu", non_blocking=True),
             self.errors,
-            logprobs,
+            None if self.logprobs is None else self.logprobs.to_host(),
         )
 
 
@@ -113,6 +98,10 @@ class SamplingKind:
     draws: bool  # whether any row has a temperature
     truncates: bool  # whether any row has top_k, top_p or min_p
 
+    @classmethod
+    def of(cls, features: int) -> SamplingKind:
+        return cls(bool(features & Feature.RANDOM), bool(features & Feature.TRUNCATION))
+
 
 class Sampler:
     """Holds the sampling parameters of the requests in the runner's slots and samples for them."""
@@ -122,8 +111,8 @@ class Sampler:
         tables: TokenTables,
         vocab_size: int,
         device: torch.device | str,
+        choose_tokens: ChooseTokens,
         processors: Sequence[LogitsProcessor] = (),
-        choose_tokens: ChooseTokens | None = None,
     ) -> None:
         num_slots = tables.token_ids.shape[0]
         self._tokens = tables
@@ -131,45 +120,18 @@ class Sampler:
         self._device = torch.device(device)
         self._params = SamplingTables(num_slots, vocab_size, self._device)
         self._choose = choose_tokens
-        self._takes_bits = self._device.type == "cpu"  # whether that op takes masks of bits
-        self._draw = sampling_cpu.draw if self._device.type == "cpu" else reference.draw
-        self._processors = tuple(processors)
-        self._handled = np.zeros((len(self._processors), num_slots), dtype=bool)
-        self._slot_errors: dict[int, str] = {}  # requests that a processor refused
+        self._processors = ProcessorHost(processors, num_slots)
 
     def add(self, slot: int, request: NewRequest) -> None:
         """A request enters an empty slot."""
         self._params.add(slot, request)
-        for number, processor in enumerate(self._processors):
-            try:
-                handled = processor.add(slot, request)
-                if not isinstance(handled, bool):
-                    raise TypeError(f"add must return True or False, got {handled!r}")
-            except Exception as error:  # a plugin may raise anything: only its request fails
-                logger.exception("logits processor refused request %s", request.request_id)
-                self._slot_errors[slot] = _describe(processor, error)
-                continue
-            if handled:
-                self._handled[number, slot] = True
-                self._params.features[slot] |= Feature.PROCESSORS
+        if self._processors.add(slot, request):
+            self._params.features[slot] |= Feature.PROCESSORS
 
     def remove(self, slot: int) -> None:
         """The request in a slot leaves it. An empty slot stays empty."""
-        for number in np.flatnonzero(self._handled[:, slot]):
-            try:
-                self._processors[number].remove(slot)
-            except Exception:  # a plugin may raise anything; the slot is left all the same
-                logger.exception("logits processor failed to remove slot %d", slot)
-        self._handled[:, slot] = False
-        self._slot_errors.pop(slot, None)
+        self._processors.remove(slot)
         self._params.remove(slot)
-
-    def needs_tokens(self, host_slots: NDArray[np.int64]) -> bool:
-        """Whether a processor of one of these requests needs the tokens so far on the host."""
-        return any(
-            processor.needs_tokens and bool(self._handled[number, host_slots].any())
-            for number, processor in enumerate(self._processors)
-        )
 
     def wants_logprobs(self, rows: SamplingRows) -> bool:
         """Whether any of these rows is asked for log-probabilities: of logits as they came."""
@@ -178,9 +140,9 @@ class Sampler:
     def kind_of(self, rows: SamplingRows) -> SamplingKind | None:
         """What `choose` has to do for these rows; None where that is not all there is to do."""
         used = int(np.bitwise_or.reduce(self._params.features[rows.host_slots]))
-        if used & CHANGES or self._slot_errors:
+        if used & CHANGES or self._processors.has_refused:
             return None
-        return SamplingKind(bool(used & Feature.RANDOM), bool(used & Feature.TRUNCATION))
+        return SamplingKind.of(used)
 
     def choose(
         self,
@@ -191,7 +153,6 @@ class Sampler:
         **options: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Tokens and faults [rows] of logits that are as they should be, by the device's op."""
-        assert self._choose is not None
         floats, ints = self._params.device_tables
         return self._choose(
             logits, slots, positions, floats, ints,
@@ -206,129 +167,41 @@ class Sampler:
         return SampledTokens(tokens, faulted, {}, self._logprobs(logits, tokens, rows, features))
 
     def sample(
-        self, logits: Tensor, rows: SamplingRows, masks: Tensor | None = None
+        self, logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None
     ) -> SampledTokens:
         """One token for each row of logits, [rows, vocab], which are left as they are.
 
-        masks: allowed tokens, bool [rows, vocab] or int32 bits [rows, ceil(vocab / 32)].
+        allowed: a bit a token, int32 [rows, ceil(vocab / 32)].
         """
         features = self._params.features[rows.host_slots]
-        if self._choose is not None:
-            return self._sample_with_op(logits, rows, features, masks)
-        busy = (
-            np.flatnonzero(features & ~int(Feature.LOGPROBS))
-            if masks is None
-            else np.arange(len(rows))
-        )
-        errors: dict[int, str] = {}
-        if len(busy) == 0:
-            best, tokens = logits.max(-1)
-            faulted = ~torch.isfinite(best)
-        elif len(busy) == len(rows):
-            faulted = ~torch.isfinite(logits.amax(-1))
-            changed = masks is not None or bool((features & CHANGES).any())
-            work = logits.to(torch.float32, copy=changed)
-            tokens, failed, errors = self._sample_busy(work, rows, features, masks)
-            faulted |= failed
-        else:
-            best, tokens = logits.max(-1)
-            faulted = ~torch.isfinite(best)
-            index = to_device(busy, self._device)
-            work = logits[index].to(torch.float32)
-            some, failed, busy_errors = self._sample_busy(
-                work, rows.select(busy, index), features[busy], None
-            )
-            tokens[index] = some
-            faulted[index] |= failed
-            errors = {int(busy[row]): error for row, error in busy_errors.items()}
-        tokens, faulted = self._fail_rows(tokens, faulted, errors, rows)
-        tokens = tokens.masked_fill(faulted, 0)
-        return SampledTokens(
-            tokens, faulted, errors, self._logprobs(logits, tokens, rows, features)
-        )
-
-    def _sample_with_op(
-        self,
-        logits: Tensor,
-        rows: SamplingRows,
-        features: NDArray[np.int64],
-        masks: Tensor | None,
-    ) -> SampledTokens:
-        """The same, where one op chooses for greedy and drawing rows alike."""
         used = int(np.bitwise_or.reduce(features)) if len(features) else 0
+        work, errors = logits, self._processors.refused(rows.host_slots)
         options: dict[str, Tensor] = {}
-        bits = self._takes_bits and not used & CHANGES  # where more changes, masks come first
-        if masks is not None and masks.dtype == torch.int32 and bits:
-            options["allowed"], masks = masks, None
-        changed = masks is not None or bool(used & CHANGES)
-        work, errors = logits, {}
-        if changed:
+        if used & CHANGES:  # what is not allowed is banned before anything else changes logits
             work = logits.to(torch.float32, copy=True)
-            errors = self._change_logits(work, rows, features, masks)
-        kind = SamplingKind(bool(used & Feature.RANDOM), bool(used & Feature.TRUNCATION))
-        tokens, faulted = self.choose(work, rows.slots, rows.positions, kind, **options)
-        if changed:
+            errors |= self._change_logits(work, rows, features, allowed)
+        elif allowed is not None:
+            options["allowed"] = allowed
+        tokens, faulted = self.choose(
+            work, rows.slots, rows.positions, SamplingKind.of(used), **options
+        )
+        if work is not logits:
             faulted |= ~torch.isfinite(logits.amax(-1))
-        if errors or self._slot_errors or changed:
-            tokens, faulted = self._fail_rows(tokens, faulted, errors, rows)
+        if errors:
+            faulted[to_device(np.array(list(errors)), self._device)] = True
+        if work is not logits or errors:
             tokens = tokens.masked_fill(faulted, 0)
         return SampledTokens(
             tokens, faulted, errors, self._logprobs(logits, tokens, rows, features)
         )
 
-    def _fail_rows(
-        self, tokens: Tensor, faulted: Tensor, errors: dict[int, str], rows: SamplingRows
-    ) -> tuple[Tensor, Tensor]:
-        """Mark rows that a processor refused or failed for, in `errors` too."""
-        if self._slot_errors:
-            for row, slot in enumerate(rows.host_slots):
-                if slot in self._slot_errors:
-                    errors[row] = self._slot_errors[slot]
-        if errors:
-            faulted[to_device(np.array(list(errors)), self._device)] = True
-        return tokens, faulted
-
-    def _sample_busy(
-        self, work: Tensor, rows: SamplingRows, features: NDArray[np.int64], masks: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[int, str]]:
-        """Tokens, faults and errors of rows that need more than an argmax; may change `work`."""
-        errors = self._change_logits(work, rows, features, masks)
-        random = np.flatnonzero(features & Feature.RANDOM)
-        if len(random) == len(rows):
-            best = work.amax(-1)
-            tokens = self._draw_tokens(work, best, rows, features)
-        else:
-            best, tokens = work.max(-1)
-            if len(random) > 0:
-                index = to_device(random, self._device)
-                tokens[index] = self._draw_tokens(
-                    work[index], best[index], rows.select(random, index), features[random]
-                )
-        return tokens, ~torch.isfinite(best), errors
-
-    def _draw_tokens(
-        self, work: Tensor, best: Tensor, rows: SamplingRows, features: NDArray[np.int64]
-    ) -> Tensor:
-        params = self._params
-        truncates = bool((features & Feature.TRUNCATION).any())
-        return self._draw(
-            reference.scale_logits(work, best, params.temperature(rows.slots)),
-            params.truncation(rows.slots) if truncates else None,
-            params.seeds(rows.slots),
-            rows.positions,
-        )
-
     def _change_logits(
-        self, work: Tensor, rows: SamplingRows, features: NDArray[np.int64], masks: Tensor | None
+        self, work: Tensor, rows: SamplingRows, features: NDArray[np.int64], allowed: Tensor | None
     ) -> dict[int, str]:
-        """Steps 2 to 4 in place, each for the rows that use it."""
-        if masks is not None:
-            if masks.dtype != torch.bool:
-                masks = reference.unpack_bitmask(masks, self._vocab_size)
-            work.masked_fill_(~masks, NEG_INF)
+        """Steps 2 to 4 in place, each for the rows that use it; rows that a processor failed."""
+        if allowed is not None:
+            work.masked_fill_(~reference.unpack_bitmask(allowed, self._vocab_size), NEG_INF)
         errors: dict[int, str] = {}
-        if not (features & CHANGES).any():
-            return errors
         for feature, change in (
             (Feature.ALLOWED_TOKENS, self._keep_allowed),
             (Feature.MIN_TOKENS, self._ban_stops),
@@ -340,7 +213,7 @@ class Sampler:
                 index = to_device(users, self._device)
                 change(work, index, rows.select(users, index))
         if (features & Feature.PROCESSORS).any():
-            errors = self._run_processors(work, rows)
+            errors = self._processors.run(work, rows, self._tokens.token_ids)
         users = np.flatnonzero(features & Feature.PENALTIES)
         if len(users) > 0:
             index = to_device(users, self._device)
@@ -386,51 +259,6 @@ class Sampler:
             work, index, tokens, is_prompt, is_output, *self._params.penalties(users.slots)
         )
 
-    def _run_processors(self, work: Tensor, rows: SamplingRows) -> dict[int, str]:
-        errors: dict[int, str] = {}
-        for number, processor in enumerate(self._processors):
-            users = np.flatnonzero(self._handled[number, rows.host_slots])
-            if len(users) == 0:
-                continue
-            index = to_device(users, self._device)
-            try:
-                work[index] = self._process(processor, work, rows, users)
-            except Exception:  # a plugin may raise anything: find out which rows it fails for
-                for user in users:
-                    row = np.array([user])
-                    try:
-                        work[int(user)] = self._process(processor, work, rows, row)[0]
-                    except Exception as error:
-                        logger.exception("logits processor failed")
-                        errors[int(user)] = _describe(processor, error)
-        return errors
-
-    def _process(
-        self,
-        processor: LogitsProcessor,
-        work: Tensor,
-        rows: SamplingRows,
-        users: NDArray[np.int64],
-    ) -> Tensor:
-        """A processor's logits for some rows. It works on a copy: what it raises harms nothing."""
-        index = to_device(users, self._device)
-        chosen = rows.select(users, index)
-        token_ids = self._history(chosen) if processor.needs_tokens else None
-        given = work[index]
-        result = processor.apply(
-            given, ProcessorRows(chosen.slots, chosen.positions, chosen.host_slots, token_ids)
-        )
-        if not isinstance(result, Tensor) or result.shape != given.shape:
-            raise TypeError(
-                f"apply must return a tensor of shape {tuple(given.shape)}, "
-                f"got {getattr(result, 'shape', result)!r}"
-            )
-        return result.to(device=work.device, dtype=work.dtype)
-
-    def _history(self, rows: SamplingRows) -> list[list[int]]:
-        tokens = self._tokens.token_ids[rows.slots, : rows.max_position].tolist()
-        return [row[:end] for row, end in zip(tokens, rows.positions.tolist(), strict=True)]
-
     def _logprobs(
         self, logits: Tensor, tokens: Tensor, rows: SamplingRows, features: NDArray[np.int64]
     ) -> RowLogprobs | None:
@@ -443,39 +271,3 @@ class Sampler:
             logits, tokens = logits[index], tokens[index]
         values = reference.top_logprobs(logits, tokens, int(counts.max()))
         return RowLogprobs(users, counts, values)
-
-
-def prompt_logprobs(logits: Tensor, target_token_ids: Tensor, k: int) -> TopLogprobs:
-    """Log-probabilities of prompt tokens: row i of logits, [n, vocab], predicts target i.
-
-    k top tokens besides; -1: all. Memory grows with n * vocab: the caller chooses n.
-    """
-    return reference.top_logprobs(logits, target_token_ids, logits.shape[1] if k < 0 else k)
-
-
-def token_logprobs(values: TopLogprobs, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """One `TokenLogprobs` a row of host tensors: the token itself, then its row's top `count`."""
-    return [
-        TokenLogprobs([token_id, *ids[:count]], [logprob, *logprobs[:count]], rank)
-        for token_id, logprob, rank, ids, logprobs, count in zip(
-            values.token_ids.tolist(),
-            values.logprobs.tolist(),
-            values.ranks.tolist(),
-            values.top_ids.tolist(),
-            values.top_logprobs.tolist(),
-            counts,
-            strict=True,
-        )
-    ]
-
-
-def row_logprobs(sampled: SampledTokens) -> dict[int, TokenLogprobs]:
-    """By row, for the rows that asked. `sampled` must have arrived on the host."""
-    if sampled.logprobs is None:
-        return {}
-    lists = token_logprobs(sampled.logprobs.values, sampled.logprobs.counts.tolist())
-    return dict(zip(sampled.logprobs.rows.tolist(), lists, strict=True))
-
-
-def _describe(processor: LogitsProcessor, error: Exception) -> str:
-    return f"logits processor {type(processor).__name__} failed: {error!r}"

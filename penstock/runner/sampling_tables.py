@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.ops.random import signed_seed
-from penstock.ops.sampling import Truncation
+from penstock.ops.sampling import GREEDY, SMALLEST_FLOAT32
 from penstock.protocol.step import NewRequest
 
 HostArray = NDArray[Any]
 PADDING = -1
-SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 
 
 class Feature(enum.IntFlag):
@@ -165,7 +164,7 @@ class SamplingTables:
             self.num_logprobs[slot] = min(asked, self.vocab_size)
         features |= self._add_lists(slot, request)
         floats = (
-            max(params.temperature, SMALLEST_FLOAT32),
+            max(params.temperature, GREEDY),
             math.log(params.min_p) if params.min_p > 0.0 else -math.inf,
             max(params.top_p, SMALLEST_FLOAT32),
             *penalties,
@@ -193,22 +192,9 @@ class SamplingTables:
         """By slot: temperature, log of min_p, top_p, ...; top_k, seed, ..."""
         return self._floats, self._ints
 
-    def temperature(self, slots: Tensor) -> Tensor:
-        return self._floats[slots, 0]
-
-    def truncation(self, slots: Tensor) -> Truncation:
-        return Truncation(
-            log_min_p=self._floats[slots, 1],
-            top_k=self._ints[slots, 0],
-            top_p=self._floats[slots, 2],
-        )
-
     def penalties(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """repetition, frequency, presence: [n] each."""
         return self._floats[slots, 3], self._floats[slots, 4], self._floats[slots, 5]
-
-    def seeds(self, slots: Tensor) -> Tensor:
-        return self._ints[slots, 1]
 
     def min_tokens(self, slots: Tensor) -> Tensor:
         return self._ints[slots, 2]

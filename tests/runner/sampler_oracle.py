@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.ops import sampling_cpu
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.step import NewRequest
 from penstock.runner.logits_processors import LogitsProcessor
@@ -17,7 +18,7 @@ from penstock.runner.sampler import ChooseTokens, Sampler, SamplingRows
 VOCAB = 67
 MAX_LEN = 48
 NUM_SLOTS = 12
-choose_tokens: ChooseTokens | None = None  # set in conftest.py: torch, or the C++ library's
+choose_tokens: ChooseTokens = sampling_cpu.choose_tokens  # or another, set in conftest.py
 
 
 @dataclass
@@ -62,7 +63,7 @@ def make_request(
 def make_sampler(
     tables: FakeTables, vocab: int = VOCAB, processors: tuple[LogitsProcessor, ...] = ()
 ) -> Sampler:
-    return Sampler(tables, vocab, "cpu", processors, choose_tokens)
+    return Sampler(tables, vocab, "cpu", choose_tokens, processors)
 
 
 def set_up(

@@ -24,12 +24,8 @@ from sampler_oracle import (
 
 from penstock.protocol.step import TokenLogprobs
 from penstock.runner import sampler as sampler_module
-from penstock.runner.sampler import (
-    SamplingRows,
-    prompt_logprobs,
-    row_logprobs,
-    token_logprobs,
-)
+from penstock.runner.logprobs import prompt_logprobs, token_logprobs
+from penstock.runner.sampler import SamplingRows
 
 pytestmark = pytest.mark.usefixtures("implementation")
 
@@ -125,7 +121,7 @@ def test_features_change_tokens_at_all() -> None:
 def test_the_logits_given_are_left_as_they_are() -> None:
     sampler, logits, rows = set_up([make_case(1, **EVERYTHING), make_case(2, temperature=0.0)])
     before = logits.clone()
-    sampler.sample(logits, rows, torch.ones((2, VOCAB), dtype=torch.bool))
+    sampler.sample(logits, rows, torch.full((2, 3), -1, dtype=torch.int32))
     assert torch.equal(logits, before)
 
 
@@ -143,7 +139,7 @@ def test_a_plain_greedy_batch_needs_one_maximum_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sampler, logits, rows = set_up([make_case(index, temperature=0.0) for index in range(4)])
-    monkeypatch.setattr(sampler, "_sample_busy", None)
+    monkeypatch.setattr(sampler, "_change_logits", None)
     monkeypatch.setattr(sampler_module, "to_device", None)
     assert sampler.sample(logits, rows).token_ids.tolist() == logits.argmax(-1).tolist()
 
@@ -206,15 +202,14 @@ def test_bad_words_of_different_shapes_do_not_disturb_each_other() -> None:
     assert sampler.sample(logits, rows).token_ids.tolist() == [oracle(case) for case in cases]
 
 
-def test_a_grammar_mask_is_obeyed_as_bools_and_as_bits() -> None:
+def test_a_grammar_mask_is_obeyed() -> None:
     cases = [make_case(0, temperature=0.0), make_case(1), make_case(2, **EVERYTHING)]
     sampler, logits, rows = set_up(cases)
-    mask = torch.zeros((3, VOCAB), dtype=torch.bool)
-    mask[0, 64], mask[1, 33], mask[2, 7] = True, True, True
     bits = torch.zeros((3, 3), dtype=torch.int32)
     bits[0, 2], bits[1, 1], bits[2, 0] = 1, 2, 128
-    assert sampler.sample(logits, rows, mask).token_ids.tolist() == [64, 33, 7]
     assert sampler.sample(logits, rows, bits).token_ids.tolist() == [64, 33, 7]
+    plain, logits, rows = set_up(cases[:2])
+    assert plain.sample(logits, rows, bits[:2]).token_ids.tolist() == [64, 33]
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, EVERYTHING], ids=str)
@@ -256,7 +251,8 @@ def test_logprobs_are_of_the_raw_logits_and_cut_to_what_each_row_asked_for() -> 
     cases = [make_case(index, **EVERYTHING, logprobs=k) for index, k in enumerate(asked)]
     sampler, logits, rows = set_up(cases)
     sampled = sampler.sample(logits, rows).to_host()
-    found = row_logprobs(sampled)
+    assert sampled.logprobs is not None
+    found = sampled.logprobs.by_row()
     assert sorted(found) == [1, 2, 3, 4]
     for row, entry in found.items():
         raw = torch.from_numpy(cases[row].logits).double().log_softmax(-1).tolist()
@@ -271,7 +267,9 @@ def test_logprobs_are_of_the_raw_logits_and_cut_to_what_each_row_asked_for() -> 
 def test_logprobs_alone_leave_a_greedy_row_greedy() -> None:
     case = make_case(0, temperature=0.0, logprobs=1)
     sampler, logits, rows = set_up([case])
-    entry = row_logprobs(sampler.sample(logits, rows))[0]
+    logprobs = sampler.sample(logits, rows).logprobs
+    assert logprobs is not None
+    entry = logprobs.by_row()[0]
     assert entry.token_ids == [oracle(case)] * 2
     assert entry.rank == 1
 
@@ -279,7 +277,7 @@ def test_logprobs_alone_leave_a_greedy_row_greedy() -> None:
 def test_no_logprobs_are_computed_where_nobody_asks() -> None:
     sampler, logits, rows = set_up([make_case(0)])
     assert sampler.sample(logits, rows).logprobs is None
-    assert row_logprobs(sampler.sample(logits, rows)) == {}
+    assert sampler.sample(logits, rows).logprobs is None
 
 
 def test_prompt_logprobs_are_those_of_the_target_tokens() -> None:

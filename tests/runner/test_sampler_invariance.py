@@ -20,7 +20,7 @@ from sampler_oracle import (
     set_up,
 )
 
-from penstock.runner.sampler import Sampler, SamplingRows, row_logprobs
+from penstock.runner.sampler import Sampler, SamplingRows
 
 optional = st.booleans()
 
@@ -73,7 +73,7 @@ def any_case(draw: st.DrawFn) -> Case:
 def outcome(sampler: Sampler, logits: torch.Tensor, rows: SamplingRows) -> list[Any]:
     """Everything that is returned for each row, logprobs to the last bit."""
     sampled = sampler.sample(logits, rows)
-    logprobs = row_logprobs(sampled)
+    logprobs = sampled.logprobs.by_row() if sampled.logprobs else {}
     tokens, faulted = sampled.token_ids.tolist(), sampled.faulted.tolist()
     return [(tokens[row], faulted[row], logprobs.get(row)) for row in range(len(tokens))]
 

@@ -163,8 +163,6 @@ def test_a_processor_that_needs_tokens_gets_the_history_of_each_row() -> None:
     result = sampler.sample(logits, rows)
     assert processor.histories == [cases[0].tokens[:5], cases[2].tokens[:8]]
     assert result.token_ids[[0, 2]].tolist() == [cases[0].tokens[4], cases[2].tokens[7]]
-    assert sampler.needs_tokens(np.array([0, 1]))
-    assert not sampler.needs_tokens(np.array([1]))
 
 
 def test_processors_run_in_the_order_given() -> None:

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.ops.triton.bitmask import apply_bitmask
+
 CHUNK = 4096
 BEST_MASS = tl.constexpr(17179869184.0)  # penstock.ops.sampling.BEST_MASS, 2**34
 GREEDY = tl.constexpr(1.1754943508222875e-38)  # what the tables hold for temperature 0
@@ -271,11 +273,15 @@ def choose_tokens(
     floats: torch.Tensor,  # [num_slots, *]: temperature, log of min_p, top_p, ...
     ints: torch.Tensor,  # [num_slots, *] int64: top_k, seed, ...
     *,
-    draws: bool,  # whether any row has a temperature
-    truncates: bool,  # whether any row has top_k, top_p or min_p
+    allowed: torch.Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: a bit a token
+    draws: bool = True,  # whether any row has a temperature
+    truncates: bool = True,  # whether any row has top_k, top_p or min_p
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token [rows] int64 and fault [rows] bool of each row: greedy where the temperature is 0."""
     num_rows, vocab_size = logits.shape
+    if allowed is not None:
+        logits = logits.clone()
+        apply_bitmask(logits, allowed, torch.arange(num_rows, device=logits.device))
     num_chunks = triton.cdiv(vocab_size, CHUNK)
     chunks = max(triton.next_power_of_2(num_chunks), 2)
     device = logits.device

@@ -76,7 +76,7 @@ def take_device_path(llm: LLM) -> WatchedGraphs:
         runner.model, VOCAB_SIZE, tables, runner.memory, max_num_batched_tokens=16,
         num_drafts=0, capture_graphs=False, dtype=torch.float32,
     )  # fmt: skip
-    sampler = Sampler(tables, VOCAB_SIZE, CPU, choose_tokens=choose_tokens)
+    sampler = Sampler(tables, VOCAB_SIZE, CPU, choose_tokens)
     head = GenerationHead(runner.model, tables, sampler)
     head.graphs = WatchedGraphs(steps.buffers, steps.logits, tables, sampler, steps.pool)
     runner.tables, runner.steps, runner.head = tables, steps, head
