@@ -309,7 +309,8 @@ def test_the_real_server_is_measured_over_both_endpoints(
         assert (result["completed"], result["failed"]) == (3, 0)
         assert (result["total_output_tokens"], result["token_counts"]) == (12, "usage")
         assert result["good_share"] == 1.0
-        assert all(len(row["itls_ms"]) == 3 for row in result["requests"])
-        assert 0 < result["ttft_ms"]["median"] < result["e2el_ms"]["median"]
+        for row in result["requests"]:  # a chunk holds one token, or from a busy server more
+            assert len(row["itls_ms"]) <= 3
+            assert 0 < row["ttft_ms"] <= (row["end_s"] - row["start_s"]) * 1e3 + 1e-6
         assert "counted by usage" in capsys.readouterr().out
     assert result["total_input_tokens"] > 15  # the chat template's own tokens

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,16 @@ class ServerProcess:
         """Children that have, or load, a model: a spare engine does not."""
         return {pid for pid in self.child_pids() if name_of(pid) == "penstock-engine"}
 
+    @contextlib.contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """Nothing is computed meanwhile; far shorter than the engine may be silent."""
+        pid = self.engine_pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def child_pids(self) -> set[int]:
         pids: set[int] = set()
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
@@ -125,8 +135,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait until `condition` holds; fail if it does not in time."""
+def eventually(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    """Wait until `condition` holds; fail if it does not, even on a machine under load."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"still not so after {timeout_s} s"

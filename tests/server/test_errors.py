@@ -260,8 +260,8 @@ def test_a_request_that_runs_out_of_tokens_to_choose_is_told_which_fields_do_tha
 
     response = server.post("/v1/completions", {**body, "stream": True})
     assert response.status_code == 200
-    first, second, fault, end = events(response.text)
-    assert first["choices"][0]["text"] + second["choices"][0]["text"] == "77"
+    *chunks, fault, end = events(response.text)  # a chunk may hold both tokens
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "77"
     assert fault == {"error": error}
     assert end == "[DONE]"
 
@@ -295,9 +295,10 @@ def test_token_ids_beyond_the_vocabulary_are_refused(server: ServerProcess) -> N
 
 
 def test_a_request_that_takes_too_long_is_a_408(server: ServerProcess) -> None:
-    body = {"prompt": "Hi", "max_tokens": 2000, "ignore_eos": True, "timeout": 0.01}
-    assert "0.01 s" in check_shape(server.post("/v1/completions", body), 408)["message"]
-    check_shape(server.post("/v1/completions", {**body, "stream": True}), 408)
+    body = {"prompt": "Hi", "timeout": 0.01}
+    with server.engine_stopped():  # no token comes in time, however fast a step is
+        assert "0.01 s" in check_shape(server.post("/v1/completions", body), 408)["message"]
+        check_shape(server.post("/v1/completions", {**body, "stream": True}), 408)
 
 
 @pytest.mark.parametrize(
