@@ -6,6 +6,7 @@ parent on PYTHONPATH (`saboteur_options`). A request asks for a fault through it
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import os
 import signal
@@ -27,6 +28,7 @@ class Fault(enum.IntEnum):
     ABORT = 2  # as failed checks in C++ do
     HANG = 3
     HANG_ONCE = 4  # in the first process alone, of those that share `flag_path`
+    WAIT = 5  # for the `Gate` of the same path to be open
 
 
 def seed_of(fault: Fault, position: int) -> int:
@@ -42,8 +44,39 @@ def saboteur_options(flag_path: Path) -> tuple[list[str], dict[str, Any]]:
     return ["--logits-processors", "faults.saboteur:Saboteur"], {"env": env}
 
 
+class Gate:
+    """Lets a test act while a request is under way, however fast steps are.
+
+    Requests with `Fault.WAIT` wait at it while it is closed, and all else in their engine with
+    them; `at_start` it is engines that do, before they are ready. It is open at first.
+    """
+
+    def __init__(self, flag_path: Path, at_start: bool = False) -> None:
+        name = f"{flag_path.name}.start" if at_start else flag_path.name
+        self._closed = flag_path.with_name(f"{name}.closed")
+        self._reached = flag_path.with_name(f"{name}.reached")
+
+    def close(self) -> None:
+        self._reached.unlink(missing_ok=True)
+        self._closed.touch()
+
+    def open(self) -> None:
+        self._closed.unlink()
+
+    async def reached(self) -> None:
+        """Wait until a request stands before it."""
+        while not self._reached.exists():
+            await asyncio.sleep(0.005)
+
+    def pass_through(self) -> None:
+        while self._closed.exists():
+            self._reached.touch()
+            time.sleep(0.005)
+
+
 class Saboteur(LogitsProcessor):
     def __init__(self) -> None:
+        Gate(flag_path(), at_start=True).pass_through()
         self._faults: dict[int, tuple[int, Fault]] = {}  # by slot: where, and which
 
     def add(self, slot: int, request: NewRequest) -> bool:
@@ -71,6 +104,12 @@ def commit(fault: Fault) -> None:
         os.abort()
     elif fault is Fault.HANG:
         time.sleep(3600)
-    elif not (flag := Path(os.environ["SABOTEUR_FLAG"])).exists():
-        flag.touch()
+    elif fault is Fault.WAIT:
+        Gate(flag_path()).pass_through()
+    elif not flag_path().exists():
+        flag_path().touch()
         time.sleep(3600)
+
+
+def flag_path() -> Path:
+    return Path(os.environ["SABOTEUR_FLAG"])

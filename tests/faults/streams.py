@@ -28,17 +28,20 @@ class Answer:
     error: dict[str, Any] | None = None
     num_ends: int = 0  # [DONE]s
 
-    def add(self, line: str) -> None:
+    def add(self, line: str) -> int:
+        """How many tokens the line held."""
         if line == "[DONE]":
             self.num_ends += 1
-            return
+            return 0
         event = json.loads(line)
         self.error = event.get("error", self.error)
         if event.get("usage"):
             # How much of a prompt was cached depends on who else came, kills or no kills.
             self.usage = {k: v for k, v in event["usage"].items() if isinstance(v, int)}
-        for choice in event.get("choices", []):
+        choices = event.get("choices", [])
+        for choice in choices:
             self._add_choice(choice)
+        return sum(len(choice.get("token_ids") or []) for choice in choices)
 
     def _add_choice(self, choice: dict[str, Any]) -> None:
         empty = {"text": "", "token_ids": [], "logprobs": [], "finish": None, "stop": None}
@@ -65,29 +68,28 @@ def _logprobs(logprobs: dict[str, Any] | None) -> list[Any]:
 
 
 class Streams:
-    """Runs requests at once against a server; counts the chunks that come."""
+    """Runs requests at once against a server; counts the tokens that come."""
 
     def __init__(self, server: ServerProcess, timeout_s: float = 120.0) -> None:
         self._server = server
         self._timeout_s = timeout_s
-        self.num_chunks = 0
-        self._waiting: list[tuple[int, asyncio.Event]] = []
+        self.num_tokens = 0
+        self.num_begun = 0  # requests whose first token has come
 
     def run(
         self, bodies: Sequence[Body], fault: Callable[[Streams], Awaitable[None]] | None = None
     ) -> list[Answer]:
-        """The requests' answers; `fault` happens meanwhile, and must be over before they are."""
+        """The requests' answers; `fault` happens meanwhile."""
         return asyncio.run(self._run(bodies, fault))
 
     async def _run(
         self, bodies: Sequence[Body], fault: Callable[[Streams], Awaitable[None]] | None
     ) -> list[Answer]:
         async with self._client() as client:
-            happening = asyncio.ensure_future(fault(self)) if fault is not None else None
-            answers = await asyncio.gather(*(self.stream(client, body) for body in bodies))
-            if happening is not None:
-                await asyncio.wait_for(happening, 60)
-            return answers
+            answers = asyncio.gather(*(self.stream(client, body) for body in bodies))
+            if fault is not None:
+                await asyncio.gather(answers, fault(self))  # a fault that fails ends all
+            return await answers
 
     def run_during(
         self, bodies: Sequence[Body], fault: Callable[[Streams], Awaitable[None]]
@@ -118,7 +120,7 @@ class Streams:
         )
 
     async def stream(self, client: httpx.AsyncClient, body: Body) -> Answer:
-        answer = Answer()
+        answer, has_begun = Answer(), False
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         body = {"stream": True, "return_token_ids": True, **body}
         if body["stream"]:
@@ -129,35 +131,30 @@ class Streams:
                 return answer
             async for line in response.aiter_lines():
                 if line:
-                    answer.add(line.removeprefix("data: "))
-                    self._count_chunk()
+                    num_tokens = answer.add(line.removeprefix("data: "))
+                    self.num_tokens += num_tokens
+                    self.num_begun += num_tokens > 0 and not has_begun
+                    has_begun = has_begun or num_tokens > 0
         answer.num_ends += not body["stream"]
         return answer
 
-    def _count_chunk(self) -> None:
-        self.num_chunks += 1
-        for least, event in self._waiting:
-            if self.num_chunks >= least:
-                event.set()
-
-    async def chunks_more(self, count: int) -> None:
-        """Wait until so many more chunks have come."""
-        event = asyncio.Event()
-        self._waiting.append((self.num_chunks + count, event))
-        await event.wait()
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.005)
 
     # -- what may happen
 
     def kills(
-        self, num_kills: int, chunks_between: tuple[int, int], seed: int
+        self, num_kills: int, tokens_between: tuple[int, int], seed: int
     ) -> Callable[[Streams], Awaitable[None]]:
-        """Kill the engine, again and again, each time after some more chunks."""
+        """Kill the engine, again and again, each time after some more tokens."""
         draw = random.Random(seed)
         self.times_back_s: list[float] = []
 
         async def kill_often(_: Streams) -> None:
             for _kill in range(num_kills):
-                await self.chunks_more(draw.randint(*chunks_between))
+                enough = self.num_tokens + draw.randint(*tokens_between)
+                await self.until(lambda: self.num_tokens >= enough)  # noqa: B023
                 await asyncio.sleep(draw.random() * 0.02)  # anywhere within a step
                 self.times_back_s.append(await kill_and_wait(self._server))
 
@@ -182,7 +179,7 @@ async def kill_and_wait(server: ServerProcess, number: int = signal.SIGKILL) -> 
     """End the engine; how many seconds it took until the server said that it is back."""
     pid, started = server.engine_pid, time.monotonic()
     os.kill(pid, number)
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
         while True:
             has_died = pid not in server.engine_pids()
             if has_died and (await client.get("/health")).status_code == 200:

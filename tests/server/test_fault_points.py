@@ -57,7 +57,7 @@ class Subject:
         self.server = ServerProcess(
             str(make_tiny_checkpoint(folder / "model")),
             *("--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1"),
-            *("--engine-heartbeat-timeout-s", "2.5"),
+            *("--engine-heartbeat-timeout-s", "6"),
             env=self.points.env,
         )
         self.calm = Streams(self.server).run(BODIES)
@@ -122,7 +122,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(subject: Subject, point: 
     before = subject.num_restarts()
 
     async def send_another(streams: Streams) -> None:
-        await streams.chunks_more(20)
+        await streams.until(lambda: streams.num_begun == len(BODIES))
         subject.points.raise_at(point)
         refused = subject.server.post("/v1/completions", GREEDY)
         assert refused.status_code == 500
@@ -137,7 +137,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone(subject: Subject, point: 
 def test_a_disk_that_is_slow_to_load_the_model_is_waited_for(subject: Subject) -> None:
     """It stalls for longer than an engine that runs may be silent."""
     before = subject.num_restarts()
-    subject.points.stall_at(LOADING, 4.0)
+    subject.points.stall_at(LOADING, 9.0)
     assert subject.run(RESTARTED[0]) == subject.calm
     assert subject.points.has_struck(LOADING)
     assert subject.num_restarts() == before + 1, "it was not taken for dead meanwhile"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -9,17 +10,16 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from faults.saboteur import Fault, saboteur_options, seed_of
-from faults.streams import Answer, Body, Streams, kill_and_wait
+from faults.saboteur import Fault, seed_of
+from faults.streams import Answer, Body, Streams
+from faults.subject import GREEDY, HELD, Subject, start_subject
 from faults.tiny_checkpoint import make_tiny_checkpoint
 from server_process import SMALL, ServerProcess, eventually, is_running
 
-Serve = Callable[..., ServerProcess]
-
-GREEDY: Body = {"prompt": "Once", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
 SEEDED: Body = {**GREEDY, "temperature": 1.0, "seed": 11}
 KINDS: list[Body] = [
     GREEDY,
@@ -43,37 +43,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def tiny_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """With a saboteur in its engine, and little patience."""
-    flags, options = saboteur_options(tmp_path_factory.mktemp("flag") / "flag")
-    impatient = ("--engine-heartbeat-timeout-s", "2.5", "--step-timeout-s", "5")
-    process = ServerProcess(
-        str(model),
-        *SMALL,
-        *impatient,
-        "--max-request-crashes",
-        "1",
-        "--spare-engine",
-        *flags,
-        **options,
-    )
-    yield process
-    process.close()
+Serve = Callable[..., Subject]
 
 
 @pytest.fixture
-def serve(model: Path) -> Iterator[Serve]:
-    """Starts servers of the tiny model, or of another; ends them all."""
-    processes: list[ServerProcess] = []
+def serve(model: Path, tmp_path: Path) -> Iterator[Serve]:
+    """Starts servers; ends them all."""
+    subjects: list[Subject] = []
 
-    def start(*flags: str, model: Path = model) -> ServerProcess:
-        processes.append(ServerProcess(str(model), *SMALL, *flags))
-        return processes[-1]
+    def start(*flags: str, model: Path = model, **options: Any) -> Subject:
+        folder = tmp_path / f"server{len(subjects)}"
+        folder.mkdir()
+        subjects.append(start_subject(model, folder, *flags, **options))
+        return subjects[-1]
 
     yield start
-    for process in processes:
-        process.close()
+    for subject in subjects:
+        subject.server.close()
+
+
+@pytest.fixture(scope="module")
+def subject(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    flags = ("--max-request-crashes", "1", "--spare-engine")
+    subject = start_subject(model, tmp_path_factory.mktemp("subject"), *flags)
+    yield subject
+    subject.server.close()
+
+
+@pytest.fixture
+def tiny_server(subject: Subject) -> ServerProcess:
+    return subject.server
 
 
 def counters(server: ServerProcess) -> dict[str, float]:
@@ -116,24 +115,27 @@ def test_kills_at_random_moments_change_nothing(tiny_server: ServerProcess) -> N
     eventually(tiny_server.is_idle)
 
 
-def test_a_stopped_process_is_a_dead_one(tiny_server: ServerProcess) -> None:
-    bodies = [GREEDY, SEEDED]
-    calm = Streams(tiny_server).run(bodies)
+def test_a_stopped_process_is_a_dead_one(serve: Serve) -> None:
+    subject = serve("--engine-heartbeat-timeout-s", "2.5")
+    server = subject.server
+    calm = Streams(server).run([HELD, SEEDED])
 
-    async def stop(streams: Streams) -> None:
-        await streams.chunks_more(20)
-        await kill_and_wait(tiny_server, signal.SIGSTOP)
+    def stop() -> None:
+        pid = server.engine_pid
+        os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: not is_running(pid))
 
-    assert Streams(tiny_server).run(bodies, stop) == calm
-    assert any("no sign of life" in line for line in tiny_server.log)
+    assert subject.run_held([SEEDED], stop) == calm
+    assert any("no sign of life" in line for line in server.log)
 
 
-def test_a_step_without_end_is_a_death(tiny_server: ServerProcess) -> None:
+def test_a_step_without_end_is_a_death(serve: Serve) -> None:
+    server = serve("--step-timeout-s", "3").server
     bodies = [GREEDY, SEEDED, {**GREEDY, "seed": seed_of(Fault.HANG_ONCE, 40)}]
-    answers = Streams(tiny_server).run(bodies)
+    answers = Streams(server).run(bodies)
     assert_whole(answers)
-    assert answers == Streams(tiny_server).run(bodies)  # it hangs once
-    assert any("a step took longer" in line for line in tiny_server.log)
+    assert answers == Streams(server).run(bodies)  # it hangs once
+    assert any("a step took longer" in line for line in server.log)
 
 
 def test_a_request_that_kills_the_engine_fails_alone(tiny_server: ServerProcess) -> None:
@@ -158,35 +160,44 @@ def test_a_request_that_kills_the_engine_fails_alone(tiny_server: ServerProcess)
     eventually(tiny_server.is_idle)
 
 
-def test_a_client_may_leave_while_the_engine_is_away(tiny_server: ServerProcess) -> None:
-    body = {**SEEDED, "n": 16, "stream": True}
+def test_a_client_may_leave_while_the_engine_is_away(subject: Subject) -> None:
+    server = subject.server
+    subject.gate.close()
     with (
-        tiny_server.client() as client,
-        client.stream("POST", "/v1/completions", json=body) as stream,
+        server.client() as client,
+        client.stream("POST", "/v1/completions", json={**HELD, "stream": True}) as stream,
     ):
         lines = stream.iter_lines()
         next(lines)
-        os.kill(tiny_server.engine_pid, signal.SIGKILL)
-        eventually(lambda: tiny_server.get("/health").status_code == 503)
-        assert tiny_server.get("/load").json()["server_load"] > 0
-    eventually(lambda: tiny_server.get("/load").json()["server_load"] == 0)
-    assert tiny_server.get("/health").status_code == 503
-    assert_whole(Streams(tiny_server).run([GREEDY]))  # it waited for the engine
-    eventually(tiny_server.is_idle)
+        subject.kill()
+        assert server.get("/load").json()["server_load"] > 0
+    eventually(lambda: server.get("/load").json()["server_load"] == 0)
+    assert server.get("/health").status_code == 503
+    subject.gate.open()
+
+    async def come_back(_: Streams) -> None:
+        def has_arrived() -> bool:
+            return bool(server.get("/load").json()["server_load"] == 1)
+
+        await asyncio.to_thread(eventually, has_arrived)
+        subject.start_gate.open()
+
+    assert_whole(Streams(server).run([GREEDY], come_back))  # it waited for the engine
+    eventually(server.is_idle)
 
 
 def test_while_the_engine_is_away_requests_wait_up_to_the_limit(serve: Serve) -> None:
-    server = serve("--max-num-seqs", "2", "--max-queued-requests", "2")
+    subject = serve("--max-num-seqs", "2", "--max-queued-requests", "2")
+    server = subject.server
     refused: list[httpx.Response] = []
 
-    async def kill(streams: Streams) -> None:
-        await streams.chunks_more(10)
-        os.kill(server.engine_pid, signal.SIGKILL)
-        eventually(lambda: server.get("/health").status_code == 503)
+    def kill() -> None:
+        subject.kill()
         refused.append(server.get("/ready"))
         refused.append(server.post("/v1/completions", {**GREEDY, "n": 3}))
+        subject.start_gate.open()
 
-    assert_whole(Streams(server).run([GREEDY, SEEDED], kill))
+    assert_whole(subject.run_held([SEEDED], kill))
     ready, too_many = refused
     assert ready.status_code == 503
     assert (too_many.status_code, too_many.json()["error"]["code"]) == (503, 503)
@@ -196,18 +207,18 @@ def test_while_the_engine_is_away_requests_wait_up_to_the_limit(serve: Serve) ->
 
 
 def test_sigterm_lets_requests_finish_though_their_engine_is_away(serve: Serve) -> None:
-    server = serve()
+    subject = serve()
+    server = subject.server
     engines = [server.engine_pid]
-    calm = Streams(server).run([GREEDY, SEEDED])
+    calm = Streams(server).run([HELD, SEEDED])
 
-    async def kill(streams: Streams) -> None:
-        await streams.chunks_more(10)
-        os.kill(engines[0], signal.SIGKILL)
-        eventually(lambda: server.get("/health").status_code == 503)
+    def kill() -> None:
+        subject.kill()
         engines.append(server.engine_pid)
         server.process.send_signal(signal.SIGTERM)
+        subject.start_gate.open()
 
-    assert Streams(server).run([GREEDY, SEEDED], kill) == calm
+    assert subject.run_held([SEEDED], kill) == calm
     assert server.wait() == 0
     assert not any(is_running(engine) for engine in engines)
 
@@ -216,14 +227,14 @@ def test_an_engine_that_never_comes_back_ends_the_server(
     model: Path, tmp_path: Path, serve: Serve
 ) -> None:
     copy = shutil.copytree(model, tmp_path / "model")
-    server = serve("--max-engine-failures", "1", model=copy)
+    subject = serve("--max-engine-failures", "1", model=copy)
+    server = subject.server
 
-    async def break_for_good(streams: Streams) -> None:
-        await streams.chunks_more(10)
+    def break_for_good() -> None:
         (copy / "config.json").unlink()
         os.kill(server.engine_pid, signal.SIGKILL)
 
-    (answer,) = Streams(server).run([GREEDY], break_for_good)
+    (answer,) = subject.run_held([], break_for_good)
     assert answer.error is not None
     assert answer.error["code"] == 503
     assert answer.num_ends == 1
@@ -233,7 +244,7 @@ def test_an_engine_that_never_comes_back_ends_the_server(
 
 
 def test_without_restarts_the_server_ends_with_its_engine(serve: Serve) -> None:
-    server = serve("--no-restart-engine")
+    server = serve("--no-restart-engine").server
     os.kill(server.engine_pid, signal.SIGKILL)
     assert server.wait() == 3
     assert not any("Traceback" in line for line in server.log)
@@ -245,7 +256,12 @@ def test_a_log_on_a_full_disk_stops_nobody(model: Path) -> None:
     try:
         calm = Streams(server).run([GREEDY, SEEDED])
         streams = Streams(server)
-        assert streams.run([GREEDY, SEEDED], streams.kills(1, (10, 20), seed=1)) == calm
+        for answers, undisturbed in zip(
+            streams.run_during([GREEDY, SEEDED], streams.kills(1, (10, 20), seed=1)),
+            calm,
+            strict=True,
+        ):
+            assert all(answer == undisturbed for answer in answers)
         assert server.stop() == 0
     finally:
         server.close()
@@ -263,18 +279,20 @@ def test_standard_output_on_a_full_disk_stops_nobody(model: Path) -> None:
 
 
 def test_two_deaths_in_a_row_and_a_sigterm_between_them_lose_nothing(serve: Serve) -> None:
-    server = serve("--max-num-seqs", "1", "--max-queued-requests", "1", "--queue-timeout-s", "60")
-    calm = Streams(server).run([GREEDY, SEEDED])  # as many as there is room for
+    flags = ("--max-num-seqs", "1", "--max-queued-requests", "1", "--queue-timeout-s", "60")
+    subject = serve(*flags)
+    server = subject.server
+    calm = Streams(server).run([HELD, SEEDED])  # as many as there is room for
 
-    async def kill_twice(streams: Streams) -> None:
-        await streams.chunks_more(10)
+    def kill_twice() -> None:
         first = server.engine_pid
-        os.kill(first, signal.SIGKILL)
+        subject.kill()
         eventually(lambda: server.engine_pids() not in ({first}, set()))
         server.process.send_signal(signal.SIGTERM)
         os.kill(server.engine_pid, signal.SIGKILL)  # while it loads
+        subject.start_gate.open()
 
-    assert Streams(server).run([GREEDY, SEEDED], kill_twice) == calm
+    assert subject.run_held([SEEDED], kill_twice) == calm
     assert server.wait() == 0
 
 
@@ -297,7 +315,7 @@ def test_connections_that_take_all_files_do_not_keep_the_engine_from_coming_back
 
 
 def test_a_spare_takes_the_place_of_a_dead_engine(serve: Serve) -> None:
-    server = serve("--spare-engine")
+    server = serve("--spare-engine").server
     calm = Streams(server).run([GREEDY])
 
     def spare_pid() -> int:
@@ -333,7 +351,7 @@ def test_a_spare_takes_the_place_of_a_dead_engine(serve: Serve) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["restarting", "stopped"])
 def test_a_killed_server_leaves_no_engine_behind(serve: Serve, number: int) -> None:
-    server = serve()
+    server = serve().server
     first = server.engine_pid
     os.kill(first, number)
     eventually(lambda: number == signal.SIGSTOP or server.engine_pids() not in ({first}, set()))
@@ -344,18 +362,20 @@ def test_a_killed_server_leaves_no_engine_behind(serve: Serve, number: int) -> N
 
 
 def test_the_death_of_a_rank_is_the_death_of_the_engine(serve: Serve) -> None:
-    server = serve("--tensor-parallel-size", "2")
-    calm = Streams(server).run([GREEDY, SEEDED])
+    subject = serve("--tensor-parallel-size", "2")
+    server = subject.server
+    calm = Streams(server).run([HELD, SEEDED])
 
-    async def kill_rank(streams: Streams) -> None:
-        await streams.chunks_more(20)
-        os.kill(children(server.engine_pid)[1], signal.SIGKILL)
+    def kill_rank(rank: int) -> None:
+        os.kill(children(server.engine_pid)[rank], signal.SIGKILL)
 
-    assert Streams(server).run([GREEDY, SEEDED], kill_rank) == calm
-    os.kill(children(server.engine_pid)[0], signal.SIGKILL)  # with nothing to do
+    assert subject.run_held([SEEDED], lambda: kill_rank(1)) == calm
+    subject.start_gate.close()
+    kill_rank(0)  # with nothing to do
     eventually(lambda: server.get("/health").status_code == 503)
     ranks = children(server.engine_pid)
-    assert Streams(server).run([GREEDY, SEEDED]) == calm
+    subject.start_gate.open()
+    assert Streams(server).run([HELD, SEEDED]) == calm
     assert counters(server)["engine_restarts"] == 2
     assert server.stop() == 0
     eventually(lambda: not any(map(is_running, ranks)))
