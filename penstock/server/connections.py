@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from penstock.server.http import raw_error
+from penstock.server.http import MAX_WAITING_BYTES, raw_error
 
 logger = logging.getLogger(__name__)
 
-MIN_BYTES_READ = 16 * 1024  # of an answer, in the time that a reader has
+MIN_BYTES_READ = MAX_WAITING_BYTES  # of an answer, in the time that a reader has
 CHECKS_PER_LIMIT = 8  # how finely time is measured
 NUM_SPARE_FILES = 64  # for the server itself, and to start another engine with
 
@@ -58,6 +58,7 @@ class _Wait:
     since: float
     is_writing: bool
     num_unsent: int = 0
+    num_resumes: int = 0
 
 
 class ConnectionWatch:
@@ -92,9 +93,14 @@ class ConnectionWatch:
             return
         wait = self._waits.get(connection)
         if wait is None or wait.cycle is not connection.cycle or wait.is_writing != is_writing:
-            self._waits[connection] = _Wait(connection.cycle, now, is_writing, num_unsent)
-        elif is_writing and num_unsent <= wait.num_unsent - MIN_BYTES_READ:
-            wait.since, wait.num_unsent = now, num_unsent
+            self._waits[connection] = _Wait(
+                connection.cycle, now, is_writing, num_unsent, connection.num_resumes
+            )
+        elif is_writing and (
+            connection.num_resumes != wait.num_resumes
+            or num_unsent <= wait.num_unsent - MIN_BYTES_READ
+        ):
+            wait.since, wait.num_unsent, wait.num_resumes = now, num_unsent, connection.num_resumes
         elif is_writing and now - wait.since > self._write_timeout_s:
             logger.info("A client does not read its answer: %d bytes are dropped", num_unsent)
             transport.abort()

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from penstock.server.errors import encode_error, error_body
 
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
+MAX_WAITING_BYTES = 16 * 1024  # of an answer, in this process; whoever sends more waits
 
 
 def raw_error(status: int, message: str, headers: str = "") -> bytes:
@@ -68,11 +69,18 @@ def protocol_class(max_connections: int) -> type[asyncio.Protocol]:
         base = JsonHttpToolsProtocol
 
     class LimitedProtocol(base):  # type: ignore[misc]
+        num_resumes = 0  # times that a client has taken all that waited for it
+
         def connection_made(self, transport: asyncio.Transport) -> None:
+            transport.set_write_buffer_limits(high=MAX_WAITING_BYTES, low=0)
             super().connection_made(transport)
             if len(self.connections) > max_connections:
                 message = f"all {max_connections} connections are taken; try again later"
                 transport.write(raw_error(503, message, "Retry-After: 1\r\n"))
                 transport.close()
+
+        def resume_writing(self) -> None:
+            self.num_resumes += 1
+            super().resume_writing()
 
     return LimitedProtocol

@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LOST_EXIT_CODE = 3  # the engine kept dying
 GRACE_S = 5.0  # for responses to get out after the drain has ended
+MAX_UNSENT_BYTES = 16 * 1024  # of a connection, that the kernel holds and may not send yet
+MAX_SEND_BUFFER_BYTES = 256 * 1024  # where it can only be told how much it holds in all
 PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 30, 10, 3  # of clients that nothing is heard of
 
 
@@ -256,6 +258,7 @@ def listening_socket(config: ServerConfig) -> Iterator[socket.socket]:
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _notice_vanished_clients(listener, config.slow_reader_timeout_s)
+        _bound_unsent(listener)
         try:
             listener.bind((config.host, config.port))
         except OSError as error:
@@ -288,6 +291,18 @@ def _notice_vanished_clients(listener: socket.socket, slow_reader_timeout_s: flo
     ):
         if hasattr(socket, name):
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _bound_unsent(listener: socket.socket) -> None:
+    """Have the kernel take little more of an answer than its client does. Connections inherit this.
+
+    Else it takes megabytes for a client that never reads, which nobody would notice meanwhile.
+    What is on its way to a client does not count, so a long way is not slower.
+    """
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+    else:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_SEND_BUFFER_BYTES)
 
 
 def _unix_socket(path: Path) -> socket.socket:

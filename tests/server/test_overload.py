@@ -134,6 +134,20 @@ def test_a_client_that_does_not_read_is_cut_off_and_slows_nobody(strict: ServerP
     assert not received.endswith(b"0\r\n\r\n"), "the stream came to an orderly end"
 
 
+def test_a_client_that_never_reads_is_cut_off_for_less_than_kernels_like_to_hold(
+    strict: ServerProcess,
+) -> None:
+    """Left alone, Linux takes up to 4 MiB for it, and the request ends as if all were well."""
+    body = json.dumps({**VERBOSE, "n": 8, "stream": True}).encode()
+    num_before = sum("does not read its answer" in line for line in strict.log)
+    with connect(strict) as connection:
+        connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        eventually(
+            lambda: sum("does not read its answer" in line for line in strict.log) > num_before
+        )
+        eventually(strict.is_idle)
+
+
 def test_a_client_that_reads_slowly_but_steadily_gets_everything(strict: ServerProcess) -> None:
     body = json.dumps({**VERBOSE, "n": 2, "stream": True}).encode()
     with connect(strict) as connection:
