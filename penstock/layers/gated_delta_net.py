@@ -23,10 +23,14 @@ class DeltaNetConfig:
     value_dim: int
     conv_width: int
     norm_eps: float
+    by_key_head: bool = True  # how the checkpoint has the projection: else all queries come first
 
 
 class GatedDeltaNet(RecurrentLayer):
-    """Checkpoints have projections by key head: its query, key, values and gates side by side."""
+    """Checkpoints have projections by key head: its query, key, values and gates side by side.
+
+    GGUF files have all queries, then all keys, then all values, and the gates in another tensor.
+    """
 
     def __init__(self, build: Build, name: str, config: DeltaNetConfig) -> None:
         ranks = build.tp.size
@@ -39,9 +43,14 @@ class GatedDeltaNet(RecurrentLayer):
         super().__init__(build, name, memory, conv)
         self.config = config
         self.shared_by = config.num_value_heads // config.num_key_heads
-        self.in_proj_qkvz = Linear(
-            build, config.hidden_size, [Part("", 2 * keys + 2 * values, ranks)]
-        )
+        self.in_proj_qkvz: Linear | None = None
+        self.in_proj_qkv: Linear | None = None
+        if config.by_key_head:
+            whole = Part("", 2 * keys + 2 * values, ranks)
+            self.in_proj_qkvz = Linear(build, config.hidden_size, [whole])
+        else:
+            self.in_proj_qkv = Linear(build, config.hidden_size, sections)
+            self.in_proj_z = Linear(build, config.hidden_size, [Part("", values, ranks)])
         self.in_proj_ba = Linear(
             build, config.hidden_size, [Part("", 2 * config.num_value_heads, ranks)]
         )
@@ -54,16 +63,9 @@ class GatedDeltaNet(RecurrentLayer):
         """[n, hidden_size], the same shape back."""
         config, shared_by = self.config, self.shared_by
         memory, tokens, step = self.states()
-        values = shared_by * config.value_dim
-        by_key_head = self.in_proj_qkvz(x).unflatten(
-            -1, (-1, 2 * config.key_dim + 2 * values)
-        )  # [n, key_heads, ...]
-        query, key, value, gate = by_key_head.split(
-            [config.key_dim, config.key_dim, values, values], dim=-1
-        )
-        mixed = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=-1)
+        mixed, gate = self._project(x)
         mixed = self.conv1d(mixed, tokens, step)
-        keys = query.shape[1] * config.key_dim
+        keys = config.num_key_heads // self.build.tp.size * config.key_dim
         query, key, value = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], dim=-1)
 
         b, a = self.in_proj_ba(x).unflatten(-1, (-1, 2 * shared_by)).float().chunk(2, dim=-1)
@@ -78,10 +80,26 @@ class GatedDeltaNet(RecurrentLayer):
             memory,
             step,
         )  # [n, heads, value_dim] float32
-        gate = F.silu(gate.unflatten(-1, (shared_by, -1)).flatten(1, 2).float())
+        gate = F.silu(gate.reshape(len(gate), -1, config.value_dim).float())
         normed = self.norm(y.to(x.dtype)).float() * gate
         output: torch.Tensor = self.out_proj(normed.to(x.dtype).flatten(1))
         return output
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [n, channels] in this order, and gates [n, values]."""
+        config = self.config
+        if self.in_proj_qkv is not None:
+            return self.in_proj_qkv(x), self.in_proj_z(x)
+        assert self.in_proj_qkvz is not None
+        values = self.shared_by * config.value_dim
+        by_key_head = self.in_proj_qkvz(x).unflatten(
+            -1, (-1, 2 * config.key_dim + 2 * values)
+        )  # [n, key_heads, ...]
+        query, key, value, gate = by_key_head.split(
+            [config.key_dim, config.key_dim, values, values], dim=-1
+        )
+        mixed = torch.cat([query.flatten(1), key.flatten(1), value.flatten(1)], dim=-1)
+        return mixed, gate.flatten(1)
 
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
         return self.heads.shapes()

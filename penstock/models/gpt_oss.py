@@ -81,8 +81,9 @@ class GptOssForCausalLM(DecoderLM):
         halves: dict[str, dict[str, torch.Tensor]] = {}  # of packed tensors, until both are there
         keeps_mxfp4 = self._keeps_mxfp4()
         for name, tensor in tensors:
-            layer, is_expert, own = name.partition(EXPERTS)
-            if not is_expert or isinstance(tensor, BlockTensor):
+            layer, _, own = name.partition(EXPERTS)
+            is_stacked = own.startswith(("gate_up_proj", "down_proj"))
+            if not is_stacked or isinstance(tensor, BlockTensor):
                 yield name, tensor
                 continue
             prefix, (matrix, _, kind) = layer + EXPERTS, own.partition("_proj")

@@ -140,6 +140,7 @@ class Qwen3NextForCausalLM(DecoderLM):
             value_dim=read_int(raw, "linear_value_head_dim", 128),
             conv_width=read_int(raw, "linear_conv_kernel_dim", 4, low=2),
             norm_eps=config.rms_norm_eps,
+            by_key_head=bool(raw.get("linear_by_key_head", True)),  # what GGUF files say
         )
 
 

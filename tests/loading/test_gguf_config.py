@@ -204,7 +204,11 @@ def test_a_table_that_is_not_llama3s_is_refused(tmp_path: Path, table: np.ndarra
         ({"llama.attention.value_length": 32}, "two sizes"),
         ({"llama.rope.dimension_count": 16}, "partly rotated"),
         ({"llama.rope.scaling.type": "longrope"}, "'longrope' is not supported"),
-        ({"llama.expert_count": 8}, r"'blk\.0\.ffn_gate_exps\.weight' is missing"),
+        ({"llama.expert_count": 8}, r"llama\.expert_used_count must be .* got nothing"),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 2},
+            r"no layer has a tensor 'ffn_down_exps\.weight'",
+        ),
         ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id must be a token id"),
     ],
     ids=str,

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
-from penstock.loading.gguf.architectures import AsRow, SplitExperts, UnpermuteRope
 from penstock.loading.gguf.config import MappedTensor, map_tensors
 from penstock.loading.gguf.dequant import FLOAT_DTYPES, check_supported, dequantize
 from penstock.loading.gguf.file import GGUFFile, GGUFTensor
+from penstock.loading.gguf.rules import (
+    AsRow,
+    ConvFilter,
+    Flat,
+    HalfOfKVB,
+    LogOfNegative,
+    MinusOne,
+    SplitExperts,
+    UnpermuteRope,
+)
 from penstock.ops.blocks import BlockTensor, Weight
+from penstock.protocol.errors import ModelError
 
 
 class GGUFCheckpoint:
@@ -31,16 +42,38 @@ class GGUFCheckpoint:
             check_supported(mapped.tensor, file.path)
 
     def names(self) -> list[str]:
-        return [name for mapped in self._tensors for name, _ in _matrices(mapped)]
+        return [
+            name
+            for mapped in self._tensors
+            if mapped.transform != HalfOfKVB("keys")  # one tensor with the values
+            for name, _ in _matrices(mapped)
+        ]
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
+        halves: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for mapped in self._tensors:
-            rows = self._rows(mapped)
-            start = 0
-            for name, tensor in _matrices(mapped):
-                count = tensor.shape[0]
-                yield name, self._weight(tensor, rows[start : start + count])
-                start += count
+            if isinstance(mapped.transform, HalfOfKVB):
+                both = halves[mapped.name]
+                both[mapped.transform.half] = self._floats(mapped)
+                if len(both) == 2:
+                    del halves[mapped.name]
+                    yield mapped.name, join_kv_b(mapped.name, **both)
+            elif isinstance(mapped.transform, MinusOne | LogOfNegative | Flat | ConvFilter):
+                yield mapped.name, undo(mapped.transform, self._floats(mapped), mapped.name)
+            else:
+                yield from self._by_rows(mapped)
+
+    def _by_rows(self, mapped: MappedTensor) -> Iterator[tuple[str, Weight]]:
+        """Where rows may move, but not change: blocks stay as they are."""
+        rows = self._rows(mapped)
+        start = 0
+        for name, tensor in _matrices(mapped):
+            count = tensor.shape[0]
+            yield name, self._weight(tensor, rows[start : start + count])
+            start += count
+
+    def _floats(self, mapped: MappedTensor) -> torch.Tensor:
+        return dequantize(mapped.tensor, self._file.view(mapped.tensor.name))
 
     def _weight(self, tensor: GGUFTensor, rows: torch.Tensor) -> Weight:
         if len(tensor.shape) != 2 or tensor.type.name not in self._native_types:
@@ -62,9 +95,16 @@ def _matrices(mapped: MappedTensor) -> list[tuple[str, GGUFTensor]]:
     """The tensors that Hugging Face has in a tensor's place, one after the other."""
     tensor = mapped.tensor
     if isinstance(mapped.transform, SplitExperts):
-        count, *shape = tensor.shape
-        part = tensor._replace(shape=tuple(shape), nbytes=tensor.nbytes // count)
-        return [(mapped.name.replace("{e}", str(expert)), part) for expert in range(count)]
+        parts = mapped.transform.parts
+        count, rows, *columns = tensor.shape
+        part = tensor._replace(
+            shape=(rows // len(parts), *columns), nbytes=tensor.nbytes // count // len(parts)
+        )
+        return [
+            (mapped.name.replace("{e}", str(expert)).replace("{p}", name), part)
+            for expert in range(count)
+            for name in parts
+        ]
     if isinstance(mapped.transform, AsRow) and len(tensor.shape) == 1:
         return [(mapped.name, tensor._replace(shape=(1, *tensor.shape)))]
     return [(mapped.name, tensor)]
@@ -74,3 +114,28 @@ def unpermute_rope(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rows [heads * dim, ...] of q or k, from ggml's pairs (2i, 2i+1) to halves (i, i + dim/2)."""
     paired = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return paired.transpose(1, 2).reshape(rows.shape)
+
+
+def undo(
+    transform: MinusOne | LogOfNegative | Flat | ConvFilter, tensor: torch.Tensor, name: str
+) -> torch.Tensor:
+    """A small tensor as it was before it was converted."""
+    if isinstance(transform, MinusOne):
+        return tensor - 1.0
+    if isinstance(transform, ConvFilter):
+        return tensor.unsqueeze(1)
+    if isinstance(transform, LogOfNegative):
+        if (tensor >= 0).any():
+            raise ModelError(f"tensor {name}: must be below 0, got {float(tensor.max())}")
+        tensor = tensor.neg().log()
+    return tensor.reshape(-1)
+
+
+def join_kv_b(name: str, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Keys [heads, rank, key_dim] and values [heads, value_dim, rank] -> one matrix."""
+    if (keys.shape[0], keys.shape[1]) != (values.shape[0], values.shape[2]):
+        raise ModelError(
+            f"tensor {name}: keys {list(keys.shape)} and values {list(values.shape)} do not fit "
+            f"each other"
+        )
+    return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)

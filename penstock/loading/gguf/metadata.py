@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NoReturn
 
 import numpy as np
 
 from penstock.loading.gguf.file import GGUFFile, GGUFTensor
 from penstock.protocol.errors import ModelError
+
+LAYER_OF_TENSOR = re.compile(r"^blk\.(0|[1-9][0-9]{0,5})\.")
 
 
 def fail(file: GGUFFile, problem: str) -> NoReturn:
@@ -34,14 +37,14 @@ class Metadata:
     def get(self, key: str) -> Any:
         return self.file.metadata.get(f"{self.prefix}.{key}")
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, low: int = 1) -> int:
         value = self.get(key)
         if value is None and default is not None:
             value = default
         if isinstance(value, list) and len(set(map(str, value))) == 1:
             value = value[0]  # one number a layer, all the same
-        if type(value) is not int or not 0 < value < 2**31:
-            self._fail_value(key, value, "a positive integer")
+        if type(value) is not int or not low <= value < 2**31:
+            self._fail_value(key, value, "a positive integer" if low else "an integer from 0 on")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -52,6 +55,36 @@ class Metadata:
             self._fail_value(key, value, "a positive number")
         # Stored as float32: the shortest decimal is what config.json had (1e-05, not 9.99..e-06).
         return float(str(np.float32(value)))
+
+    def difference(self, key: str, size: int) -> int:
+        """What an integer is more than `size`, which is a part of it."""
+        whole = self.integer(key)
+        if whole <= size:
+            self._fail_value(key, whole, f"more than {size}")
+        return whole - size
+
+    def num_layers(self) -> int:
+        """Without those behind the last that predict further tokens (MTP)."""
+        return self.difference("block_count", self.num_extra_layers())
+
+    def num_extra_layers(self) -> int:
+        return self.integer("nextn_predict_layers", default=0, low=0)
+
+    def expert_size(self) -> int:
+        """The intermediate size of one expert."""
+        gate = self.first_tensor("ffn_down_exps.weight", num_dims=3)
+        return self.integer("expert_feed_forward_length", default=gate.shape[2])
+
+    def first_tensor(self, name: str, num_dims: int) -> GGUFTensor:
+        """The tensor of this name of the first layer that has one."""
+        layers = [
+            int(found.group(1))
+            for each in self.file.tensors
+            if (found := LAYER_OF_TENSOR.match(each)) and each[found.end() :] == name
+        ]
+        if not layers:
+            fail(self.file, f"no layer has a tensor {name!r}")
+        return find_tensor(self.file, f"blk.{min(layers)}.{name}", num_dims)
 
     def token_id(self, kind: str) -> int | None:
         key = f"tokenizer.ggml.{kind}_token_id"

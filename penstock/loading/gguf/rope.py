@@ -1,14 +1,93 @@
-"""Llama 3's rope scaling, back from the table of divisors that GGUF files carry in its place."""
+"""How a GGUF file stretches rotary positions, in the words of config.json.
+
+Llama 3's scaling is told back from the table of divisors that files carry in its place.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.loading.gguf.architecture import LONG_FACTORS, ROPE_FREQS, Architecture
+from penstock.loading.gguf.file import GGUFFile
+from penstock.loading.gguf.metadata import Metadata, fail, find_tensor
+
 _PUBLISHED = (4.0, 8192)  # high_freq_factor and original length of Llama 3.1 to 3.3
+
+
+def rope_scaling(
+    metadata: Metadata, config: Mapping[str, Any], architecture: Architecture
+) -> dict[str, Any] | None:
+    """config.json's `rope_scaling`."""
+    if ROPE_FREQS in metadata.file.tensors:
+        return _llama3_scaling(metadata.file, config)
+    kind = metadata.get("rope.scaling.type")
+    if kind == "longrope" and LONG_FACTORS in metadata.file.tensors:
+        return None  # the architecture's settings have it
+    if kind not in (None, "none", "linear", "yarn"):
+        fail(
+            metadata.file,
+            f"{metadata.prefix}.rope.scaling.type {kind!r} is not supported; "
+            "supported are none, linear, yarn, and Llama 3's table rope_freqs.weight",
+        )
+    if kind == "yarn":
+        return _yarn_scaling(metadata, architecture)
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
+    if kind is None and metadata.get("rope.scale_linear") is not None:  # files of 2023
+        return {"rope_type": "linear", "factor": metadata.number("rope.scale_linear")}
+    return None
+
+
+def _yarn_scaling(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
+    factor = metadata.number("rope.scaling.factor")
+    original = metadata.integer("rope.scaling.original_context_length")
+    scaling: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+    }
+    for key in ("beta_fast", "beta_slow"):
+        if metadata.get(f"rope.scaling.yarn_{key}") is not None:
+            scaling[key] = metadata.number(f"rope.scaling.yarn_{key}")
+    if not architecture.truncates_yarn:
+        scaling["truncate"] = False
+    if architecture.attention == "latent":
+        scaling |= _latent_yarn(metadata)
+    elif metadata.get("rope.scaling.yarn_attn_factor") is not None:
+        scaling["attention_factor"] = metadata.number("rope.scaling.yarn_attn_factor")
+    elif metadata.get("rope.scaling.attn_factor") is not None:
+        # ggml multiplies this onto yarn's own factor; Hugging Face's key replaces it
+        own = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+        scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor") * own
+    return scaling
+
+
+def _latent_yarn(metadata: Metadata) -> dict[str, Any]:
+    """Latent attention scales scores, not what is rotated; a tenth of the factor is written."""
+    if not metadata.get("rope.scaling.yarn_log_multiplier"):
+        return {"attention_factor": 1.0}
+    over_all = 10 * metadata.number("rope.scaling.yarn_log_multiplier")
+    return {"mscale": over_all, "mscale_all_dim": over_all}
+
+
+def _llama3_scaling(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    tensor = find_tensor(file, ROPE_FREQS, num_dims=1)
+    half = config["head_dim"] // 2
+    if tensor.type.name != "F32" or tensor.shape != (half,):
+        fail(
+            file,
+            f"tensor {ROPE_FREQS!r} must be F32 of shape [{half}], "
+            f"got {tensor.type.name} of {list(tensor.shape)}",
+        )
+    scaling = fit_llama3_scaling(file.view(ROPE_FREQS).view("<f4"), config["rope_theta"])
+    if scaling is None:
+        fail(file, f"tensor {ROPE_FREQS!r} is not a table of Llama 3's rope scaling")
+    return scaling
 
 
 def fit_llama3_scaling(divisors: npt.NDArray[Any], rope_theta: float) -> dict[str, Any] | None:

@@ -1,0 +1,130 @@
+"""Architectures of GGUF files: models with recurrent layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.loading.gguf.architecture import Architecture, biases
+from penstock.loading.gguf.experts import num_experts, shared_expert
+from penstock.loading.gguf.metadata import Metadata
+from penstock.loading.gguf.rules import (
+    ATTENTION,
+    EMBEDDINGS,
+    EXPERTS,
+    GATED_MLP,
+    HEAD_NORMS,
+    LAYER,
+    NORMS_POST,
+    SHARED_EXPERT,
+    SHARED_GATE,
+    ConvFilter,
+    LogOfNegative,
+    Rule,
+    mamba,
+    minus_one,
+    whole,
+)
+
+ENDLESS = 2**20  # what converters say where a model knows no longest context
+
+
+def _mamba2(metadata: Metadata) -> dict[str, Any]:
+    inner, heads = metadata.integer("ssm.inner_size"), metadata.integer("ssm.time_step_rank")
+    hidden, length = metadata.integer("embedding_length"), metadata.integer("context_length")
+    return {
+        "num_heads": heads,
+        "head_dim": inner // heads,
+        "expand": inner // hidden,
+        "state_size": metadata.integer("ssm.state_size"),
+        "n_groups": metadata.integer("ssm.group_count"),
+        "conv_kernel": metadata.integer("ssm.conv_kernel"),
+        "use_bias": metadata.has_tensor("blk.0.ssm_in.bias"),
+        "use_conv_bias": metadata.has_tensor("blk.0.ssm_conv1d.bias"),
+        "max_position_embeddings": None if length == ENDLESS else length,
+    }
+
+
+def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
+    """The multipliers are in the weights: none is left to be said."""
+    heads = metadata.integer("ssm.time_step_rank")
+    return biases(metadata) | {
+        "mamba_d_ssm": metadata.integer("ssm.inner_size"),
+        "mamba_n_heads": heads,
+        "mamba_d_head": metadata.integer("ssm.inner_size") // heads,
+        "mamba_n_groups": metadata.integer("ssm.group_count"),
+        "mamba_d_state": metadata.integer("ssm.state_size"),
+        "mamba_d_conv": metadata.integer("ssm.conv_kernel"),
+        "mamba_conv_bias": metadata.has_tensor("blk.0.ssm_conv1d.bias"),
+        "mamba_proj_bias": metadata.has_tensor("blk.0.ssm_in.bias"),
+        "projectors_bias": metadata.has_tensor("blk.0.ssm_out.bias"),
+        "mamba_rms_norm": metadata.has_tensor("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _qwen3next(metadata: Metadata) -> dict[str, Any]:
+    heads = metadata.integer("ssm.time_step_rank")
+    norm = metadata.get("expert_weights_norm")
+    return (
+        num_experts(metadata)
+        | shared_expert(metadata)
+        | {
+            "norm_topk_prob": norm in (None, True),
+            "full_attention_interval": metadata.integer("full_attention_interval", default=4),
+            "linear_num_key_heads": metadata.integer("ssm.group_count"),
+            "linear_num_value_heads": heads,
+            "linear_key_head_dim": metadata.integer("ssm.state_size"),
+            "linear_value_head_dim": metadata.integer("ssm.inner_size") // heads,
+            "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+            # Older files have the projection as checkpoints do, newer ones as they compute with it.
+            "linear_by_key_head": metadata.has_tensor("blk.0.ssm_in.weight"),
+        }
+    )
+
+
+_LINEAR = LAYER + "linear_attn."
+
+RECURRENT: dict[str, Architecture] = {
+    "mamba2": Architecture(
+        "Mamba-2", "Mamba2ForCausalLM", "mamba2",
+        {
+            **EMBEDDINGS,
+            "blk.{n}.attn_norm": Rule(LAYER + "norm"),
+            **mamba(LAYER + "mixer."),
+        },
+        _mamba2, eps_key="layer_norm_epsilon", mlp="none", attention="none",
+    ),
+    "falcon-h1": Architecture(
+        "Falcon-H1", "FalconH1ForCausalLM", "falcon_h1",
+        {
+            **EMBEDDINGS, **ATTENTION,
+            "blk.{n}.attn_norm": Rule(LAYER + "input_layernorm"),
+            # Converters leave the ending of this one out.
+            "blk.{n}.ffn_norm": whole(LAYER + "pre_ff_layernorm.weight"),
+            "blk.{n}.ffn_norm.weight": whole(LAYER + "pre_ff_layernorm.weight"),
+            "blk.{n}.ffn_gate": Rule(LAYER + "feed_forward.gate_proj"),
+            "blk.{n}.ffn_up": Rule(LAYER + "feed_forward.up_proj"),
+            "blk.{n}.ffn_down": Rule(LAYER + "feed_forward.down_proj"),
+            **mamba(LAYER + "mamba."),
+        },
+        _falcon_h1,
+    ),
+    "qwen3next": Architecture(
+        "Qwen3-Next", "Qwen3NextForCausalLM", "qwen3_next",
+        {
+            **EMBEDDINGS, **minus_one({"output_norm": Rule("model.norm")}), **minus_one(NORMS_POST),
+            **ATTENTION, **minus_one(HEAD_NORMS), **GATED_MLP, **EXPERTS, **SHARED_EXPERT,
+            **SHARED_GATE,
+            "blk.{n}.attn_qkv": Rule(_LINEAR + "in_proj_qkv"),
+            "blk.{n}.attn_gate": Rule(_LINEAR + "in_proj_z"),
+            "blk.{n}.ssm_in": Rule(_LINEAR + "in_proj_qkvz"),
+            "blk.{n}.ssm_ba": Rule(_LINEAR + "in_proj_ba"),
+            "blk.{n}.ssm_conv1d.weight": whole(_LINEAR + "conv1d.weight", ConvFilter()),
+            "blk.{n}.ssm_dt.bias": whole(_LINEAR + "dt_bias"),
+            "blk.{n}.ssm_a": whole(_LINEAR + "A_log", LogOfNegative()),
+            "blk.{n}.ssm_norm": Rule(_LINEAR + "norm"),
+            "blk.{n}.ssm_out": Rule(_LINEAR + "out_proj"),
+        },
+        _qwen3next, mlp="experts", attention="gated", partly_rotated=True,
+    ),
+}  # fmt: skip
