@@ -43,8 +43,12 @@ Read are files of these `general.architecture`s:
 
 _GGUF_VERIFIED = """
 How each was verified: one of the small checkpoints, written as a GGUF file under the names that the
-gguf package has for it, gives the same tokens as from safetensors
+gguf package has for it, with the changes that llama.cpp's converter makes
+(`tests/models/gguf_conversions.py`), gives the same tokens as from safetensors and as transformers
 (`tests/models/test_gguf_models.py`); Llama, Qwen 2 and Qwen 3 are tested in `tests/loading`.
+
+Some settings are in no file, so those of the published models are used: the scale of scores in
+Gemma 2 and 3 27B, the chunks, temperatures and norms of Llama 4, the rounding of gpt-oss's YaRN.
 """
 
 _FALLBACK = """
