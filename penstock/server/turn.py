@@ -70,9 +70,10 @@ class TurnRequest:
     with `tool_call_id`. `params.structured_outputs` is the form of the answer, if it must have
     one; it holds after the reasoning, and does not keep the model from calling tools.
 
-    `tool_choice` "auto" lets the model decide, "required" and `NamedTool` are enforced. Without
-    tools it counts for nothing. `thinking` asks the template to have the model think or not; None
-    leaves it alone. `template_kwargs` win over everything that is derived.
+    `tool_choice` "auto" lets the model decide, "required" and `NamedTool` are enforced, the
+    latter as exactly one call. Without tools it counts for nothing. `thinking` asks the template
+    to have the model think or not; None leaves it alone. `template_kwargs` win over everything
+    that is derived.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -256,8 +257,11 @@ class _Parsing:
     def __init__(self, frontend: Frontend, request: TurnRequest, context: ParserContext) -> None:
         self._frontend = frontend
         self._context = context
-        self.allows_several_calls = request.parallel_tool_calls
         choice = request.tool_choice
+        # OpenAI's API makes one call where the tool is named, whatever else is asked for.
+        self.allows_several_calls = request.parallel_tool_calls and not isinstance(
+            choice, NamedTool
+        )
         self._enforced = bool(request.tools) and choice not in ("none", "auto")
         self._tools = [] if choice == "none" else list(request.tools)
         if isinstance(choice, NamedTool):
@@ -290,7 +294,14 @@ class _Parsing:
                 self._tool_parser, self._tools, self.allows_several_calls, source, tokenizer
             )
         elif wanted is not None and self._tools and self._tool_parser is not None:
-            wanted = hold_to_format(wanted, self._tool_parser, self._tools, source, tokenizer)
+            wanted = hold_to_format(
+                wanted,
+                self._tool_parser,
+                self._tools,
+                self.allows_several_calls,
+                source,
+                tokenizer,
+            )
         if wanted is not None:
             wanted = after_reasoning(
                 wanted, reasoning, self._context, tokenizer, source, self._enforced

@@ -34,6 +34,7 @@ def hold_to_format(
     wanted: StructuredOutputsParams,
     parser: str,
     tools: Sequence[Tool],
+    parallel: bool,
     template: str,
     tokenizer: Tokenizer,
 ) -> StructuredOutputsParams:
@@ -41,7 +42,7 @@ def hold_to_format(
     if wanted.kind not in ("json", "json_object"):
         return wanted
     schema = {"type": "object"} if wanted.json_object else read_schema(wanted.json, wanted.field)
-    calls = call_structure(call_grammar(parser, tools, True, template), tokenizer.is_special)
+    calls = call_structure(call_grammar(parser, tools, parallel, template), tokenizer.is_special)
     answer: dict[str, Any] = {"type": "json_schema", "json_schema": schema}
     either = {"type": "or", "elements": [answer, calls["format"]]}
     tag = {"type": "structural_tag", "format": either}

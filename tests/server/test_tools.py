@@ -91,7 +91,7 @@ def test_a_named_call_is_of_that_tool_streamed_and_not(
     pieces = join(client.chat.completions.create(stream=True, **options))
     assert pieces["calls"][0]["name"] == "get_time"
     assert pieces["calls"][0]["arguments"] == call.function.arguments
-    assert pieces["finish_reason"] == whole.finish_reason == "tool_calls"
+    assert pieces["finish_reason"] == whole.finish_reason == "stop"
     assert pieces["content"] == ""
 
 

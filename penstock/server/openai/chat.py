@@ -24,7 +24,12 @@ from penstock.server.openai.protocol import (
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import EVENT_STREAM
-from penstock.server.openai.tools import FunctionCall, ToolCallDelta, ToolCallReply
+from penstock.server.openai.tools import (
+    FunctionCall,
+    NamedToolChoice,
+    ToolCallDelta,
+    ToolCallReply,
+)
 from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.server.turn import Turn, TurnAnswer, TurnStep
@@ -123,7 +128,7 @@ class ChatAnswer:
             index=answer.index,
             message=self._message(answer.message),
             logprobs=self._logprobs_of(answer),
-            finish_reason=answer.finish_reason,
+            finish_reason=self._finish_reason(answer),
             stop_reason=answer.stop_reason,
         )
         self._add_tokens(choice, answer)
@@ -162,7 +167,7 @@ class ChatAnswer:
             index=step.index,
             delta=self._delta(step.deltas),
             logprobs=self._logprobs_of(step),
-            finish_reason=step.finish_reason,
+            finish_reason=self._finish_reason(step),
         )
         if step.finish_reason is not None:
             choice.stop_reason = step.stop_reason
@@ -213,6 +218,11 @@ class ChatAnswer:
         elif self._usage_at_end:
             chunk.usage = None
         return chunk
+
+    def _finish_reason(self, item: TurnAnswer | TurnStep) -> str | None:
+        """OpenAI's API says "stop" after the call of a tool that the request named."""
+        is_named = isinstance(self._body.tool_choice, NamedToolChoice)
+        return "stop" if is_named and item.finish_reason == "tool_calls" else item.finish_reason
 
     def _logprobs_of(self, item: TurnAnswer | TurnStep) -> ChatLogprobs | None:
         return None if item.logprobs is None else self._logprobs.chat(item.logprobs)

@@ -20,6 +20,7 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 FOR_THE_USER = ("final", "commentary")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_RECIPIENT_BEGUN = re.compile(r"\s*(?:t|to|to=\S*)?")
 _CHANNEL = re.compile(
     r"<\|channel\|>\s*(?P<name>\w+)"
     # The marker may be missing.
@@ -58,7 +59,11 @@ class Harmony(ToolFormat):
                 marker = ""  # what comes next is text already
             except Truncated:
                 text = stream.stop_recording() + stream.take_rest()
-                if not any(marker in text for marker in self.markers):
+                is_cut = not stream.is_whole and (
+                    _RECIPIENT_BEGUN.fullmatch(text)
+                    or any(marker.startswith(text.strip()) for marker in self.markers)
+                )
+                if not is_cut and not any(marker in text for marker in self.markers):
                     self._say(out, text)  # else it is the beginning of a header
                 return
             header = stream.stop_recording().removesuffix(marker)
@@ -78,7 +83,9 @@ class Harmony(ToolFormat):
             if marker == MESSAGE or marker in ENDS:
                 return marker
 
-    def _read_message(self, stream: Stream, out: Emitter, header: str, marker: str) -> Steps[None]:
+    def _read_message(
+        self, stream: Stream, out: Emitter, header: str, marker: str | None
+    ) -> Steps[None]:
         if channel := _CHANNEL.search(header):
             self._channel = channel["name"] or channel["bare"]
         if marker != MESSAGE:  # what else the header holds was meant to be the message
@@ -90,7 +97,8 @@ class Harmony(ToolFormat):
         if name is not None:
             yield from self._read_call(stream, out, name)
         elif self._channel in FOR_THE_USER:
-            _put_back_start(stream, (yield from stream.until((*ENDS, START), out.content)))
+            marker = yield from stream.until((*ENDS, START), out.content, cut_markers=self.markers)
+            _put_back_start(stream, marker)
         else:
             out.begin_reasoning()
             end = yield from stream.until((*ENDS, START), out.reasoning)
@@ -118,7 +126,8 @@ class Harmony(ToolFormat):
     def _read_call(self, stream: Stream, out: Emitter, name: str) -> Steps[None]:
         self._name = name
         yield from self._attempt(stream, out, "")
-        marker = yield from stream.until((*ENDS, START), out.content)  # nothing, if all is well
+        # Nothing, if all is well.
+        marker = yield from stream.until((*ENDS, START), out.content, cut_markers=self.markers)
         _put_back_start(stream, marker)
 
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:

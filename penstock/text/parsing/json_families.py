@@ -28,6 +28,9 @@ OTHER_PROPERTIES = frozenset(
     )
 )  # fmt: skip
 
+# The beginning of a function's name at a text's end.
+_NAME_BEGUN = re.compile(r'"(?:name|function)"\s*:\s*"([^"]*)\Z')
+
 
 class Hermes(ToolFormat):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, Granite 4."""
@@ -42,7 +45,7 @@ class Hermes(ToolFormat):
             if not (yield from stream.next_is("{")):
                 break
             yield from read_call_object(stream, out)
-        yield from stream.accept("</tool_call>")
+        yield from stream.pass_over("</tool_call>")
 
     @classmethod
     def grammar(
@@ -60,12 +63,14 @@ class BareJson(ToolFormat):
     """
 
     def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
-        space = yield from stream.skip_space()
+        out.content((yield from stream.skip_space()))
         if (yield from stream.next_is("{", "[")):
             yield from self._attempt(stream, out, "", promised=False)
-        else:
-            out.content(space)
         yield from super().parse(stream, out)
+
+    def may_begin_call(self, text: str) -> bool:
+        named = _NAME_BEGUN.search(text)
+        return named is None or any(name.startswith(named[1]) for name in self._tools)
 
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
         yield from read_call_objects(stream, out, known_names=self._tools)
@@ -106,7 +111,7 @@ class Granite(ToolFormat):
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
         yield from read_call_objects(stream, out)
         yield from stream.skip_space()
-        yield from stream.accept("</tool_call>")
+        yield from stream.pass_over("</tool_call>")
 
     @classmethod
     def grammar(
@@ -172,11 +177,11 @@ class DeepSeekV3(ToolFormat):
             if fenced:
                 name, _ = yield from stream.read_until(("\n",))
                 yield from stream.skip_space()
-                yield from stream.accept("```json", "```")
+                yield from stream.pass_over("```json", "```")
             yield from read_named_call(stream, out, name, ("```", call_end))
             yield from stream.skip_space()
             if fenced:
-                yield from stream.accept("```")
+                yield from stream.pass_over("```")
             yield from stream.expect(call_end)
             yield from stream.skip_space()
             if (yield from stream.accept(call, section_end)) != call:

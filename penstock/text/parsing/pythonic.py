@@ -14,6 +14,7 @@ from penstock.text.parsing.tool_format import ToolFormat, check_name
 from penstock.text.parsing.typed_values import python_literal
 
 _NAME_END = re.compile(r"[^\w.\-]")
+_NAME_BEGUN = re.compile(r"[\[,]\s*([\w.\-]*)\Z")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -28,12 +29,14 @@ class Pythonic(ToolFormat):
     markers = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
 
     def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
-        space = yield from stream.skip_space()
+        out.content((yield from stream.skip_space()))
         if (yield from stream.next_is("[")):
             yield from self._attempt(stream, out, "", promised=False)
-        else:
-            out.content(space)
         yield from super().parse(stream, out)
+
+    def may_begin_call(self, text: str) -> bool:
+        named = _NAME_BEGUN.search(text)
+        return named is None or any(name.startswith(named[1]) for name in self._tools)
 
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
         yield from stream.skip_space()
@@ -51,7 +54,7 @@ class Pythonic(ToolFormat):
             if (yield from stream.expect(",", "]")) == "]":
                 break
         yield from stream.skip_space()
-        yield from stream.accept("<|python_end|>")
+        yield from stream.pass_over("<|python_end|>")
 
     @classmethod
     def grammar(

@@ -71,13 +71,16 @@ class ReasoningTags:
         space = yield from stream.skip_space()
         started = yield from stream.accept(*self.starts)
         if started is None and not is_open:
-            out.content(space)
+            if not stream.drop_cut(self.starts[0]):
+                out.content(space)
             return False
         yield from self.think(stream, out, tools)
         if not self.frame:
             return False
         yield from stream.skip_space()
-        return (yield from stream.accept(self.frame[0])) is not None
+        is_framed = (yield from stream.accept(self.frame[0])) is not None
+        stream.drop_cut(self.frame[0])
+        return is_framed
 
     def think(self, stream: Stream, out: Emitter, tools: ToolFormat) -> Steps[None]:
         """Read reasoning that has begun, up to its end and over that."""

@@ -126,6 +126,20 @@ class Stream:
             self.take(len(literal))
         return literal
 
+    def pass_over(self, *literals: str) -> Steps[None]:
+        """The same. Truncated if the output ends within it."""
+        yield from self.next_is(*literals)  # so that as much is there as it takes to tell
+        if self._num_unread and any(map(self._ends_within, literals)):
+            raise Truncated
+        yield from self.accept(*literals)
+
+    def drop_cut(self, *literals: str) -> bool:
+        """Drop the beginning of one of `literals` at the end of an output that was cut off."""
+        is_cut = self.ended and not self.is_whole and bool(self._num_unread)
+        if is_cut := is_cut and any(map(self._ends_within, literals)):
+            self.take_rest()
+        return is_cut
+
     def expect(self, *literals: str) -> Steps[str]:
         """Read one of `literals`. Malformed if something else comes, Truncated if the output ends
         within it."""
@@ -143,12 +157,17 @@ class Stream:
         return literal is not None or any(map(self._ends_within, literals))
 
     def until(
-        self, markers: Sequence[str], sink: Sink, drop_partial: bool = False
+        self,
+        markers: Sequence[str],
+        sink: Sink,
+        drop_partial: bool = False,
+        cut_markers: Sequence[str] = (),
     ) -> Steps[str | None]:
         """Read up to the first of `markers` and over it, passing what comes before to `sink`.
 
         Returns the marker, or None if the output ends without one; where it ends within one, that
-        is text, unless `drop_partial`. Of markers at the same place the longest counts.
+        is text, unless `drop_partial`. Of markers at the same place the longest counts. The
+        beginning of one of `cut_markers` is dropped, too, at the end of an output that was cut off.
         """
         pattern, prefixes, longest = _compile(tuple(markers))
         while True:
@@ -160,10 +179,13 @@ class Stream:
                 return self.take(len(match[0]))
             if self.ended and not drop_partial:
                 held = None
+                if cut_markers and not self.is_whole:
+                    held = self._partial(*_compile(tuple(cut_markers))[1:])
             certain = len(self._text) if held is None else held.start()
             if certain > self._at:
                 sink(self.take(certain - self._at))
             if self.ended:
+                self.take_rest()
                 return None
             yield
 

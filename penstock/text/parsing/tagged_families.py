@@ -71,7 +71,7 @@ class Qwen3Coder(TaggedFormat):
         writer.end()
         out.end_call()
         yield from stream.skip_space()
-        yield from stream.accept("</tool_call>")
+        yield from stream.pass_over("</tool_call>")
 
 
 class Glm45(TaggedFormat):

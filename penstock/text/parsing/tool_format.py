@@ -43,7 +43,8 @@ class ToolFormat(ABC):
         """Everything up to the output's end."""
         while True:
             markers = (*self.begins, *self.interludes.markers)
-            marker = yield from stream.until(markers, out.content)
+            own = (*self.begins, *self.markers)
+            marker = yield from stream.until(markers, out.content, cut_markers=own)
             if marker is None:
                 return
             if marker in self.begins:
@@ -56,7 +57,8 @@ class ToolFormat(ABC):
     ) -> Steps[None]:
         """Read what `marker` began. What is no call goes out as text, and the marker with it.
 
-        Unless a call was `promised`, an output that holds none is nothing to complain about.
+        Unless a call was `promised`, an output that holds none is nothing to complain about. What
+        `max_tokens` cut off is a call's beginning: no text, even if the call cannot be told yet.
         """
         stream.record(marker)
         try:
@@ -65,11 +67,15 @@ class ToolFormat(ABC):
             why = str(malformed) if promised or out.in_call else None
             out.fail(stream.stop_recording(), why)
         except Truncated:
-            if out.in_call and stream.is_whole:  # it was not the client that cut the call off
-                stream.take_rest()
-                out.fail(stream.stop_recording(), "the output ends within it")
-            elif not out.in_call:
+            if stream.is_whole and not out.in_call:
                 out.content(stream.stop_recording())
+                return
+            stream.take_rest()
+            text = stream.stop_recording()
+            if stream.is_whole:  # it was not the client that cut the call off
+                out.fail(text, "the output ends within it")
+            elif not out.in_call and not self.may_begin_call(text):
+                out.content(text)
         else:
             stream.stop_recording()
 
@@ -102,6 +108,10 @@ class ToolFormat(ABC):
         stream.put_back(thought.take_rest())
         out.adopt(trial, stream.num_bytes_read - start)
         out.reasoning(rest)
+
+    def may_begin_call(self, text: str) -> bool:
+        """Whether `text`, in which no call has begun and which goes on, can become one."""
+        return True
 
     @abstractmethod
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:

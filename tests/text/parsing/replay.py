@@ -54,9 +54,9 @@ def make_parser(
     )
 
 
-def feed_text(parser: OutputParser, pieces: Sequence[str]) -> list[Delta]:
+def feed_text(parser: OutputParser, pieces: Sequence[str], is_whole: bool = False) -> list[Delta]:
     deltas = [delta for piece in pieces for delta in parser.feed(piece, ())]
-    return deltas + parser.finish()
+    return deltas + parser.finish(is_whole)
 
 
 def feed_tokens(

@@ -167,7 +167,7 @@ def test_text_is_passed_on_as_it_comes() -> None:
     assert parser.feed(" and <tool_") == [ContentDelta(" and")]
     assert parser.feed("kit> more") == [ContentDelta(" <tool_kit> more")]
     assert parser.feed("<tool_c") == []
-    assert parser.finish() == [ContentDelta("<tool_c")]
+    assert parser.finish(is_whole=True) == [ContentDelta("<tool_c")]
 
 
 def test_a_call_that_is_cut_off_is_incomplete() -> None:
