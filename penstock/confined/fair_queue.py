@@ -1,0 +1,67 @@
+"""FairQueue: a bounded queue in which tenants take turns."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """Items of one tenant keep their order; tenants are served in turn, one item each.
+
+    When it is full, whoever has the most in it gives way: nobody can fill it for others.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size = max_size
+        self._size = 0
+        self._by_tenant: OrderedDict[str, OrderedDict[int, T]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._size
+
+    def push(self, tenant: str, item: T) -> T | None:
+        """Add an item. Returns the one that finds no room, if any: this one or another's last."""
+        own = self._by_tenant.get(tenant, ())
+        if self._size >= self._max_size:
+            greediest = max(self._by_tenant, key=lambda name: len(self._by_tenant[name]))
+            if len(self._by_tenant[greediest]) <= len(own) + 1:
+                return item
+            _, dropped = self._by_tenant[greediest].popitem(last=True)
+            self._by_tenant.setdefault(tenant, OrderedDict())[id(item)] = item
+            return dropped
+        self._by_tenant.setdefault(tenant, OrderedDict())[id(item)] = item
+        self._size += 1
+        return None
+
+    def pop(self) -> T | None:
+        """The next item of the tenant whose turn it is; None if there is nothing."""
+        if not self._by_tenant:
+            return None
+        tenant, items = next(iter(self._by_tenant.items()))
+        _, item = items.popitem(last=False)
+        self._size -= 1
+        if items:
+            self._by_tenant.move_to_end(tenant)
+        else:
+            del self._by_tenant[tenant]
+        return item
+
+    def remove(self, tenant: str, item: T) -> bool:
+        """Take an item out, wherever it stands; False if it is not here."""
+        items = self._by_tenant.get(tenant)
+        if items is None or items.pop(id(item), None) is None:
+            return False
+        self._size -= 1
+        if not items:
+            del self._by_tenant[tenant]
+        return True
+
+    def clear(self) -> list[T]:
+        """Empty it; returns what was in it."""
+        left = [item for items in self._by_tenant.values() for item in items.values()]
+        self._by_tenant.clear()
+        self._size = 0
+        return left

@@ -1,0 +1,339 @@
+"""ConfinedPool: runs jobs in confined processes, so that no job harms or holds up another.
+
+A process is started when there is a job for it, and ends after a while without one. A job that has
+used more than a quantum of CPU time is *slow*: its process yields to everything else on the
+machine and is replaced afterwards, and the job is put off if others wait that are not slow yet.
+One slow job at a time is left alone, so that each comes to its end or to its limit.
+
+A process that dies or stands still takes no job with it: the job is tried once more in another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from penstock.confined.errors import (
+    PoolClosed,
+    PoolFull,
+    TooMuchMemory,
+    TooMuchTime,
+    WorkerLost,
+)
+from penstock.confined.fair_queue import FairQueue
+from penstock.confined.process import ConfinedProcess, Death
+from penstock.confined.worker import Start
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05  # between looks at jobs that run
+MAX_LOSSES = 2  # processes that a job may lose
+START_STALL_S = 60.0  # without progress, for a process that starts: disks can be slow
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What jobs may take."""
+
+    cpu_s: float  # of one job
+    memory_bytes: int  # of one job, beyond what its process has before
+    num_workers: int = 4
+    max_queued: int = 256
+    quantum_s: float = 0.25  # CPU time after which a job is slow
+    stall_s: float = 5.0  # without any CPU time, after which a process counts as stopped
+    idle_s: float = 60.0  # after which a process without jobs ends
+
+
+class Job:
+    """One job on its way. `future` has its result, or one of `penstock.confined.errors`."""
+
+    def __init__(self, pool: ConfinedPool, payload: bytes, tenant: str) -> None:
+        self._pool = pool
+        self.payload = payload
+        self.tenant = tenant
+        self.future: Future[bytes] = Future()
+        self.cpu_s = 0.0  # that it took, once it has a result
+        self.num_losses = 0
+        self.is_abandoned = False
+
+    def result(self) -> bytes:
+        """Wait for it. Raises what the future does."""
+        return self.future.result()
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. Costs nothing if it is done."""
+        self._pool.cancel(self)
+
+
+class _Worker:
+    """A thread and the process that it talks to, if one runs. State is under the pool's lock."""
+
+    def __init__(self) -> None:
+        self.process: ConfinedProcess | None = None
+        self.job: Job | None = None
+        self.is_starting = False
+        self.is_slow = False
+        self.killed_for: str | None = None
+        self.cpu_before = 0.0  # of the process, when the job began
+        self.last_cpu = 0.0
+        self.last_progress = 0.0
+        self.started = 0.0
+
+    def begin(self, is_starting: bool) -> None:
+        now = time.monotonic()
+        cpu = (self.process.cpu_time() if self.process else None) or 0.0
+        self.is_starting, self.is_slow, self.killed_for = is_starting, False, None
+        self.cpu_before = self.last_cpu = cpu
+        self.last_progress = self.started = now
+
+    def kill(self, why: str) -> None:
+        if self.killed_for is None and self.process is not None:
+            self.killed_for = why
+            self.process.kill()
+
+
+class ConfinedPool:
+    """`entry` is "module:function": called in each process with what `make_setup` returns, it gives
+    the function that turns a job's payload into its result. Safe to use from several threads.
+    """
+
+    def __init__(self, entry: str, make_setup: Callable[[], bytes], limits: Limits) -> None:
+        self.limits = limits
+        self._start = Start(entry, limits.cpu_s, limits.memory_bytes)
+        self._make_setup = make_setup
+        self._changed = threading.Condition()
+        self._queue: FairQueue[Job] = FairQueue(limits.max_queued)
+        self._put_off: FairQueue[Job] = FairQueue(limits.max_queued)  # slow ones
+        self._workers: list[_Worker] = []
+        self._num_idle = 0
+        self._has_monitor = False
+        self._is_closed = False
+
+    def submit(self, payload: bytes, tenant: str = "") -> Job:
+        """Queue a job; tenants take turns. Never blocks; whatever is wrong is in its future."""
+        job = Job(self, payload, tenant)
+        with self._changed:
+            if self._is_closed:
+                job.future.set_exception(PoolClosed("no more jobs are taken"))
+                return job
+            dropped = self._queue.push(tenant, job)
+            if len(self._queue) > self._num_idle and len(self._workers) < self.limits.num_workers:
+                self._add_worker()
+            self._changed.notify_all()
+        if dropped is not None:
+            _refuse(dropped)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        with self._changed:
+            job.is_abandoned = True  # one that runs is ended when it is slow, see `_look`
+            queued = self._queue.remove(job.tenant, job) or self._put_off.remove(job.tenant, job)
+        if queued:
+            _drop(job)
+
+    def pids(self) -> list[int]:
+        """The processes that are there now."""
+        with self._changed:
+            return [worker.process.pid for worker in self._workers if worker.process is not None]
+
+    def close(self) -> None:
+        """End everything now. Safe to call twice, and from any thread."""
+        with self._changed:
+            self._is_closed = True
+            left = [*self._queue.clear(), *self._put_off.clear()]
+            for worker in self._workers:
+                worker.kill("closed")
+            self._changed.notify_all()
+        for job in left:
+            _fail(job, PoolClosed("the pool was closed"))
+
+    # -- one thread a worker
+
+    def _add_worker(self) -> None:
+        worker = _Worker()
+        self._workers.append(worker)
+        threading.Thread(target=self._work, args=(worker,), name="confined", daemon=True).start()
+        if not self._has_monitor:
+            self._has_monitor = True
+            threading.Thread(target=self._monitor, name="confined-monitor", daemon=True).start()
+
+    def _work(self, worker: _Worker) -> None:
+        while (job := self._take(worker)) is not None:
+            self._run(worker, job)
+        if worker.process is not None:
+            worker.process.close()
+
+    def _take(self, worker: _Worker) -> Job | None:
+        """The next job for a worker; None if it is to end."""
+        with self._changed:
+            worker.job = None
+            self._num_idle += 1
+            try:
+                deadline = time.monotonic() + self.limits.idle_s
+                while not self._is_closed:
+                    if (job := self._next()) is not None:
+                        worker.job = job
+                        worker.begin(is_starting=worker.process is None)
+                        self._changed.notify_all()  # the monitor has something to look at
+                        return job
+                    if not self._changed.wait(max(deadline - time.monotonic(), 0.0)) and (
+                        time.monotonic() >= deadline
+                    ):
+                        break
+                self._workers.remove(worker)
+                self._changed.notify_all()
+                return None
+            finally:
+                self._num_idle -= 1
+
+    def _next(self) -> Job | None:
+        if len(self._put_off) and not any(each.is_slow for each in self._workers):
+            return self._put_off.pop()
+        return self._queue.pop()
+
+    def _run(self, worker: _Worker, job: Job) -> None:
+        try:
+            if worker.process is None:
+                self._start_process(worker)
+            assert worker.process is not None
+            result, job.cpu_s = worker.process.ask(job.payload)
+        except Death as death:
+            self._discard(worker)
+            self._after_death(worker, job, death)
+        except Exception as error:  # the job's, or of a process that cannot be set up
+            self._discard(worker)
+            _fail(job, error)
+        else:
+            with self._changed:
+                worker.job = None  # nobody kills it for this job any more
+                is_spent = worker.is_slow or worker.killed_for is not None
+            if is_spent:
+                self._discard(worker)
+            if not job.future.done():
+                job.future.set_result(result)
+
+    def _start_process(self, worker: _Worker) -> None:
+        setup = self._make_setup()
+        process = ConfinedProcess(self._start)
+        with self._changed:
+            worker.process = process
+            worker.begin(is_starting=True)
+            if self._is_closed:
+                worker.kill("closed")
+        process.set_up(setup)
+        with self._changed:
+            if worker.killed_for is None:
+                worker.begin(is_starting=False)
+
+    def _discard(self, worker: _Worker) -> None:
+        with self._changed:
+            process, worker.process = worker.process, None
+            worker.is_slow = False
+        if process is not None:
+            process.close()
+
+    def _after_death(self, worker: _Worker, job: Job, death: Death) -> None:
+        why, limits = worker.killed_for, self.limits
+        if why == "closed" or self._is_closed:
+            _fail(job, PoolClosed("the pool was closed"))
+        elif why == "abandoned" or job.is_abandoned:
+            _drop(job)
+        elif why == "put off":
+            with self._changed:
+                dropped = self._put_off.push(job.tenant, job)
+                self._changed.notify_all()
+            if dropped is not None:
+                _refuse(dropped)
+        elif death.is_time_up:
+            _fail(job, TooMuchTime(f"it takes more than {limits.cpu_s:g} s of CPU time"))
+        else:
+            job.num_losses += 1
+            how = "stood still" if why == "stalled" else f"ended with {death.returncode}"
+            logger.warning("A confined process (%s) %s", self._start.entry, how)
+            if job.num_losses < MAX_LOSSES:
+                self._retry(job)
+            elif death.is_crash and why is None:
+                _fail(
+                    job,
+                    TooMuchMemory(
+                        f"it ends its process ({death.returncode}), as what needs more than "
+                        f"{limits.memory_bytes // 2**20} MiB does"
+                    ),
+                )
+            else:
+                _fail(job, WorkerLost(f"its process {how}, {MAX_LOSSES} times"))
+
+    def _retry(self, job: Job) -> None:
+        with self._changed:
+            dropped = self._queue.push(job.tenant, job)
+            self._changed.notify_all()
+        if dropped is not None:
+            _refuse(dropped)
+
+    # -- one thread that looks after them
+
+    def _monitor(self) -> None:
+        while True:
+            with self._changed:
+                if self._is_closed or not self._workers:
+                    self._has_monitor = False
+                    return
+                running = [(each, each.job) for each in self._workers if each.job is not None]
+                for worker, job in running:
+                    self._look(worker, job)
+                if len(self._queue) and self._num_idle == 0:
+                    self._make_room(running)
+                if not running:
+                    self._changed.wait()
+                    continue
+            time.sleep(TICK_S)
+
+    def _look(self, worker: _Worker, job: Job) -> None:
+        if worker.process is None:
+            return
+        now, cpu = time.monotonic(), worker.process.cpu_time()
+        if cpu is None:  # the system does not tell: time that has passed counts
+            cpu = worker.cpu_before + now - worker.started
+        if cpu > worker.last_cpu:
+            worker.last_cpu, worker.last_progress = cpu, now
+        limit_s = START_STALL_S if worker.is_starting else self.limits.stall_s
+        if now - worker.last_progress > limit_s:
+            worker.kill("stalled")
+        if worker.is_starting or cpu - worker.cpu_before < self.limits.quantum_s:
+            return
+        if not worker.is_slow:
+            worker.is_slow = True
+            worker.process.lower_priority()
+        if job.is_abandoned:
+            worker.kill("abandoned")
+
+    def _make_room(self, running: list[tuple[_Worker, Job]]) -> None:
+        """Put a slow job off, of whom most are running. The one that began first stays."""
+        slow = sorted(
+            ((worker, job) for worker, job in running if worker.is_slow),
+            key=lambda pair: pair[0].started,
+        )
+        if len(slow) < 2 or any(worker.killed_for for worker, _ in running):
+            return  # or there is room soon
+        num_by_tenant = Counter(job.tenant for _, job in slow)
+        worker, _ = max(slow[1:], key=lambda pair: (num_by_tenant[pair[1].tenant], pair[0].started))
+        worker.kill("put off")
+
+
+def _fail(job: Job, error: Exception) -> None:
+    if not job.future.done():
+        job.future.set_exception(error)
+
+
+def _refuse(job: Job) -> None:
+    _fail(job, PoolFull("too many jobs wait; try again later"))
+
+
+def _drop(job: Job) -> None:
+    if job.future.cancel():
+        job.future.set_running_or_notify_cancel()

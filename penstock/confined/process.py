@@ -1,0 +1,119 @@
+"""The parent's side of one confined process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from penstock.confined.errors import JobError, TooMuchMemory
+from penstock.confined.worker import BROKEN, HEAD, OUT_OF_MEMORY, Start
+
+# One thread and one heap: what libraries would start is neither needed nor cheap here.
+_ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "1",
+    "OMP_NUM_THREADS": "1",
+    "RAYON_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+SLOW_NICENESS = 10
+
+
+class Death(Exception):
+    """The process ended before it answered."""
+
+    def __init__(self, returncode: int) -> None:
+        super().__init__(returncode)
+        self.returncode = returncode
+
+    @property
+    def is_time_up(self) -> bool:
+        """Whether it had used up its CPU time."""
+        return self.returncode == -signal.SIGPROF
+
+    @property
+    def is_crash(self) -> bool:
+        """Whether it ended by itself. Nobody can tell who sends a SIGKILL."""
+        return self.returncode not in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+
+
+class ConfinedProcess:
+    """Started by its constructor. For one thread; `kill` may be called from any."""
+
+    def __init__(self, start: Start) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "penstock.confined.worker", str(theirs.fileno())]
+        with ours, theirs:
+            self._process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **_ENVIRONMENT},
+                start_new_session=True,  # Ctrl-C in a terminal is not for it
+            )
+            self._connection = Connection(ours.detach())
+        self._start = start
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def set_up(self, setup: bytes) -> None:
+        """Hand it what it needs for its jobs. Raises `JobError` if it cannot work with it."""
+        self._exchange(msgspec.msgpack.encode(self._start), setup)
+
+    def ask(self, job: bytes) -> tuple[bytes, float]:
+        """The result of a job, and the CPU seconds it took. Raises `Death` and `JobError`."""
+        return self._exchange(job)
+
+    def _exchange(self, *messages: bytes) -> tuple[bytes, float]:
+        try:
+            for message in messages:
+                self._connection.send_bytes(message)
+            answer = self._connection.recv_bytes()
+        except (EOFError, OSError):
+            raise Death(self._end()) from None
+        kind, cpu_s = HEAD.unpack_from(answer)
+        if kind == OUT_OF_MEMORY:
+            raise TooMuchMemory(f"it needs more than {self._start.memory_bytes // 2**20} MiB")
+        if kind == BROKEN:
+            error = answer[HEAD.size :].decode(errors="replace")
+            raise JobError(f"{self._start.entry} failed in its process: {error}")
+        return answer[HEAD.size :], cpu_s
+
+    def _end(self) -> int:
+        """How it ended. One that only closed its socket is killed, and counts as crashed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(1.0)
+        self.kill()
+        self._process.wait()
+        return 1
+
+    def cpu_time(self) -> float | None:
+        """Seconds that it has run so far; None where the system does not tell."""
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return None
+        fields = text.rpartition(")")[2].split()  # what comes after its name, which may hold spaces
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def lower_priority(self) -> None:
+        """Let everything else on this machine go first, from now on."""
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, self.pid, SLOW_NICENESS)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self.kill()
+        self._process.wait()
+        self._connection.close()

@@ -1,0 +1,98 @@
+"""A confined process: ``python -m penstock.confined.worker FD`` answers jobs on that socket.
+
+Its limits are the kernel's, so that native code keeps them too. The address space is limited for
+good once the process is set up. CPU time is limited for each job by a timer that counts the time
+of all threads, to the millisecond; the signal that it ends with kills the process. Time in which
+the process does not run, because it is stopped or the machine is busy, does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+Handle = Callable[[bytes], bytes]
+
+HEAD = struct.Struct("<Bd")  # of an answer: its kind, and the CPU seconds that it took
+READY, RESULT, OUT_OF_MEMORY, BROKEN = range(4)
+LARGE_JOB_BYTES = 64 * 1024  # after which memory is given back
+
+
+class Start(msgspec.Struct, frozen=True):
+    """The first message; the second is what `entry` is called with."""
+
+    entry: str  # "module:function", which is given the setup and returns what answers jobs
+    cpu_s: float
+    memory_bytes: int
+
+
+def serve(connection: Connection) -> None:
+    """Answer jobs until the other side closes the connection."""
+    start = msgspec.msgpack.decode(connection.recv_bytes(), type=Start)
+    try:
+        module, _, name = start.entry.partition(":")
+        handle: Handle = getattr(importlib.import_module(module), name)(connection.recv_bytes())
+    except Exception as error:
+        connection.send_bytes(HEAD.pack(BROKEN, 0.0) + repr(error).encode())
+        raise
+    limit_memory(start.memory_bytes)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    connection.send_bytes(HEAD.pack(READY, 0.0))
+    while True:
+        job = connection.recv_bytes()
+        is_large = len(job) > LARGE_JOB_BYTES
+        # Ends this process even if whoever asked is gone.
+        signal.setitimer(signal.ITIMER_PROF, start.cpu_s)
+        started = time.process_time()
+        kind, answer = _answer(handle, job)
+        del job
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        connection.send_bytes(HEAD.pack(kind, time.process_time() - started) + answer)
+        del answer
+        if is_large and trim is not None:
+            trim(0)
+
+
+def _answer(handle: Handle, job: bytes) -> tuple[int, bytes]:
+    try:
+        return RESULT, handle(job)
+    except MemoryError:
+        return OUT_OF_MEMORY, b""
+    except Exception as error:  # what a job may run into is in its result; this is a mistake
+        return BROKEN, repr(error).encode()
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let this process take so much more than it has now, where the system can see to that."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        logger.warning("The memory of confined processes is not limited on this system")
+        return
+    used = int(status.read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, used + num_bytes))
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        serve(connection)
+
+
+if __name__ == "__main__":
+    main()
