@@ -26,10 +26,11 @@ PENDING = GateStatus.PENDING
 
 @dataclass(frozen=True)
 class Failed:
-    """The request can never pass; `error` is for its client, whose `field` was wrong if any."""
+    """The request cannot pass; `error` is for its client, whose `field` was wrong if any."""
 
     error: str
     field: str | None = None
+    can_retry: bool = False  # it is not to blame, and may be sent again
 
 
 class Gate(Protocol):

@@ -175,7 +175,8 @@ class Scheduler:
             else:
                 self._waiting.push(state)
         for state, why in failed:
-            self._deltas.append(self._end(state, FinishReason.ERROR, None, why.error, why.field))
+            delta = self._end(state, FinishReason.ERROR, None, why.error, why.field)
+            self._deltas.append(msgspec.structs.replace(delta, can_retry=why.can_retry))
 
     def _end_long_waits(self) -> None:
         """Send away requests that have waited for too long, before anything is done for them."""

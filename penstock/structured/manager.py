@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import queue
-import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from penstock.confined.errors import JobError
 from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import ScheduledRequest, StepMasks, StepPlan
-from penstock.protocol.structured import FIELD, StructuredOutputsParams
+from penstock.protocol.structured import FIELD
 from penstock.scheduler.gates import PENDING, READY, Failed, GateStatus
-from penstock.structured.backend import Backend, Bits, Grammar, Tokenize, make_backend
-from penstock.structured.checker import Checker
+from penstock.structured.backend import Backend, Bits, Grammar
+from penstock.structured.compiler import Compilation, GrammarCompiler, ReadVocabulary, TryAgain
 from penstock.structured.output import ALL_TOKENS, Misfit, OutputGrammar
 from penstock.structured.reasoning import Reasoning
-from penstock.structured.vocabulary import Vocabulary
 
-logger = logging.getLogger(__name__)
-
-NUM_COMPILERS = 2  # a grammar that takes long does not keep all others waiting
-MAX_GRAMMARS = 128  # that are kept for the next request which asks for the same
-MAX_MASK_THREADS = 8
 # What one request's mask may take. A request that takes longer holds up everybody else's tokens.
 STEP_LIMIT_S = 0.25
 
 Row = tuple[ScheduledRequest, OutputGrammar]
-ReadVocabulary = Callable[[], tuple[Vocabulary, Tokenize]]
+
+
+@dataclass
+class _Pending:
+    """What a request waits for: its grammar, then its place in it."""
+
+    compilation: Compilation | None  # None: it needs no grammar
+    future: Future[Grammar] | Future[OutputGrammar]
 
 
 class GrammarManager:
@@ -49,20 +45,9 @@ class GrammarManager:
     def __init__(
         self, backend: str, timeout_s: float, read_vocabulary: ReadVocabulary | None
     ) -> None:
-        self._name = backend
-        self._timeout_s = timeout_s
-        self._read_vocabulary = read_vocabulary
-        self._lock = threading.Lock()  # of what is built when it is first needed
-        self._built: tuple[Backend, Vocabulary] | None = None
-        self._tokenize: Tokenize | None = None
-        self._idle_checkers: queue.SimpleQueue[Checker] = queue.SimpleQueue()
-        self._checkers: list[Checker] = []
-        self._is_closed = False
-        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, thread_name_prefix="grammar")
+        self.compiler = GrammarCompiler(backend, timeout_s, read_vocabulary)
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._grammars: OrderedDict[bytes, Future[Grammar | None]] = OrderedDict()
-        # By the request that waits: its grammar (None: it needs none), then its place in it.
-        self._pending: dict[str, Future[Grammar | None] | Future[OutputGrammar]] = {}
+        self._pending: dict[str, _Pending] = {}  # by the request that waits
         self._outputs: dict[str, OutputGrammar] = {}
         self._faults: dict[str, InputError | RequestFault] = {}
         self._bits: Bits = np.zeros((0, 0), dtype=np.int32)
@@ -75,42 +60,56 @@ class GrammarManager:
         if not request.params.is_masked:
             return READY
         params = request.params.structured_outputs
-        future = self._pending.get(request.request_id)
-        if future is None:
-            future = self._pending[request.request_id] = self._grammar(params)
-        if not future.done():
+        pending = self._pending.get(request.request_id)
+        if pending is None:
+            pending = self._pending[request.request_id] = self._begin(request)
+        if not pending.future.done():
             return PENDING
         try:
-            result = future.result()
+            result = pending.future.result()
         except InputError as error:
             if error.field == "tools":
                 return Failed(str(error), error.field)
             kind, field = (params.kind, params.field) if params is not None else ("", error.field)
             why = str(error).replace(f"{FIELD}.{kind}", str(field))
             return Failed(why.replace(FIELD, str(field)), field)
+        except JobError as error:
+            return Failed(f"no room for this request's grammar: {error}", can_retry=True)
         except RequestFault as error:
-            return Failed(str(error))
+            return Failed(str(error), can_retry=isinstance(error, TryAgain))
         if not isinstance(result, OutputGrammar):
-            self._pending[request.request_id] = self._compilers.submit(self._begin, request, result)
+            pending.future = self.compiler.in_thread(
+                pending.compilation, request.tenant, self._begin_output, request, result
+            )
             return PENDING
         self._outputs[request.request_id] = result
-        del self._pending[request.request_id]
+        self._forget_pending(request.request_id)
         return READY
+
+    def _begin(self, request: EngineRequest) -> _Pending:
+        params = request.params.structured_outputs
+        if params is None:  # it only limits its reasoning
+            return _Pending(
+                None,
+                self.compiler.in_thread(None, request.tenant, self._begin_output, request, None),
+            )
+        compilation = self.compiler.request(params, request.request_id, request.tenant)
+        return _Pending(compilation, compilation.future)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until something that a request waits for is done, if there is anything."""
         if self._pending:
-            futures: list[Future[Any]] = list(self._pending.values())
+            futures: list[Future[Any]] = [each.future for each in self._pending.values()]
             wait(futures, timeout_s, return_when="FIRST_COMPLETED")
 
-    def _begin(self, request: EngineRequest, grammar: Grammar | None) -> OutputGrammar:
+    def _begin_output(self, request: EngineRequest, grammar: Grammar | None) -> OutputGrammar:
         """Where a request's output stands to begin with; without a grammar, its answer is free."""
-        _, vocabulary = self._backend()
-        assert self._tokenize is not None
+        _, vocabulary = self.compiler.backend()
+        assert self.compiler.tokenize is not None
         params = request.params.structured_outputs
         start = None if params is None else params.reasoning_start
         start_id = None if start is None else vocabulary.token_id(start)
-        opening = [] if start is None or start_id is not None else self._tokenize(start)
+        opening = [] if start is None or start_id is not None else self.compiler.tokenize(start)
         output = OutputGrammar(
             None if grammar is None else grammar.matcher(),
             reasoning=reasoning_of(request, vocabulary.tokens, opening),
@@ -119,60 +118,6 @@ class GrammarManager:
         )
         output.accept(request.output_token_ids)  # of a replay
         return output
-
-    def _grammar(self, params: StructuredOutputsParams | None) -> Future[Grammar | None]:
-        """Compiled, being compiled or queued for it; the same for all who ask the same."""
-        if params is None:
-            return self._compilers.submit(self._no_grammar)
-        shared = msgspec.structs.replace(
-            params, reasoning_end=None, reasoning_start=None, field=FIELD
-        )
-        key = hashlib.sha256(msgspec.msgpack.encode(shared)).digest()
-        future = self._grammars.get(key)
-        if future is None:
-            future = self._grammars[key] = self._compilers.submit(self._compile, shared)
-            if len(self._grammars) > MAX_GRAMMARS:
-                self._grammars.popitem(last=False)
-        self._grammars.move_to_end(key)
-        return future
-
-    def _no_grammar(self) -> None:
-        """What a request needs that only limits its reasoning: the vocabulary."""
-        self._backend()
-
-    def _compile(self, params: StructuredOutputsParams) -> Grammar | None:
-        started = time.perf_counter()
-        backend, vocabulary = self._backend()
-        checker = self._take_checker(vocabulary)
-        try:
-            lowered = checker.check(params)
-        finally:
-            self._idle_checkers.put(checker)
-        grammar = backend.compile(lowered)
-        logger.debug("Compiled %s in %.3f s", params.kind, time.perf_counter() - started)
-        return grammar
-
-    def _backend(self) -> tuple[Backend, Vocabulary]:
-        with self._lock:
-            if self._built is None:
-                if self._read_vocabulary is None:
-                    raise InputError(f"{FIELD} needs a tokenizer: drop skip_tokenizer_init", FIELD)
-                vocabulary, self._tokenize = self._read_vocabulary()
-                threads = min(MAX_MASK_THREADS, max(1, (os.cpu_count() or 1) // 2))
-                self._built = (
-                    make_backend(self._name, vocabulary, self._tokenize, threads), vocabulary
-                )  # fmt: skip
-            return self._built
-
-    def _take_checker(self, vocabulary: Vocabulary) -> Checker:
-        try:
-            return self._idle_checkers.get_nowait()
-        except queue.Empty:
-            checker = Checker(self._name, vocabulary, self._timeout_s)
-            self._checkers.append(checker)
-            if self._is_closed:  # perhaps too late for `close` to see it
-                checker.end()
-            return checker
 
     # -- outputs are followed
 
@@ -200,9 +145,8 @@ class GrammarManager:
     def _was_allowed(self, output: OutputGrammar, token_id: int) -> bool:
         """Whether a mask has this token that the grammar refuses: it leaves out what cannot be
         written of the text that has to come."""
-        assert self._built is not None
         assert output.matcher is not None
-        backend, vocabulary = self._built
+        backend, vocabulary = self.compiler.built
         bits = np.zeros((1, -(-len(vocabulary) // 32)), dtype=np.int32)
         backend.fill([output.matcher], bits)
         return bool(bits[0, token_id // 32] >> (token_id % 32) & 1)
@@ -213,9 +157,18 @@ class GrammarManager:
 
     def drop(self, request_id: str) -> None:
         """Forget a request; one that is not here is ignored."""
-        self._pending.pop(request_id, None)
+        self._forget_pending(request_id)
         self._outputs.pop(request_id, None)
         self._faults.pop(request_id, None)
+
+    def _forget_pending(self, request_id: str) -> None:
+        pending = self._pending.pop(request_id, None)
+        if pending is None:
+            return
+        if pending.compilation is None or pending.future is not pending.compilation.future:
+            pending.future.cancel()  # nothing, if it is done
+        if pending.compilation is not None:
+            self.compiler.leave(request_id, pending.compilation)
 
     # -- masks are filled
 
@@ -240,8 +193,7 @@ class GrammarManager:
         num_rows = [1] * len(plain) + [1 + row.num_drafts for row, _ in drafting]
         if not num_rows:
             return StepMasks(request_ids=[], num_rows=[], bits=memoryview(b""))
-        assert self._built is not None
-        backend, vocabulary = self._built
+        backend, vocabulary = self.compiler.built
         bits = self._reserve(sum(num_rows), -(-len(vocabulary) // 32))
         self._fill(backend, plain, bits[: len(plain)])
         start = len(plain)
@@ -292,11 +244,8 @@ class GrammarManager:
 
     def close(self) -> None:
         """End what runs elsewhere. Safe to call twice."""
-        self._is_closed = True
-        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._filler.shutdown(wait=False, cancel_futures=True)
-        for checker in list(self._checkers):
-            checker.end()
+        self.compiler.close()
 
 
 def reasoning_of(

@@ -1,0 +1,237 @@
+"""GrammarCompiler: grammars by what requests ask for, each tried out and compiled once.
+
+A spec goes through a confined process first (`trial.py`). Then it is compiled in this process, in a
+thread. Both are shared fairly by tenants. Making a matcher of a grammar that is there has threads
+of its own, so that it never waits for a compilation, unless it takes about as long as one.
+
+What a trial finds is remembered. That a trial took too long or lost its process is not: it may
+have been bad luck.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.confined.errors import PoolClosed, PoolFull, TooMuchMemory, TooMuchTime, WorkerLost
+from penstock.confined.pool import ConfinedPool, Job, Limits
+from penstock.protocol.errors import InputError, RequestFault
+from penstock.protocol.structured import FIELD, StructuredOutputsParams
+from penstock.structured.backend import Backend, Grammar, Tokenize, make_backend
+from penstock.structured.fair_threads import FairThreads
+from penstock.structured.trial import ENTRY, Refused, Setup, read_verdict
+from penstock.structured.vocabulary import Vocabulary
+
+logger = logging.getLogger(__name__)
+
+MEMORY_LIMIT = 2**30  # bytes that trying out one grammar may take
+MAX_WAITING = 256  # grammars that wait to be tried out, and as many to be compiled
+NUM_COMPILERS = 2
+NUM_MATCHER_THREADS = 2
+QUICK_S = 0.05  # CPU time of a trial: a matcher of such a grammar is made while others wait
+MAX_GRAMMARS = 128  # that are kept for the next request which asks for the same
+MAX_MASK_THREADS = 8
+CLOSED = "the engine is closed; no more grammars are compiled"
+
+T = TypeVar("T")
+ReadVocabulary = Callable[[], tuple[Vocabulary, Tokenize]]
+
+
+class TryAgain(RequestFault):
+    """A grammar that could not be checked; it may be right."""
+
+
+class Compilation:
+    """A grammar on its way, for all requests that ask for it. `future` has it in the end."""
+
+    def __init__(self, params: StructuredOutputsParams, tenant: str) -> None:
+        self.params = params
+        self.tenant = tenant
+        self.future: Future[Grammar] = Future()
+        self.waiting_ids: set[str] = set()  # requests
+        self.is_quick = False
+        self.is_forgotten = False  # how it failed says nothing about the next try
+        self._lock = threading.Lock()
+        self._is_dropped = False
+        self._work: Job | Future[None] | None = None  # that is to be cancelled
+
+    def attach(self, work: Job | Future[None]) -> None:
+        with self._lock:
+            self._work = work
+            is_dropped = self._is_dropped
+        if is_dropped:
+            work.cancel()
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        with self._lock:
+            self._is_dropped = True
+            work = self._work
+        if work is not None:
+            work.cancel()
+
+
+class GrammarCompiler:
+    """For one thread; what it returns is done in others.
+
+    `read_vocabulary` is called once, when there is something to do; None: there is no tokenizer.
+    """
+
+    def __init__(
+        self, backend: str, timeout_s: float, read_vocabulary: ReadVocabulary | None
+    ) -> None:
+        self._name = backend
+        self._read_vocabulary = read_vocabulary
+        self._lock = threading.Lock()  # of what is built when it is first needed
+        self._built: tuple[Backend, Vocabulary] | None = None
+        self.tokenize: Tokenize | None = None
+        limits = Limits(cpu_s=timeout_s, memory_bytes=MEMORY_LIMIT, max_queued=MAX_WAITING)
+        self._timeout_s = timeout_s
+        self.pool = ConfinedPool(ENTRY, self._setup, limits)
+        self._compilers = FairThreads(NUM_COMPILERS, MAX_WAITING, "grammar")
+        self._matchers = ThreadPoolExecutor(NUM_MATCHER_THREADS, thread_name_prefix="matcher")
+        self._compilations: OrderedDict[bytes, Compilation] = OrderedDict()
+
+    def backend(self) -> tuple[Backend, Vocabulary]:
+        """Built when it is first asked for, which takes a part of a second."""
+        with self._lock:
+            if self._built is None:
+                if self._read_vocabulary is None:
+                    raise InputError(f"{FIELD} needs a tokenizer: drop skip_tokenizer_init", FIELD)
+                vocabulary, self.tokenize = self._read_vocabulary()
+                threads = min(MAX_MASK_THREADS, max(1, (os.cpu_count() or 1) // 2))
+                self._built = (
+                    make_backend(self._name, vocabulary, self.tokenize, threads), vocabulary
+                )  # fmt: skip
+            return self._built
+
+    @property
+    def built(self) -> tuple[Backend, Vocabulary]:
+        """What `backend` has built."""
+        assert self._built is not None
+        return self._built
+
+    def _setup(self) -> bytes:
+        return msgspec.msgpack.encode(Setup(self._name, self.backend()[1]))
+
+    def request(self, params: StructuredOutputsParams, request_id: str, tenant: str) -> Compilation:
+        """Compiled, or on its way; the same for all who ask the same."""
+        shared = msgspec.structs.replace(
+            params, reasoning_end=None, reasoning_start=None, field=FIELD
+        )
+        spec = msgspec.msgpack.encode(shared)
+        key = hashlib.sha256(spec).digest()
+        found = self._compilations.get(key)
+        if found is None or found.is_forgotten:
+            found = self._compilations[key] = Compilation(shared, tenant)
+            self._matchers.submit(self._try, found, spec)
+            if len(self._compilations) > MAX_GRAMMARS:
+                self._compilations.popitem(last=False)
+        self._compilations.move_to_end(key)
+        found.waiting_ids.add(request_id)
+        return found
+
+    def leave(self, request_id: str, compilation: Compilation) -> None:
+        """A request waits no more. The last one to leave ends a compilation."""
+        compilation.waiting_ids.discard(request_id)
+        if compilation.waiting_ids or compilation.future.done():
+            return
+        compilation.is_forgotten = True
+        compilation.drop()
+
+    def in_thread(
+        self,
+        compilation: Compilation | None,
+        tenant: str,
+        work: Callable[..., T],
+        *arguments: Any,
+    ) -> Future[T]:
+        """Do what needs a grammar that is there, or none: beside compilations if it is quick."""
+        if compilation is None or compilation.is_quick:
+            return self._matchers.submit(work, *arguments)
+        return self._compilers.submit(tenant, work, *arguments)
+
+    def close(self) -> None:
+        """End what runs elsewhere. Safe to call twice."""
+        self._matchers.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
+        self.pool.close()
+
+    # -- in other threads
+
+    def _try(self, compilation: Compilation, spec: bytes) -> None:
+        try:
+            self.backend()
+            job = self.pool.submit(spec, compilation.tenant)
+        except Exception as error:
+            compilation.future.set_exception(error)
+            return
+        compilation.attach(job)
+        job.future.add_done_callback(lambda _: self._on_tried(compilation, job))
+
+    def _on_tried(self, compilation: Compilation, job: Job) -> None:
+        if job.future.cancelled():
+            return
+        error = job.future.exception()
+        if error is None:
+            verdict = read_verdict(job.future.result())
+            if isinstance(verdict, Refused):
+                compilation.future.set_exception(InputError(verdict.error, verdict.field))
+                return
+            compilation.is_quick = job.cpu_s <= QUICK_S
+            compiling = self._compilers.submit(
+                compilation.tenant, self._compile, compilation, verdict.lowered
+            )
+            compilation.attach(compiling)
+            compiling.add_done_callback(lambda _: self._on_compiled(compilation, compiling))
+        else:
+            compilation.is_forgotten = True
+            compilation.future.set_exception(self._explain(error, compilation.params.kind))
+
+    def _compile(self, compilation: Compilation, lowered: str) -> None:
+        started = time.perf_counter()
+        try:
+            grammar = self.backend()[0].compile(lowered)
+        except Exception as error:
+            compilation.future.set_exception(error)
+            return
+        logger.debug(
+            "Compiled %s in %.3f s", compilation.params.kind, time.perf_counter() - started
+        )
+        compilation.future.set_result(grammar)
+
+    def _on_compiled(self, compilation: Compilation, compiling: Future[None]) -> None:
+        """There was no room to compile it, if it has no result by now."""
+        if not compiling.cancelled() and (error := compiling.exception()) is not None:
+            compilation.is_forgotten = True
+            compilation.future.set_exception(self._explain(error, compilation.params.kind))
+
+    def _explain(self, error: BaseException, kind: str) -> BaseException:
+        """Why a trial has no verdict, to whoever asked for it."""
+        what = f"{FIELD}.{kind}"
+        match error:
+            case TooMuchTime():
+                return InputError(
+                    f"{what} is too complex: it takes more than {self._timeout_s:g} s to compile",
+                    FIELD,
+                )
+            case TooMuchMemory():
+                return InputError(
+                    f"{what} is too complex: compiling it takes more memory than the "
+                    f"{MEMORY_LIMIT // 2**20} MiB that it may",
+                    FIELD,
+                )
+            case PoolClosed():
+                return RequestFault(CLOSED)
+            case WorkerLost() | PoolFull():
+                return TryAgain(f"{what} could not be checked: {error}")
+        return error
