@@ -149,7 +149,7 @@ class StructuredConfig:
         "What holds outputs to schemas and grammars; xgrammar needs the extra of that name.",
     )
     structured_outputs_timeout_s: float = option(
-        5.0, "Seconds that a schema, expression or grammar may take to compile."
+        5.0, "CPU seconds that a schema, expression or grammar may take to compile."
     )
 
     def __post_init__(self) -> None:

@@ -209,7 +209,7 @@ class Service:
 
     def _as_tenants(self, child: EngineRequest) -> EngineRequest:
         """The request as that of the current tenant: in the queue, and in the prefix cache."""
-        tenant = tenant_label() if self._is_fair else ""
+        tenant = tenant_label()
         cache_salt = child.cache_salt
         if not self.server_config.share_prefix_cache:
             cache_salt = salt_by_tenant(cache_salt)

@@ -162,7 +162,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End what runs elsewhere. Safe to call twice."""
-        self._matchers.shutdown(wait=False, cancel_futures=True)
+        self._matchers.shutdown(wait=False)  # what is queued there is short
         self._compilers.close()
         self.pool.close()
 

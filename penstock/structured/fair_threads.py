@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from penstock.confined.errors import PoolFull
+from penstock.confined.errors import PoolClosed, PoolFull
 from penstock.confined.fair_queue import FairQueue
 
 T = TypeVar("T")
@@ -34,6 +34,9 @@ class FairThreads:
         """Its future fails with `PoolFull` if there is no room for it."""
         future: Future[T] = Future()
         with self._changed:
+            if self._is_closed:
+                future.set_exception(PoolClosed("nothing more is begun"))
+                return future
             dropped = self._queue.push(tenant, (future, lambda: work(*arguments)))
             if len(self._queue) > self._num_idle and self._num_threads < self._max_threads:
                 self._num_threads += 1
@@ -50,7 +53,8 @@ class FairThreads:
             left = self._queue.clear()
             self._changed.notify_all()
         for future, _ in left:
-            future.cancel()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(PoolClosed("nothing more is begun"))
 
     def _work(self) -> None:
         while (task := self._take()) is not None:

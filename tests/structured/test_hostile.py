@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import resource
+import signal
+import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from byte_model import open_llm
 
 from penstock import SamplingParams
 from penstock import StructuredOutputsParams as Structured
-from penstock.protocol.errors import InputError, PenstockError
-from penstock.structured import checker as checker_module
-from penstock.structured.checker import Checker
+from penstock.confined.process import ConfinedProcess, Death
+from penstock.protocol.errors import InputError, RequestFault
+from penstock.structured.backend import Grammar
+from penstock.structured.compiler import MEMORY_LIMIT, Compilation, GrammarCompiler, TryAgain
 from penstock.structured.vocabulary import Vocabulary
+from penstock.text.tokenizer import Tokenizer
 
+MakeCompiler = Callable[..., GrammarCompiler]
 TIMEOUT_S = 1.0
-SPARE_S = 4.0  # for a busy machine
 
 
 def nested(depth: int) -> str:
@@ -70,75 +75,162 @@ HARMLESS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def make_compiler(vocabulary: Vocabulary, tokenizer: Tokenizer) -> Iterator[MakeCompiler]:
+    compilers: list[GrammarCompiler] = []
+
+    def make(timeout_s: float = TIMEOUT_S, **limits: Any) -> GrammarCompiler:
+        made = GrammarCompiler("llguidance", timeout_s, lambda: (vocabulary, tokenizer.encode))
+        made.pool.limits = dataclasses.replace(made.pool.limits, **limits)
+        compilers.append(made)
+        return made
+
+    yield make
+    for compiler in compilers:
+        compiler.close()
+
+
+def compiled(compiler: GrammarCompiler, request_id: str = "one", **spec: Any) -> Grammar:
+    return compiler.request(Structured(**spec), request_id, "").future.result()
+
+
 @pytest.fixture(scope="module")
-def checker(vocabulary: Vocabulary) -> Iterator[Checker]:
-    checker = Checker("llguidance", vocabulary, TIMEOUT_S)
-    yield checker
-    checker.close()
-
-
-def warm(checker: Checker) -> None:
-    checker.check(Structured(regex="a"))  # a process that was killed is started again
+def compiler(vocabulary: Vocabulary, tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler("llguidance", TIMEOUT_S, lambda: (vocabulary, tokenizer.encode))
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_too_much_is_refused_in_time(checker: Checker, name: str) -> None:
-    params = Structured(**REFUSED[name])
-    warm(checker)
-    started = time.perf_counter()
+def test_what_is_too_much_is_refused(compiler: GrammarCompiler, name: str) -> None:
     with pytest.raises(InputError, match="structured_outputs") as caught:
-        checker.check(params)
-    assert time.perf_counter() - started < TIMEOUT_S + SPARE_S
+        compiled(compiler, **REFUSED[name])
     assert len(str(caught.value)) < 1000
-    warm(checker)
+    assert compiled(compiler, regex="a").matcher()
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_only_looks_dangerous_is_taken(checker: Checker, name: str) -> None:
-    warm(checker)
-    assert checker.check(Structured(**HARMLESS[name]))
+def test_what_only_looks_dangerous_is_taken(compiler: GrammarCompiler, name: str) -> None:
+    assert compiled(compiler, **HARMLESS[name]).matcher()
 
 
-def test_memory_is_limited(vocabulary: Vocabulary) -> None:
-    """The process may take 1 GiB; what would take more ends it, and nothing else."""
-    greedy = Checker("llguidance", vocabulary, 60.0)
+def test_memory_is_limited(make_compiler: MakeCompiler) -> None:
+    """A process may take 1 GiB beyond what it has before its first job."""
+    compiler = make_compiler()
+    compiled(compiler, regex="a")
+    (pid,) = compiler.pool.pids()
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    (line,) = [line for line in limits.splitlines() if line.startswith("Max address space")]
+    size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    assert size < int(line.split()[3]) <= size + MEMORY_LIMIT
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_good_schema_stays_good_when_the_process_that_tries_it_dies_or_stops(
+    make_compiler: MakeCompiler, number: signal.Signals
+) -> None:
+    compiler = make_compiler(stall_s=0.5)
+    compiled(compiler, regex="a")
+    (pid,) = compiler.pool.pids()
+    os.kill(pid, number)
+    assert compiled(compiler, regex="b").matcher()
+    assert compiled(compiler, regex="b").matcher()
+
+
+def test_only_verdicts_are_remembered(make_compiler: MakeCompiler) -> None:
+    compiler = make_compiler(timeout_s=0.3)
+
+    def outcome(**spec: Any) -> Compilation:
+        compilation = compiler.request(Structured(**spec), "one", "")
+        assert compilation.future.exception() is not None
+        return compilation
+
+    wrong, endless = {"regex": "("}, REFUSED["huge multiples"]
+    assert outcome(**wrong) is outcome(**wrong)
+    first = outcome(**endless)
+    assert "takes more than 0.3 s to compile" in str(first.future.exception())
+    assert outcome(**endless) is not first
+
+
+def test_a_schema_that_loses_its_process_twice_may_be_sent_again(
+    make_compiler: MakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = make_compiler()
+    with monkeypatch.context() as patched:
+        patched.setattr(ConfinedProcess, "ask", lambda process, job: process.kill() or lose())
+
+        def lose() -> NoReturn:
+            raise Death(-signal.SIGKILL)
+
+        with pytest.raises(TryAgain, match="could not be checked"):
+            compiled(compiler, regex="a")
+    assert compiled(compiler, regex="a").matcher()
+
+
+def test_the_last_request_that_leaves_ends_a_compilation(make_compiler: MakeCompiler) -> None:
+    compiler = make_compiler(timeout_s=600.0)
+    slow = Structured(**REFUSED["huge multiples"])
+    first = compiler.request(slow, "one", "")
+    assert compiler.request(slow, "two", "") is first
+    compiler.leave("one", first)
+    assert compiler.request(slow, "three", "") is first
+    assert compiled(compiler, regex="a").matcher()  # so that a process is busy with the other
+    pids = compiler.pool.pids()
+    compiler.leave("two", first)
+    compiler.leave("three", first)
+    eventually(lambda: len(set(pids) & set(compiler.pool.pids())) < len(pids))
+    again = compiler.request(slow, "four", "")
+    assert again is not first
+    compiler.leave("four", again)
+
+
+def test_a_matcher_of_a_known_grammar_waits_for_no_compilation(
+    make_compiler: MakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = make_compiler(timeout_s=600.0)
+    known = compiler.request(Structured(regex="a+"), "known", "")
+    grammar = known.future.result()
+    assert known.is_quick
+    release = threading.Event()
+    backend, _ = compiler.backend()
+    compile_now = backend.compile
+
+    def compile_late(lowered: str) -> Grammar:
+        assert release.wait(60.0)
+        return compile_now(lowered)
+
+    monkeypatch.setattr(backend, "compile", compile_late)
+    others = [compiler.request(Structured(regex=f"b{{{i}}}"), str(i), "") for i in range(10)]
     try:
-        warm(greedy)
-        assert greedy._process is not None
-        proc = Path(f"/proc/{greedy._process.pid}")
-        limits = (proc / "limits").read_text()
-        (line,) = [line for line in limits.splitlines() if line.startswith("Max address space")]
-        size = int((proc / "statm").read_text().split()[0]) * resource.getpagesize()
-        assert size < int(line.split()[3]) <= size + checker_module.MEMORY_LIMIT
-        greedy._process.kill()  # as the kernel would, or as the library does without memory
-        with pytest.raises(InputError, match="more memory than the 1024 MiB"):
-            greedy.check(Structured(regex="b"))
-        warm(greedy)
+        assert compiler.in_thread(known, "", grammar.matcher).result(timeout=60.0)
+        assert not any(other.future.done() for other in others)
     finally:
-        greedy.close()
+        release.set()
+    assert all(other.future.result().matcher() for other in others)
 
 
-def test_checking_ends_at_once_when_the_engine_is_closed(vocabulary: Vocabulary) -> None:
-    slow = Structured(**REFUSED["a product of alternatives"])
+def test_compilations_end_at_once_when_the_engine_is_closed(make_compiler: MakeCompiler) -> None:
+    slow = Structured(**REFUSED["huge multiples"])
     for _ in range(3):
-        checker = Checker("llguidance", vocabulary, 600.0)
-        warm(checker)
-        process = checker._process
-        assert process is not None
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(checker.check, slow)
-            while not checker._in_use.locked():
-                assert not answer.done()
-            checker.end()  # beside a thread that waits for the answer
-            with pytest.raises(PenstockError, match="the engine is closed"):
-                answer.result(timeout=60.0)
-        assert process.poll() is not None
-        with pytest.raises(PenstockError, match="closed"):
-            checker.check(slow)
+        compiler = make_compiler(timeout_s=600.0)
+        compiled(compiler, regex="a")
+        pending = compiler.request(slow, "slow", "")
+        pids = compiler.pool.pids()
+        compiler.close()
+        with pytest.raises(RequestFault, match="the engine is closed"):
+            pending.future.result(timeout=60.0)
+        eventually(lambda pids=pids: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_an_engine_refuses_it_and_goes_on(byte_model: str) -> None:
-    """Others get their tokens meanwhile, and the same thing again is refused at once."""
+    """Others get their tokens meanwhile, and the same thing again is refused again."""
     with open_llm(byte_model, structured_outputs_timeout_s=TIMEOUT_S) as llm:
         spec = Structured(regex="a+")
         fine = SamplingParams(temperature=0.0, max_tokens=8, structured_outputs=spec)
@@ -148,10 +240,8 @@ def test_an_engine_refuses_it_and_goes_on(byte_model: str) -> None:
         assert "takes more than 1 s to compile" in outputs[0].error
         assert outputs[0].error_field == "structured_outputs"
         assert outputs[1].outputs[0].text == before.outputs[0].text
-        started = time.perf_counter()
         (again,) = llm.generate("x", bad, use_tqdm=False)
         assert again.error == outputs[0].error
-        assert time.perf_counter() - started < TIMEOUT_S / 2
 
 
 def test_masks_that_take_too_long_fail_their_request_alone(
@@ -161,7 +251,7 @@ def test_masks_that_take_too_long_fail_their_request_alone(
 
     monkeypatch.setattr(manager, "STEP_LIMIT_S", 0.3)
     with open_llm(byte_model) as llm:
-        backend, _ = llm.engine.grammars._backend()
+        backend, _ = llm.engine.grammars.compiler.backend()
         fill = backend.fill
         slow_matchers: set[int] = set()
 
