@@ -64,6 +64,16 @@ class ServerConfig:
         "Seconds in which a client must read 16 KiB of an answer that waits for it; the "
         "connection of a slower one is closed, and its request aborted.",
     )
+    stream_start_timeout_s: float = option(
+        1.0,
+        "Seconds that a stream waits for its first token before its headers are sent; an error "
+        "by then has its own HTTP status, a later one is an event of the stream.",
+    )
+    stream_keep_alive_s: float = option(
+        10.0,
+        "Seconds of silence, as while a request is queued, after which a stream is sent a comment "
+        "(or Anthropic's ping event), so that proxies keep the connection.",
+    )
     max_connections: int = option(
         8192, "Most connections that are open at once; more get a 503 and are closed."
     )
@@ -137,7 +147,7 @@ class ServerConfig:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (
             "max_queued_requests", "shutdown_timeout", "max_engine_failures",
-            "max_stored_responses",
+            "max_stored_responses", "stream_start_timeout_s",
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
@@ -148,7 +158,10 @@ class ServerConfig:
                 )
         if self.request_timeout_s is not None and self.request_timeout_s <= 0:
             raise ConfigError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
-        for name in ("request_read_timeout_s", "slow_reader_timeout_s", "tool_call_timeout_s"):
+        for name in (
+            "request_read_timeout_s", "slow_reader_timeout_s", "tool_call_timeout_s",
+            "stream_keep_alive_s",
+        ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
         for name in ("api_key", "admin_api_key"):

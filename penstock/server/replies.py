@@ -1,10 +1,15 @@
-"""How answers go out: as one JSON object, or as server-sent events; never to a client that left."""
+"""How answers go out: as one JSON object, or as server-sent events; never to a client that left.
+
+A stream that has to wait, for its turn or for a long prompt, must not look dead to proxies. So its
+headers are sent after `stream_start_timeout_s` even if there is no token yet, and from then on it
+is never silent for longer than `stream_keep_alive_s`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
@@ -12,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from penstock.config import ServerConfig
 from penstock.server.errors import body_of, encode_error
 
 logger = logging.getLogger(__name__)
@@ -69,6 +75,10 @@ class StreamFrame(Protocol):
     def end(self) -> str:
         """What comes last, after an error too."""
 
+    def keep_alive(self) -> str:
+        """Something that clients ignore."""
+        return ": keep-alive\n\n"
+
 
 class OpenAIFrame(StreamFrame):
     """Each chunk a `data:` line, then ``[DONE]``."""
@@ -90,19 +100,25 @@ class EventStream(Response):
     """Server-sent events, as `frame` writes them.
 
     A failure on the way is an event with the error, and the end of the stream. `chunks` goes on
-    after `first`, and is closed whatever happens.
+    after `first`, which may not be there yet, and is closed whatever happens.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: list[str], chunks: AsyncGenerator[str, None], frame: StreamFrame
+        self,
+        first: asyncio.Future[str | None],
+        chunks: AsyncGenerator[str, None],
+        frame: StreamFrame,
+        keep_alive_s: float,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first = first
         self._chunks = chunks
         self._frame = frame
+        self._keep_alive_s = keep_alive_s
+        self._written_at = 0.0  # by the event loop's clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(send))
@@ -113,44 +129,73 @@ class EventStream(Response):
                 pump.result()
         finally:
             await _cancel(pump, leaving)
-            await self._chunks.aclose()
+            await _close(self._first, self._chunks)
 
     async def _pump(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+
         async def write(text: str) -> None:
+            self._written_at = clock()
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        keeping_alive = asyncio.ensure_future(self._keep_alive(write))
         try:
-            for chunk in self._first:
+            if not self._first.done():
+                await write(self._frame.keep_alive())  # some proxies pass on no head alone
+            chunk = await self._first
+            if chunk is not None:
                 await write(self._frame.event(chunk))
             async for chunk in self._chunks:
                 await write(self._frame.event(chunk))
         except Exception as error:
             await write(self._frame.error(error))
+        finally:
+            await _cancel(keeping_alive)
         end = self._frame.end().encode()
         await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    async def _keep_alive(self, write: Callable[[str], Awaitable[None]]) -> None:
+        """Write something whenever nothing has been written for long enough."""
+        clock = asyncio.get_running_loop().time
+        self._written_at = clock()
+        while True:
+            await asyncio.sleep(self._written_at + self._keep_alive_s - clock())
+            if clock() >= self._written_at + self._keep_alive_s:
+                await write(self._frame.keep_alive())
 
 
 async def event_stream(
     request: Request, chunks: AsyncGenerator[str, None], frame: StreamFrame | None = None
 ) -> Response:
-    """Wait for the first chunk, so that a request that fails before it gets a proper status."""
+    """Wait a little for the first chunk: a request that fails meanwhile gets a proper status."""
+    config: ServerConfig = request.app.state.service.server_config
+    first = asyncio.ensure_future(_first(chunks))
+    waiting = asyncio.wait({first}, timeout=config.stream_start_timeout_s)
     try:
-        first = await unless_gone(request, _first(chunks))
+        is_gone = await unless_gone(request, waiting) is None
+        if first.done():
+            first.result()  # or the error
     except BaseException:
-        await chunks.aclose()
+        await _close(first, chunks)
         raise
-    if first is None:
-        await chunks.aclose()
+    if is_gone:
+        await _close(first, chunks)
         return gone()
-    return EventStream(first, chunks, frame or OpenAIFrame(request.state.request_id))
+    frame = frame or OpenAIFrame(request.state.request_id)
+    return EventStream(first, chunks, frame, config.stream_keep_alive_s)
 
 
-async def _first(chunks: AsyncGenerator[str, None]) -> list[str]:
+async def _first(chunks: AsyncGenerator[str, None]) -> str | None:
     async for chunk in chunks:
-        return [chunk]
-    return []
+        return chunk
+    return None
+
+
+async def _close(first: asyncio.Future[Any], chunks: AsyncGenerator[str, None]) -> None:
+    await _cancel(first)  # which may be using the generator
+    await chunks.aclose()
 
 
 async def _disconnected(receive: Receive) -> None:

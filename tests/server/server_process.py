@@ -22,11 +22,15 @@ START_TIMEOUT_S = 120.0
 # For models that are tiny, and servers that nobody kills.
 SMALL = ("--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1", "--no-spare-engine")
 DUMMY = ("--load-format", "dummy", *SMALL)
+PATIENT = ("--stream-start-timeout-s", "600", "--stream-keep-alive-s", "600")
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 class ServerProcess:
-    """A running server. `base_url` and `client()` say how to reach it."""
+    """A running server. `base_url` and `client()` say how to reach it.
+
+    Its streams wait for their first token, so that what they answer does not depend on the speed.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,7 @@ class ServerProcess:
         limited = ["prlimit", f"--nofile={max_open_files}"] if max_open_files else []
         with contextlib.ExitStack() as stack:
             self.process = subprocess.Popen(
-                [*limited, sys.executable, "-m", "penstock", "serve", *where, *flags],
+                [*limited, sys.executable, "-m", "penstock", "serve", *PATIENT, *where, *flags],
                 stdout=stack.enter_context(banner_to.open("w")) if banner_to else subprocess.PIPE,
                 stderr=stack.enter_context(log_to.open("w")) if log_to else subprocess.PIPE,
                 text=True,

@@ -61,6 +61,9 @@ class AnthropicFrame(StreamFrame):
     def end(self) -> str:
         return ""
 
+    def keep_alive(self) -> str:
+        return self.event('{"type": "ping"}')
+
 
 class AnthropicErrors:
     """Gives every error of Anthropic's endpoints its shape, wherever it came from."""

@@ -19,7 +19,7 @@ from penstock.server.responses.protocol import (
     ResponseReply,
     ResponseRequest,
 )
-from penstock.server.responses.run import encode
+from penstock.server.responses.run import encode, error_code
 from penstock.server.service import Service
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -39,7 +39,12 @@ class ResponsesFrame(StreamFrame):
 
     def error(self, error: Exception) -> str:
         told = body_of(error, self._request_id)["error"]
-        event = {"type": "error", "code": None, "message": told["message"], "param": told["param"]}
+        event = {
+            "type": "error",
+            "code": error_code(error),
+            "message": told["message"],
+            "param": told["param"],
+        }
         return self.event(encode_error(event).decode())
 
     def end(self) -> str:

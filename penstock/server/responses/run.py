@@ -88,12 +88,8 @@ class ResponseRun:
     def fail(self, error: Exception) -> None:
         """End it with an error."""
         told = body_of(error, self._request_id)["error"]
-        code = "server_error"
-        if isinstance(error, Overloaded):
-            code = "rate_limit_exceeded"
-        elif isinstance(error, InputError):
-            code = "invalid_prompt"
-        self._status, self._error = "failed", {"code": code, "message": told["message"]}
+        self._status = "failed"
+        self._error = {"code": error_code(error), "message": told["message"]}
 
     def cancel(self) -> None:
         self._status = "cancelled"
@@ -246,6 +242,13 @@ class ResponseRun:
             "usage": None if self._status == "in_progress" else _usage_reply(self._usage()),
             "user": body.user,
         }
+
+
+def error_code(error: Exception) -> str:
+    """What the API calls it."""
+    if isinstance(error, Overloaded):
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if isinstance(error, InputError) else "server_error"
 
 
 def _echo_tools(body: ResponseRequest) -> list[dict[str, Any]]:
