@@ -34,14 +34,6 @@ class Group:
         dist.all_gather(parts, x.contiguous(), group=self.process_group)
         return torch.cat(parts, dim=-1)
 
-    def minimum(self, value: int) -> int:
-        """The smallest `value` of any rank."""
-        if self.size == 1:
-            return value
-        tensor = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.process_group)
-        return int(tensor.item())
-
 
 def join_group(rank: int, size: int, store_path: str, backend: str) -> Group:
     """Meet the other ranks through a file that all of them can see."""

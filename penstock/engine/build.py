@@ -62,7 +62,7 @@ def _assemble(
     capabilities = executor.capabilities
     layout, max_model_len = plan_cache(config, capabilities)
     try:
-        executor.start(layout, max_model_len)
+        executor.call("start", layout, max_model_len)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise

@@ -5,28 +5,20 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import wait
-from dataclasses import dataclass
-from typing import Any, Protocol
+from concurrent.futures import Future, wait
+from typing import Protocol
 
 from penstock.executor.base import Executor
 from penstock.protocol.delta import EngineDelta, FinishReason
-from penstock.protocol.errors import EngineDeadError, OutOfMemory
+from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
-from penstock.protocol.step import StepPlan, StepResult
+from penstock.protocol.step import StepFailure, StepMasks, StepPlan
 from penstock.scheduler.scheduler import Scheduler, SchedulerStats
 from penstock.structured.manager import GrammarManager
 
 logger = logging.getLogger(__name__)
 
 STALLED_WAIT_S = 0.001  # between looks at requests that something outside keeps waiting
-
-
-@dataclass(frozen=True)
-class FailedStep:
-    """Stands in the queue for a step that could not be launched: results come in order."""
-
-    step_id: int
 
 
 class StepWatcher(Protocol):
@@ -54,8 +46,9 @@ class EngineCore:
         self.executor = executor
         self.max_model_len = max_model_len
         self.watcher: StepWatcher | None = None
-        self._in_flight: deque[Any] = deque()
-        self._is_closed = False
+        self._in_flight: deque[int] = deque()  # ids of steps
+        self._must_reset = False  # a step was interrupted: workers may hold anything
+        self._why_over: str | None = None  # the engine is closed, or dead
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises `InputError` for one that could never run."""
@@ -77,11 +70,18 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return not self._is_closed and (bool(self._in_flight) or self.scheduler.has_unfinished())
+        return self._why_over is None and (bool(self._in_flight) or self.scheduler.has_unfinished())
 
     def step(self) -> list[EngineDelta]:
         """Launch the next step, and collect the oldest one if the queue is full or idle."""
         self._check_open()
+        try:
+            return self._step()
+        except EngineDeadError as error:
+            self._why_over = str(error)
+            raise
+
+    def _step(self) -> list[EngineDelta]:
         plan = self.scheduler.schedule()
         deltas = self.scheduler.take_deltas()
         if plan is not None:
@@ -96,81 +96,83 @@ class EngineCore:
         return deltas
 
     def _launch(self, plan: StepPlan) -> list[EngineDelta]:
-        """Start a step. If that fails, its requests are tried again: see `Scheduler.retry`.
+        """Start a step. One with grammars samples once its masks are filled.
 
-        An interrupt (Ctrl-C) is raised once the queue is in order again.
+        Masks follow from the tokens before. Where those are known, masks are filled in another
+        thread while the model computes. Else the model is launched first; then earlier steps are
+        collected, and masks are filled meanwhile.
         """
-        deltas: list[EngineDelta] = []
+        masks = None
+        if plan.masked and not self._in_flight:
+            masks = self._start_masks(plan)
+        self._in_flight.append(plan.step_id)
         try:
-            if plan.masked:
-                handle = self._launch_masked(plan, deltas)
-            else:
-                handle = self.executor.launch(plan)
-                self.executor.sample(handle)
-        except BaseException as error:
-            is_over = isinstance(error, EngineDeadError) or not isinstance(error, Exception)
-            if not is_over:
-                logger.exception("Step %d failed; its requests are tried again", plan.step_id)
-                while self._in_flight:  # what earlier steps bring counts
-                    deltas += self._update()
-            self._in_flight.append(FailedStep(plan.step_id))
-            if is_over:
-                self.scheduler.fail([item.request_id for item in plan.scheduled], str(error))
-                raise
-            deltas += self.scheduler.retry(plan, isinstance(error, OutOfMemory))
-            return deltas
-        self._in_flight.append(handle)
+            self.executor.launch(plan)
+        except BaseException:  # an interrupt, or the engine is dead: who knows how far it got
+            self._must_reset = True
+            if masks is not None:
+                wait([masks])  # grammars must not be looked at beside what comes next
+            raise
+        deltas: list[EngineDelta] = []
+        if plan.masked:
+            while len(self._in_flight) > 1:
+                deltas += self._update()
+            if self._in_flight:  # else a step before failed, and this one was skipped
+                self.executor.sample(self._masks_of(plan, masks))
         return deltas
 
-    def _launch_masked(self, plan: StepPlan, deltas: list[EngineDelta]) -> Any:
-        """Start a step in which requests with a grammar sample. Adds what it collects to `deltas`.
-
-        Their masks follow from the tokens before. Where those are known, masks are filled in
-        another thread while the model computes. On a device that computes by itself, the model
-        is launched first; then earlier steps are collected, and masks are filled meanwhile.
-        """
+    def _start_masks(self, plan: StepPlan) -> Future[StepMasks] | None:
         assert self.grammars is not None
-        if not self._in_flight:
-            masks = self.grammars.start_masks(plan)
-            try:
-                handle = self.executor.launch(plan)
-            except BaseException:
-                wait([masks])  # grammars must not be looked at beside what comes next
-                raise
-            self.executor.sample(handle, masks.result())
-            return handle
-        handle = self.executor.launch(plan)
-        while self._in_flight:
-            deltas += self._update()
-        self.executor.sample(handle, self.grammars.masks(plan))
-        return handle
+        try:
+            return self.grammars.start_masks(plan)
+        except Exception:
+            logger.exception("Masks of step %d are not filled ahead", plan.step_id)
+            return None
+
+    def _masks_of(self, plan: StepPlan, started: Future[StepMasks] | None) -> StepMasks | None:
+        """None if a grammar's library raises: the step then fails, and is tried again."""
+        assert self.grammars is not None
+        try:
+            return self.grammars.masks(plan) if started is None else started.result()
+        except Exception:
+            logger.exception("Masks of step %d could not be filled", plan.step_id)
+            return None
 
     def _update(self) -> list[EngineDelta]:
         """Take in the oldest step in flight."""
-        deltas = self.scheduler.update(self._collect())
+        if self._must_reset:
+            return self._recover(out_of_memory=False)
+        result = self.executor.collect()
+        if result.failure is not None:
+            return self._recover(result.failure is StepFailure.OUT_OF_MEMORY)
+        self._forget_step()  # only now: an interrupted wait can be taken up again
+        return self.scheduler.update(result)
+
+    def _recover(self, out_of_memory: bool) -> list[EngineDelta]:
+        """The oldest step failed; those behind it were skipped. Their requests are tried again."""
+        logger.error("Step %d failed; its requests are tried again", self._in_flight[0])
+        self._must_reset = True  # should this be interrupted
+        self.executor.call("reset")
+        self._must_reset = False
+        while self._in_flight:
+            self._forget_step()
+        return self.scheduler.retry(out_of_memory)
+
+    def _forget_step(self) -> None:
+        self._in_flight.popleft()
         if self.watcher is not None:
             self.watcher.end()
-        return deltas
-
-    def _collect(self) -> StepResult:
-        handle = self._in_flight[0]
-        if isinstance(handle, FailedStep):
-            result = StepResult(step_id=handle.step_id, results=[])
-        else:
-            result = self.executor.collect(handle)
-        self._in_flight.popleft()  # only now: an interrupted wait can be taken up again
-        return result
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
 
     def _check_open(self) -> None:
-        if self._is_closed:
-            raise EngineDeadError("the engine is closed; nothing more can be run on it")
+        if self._why_over is not None:
+            raise EngineDeadError(f"{self._why_over}; nothing more can be run on it")
 
     def close(self) -> None:
         """Give everything back, in the middle of requests if need be. Safe to call twice."""
-        self._is_closed = True
+        self._why_over = self._why_over or "the engine is closed"
         self._in_flight.clear()
         try:
             if self.grammars is not None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from penstock.protocol.kv import AnyKVCacheSpec, KVCacheLayout
+from penstock.protocol.kv import AnyKVCacheSpec
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the workers can do, once their model is loaded."""
+    """What a worker can do, once its model is loaded."""
 
     max_model_len: int
     max_num_seqs: int
@@ -23,28 +24,41 @@ class Capabilities:
     num_drafts: int = 0
 
 
-class Executor(Protocol):
-    """Launch, sample, collect: each step goes through the three in this order.
+def merge_capabilities(ranks: Sequence[Capabilities]) -> Capabilities:
+    """What all ranks can do: they differ in the memory that is left on their devices."""
+    merged = replace(
+        ranks[0],
+        kv_budget=min(rank.kv_budget for rank in ranks),
+        max_in_flight=min(rank.max_in_flight for rank in ranks),
+    )
+    for rank in ranks:
+        alike = replace(rank, kv_budget=merged.kv_budget, max_in_flight=merged.max_in_flight)
+        assert alike == merged, f"ranks differ: {alike} and {merged}"
+    return merged
 
-    Up to `capabilities.max_in_flight` steps may be launched before the first is collected;
-    steps are collected in the order of their launch. `launch` and `sample` raise `OutOfMemory` for
-    want of memory, `EngineDeadError` if nothing can be run any more, and anything else if this
-    step failed: then its requests are released before they are sent again.
+
+class Executor(Protocol):
+    """Launch, sample if it is masked, collect: each step goes through them in this order.
+
+    Up to `capabilities.max_in_flight` steps may be launched before the first is collected; steps
+    are collected in the order of their launch. Nothing is raised for a step that fails: its result
+    says so, and later steps are skipped until `call("reset")`. `EngineDeadError` is raised if
+    nothing can be run any more.
     """
 
     capabilities: Capabilities
 
-    def start(self, layout: KVCacheLayout, max_model_len: int) -> None:
-        """Allocate the cache; steps may be launched from now on."""
+    def launch(self, plan: StepPlan) -> None:
+        """Begin a step: up to its logits if it is `masked`, to its tokens if not."""
 
-    def launch(self, plan: StepPlan) -> Any:
-        """Begin a step, up to its logits; returns a handle."""
+    def sample(self, masks: StepMasks | None) -> None:
+        """Choose the tokens of the last step, which is `masked`; without masks it fails."""
 
-    def sample(self, handle: Any, masks: StepMasks | None = None) -> None:
-        """Choose the step's tokens, with `masks` if and only if its plan is `masked`."""
+    def collect(self) -> StepResult:
+        """Wait for the oldest step's result. If that is interrupted, it can be called again."""
 
-    def collect(self, handle: Any) -> StepResult:
-        """Wait for the step's results."""
+    def call(self, method: str, *args: Any) -> Any:
+        """Run a method of `Worker` on all workers, ordered with the steps; the first's result."""
 
     def check_alive(self) -> None:
         """Raise `EngineDeadError` if a worker has died; for when no step would find out."""

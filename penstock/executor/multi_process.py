@@ -1,7 +1,7 @@
 """Several ranks, each in a process of its own, that step together.
 
-A rank is a child process that reads commands from a socket of its own and ends when that socket
-closes, so no child outlives the engine. Commands and results are msgpack: nothing is unpickled.
+A rank is a child process that reads calls from a socket of its own and ends when that socket
+closes, so no child outlives the engine.
 """
 
 from __future__ import annotations
@@ -10,92 +10,56 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.executor.base import Capabilities
+from penstock.executor.base import merge_capabilities
+from penstock.executor.calls import (
+    CallAnswer,
+    Hello,
+    Raised,
+    Returned,
+    decode_result,
+    encode,
+    make_call,
+)
+from penstock.executor.worker import Worker
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, PenstockError
-from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
 CLOSE_TIMEOUT_S = 10.0
-
-
-class Hello(msgspec.Struct, tag=True):
-    """The first message to a rank: who it is and what to load."""
-
-    config: EngineConfig
-    rank: int
-    size: int
-    store_path: str
-
-
-class Start(msgspec.Struct, tag=True):
-    layout: KVCacheLayout
-    max_model_len: int
-
-
-class Step(msgspec.Struct, tag=True):
-    plan: StepPlan
-
-
-class Masks(msgspec.Struct, tag=True):
-    """Follows a `Step` whose plan is `masked`."""
-
-    masks: StepMasks
-
-
-class Loaded(msgspec.Struct, tag=True):
-    """A rank's first answer, once its model is loaded."""
-
-    capabilities: Capabilities
-
-
-class Started(msgspec.Struct, tag=True):
-    pass
-
-
-class Done(msgspec.Struct, tag=True):
-    result: StepResult
-
-
-class Failed(msgspec.Struct, tag=True):
-    error: str
-    kind: str  # the name of the error's class
-
-
-Command = Hello | Start | Step | Masks
-Answer = Loaded | Started | Done | Failed
+FAILURE_GRACE_S = 1.0
+"""How long the other ranks have to answer once a step failed on one. Where they fail alike, they do
+so at the same time; where they do not, they wait for it in a collective for ever."""
 
 
 class MultiProcessExecutor:
-    """Sends every command to all ranks; the first rank's answers count."""
+    """Sends every call to all ranks; the first rank's results count."""
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.parallel.tensor_parallel_size
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
-        self._answers: dict[int, Answer] = {}  # by rank, to the oldest command not yet gathered
-        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._results: dict[int, Any] = {}  # by rank, of the call that is not yet gathered
+        self._is_due = False  # whether there is such a call
+        self._decoder = msgspec.msgpack.Decoder(CallAnswer)
         try:
             for _ in range(size):
                 self._spawn()
             store_path = str(Path(self._folder.name) / "store")
             for rank, connection in enumerate(self._connections):
-                hello = Hello(config, rank, size, store_path)
-                connection.send_bytes(msgspec.msgpack.encode(hello))
-            answers = self._gather()
-            loaded = [answer for answer in answers if isinstance(answer, Loaded)]
-            assert len(loaded) == size
+                connection.send_bytes(encode(Hello(config, rank, size, store_path)))
+            self.capabilities = merge_capabilities(self._gather(Worker.capabilities))
         except BaseException:
             self.close()
             raise
-        self.capabilities = loaded[0].capabilities
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -110,24 +74,32 @@ class MultiProcessExecutor:
         self._processes.append(process)
         self._connections.append(Connection(ours.detach()))
 
-    def start(self, layout: KVCacheLayout, max_model_len: int) -> None:
-        self._broadcast(Start(layout, max_model_len))
-        self._gather()
+    def launch(self, plan: StepPlan) -> None:
+        self._send("launch", (plan,))
 
-    def launch(self, plan: StepPlan) -> int:
-        self._broadcast(Step(plan))
-        return plan.step_id
+    def sample(self, masks: StepMasks | None) -> None:
+        self._send("sample", (masks,))
 
-    def sample(self, handle: int, masks: StepMasks | None = None) -> None:
-        """Ranks sample as soon as they have logits, and masks if there are to be any."""
-        if masks is not None:
-            self._broadcast(Masks(masks))
+    def collect(self) -> StepResult:
+        results: list[StepResult] = self._call("collect")
+        failures = {result.failure for result in results}
+        if len(failures) > 1:
+            raise self._kill(f"a step failed on some of {len(results)} workers and not on others")
+        assert len({result.step_id for result in results}) == 1, "ranks are out of step"
+        return results[0]
 
-    def collect(self, handle: int) -> StepResult:
-        answer = self._gather()[0]
-        assert isinstance(answer, Done)
-        assert answer.result.step_id == handle
-        return answer.result
+    def call(self, method: str, *args: Any) -> Any:
+        return self._call(method, *args)[0]
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Results of all ranks. If the wait for them is interrupted, the next call goes on with
+        it instead of calling again."""
+        if not self._is_due:
+            self._send(method, args, is_answered=True)
+            self._is_due = True
+        results = self._gather(getattr(Worker, method))
+        self._is_due = False
+        return results
 
     def check_alive(self) -> None:
         for rank, process in enumerate(self._processes):
@@ -146,44 +118,60 @@ class MultiProcessExecutor:
         self._connections, self._processes = [], []
         self._folder.cleanup()
 
-    def _broadcast(self, command: Command) -> None:
-        message = msgspec.msgpack.encode(command)
+    def _send(self, method: str, args: tuple[Any, ...], is_answered: bool = False) -> None:
+        message = make_call(method, args, is_answered)
         for rank, connection in enumerate(self._connections):
             try:
                 connection.send_bytes(message)
             except OSError:
                 raise self._death(rank) from None
 
-    def _gather(self) -> list[Answer]:
-        """One answer from every rank; the death of any is seen at once.
-
-        If it is interrupted, the next call goes on with the answers that are there.
-        """
+    def _gather(self, method: Callable[..., Any]) -> list[Any]:
+        """One result from every rank; the death of any is seen at once."""
         ranks = {id(connection): rank for rank, connection in enumerate(self._connections)}
-        while len(self._answers) < len(self._connections):
-            missing = [c for c in self._connections if ranks[id(c)] not in self._answers]
-            for ready in wait(missing):
-                assert isinstance(ready, Connection)
-                rank = ranks[id(ready)]
-                try:
-                    answer = self._decoder.decode(ready.recv_bytes())
-                except (EOFError, OSError):
-                    raise self._death(rank) from None
-                if isinstance(answer, Failed):
-                    raise _revive(answer, rank)
-                self._answers[rank] = answer
-        answers, self._answers = self._answers, {}
-        return [answers[rank] for rank in range(len(self._connections))]
+        deadline: float | None = None
+        while len(self._results) < len(self._connections):
+            missing = [c for c in self._connections if ranks[id(c)] not in self._results]
+            timeout = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            ready = wait(missing, timeout)
+            if not ready:
+                late = [ranks[id(connection)] for connection in missing]
+                raise self._kill(f"a step failed, and workers {late} did not come back from it")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = ranks[id(connection)]
+                result = self._receive(rank, method)
+                self._results[rank] = result
+                if isinstance(result, StepResult) and result.failure and deadline is None:
+                    deadline = time.monotonic() + FAILURE_GRACE_S
+        results, self._results = self._results, {}
+        return [results[rank] for rank in range(len(self._connections))]
+
+    def _receive(self, rank: int, method: Callable[..., Any]) -> Any:
+        try:
+            answer = self._decoder.decode(self._connections[rank].recv_bytes())
+        except (EOFError, OSError):
+            raise self._death(rank) from None
+        if isinstance(answer, Raised):
+            raise _revive(answer, rank)
+        assert isinstance(answer, Returned)
+        return decode_result(method, answer.value)
 
     def _death(self, rank: int) -> EngineDeadError:
         code = self._processes[rank].poll()
         return EngineDeadError(f"worker {rank} of {len(self._processes)} died (exit code {code})")
 
+    def _kill(self, reason: str) -> EngineDeadError:
+        """End all ranks at once: some of them may never answer again."""
+        for process in self._processes:
+            process.kill()
+        return EngineDeadError(reason)
 
-def _revive(failed: Failed, rank: int) -> PenstockError:
+
+def _revive(raised: Raised, rank: int) -> PenstockError:
     """A rank's error as it would have been raised here."""
     known: Sequence[type[PenstockError]] = (ConfigError, ModelError)
     for error_class in known:
-        if error_class.__name__ == failed.kind:
-            return error_class(failed.error)
-    return EngineDeadError(f"worker {rank} failed: {failed.error}")
+        if error_class.__name__ == raised.kind:
+            return error_class(raised.error)
+    return EngineDeadError(f"worker {rank} failed: {raised.error}")

@@ -13,24 +13,12 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from penstock.distributed.group import join_group, leave_group
-from penstock.executor.multi_process import (
-    Answer,
-    Command,
-    Done,
-    Failed,
-    Hello,
-    Loaded,
-    Masks,
-    Start,
-    Started,
-    Step,
-)
+from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned, encode, run_call
 from penstock.executor.worker import Worker
 from penstock.loading.source import resolve_source
 from penstock.observability.logs import setup_logging
 from penstock.platforms.platform import detect_platform
 from penstock.protocol.errors import PenstockError
-from penstock.protocol.step import StepMasks
 
 logger = logging.getLogger(__name__)
 
@@ -38,35 +26,27 @@ GRACE_S = 3.0  # for an orderly end, once the engine has gone
 
 
 def serve(connection: Connection) -> None:
-    """Answer commands until the engine closes the connection."""
-    decoder = msgspec.msgpack.Decoder(Command)
+    """Run calls until the engine closes the connection."""
 
-    def answer(message: Answer) -> None:
-        connection.send_bytes(msgspec.msgpack.encode(message))
+    def answer(message: CallAnswer) -> None:
+        connection.send_bytes(encode(message))
 
-    def receive_masks() -> StepMasks:
-        command = decoder.decode(connection.recv_bytes())
-        assert isinstance(command, Masks)
-        return command.masks
-
-    hello = decoder.decode(connection.recv_bytes())
-    assert isinstance(hello, Hello)
+    hello = msgspec.msgpack.decode(connection.recv_bytes(), type=Hello)
     setup_logging(hello.config.observability.log_level if hello.rank == 0 else "error")
     platform = detect_platform(hello.config.device, hello.rank, hello.size)
     group = join_group(hello.rank, hello.size, hello.store_path, platform.backend)
+    decoder = msgspec.msgpack.Decoder(Call)
     try:
         source = resolve_source(hello.config.model, hello.config.load)
         worker = Worker(hello.config, source, platform, group)
-        answer(Loaded(worker.capabilities()))
+        answer(Returned(msgspec.Raw(encode(worker.capabilities()))))
         while True:
-            command = decoder.decode(connection.recv_bytes())
-            if isinstance(command, Start):
-                worker.start(command.layout, command.max_model_len)
-                answer(Started())
-            elif isinstance(command, Step):
-                answer(Done(worker.step(command.plan, receive_masks)))
+            call = decoder.decode(connection.recv_bytes())
+            result = run_call(worker, call)
+            if call.is_answered:
+                answer(Returned(msgspec.Raw(encode(result))))
     except PenstockError as error:
-        answer(Failed(str(error), type(error).__name__))
+        answer(Raised(str(error), type(error).__name__))
     finally:
         leave_group(group)
 
@@ -93,7 +73,7 @@ def main() -> None:
         pass  # the engine is gone, and so is the need for this process
     except Exception as error:
         logger.exception("Rank failed")
-        connection.send_bytes(msgspec.msgpack.encode(Failed(repr(error), type(error).__name__)))
+        connection.send_bytes(encode(Raised(repr(error), type(error).__name__)))
         raise
 
 

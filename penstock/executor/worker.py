@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from penstock.config import EngineConfig
@@ -16,6 +17,7 @@ from penstock.executor.backend import Backend, choose_backend
 from penstock.executor.base import Capabilities
 from penstock.executor.peak import measure_peak_step
 from penstock.executor.runtime import Runtime, resolve_runtime
+from penstock.executor.step_queue import StepQueue, is_out_of_memory
 from penstock.layers.build import Build
 from penstock.layers.quantization import Undecided
 from penstock.layers.quantized.plan import StoredLayers, assign_methods
@@ -86,7 +88,7 @@ class Worker:
         try:
             model = build_model(source.config, build, self.config.model.model_impl)
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             raise ConfigError(
                 f"there is not enough memory for the weights of {source.name}: choose a smaller "
@@ -117,14 +119,14 @@ class Worker:
         return model
 
     def _kv_budget(self) -> int:
-        """Bytes the KV cache may take on every rank."""
+        """Bytes the KV cache may take on this rank."""
         if self.config.cache.kv_cache_memory_bytes is not None:
             return self.config.cache.kv_cache_memory_bytes
         available = self.platform.available_memory()
         if self.platform.device.type == "cpu":
             # Pages cost memory only once they are written, so this is a ceiling, not a price.
-            return self.group.minimum(min(available // 4, DEFAULT_CPU_KV_BYTES))
-        return self.group.minimum(self._gpu_kv_budget())
+            return min(available // 4, DEFAULT_CPU_KV_BYTES)
+        return self._gpu_kv_budget()
 
     def _gpu_kv_budget(self) -> int:
         """What a step of the largest size leaves of the share of memory that may be used."""
@@ -178,13 +180,26 @@ class Worker:
             dtype=self.runtime.dtype,
             routed_experts=self.routed_experts,
         )
+        self._steps = StepQueue(self.runner)
 
-    def step(self, plan: StepPlan, receive_masks: Callable[[], StepMasks]) -> StepResult:
-        """Run one step from its plan to its result; masks are asked for if it needs any."""
-        assert self.runner is not None
-        handle = self.runner.launch(plan)
-        self.runner.sample(handle, receive_masks() if plan.masked else None)
-        return self.runner.collect(handle)
+    def launch(self, plan: StepPlan) -> None:
+        """Begin a step; see `Executor` for what a failure does."""
+        self._steps.launch(plan)
+        if not plan.masked:
+            self._steps.sample(None)
+
+    def sample(self, masks: StepMasks | None) -> None:
+        """Choose the tokens of the last step, whose plan is `masked`."""
+        self._steps.sample(masks)
+
+    def collect(self) -> StepResult:
+        """The oldest step's result; only the first rank's has the requests'."""
+        result = self._steps.collect()
+        return result if self.group.rank == 0 else msgspec.structs.replace(result, results=[])
+
+    def reset(self) -> None:
+        """After a step that failed: forget every request, and run steps again."""
+        self._steps.reset()
 
     def capabilities(self) -> Capabilities:
         """What the engine plans with, once the model is loaded."""
@@ -215,9 +230,3 @@ def _quantize(model: LanguageModel, backend: Backend, checkpoint: Checkpoint | N
     if checkpoint is not None:
         stored = StoredLayers((own_name(name, model.weights), name) for name in checkpoint.names())
     assign_methods(model, backend.quantization, backend.linear_method, stored, backend.take_over)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """A CPU's allocator has no exception of its own."""
-    is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return is_named or "can't allocate memory" in str(error)

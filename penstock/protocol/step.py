@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from penstock.protocol.sampling import SamplingParams
@@ -96,6 +98,13 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     drafts: list[int] = []  # proposed to come next, where the request has a grammar
 
 
-class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+class StepFailure(enum.Enum):
+    OUT_OF_MEMORY = "out of memory"
+    ERROR = "error"
+    SKIPPED = "skipped"  # a step before it failed, and the worker has not been reset since
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_id: int
-    results: list[RequestResult]
+    results: list[RequestResult] = []
+    failure: StepFailure | None = None  # nothing of the step counts

@@ -129,11 +129,18 @@ class ModelRunner:
             )
         return StepResult(step_id=handle.step_id, results=results)
 
-    def _apply(self, plan: StepPlan) -> None:
-        for request_id in plan.released_ids:
+    def reset(self) -> None:
+        """Forget every request."""
+        self._release(self.tables.request_ids)
+
+    def _release(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
             slot = self.tables.release(request_id)
             if slot is not None:
                 self.head.remove(slot)
+
+    def _apply(self, plan: StepPlan) -> None:
+        self._release(plan.released_ids)
         for request in plan.new_requests:
             slot = self.tables.add(request)
             self.head.add(slot, request)

@@ -90,6 +90,10 @@ class RequestTables:
             self._free.append(slot)
         return slot
 
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._slots)
+
     def append_blocks(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Put new blocks behind the ones that each request's tables already hold."""
         for index, table in enumerate(self.block_tables):

@@ -15,6 +15,10 @@ class Step:
         self.rows: list[tuple[RequestState, ScheduledRequest]] = []
         self._new_requests: list[NewRequest] = []
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for _, row in self.rows)
+
     def add(
         self, state: RequestState, num_tokens: int, num_drafts: int, block_ids: list[list[int]]
     ) -> None:

@@ -297,25 +297,31 @@ class Scheduler:
 
     # -- a step fails
 
-    def retry(self, plan: StepPlan, out_of_memory: bool) -> list[EngineDelta]:
-        """The last plan could not be run, and no other step is in flight: try again, otherwise.
+    def retry(self, out_of_memory: bool) -> list[EngineDelta]:
+        """The oldest step failed, and none of those in flight counts: try again, otherwise.
 
-        Everyone who runs is preempted. After a want of memory, steps become smaller; after
-        anything else the plan's requests are run one by one. A request for which that is of no
-        use ends with an error. The plan is still in flight: its result, without any rows, is due.
+        Everyone who runs is preempted, and the runner has forgotten them. When memory ran out,
+        steps become smaller; after anything else the step's requests are run one by one. A request
+        for which that is of no use ends with an error.
         """
-        failed = [state for state, _ in self._in_flight[-1].rows if not state.is_finished]
-        self._released_ids = plan.released_ids + self._released_ids  # the runner may have them yet
-        error = self._setbacks.take_in(plan, failed, out_of_memory)
+        failed = self._in_flight[0]
+        suspects = [state for state, _ in failed.rows if not state.is_finished]
+        deltas = []
+        error = self._setbacks.take_in(failed, suspects, out_of_memory)
         if error is not None:
-            return [self._end(state, FinishReason.ERROR, error=error) for state in failed]
+            deltas = [self._end(state, FinishReason.ERROR, error=error) for state in suspects]
+        for state in self._setbacks:
+            self._waiting.remove(state)  # if it was preempted since
         for state in reversed(self._running):  # so that the most deserving comes first again
             self._take_back(state)
             state.rank = self._policy.rank_preempted(state)
             if state not in self._setbacks:
                 self._waiting.put_back(state)
         self._running.clear()
-        return []
+        self._released_ids.clear()
+        while self._in_flight:
+            self._kv.collect(self._in_flight.popleft().step_id)
+        return deltas
 
     def _try_alone(self, step: Step) -> None:
         """Run the request that is on trial; nothing else is in flight meanwhile."""

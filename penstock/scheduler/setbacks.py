@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from penstock.protocol.step import StepPlan
 from penstock.scheduler.limits import SchedulerLimits
+from penstock.scheduler.plan import Step
 from penstock.scheduler.policy import Policy, WaitingQueue
 from penstock.scheduler.request import RequestState
 
@@ -43,20 +43,20 @@ class Setbacks:
         return state in self._suspects
 
     def take_in(
-        self, plan: StepPlan, failed: Sequence[RequestState], out_of_memory: bool
+        self, step: Step, failed: Sequence[RequestState], out_of_memory: bool
     ) -> str | None:
         """A step failed for these requests. How they are to be run from now on is noted here.
 
-        After a want of memory that is in smaller steps, after anything else one by one. What is
+        When memory ran out that is in smaller steps, after anything else one by one. What is
         wrong with the step's only request, if that has failed already, or is of no use; else None.
         """
-        is_alone = len(plan.scheduled) == 1
+        is_alone = len(step.rows) == 1
         if not out_of_memory:
             if is_alone:
                 return "the engine failed to run this request"
             self._suspects.extend(failed)
-        elif self._can_shrink and (plan.num_tokens > 1 or not is_alone):
-            self._shrink(plan.num_tokens)
+        elif self._can_shrink and (step.num_tokens > 1 or not is_alone):
+            self._shrink(step.num_tokens)
         elif is_alone:
             return "there is not enough memory to run this request, with nothing else beside it"
         else:

@@ -135,7 +135,8 @@ def some_options(rng: random.Random, specs: dict[str, AnyKVCacheSpec]) -> dict[s
 def fail_sometimes(llm: LLM, rng: random.Random) -> None:
     """Steps of several requests fail, and steps of several tokens want for memory."""
     executor = llm.engine.executor
-    launch = executor.launch
+    assert isinstance(executor, InProcessExecutor)
+    launch = executor.runner.launch
 
     def launch_or_fail(plan: StepPlan) -> Any:
         if rng.random() < 0.04 and len(plan.scheduled) > 1:
@@ -145,7 +146,7 @@ def fail_sometimes(llm: LLM, rng: random.Random) -> None:
             raise OutOfMemory("made up: after the step was computed")
         return handle
 
-    executor.launch = launch_or_fail  # type: ignore[method-assign]
+    executor.runner.launch = launch_or_fail  # type: ignore[method-assign]
 
 
 @dataclass
@@ -229,8 +230,8 @@ def assert_nothing_is_kept(llm: LLM) -> None:
     assert (pool.num_free, pool.num_draining) == (pool.num_usable, 0)
     assert not scheduler._kv._holdings
     assert not llm._routes
-    assert isinstance(core.executor, InProcessExecutor)
-    assert set(core.executor.runner.tables._slots) <= set(scheduler._released_ids)
+    if isinstance(core.executor, InProcessExecutor):
+        assert set(core.executor.runner.tables.request_ids) <= set(scheduler._released_ids)
     gc.collect()
     kinds = (RequestState, OutputGrammar)
     for start in (scheduler, core.grammars, core.executor):
@@ -266,6 +267,22 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
     with engine(model.path, drafter=drafter, **options) as llm:
         if rng.random() < 0.3:
             fail_sometimes(llm, rng)
+        client = Client(llm, model, rng, waiting)
+        client.run()
+        assert client.num_compared + client.num_aborts == len(model.cases)
+        assert_nothing_is_kept(llm)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [VARIANTS[0], *(pytest.param(variant, marks=pytest.mark.slow) for variant in VARIANTS[1:])],
+    indirect=True,
+)
+def test_two_ranks_give_what_one_gives_alone(model: Model) -> None:
+    rng = random.Random(7)
+    options = {**some_options(rng, model.specs), "async_scheduling": True}
+    waiting = rng.sample(range(len(model.cases)), len(model.cases))
+    with engine(model.path, tensor_parallel_size=2, **options) as llm:
         client = Client(llm, model, rng, waiting)
         client.run()
         assert client.num_compared + client.num_aborts == len(model.cases)

@@ -16,7 +16,7 @@ from tiny_engine import OPTIONS
 from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
-from penstock.executor.in_process import InProcessExecutor
+from penstock.executor.worker import Worker
 from penstock.protocol.errors import ConfigError, EngineDeadError, InputError, ModelError
 from penstock.protocol.step import StepPlan
 from penstock.runner.logits_processors import LogitsProcessor, ProcessorRows
@@ -230,7 +230,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
 ) -> None:
     with LLM(tiny_llama, async_scheduling=True, **OPTIONS) as llm:
         (expected,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
-        launch = llm.engine.executor.launch
+        launch = llm.engine.executor.runner.launch
 
         def fail_at_third(plan: StepPlan) -> StepHandle:
             if plan.step_id == failing:
@@ -238,7 +238,7 @@ def test_a_step_that_fails_ends_its_requests_and_the_engine_goes_on(
             return launch(plan)  # type: ignore[no-any-return]
 
         failing = llm.engine.scheduler._last_step_id + 3
-        monkeypatch.setattr(llm.engine.executor, "launch", fail_at_third)
+        monkeypatch.setattr(llm.engine.executor.runner, "launch", fail_at_third)
         (failed,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
         assert failed.outputs[0].finish_reason == "error"
         assert "no more" not in (failed.error or ""), "internals go to the log"
@@ -253,7 +253,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_the_engine_usable(
 ) -> None:
     with LLM(tiny_llama, async_scheduling=True, **OPTIONS) as llm:
         (expected,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
-        original = getattr(llm.engine.executor, method)
+        original = getattr(llm.engine.executor.runner, method)
         calls = []
 
         def interrupted(*args: Any) -> Any:
@@ -262,7 +262,7 @@ def test_an_interrupt_in_the_middle_of_a_step_leaves_the_engine_usable(
                 raise KeyboardInterrupt
             return original(*args)
 
-        monkeypatch.setattr(llm.engine.executor, method, interrupted)
+        monkeypatch.setattr(llm.engine.executor.runner, method, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([GOOD, GOOD], GREEDY, use_tqdm=False)
         assert not llm.engine.has_work()
@@ -401,7 +401,7 @@ def test_a_cache_that_finds_no_memory_says_what_to_lower(
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(InProcessExecutor, "start", fail)
+    monkeypatch.setattr(Worker, "start", fail)
     with pytest.raises(ConfigError, match=r"no memory for a KV cache of .* lower kv_cache_memory"):
         LLM(tiny_llama, **OPTIONS)
 

@@ -12,39 +12,63 @@ from scheduler.fake_device import FakeDevice, expected_output, make_request
 
 from penstock.engine.core import EngineCore
 from penstock.executor.base import Capabilities
+from penstock.executor.step_queue import StepQueue
 from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.delta import EngineDelta, FinishReason
-from penstock.protocol.kv import KVCacheLayout
-from penstock.protocol.step import StepPlan, StepResult
+from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 40
 
 
-class LateExecutor:
+class LateRunner:
     """Computes a step only when it is collected: everything about it is known as late as can be."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self) -> None:
         self.device = FakeDevice(ONE_GROUP, MAX_MODEL_LEN)
-        self.capabilities = Capabilities(MAX_MODEL_LEN, 8, 16, "float32", {}, 0, depth)
         self.deepest = 0
-        self.fail_at: set[int] = set()
-
-    def start(self, layout: KVCacheLayout, max_model_len: int) -> None: ...
 
     def launch(self, plan: StepPlan) -> StepPlan:
         self.device.launch(plan)
         self.deepest = max(self.deepest, len(self.device.in_flight))
         return plan
 
-    def sample(self, handle: StepPlan, masks: Any = None) -> None: ...
+    def sample(self, handle: StepPlan, masks: Any) -> None: ...
 
     def collect(self, handle: StepPlan) -> StepResult:
         result: StepResult = self.device.collect()
         assert result.step_id == handle.step_id, "steps are collected in the order of their launch"
         return result
 
+    def reset(self) -> None:
+        self.device.reset()
+
+
+class LateExecutor:
+    """A worker's own queue of steps over such a runner."""
+
+    def __init__(self, depth: int, runner: LateRunner | None = None) -> None:
+        self.runner = runner or LateRunner()
+        self.capabilities = Capabilities(MAX_MODEL_LEN, 8, 16, "float32", {}, 0, depth)
+        self._steps = StepQueue(self.runner)  # type: ignore[arg-type]
+
+    def launch(self, plan: StepPlan) -> None:
+        self._steps.launch(plan)
+        if not plan.masked:
+            self._steps.sample(None)
+
+    def sample(self, masks: StepMasks | None) -> None:
+        self._steps.sample(masks)
+
+    def collect(self) -> StepResult:
+        return self._steps.collect()
+
+    def call(self, method: str) -> None:
+        assert method == "reset"
+        self._steps.reset()
+
+    def check_alive(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -101,7 +125,7 @@ def test_late_stops_aborts_and_preemptions_change_nothing(
             client.hear(deltas)
     executor = core.executor
     assert isinstance(executor, LateExecutor)
-    assert executor.deepest == depth
+    assert executor.runner.deepest == depth
     assert aborted
     for request in requests:
         tokens, reason, _ = expected_output(request, MAX_MODEL_LEN)

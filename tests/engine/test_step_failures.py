@@ -14,7 +14,7 @@ import pytest
 import torch
 from kvcache.kv_fakes import ONE_GROUP, REGISTRY, layout_of
 from scheduler.fake_device import expected_output, make_request
-from test_core import MAX_MODEL_LEN, Client, LateExecutor
+from test_core import MAX_MODEL_LEN, Client, LateExecutor, LateRunner
 from tiny_engine import OPTIONS
 
 from penstock import LLM, SamplingParams
@@ -35,15 +35,11 @@ from penstock.scheduler.setbacks import STEPS_UNTIL_LARGER
 PROMPTS = [{"prompt_token_ids": [index + 1, 2, 3, index + 5]} for index in range(5)]
 
 
-class FailingExecutor(LateExecutor):
-    """Raises for the steps that `why` finds something wrong with, before or after their launch."""
-
-    def __init__(self, depth: int, why: Callable[[StepPlan], Exception | None]) -> None:
-        super().__init__(depth)
-        self.device.may_lack_rows = True
+class FailingRunner(LateRunner):
+    def __init__(self, why: Callable[[StepPlan], Exception | None]) -> None:
+        super().__init__()
         self.why = why
         self.num_failures = 0
-        self.is_closed = False
 
     def launch(self, plan: StepPlan) -> StepPlan:
         error = self.why(plan)
@@ -51,6 +47,19 @@ class FailingExecutor(LateExecutor):
             self.num_failures += 1
             raise error
         return super().launch(plan)
+
+
+class FailingExecutor(LateExecutor):
+    """Fails the steps that `why` finds something wrong with."""
+
+    def __init__(self, depth: int, why: Callable[[StepPlan], Exception | None]) -> None:
+        self.failing = FailingRunner(why)
+        super().__init__(depth, self.failing)
+        self.is_closed = False
+
+    @property
+    def num_failures(self) -> int:
+        return self.failing.num_failures
 
     def close(self) -> None:
         self.is_closed = True
@@ -246,21 +255,6 @@ class BrokenGrammars:
     def close(self) -> None: ...
 
 
-class LaunchedInVain(LateExecutor):
-    """A step may be launched, and fail before it is sampled: nobody will collect it."""
-
-    is_sampled = True
-
-    def launch(self, plan: StepPlan) -> StepPlan:
-        if not self.is_sampled:
-            self.device.collect()  # the device has done it all the same, before the next one
-        self.is_sampled = False
-        return super().launch(plan)
-
-    def sample(self, handle: StepPlan, masks: Any = None) -> None:
-        self.is_sampled = True
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_grammar_that_fails_in_the_middle_of_a_step_fails_its_request_alone(depth: int) -> None:
     rng = random.Random(depth)
@@ -273,8 +267,7 @@ def test_a_grammar_that_fails_in_the_middle_of_a_step_fails_its_request_alone(de
         for index in range(12)
     ]  # fmt: skip
     grammars: Any = BrokenGrammars(no_mask="r3", no_progress="r7")
-    executor = LaunchedInVain(depth)
-    executor.device.may_lack_rows = True
+    executor = LateExecutor(depth)
     scheduler = Scheduler(
         SchedulerLimits(8, 16, MAX_MODEL_LEN),
         KVCacheManager(layout_of(ONE_GROUP, 48), registry=REGISTRY),

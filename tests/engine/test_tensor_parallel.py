@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import random
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from faults.points import FaultPoints
 from tiny_engine import OPTIONS
 from tiny_models import config_of, make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.distributed.group import Group
-from penstock.engine.core import EngineCore
 from penstock.executor.multi_process import MultiProcessExecutor
 from penstock.layers.build import Build
 from penstock.models.registry import build_model
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError
+from penstock.protocol.step import NewRequest, ScheduledRequest, StepFailure, StepPlan
 
 
-def run(model: Path, ranks: int) -> list[list[int]]:
+def run(model: Path, ranks: int, **options: Any) -> list[list[int]]:
     rng = random.Random(5)
     prompts = [{"prompt_token_ids": [rng.randrange(250) for _ in range(n)]} for n in (2, 9, 33, 60)]
     params = [
         SamplingParams(temperature=0, max_tokens=16),
         SamplingParams(temperature=0.9, seed=1, max_tokens=16, repetition_penalty=1.1),
     ]
-    with LLM(str(model), tensor_parallel_size=ranks, max_num_batched_tokens=64, **OPTIONS) as llm:
+    options = {**OPTIONS, "max_num_batched_tokens": 64, **options}
+    with LLM(str(model), tensor_parallel_size=ranks, **options) as llm:
         outputs = llm.generate(
             [prompt for prompt in prompts for _ in params], params * len(prompts), use_tqdm=False
         )
@@ -38,7 +42,64 @@ def test_two_ranks_give_one_ranks_tokens(tmp_path: Path) -> None:
     """With a vocabulary that does not split evenly, and fewer key heads than ranks."""
     odd = {"vocab_size": 251, "num_key_value_heads": 1}
     model = make_checkpoint(tmp_path, "llama_tied_biased", **odd)
-    assert run(model, ranks=2) == run(model, ranks=1)
+    expected = run(model, ranks=1)
+    assert run(model, ranks=2) == expected
+    assert run(model, ranks=2, async_scheduling=True) == expected
+
+
+def executor_of(llm: LLM) -> MultiProcessExecutor:
+    executor = llm.engine.executor
+    assert isinstance(executor, MultiProcessExecutor)
+    return executor
+
+
+def plan_of(step_id: int, request_id: str, masked: bool = False) -> StepPlan:
+    """A request's first step."""
+    request = NewRequest(
+        request_id=request_id, token_ids=[1, 2, 3], num_prompt_tokens=3, num_computed_tokens=0,
+        params=SamplingParams(temperature=0), seed=1,
+    )  # fmt: skip
+    scheduled = ScheduledRequest(request_id, 0, 3, True, [[step_id]])
+    return StepPlan(step_id=step_id, scheduled=[scheduled], new_requests=[request], masked=masked)
+
+
+def test_a_step_that_fails_on_all_ranks_is_a_result_and_later_ones_are_skipped(
+    tmp_path: Path,
+) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    options = {**OPTIONS, "async_scheduling": True}
+    with LLM(str(model), tensor_parallel_size=2, **options) as llm:
+        executor = executor_of(llm)
+        assert executor.capabilities.max_in_flight == 2
+        executor.launch(plan_of(1, "a"))
+        executor.launch(plan_of(2, "b", masked=True))
+        executor.sample(None)  # a step that waits for masks, and gets none
+        executor.launch(plan_of(3, "c"))
+        results = [executor.collect() for _ in range(3)]
+        failures = [result.failure for result in results]
+        assert failures == [None, StepFailure.ERROR, StepFailure.SKIPPED]
+        (first,) = results[0].results
+        executor.call("reset")
+        executor.launch(plan_of(4, "a"))  # the ranks have forgotten it
+        (again,) = executor.collect().results
+        assert again.token_ids == first.token_ids
+
+
+def test_a_step_that_fails_on_one_rank_alone_ends_the_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    point = "penstock.runner.forward:forward"
+    points = FaultPoints(tmp_path, point)
+    for name, value in points.env.items():
+        monkeypatch.setenv(name, value)
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+        processes = executor_of(llm)._processes
+        points.raise_at(point)  # whoever comes first; the other waits for it in a collective
+        prompt = {"prompt_token_ids": [1, 2, 3]}
+        with pytest.raises(EngineDeadError, match=r"did not come back|not on others"):
+            llm.generate(prompt, SamplingParams(max_tokens=4), use_tqdm=False)
+        assert [process.wait(60) for process in processes] == [-signal.SIGKILL] * 2
 
 
 def test_ranks_that_do_not_divide_the_model_are_refused() -> None:
@@ -59,10 +120,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
 def test_the_death_of_a_rank_is_seen_at_once(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "llama")
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
-        engine = llm.engine
-        assert isinstance(engine, EngineCore)
-        assert isinstance(engine.executor, MultiProcessExecutor)
-        engine.executor._processes[1].kill()
+        executor_of(llm)._processes[1].kill()
         with pytest.raises(EngineDeadError, match="worker"):
             llm.generate(
                 {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4), use_tqdm=False

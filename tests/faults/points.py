@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from server_process import eventually
+from server.server_process import eventually
 
 INJECT = Path(__file__).parent / "inject"
 

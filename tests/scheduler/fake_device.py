@@ -127,7 +127,6 @@ class FakeDevice:
         self.rows = {}  # as of the last plan executed
         self.in_flight = deque()
         self.loads_remote_kv = False
-        self.may_lack_rows = False  # plans get lost on the way here
 
     # -- launch: tables change at once, computation comes later
 
@@ -169,8 +168,7 @@ class FakeDevice:
         self.in_flight.append(Launched(plan, new_rows, touched))
 
     def _release(self, rows, request_id):
-        assert self.may_lack_rows or request_id in rows
-        rows.pop(request_id, None)
+        del rows[request_id]
 
     def _append_blocks(self, plan):
         for item in plan.scheduled:
@@ -203,6 +201,13 @@ class FakeDevice:
         while self.in_flight[0].result is None:
             self.execute_next()
         return self.in_flight.popleft().result
+
+    def reset(self):
+        """Forget every request. Steps in flight are computed all the same."""
+        while self.in_flight:
+            self.collect()
+        self.launched_rows.clear()
+        self.rows.clear()
 
     def _execute(self, launched):
         plan = launched.plan

@@ -15,8 +15,9 @@ from server_process import ServerProcess, eventually
 # In the engine: a step that cannot be launched is tried again, and what else goes wrong there
 # costs a restart. Nobody's answer changes.
 RETRIED = (
-    "penstock.executor.in_process:InProcessExecutor.launch",
-    "penstock.executor.in_process:InProcessExecutor.sample",
+    "penstock.runner.runner:ModelRunner.launch",
+    "penstock.runner.runner:ModelRunner.sample",
+    "penstock.runner.runner:ModelRunner.collect",
     "penstock.runner.forward:HostSteps.run",
     "penstock.structured.manager:GrammarManager.start_masks",
 )

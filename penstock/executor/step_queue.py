@@ -1,0 +1,97 @@
+"""A worker's steps in flight. A step that fails is a result like any other."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from penstock.protocol.errors import EngineDeadError
+from penstock.protocol.step import StepFailure, StepMasks, StepPlan, StepResult
+from penstock.runner.runner import ModelRunner, StepHandle
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Step:
+    plan: StepPlan
+    handle: StepHandle | None = None
+    result: StepResult | None = None
+    failure: StepFailure | None = None
+
+
+class StepQueue:
+    """Runs a runner's steps in order; after one that fails, skips the next until `reset`."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._steps: deque[_Step] = deque()
+        self._has_failed = False
+
+    def launch(self, plan: StepPlan) -> None:
+        step = _Step(plan, failure=StepFailure.SKIPPED if self._has_failed else None)
+        self._steps.append(step)
+        self._run(step, self._launch)
+
+    def sample(self, masks: StepMasks | None) -> None:
+        self._run(self._steps[-1], lambda step: self._sample(step, masks))
+
+    def collect(self) -> StepResult:
+        step = self._steps[0]
+        self._run(step, self._collect)
+        self._steps.popleft()  # only now: an interrupted wait can be taken up again
+        if step.failure is not None:
+            return StepResult(step_id=step.plan.step_id, failure=step.failure)
+        assert step.result is not None
+        return step.result
+
+    def reset(self) -> None:
+        """Forget every request, and run steps again."""
+        self._steps.clear()
+        self._has_failed = False
+        self._runner.reset()
+
+    def _run(self, step: _Step, part: Callable[[_Step], None]) -> None:
+        if step.failure is not None:
+            return
+        try:
+            part(step)
+        except Exception as error:
+            if isinstance(error, torch.AcceleratorError):  # every later call fails, too
+                raise EngineDeadError(f"the device failed: {error}") from error
+            logger.exception("Step %d failed", step.plan.step_id)
+            step.failure, self._has_failed = _failure_of(error), True
+        except BaseException:  # an interrupt: who knows how far it got
+            step.failure, self._has_failed = StepFailure.ERROR, True
+            raise
+
+    def _launch(self, step: _Step) -> None:
+        step.handle = self._runner.launch(step.plan)
+
+    def _sample(self, step: _Step, masks: StepMasks | None) -> None:
+        if step.plan.masked and masks is None:
+            raise ValueError("a step with grammars has no masks")
+        assert step.handle is not None
+        self._runner.sample(step.handle, masks)
+
+    def _collect(self, step: _Step) -> None:
+        assert step.handle is not None
+        step.result = self._runner.collect(step.handle)
+
+
+def _failure_of(error: Exception) -> StepFailure:
+    if not is_out_of_memory(error):
+        return StepFailure.ERROR
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what the allocator keeps may be in pieces that fit nothing
+    return StepFailure.OUT_OF_MEMORY
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """A CPU's allocator has no exception of its own."""
+    is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_named or "can't allocate memory" in str(error)
