@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.platforms.platform import is_out_of_memory
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.step import StepFailure, StepMasks, StepPlan, StepResult
 from penstock.runner.runner import ModelRunner, StepHandle
@@ -89,9 +90,3 @@ def _failure_of(error: Exception) -> StepFailure:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the allocator keeps may be in pieces that fit nothing
     return StepFailure.OUT_OF_MEMORY
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """A CPU's allocator has no exception of its own."""
-    is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return is_named or "can't allocate memory" in str(error)

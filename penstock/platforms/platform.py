@@ -59,3 +59,9 @@ def _available_host_memory() -> int:
     except OSError:
         pass  # not Linux
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """A CPU's allocator has no exception of its own."""
+    is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_named or "can't allocate memory" in str(error)

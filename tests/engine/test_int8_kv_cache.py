@@ -11,8 +11,8 @@ import torch
 
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
-from penstock.executor.runtime import resolve_runtime
 from penstock.kvcache.hashing import hash_root
+from penstock.models.runtime import resolve_runtime
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import config_of, make_checkpoint
 
-from penstock.executor.runtime import longest_context
 from penstock.layers.build import Build
 from penstock.layers.norm import ZeroCentredNorm
 from penstock.loading.text_config import text_settings
@@ -26,6 +25,7 @@ from penstock.models.llama4 import (
     layer_has_positions,
 )
 from penstock.models.registry import build_model
+from penstock.models.runtime import longest_context
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ModelError
 from penstock.protocol.kv import ChunkedLocalSpec, SlidingWindowSpec

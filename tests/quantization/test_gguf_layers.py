@@ -20,7 +20,6 @@ from tiny_engine import greedy_tokens, open_llm
 from penstock.config import LoadConfig, ModelConfig
 from penstock.distributed.group import Group
 from penstock.executor import worker
-from penstock.executor.backend import Backend, _gguf_on_gpu
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import ExpertsConfig, choose_implementation
@@ -31,6 +30,7 @@ from penstock.loading.gguf.config import map_tensors
 from penstock.loading.gguf.dequant import FLOAT_DTYPES
 from penstock.loading.gguf.file import GGML_TYPES, GGUFFile, GGUFTensor
 from penstock.loading.source import resolve_source
+from penstock.models.backend import Backend, _gguf_on_gpu
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import Routing

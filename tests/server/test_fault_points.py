@@ -37,7 +37,7 @@ FATAL = (
     "penstock.text.frontend:Frontend.prepare",
     "penstock.scheduler.scheduler:Scheduler.add",
 )
-LOADING = "penstock.executor.worker:load_weights"
+LOADING = "penstock.models.assembly:load_weights"
 STORING = "penstock.server.responses.store:MemoryStore.put"
 
 GREEDY: Body = {"prompt": "Once", "max_tokens": 150, "temperature": 0, "ignore_eos": True}

@@ -15,7 +15,7 @@ from penstock.ops.cpu.packed import PackedLinear, PackedMatrix
 # Each thread reserves megabytes for its stack, so that the limit ends them long before the 64th.
 TOO_MANY = """
 import resource
-from penstock.executor.backend import start_threads
+from penstock.models.backend import start_threads
 from penstock.ops.cpu.library import load
 from penstock.protocol.errors import ConfigError
 library = load()

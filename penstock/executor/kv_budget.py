@@ -1,22 +1,78 @@
-"""How much memory the largest step needs, found by running one."""
+"""How much memory the KV cache may take: what the largest step leaves, found by running one."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
+from penstock.config import EngineConfig
 from penstock.kvcache.layout import plan_groups
 from penstock.models.base import Model
+from penstock.models.registry import LanguageModel
+from penstock.models.runtime import Runtime
 from penstock.ops.attention import AttentionMetadata
-from penstock.platforms.platform import GIB
+from penstock.platforms.platform import GIB, Platform
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout, KVCacheSpec, LatentSpec
 from penstock.runner.forward import ForwardInputs, forward
 from penstock.runner.kv_memory import KVMemory
 
 FIXED_BYTES = 2 * GIB  # captured graphs, their logits, the request tables and the step's buffers
+
+
+DEFAULT_CPU_KV_BYTES = 4 * GIB
+
+logger = logging.getLogger(__name__)
+
+
+def kv_budget(
+    config: EngineConfig, platform: Platform, model: LanguageModel, runtime: Runtime
+) -> int:
+    """Bytes the KV cache may take on this rank."""
+    if config.cache.kv_cache_memory_bytes is not None:
+        return config.cache.kv_cache_memory_bytes
+    available = platform.available_memory()
+    if platform.device.type == "cpu":
+        # Pages cost memory only once they are written, so this is a ceiling, not a price.
+        return min(available // 4, DEFAULT_CPU_KV_BYTES)
+    return _gpu_kv_budget(config, platform, model, runtime)
+
+
+def _gpu_kv_budget(
+    config: EngineConfig, platform: Platform, model: LanguageModel, runtime: Runtime
+) -> int:
+    """What a step of the largest size leaves of the share of memory that may be used."""
+    share = config.cache.gpu_memory_utilization
+    total = torch.cuda.get_device_properties(platform.device).total_memory
+    peak = measure_peak_step(
+        model,
+        model.kv_specs(runtime.kv_dtype),
+        platform.device,
+        runtime.max_num_batched_tokens,
+        runtime.max_num_seqs,
+        runtime.max_model_len,
+        config.cache.block_size,
+    )
+    used = total - platform.available_memory()
+    budget = int(total * share) - used - peak
+    logger.info(
+        "GPU memory: %.2f GiB, of which %.2f may be used; %.2f taken by weights and others, "
+        "%.2f needed by the largest step",
+        total / GIB, total * share / GIB, used / GIB, peak / GIB,
+    )  # fmt: skip
+    if budget <= 0:
+        raise ConfigError(
+            f"no memory is left for the KV cache: of {total / GIB:.2f} GiB, "
+            f"gpu_memory_utilization={share} allows {total * share / GIB:.2f}; weights and "
+            f"others take {used / GIB:.2f} and a step of {runtime.max_num_batched_tokens} "
+            f"tokens {peak / GIB:.2f}: raise gpu_memory_utilization, lower "
+            "max_num_batched_tokens or max_num_seqs, or use more GPUs (tensor_parallel_size)"
+        )
+    return budget
 
 
 @torch.inference_mode()

@@ -1,0 +1,89 @@
+"""A model made ready to run: built for its device, quantized, filled with its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+
+import torch
+
+from penstock.config import EngineConfig
+from penstock.distributed.group import Group
+from penstock.layers.build import Build
+from penstock.layers.quantization import Undecided
+from penstock.layers.quantized.plan import StoredLayers, assign_methods
+from penstock.loading.checkpoint import Checkpoint, open_checkpoint
+from penstock.loading.load import fill_dummy, load_weights, own_name
+from penstock.loading.source import ModelSource
+from penstock.models.backend import Backend, choose_backend
+from penstock.models.registry import LanguageModel, build_model
+from penstock.models.runtime import Runtime, resolve_runtime
+from penstock.ops.registry import Ops
+from penstock.platforms.platform import GIB, Platform, is_out_of_memory
+from penstock.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@torch.inference_mode()
+def load_model(
+    config: EngineConfig, source: ModelSource, platform: Platform, group: Group
+) -> tuple[LanguageModel, Runtime, Ops]:
+    """This rank's share of the model, the settings it runs with, and its ops."""
+    started = time.perf_counter()
+    runtime = resolve_runtime(config, source.config, platform)
+    backend = choose_backend(config, platform, runtime.dtype, source.gguf, source.config)
+    runtime = dataclasses.replace(runtime, dtype=backend.dtype)
+    if config.cache.kv_cache_dtype == "auto" and backend.kv_dtype is not None:
+        runtime = dataclasses.replace(runtime, kv_dtype=backend.kv_dtype)
+    build = Build(
+        dtype=runtime.dtype,
+        device=platform.device,
+        max_model_len=runtime.max_model_len,
+        ops=backend.ops,
+        tp=group,
+        linear_method=Undecided() if backend.quantization else backend.linear_method,
+    )
+    try:
+        model = build_model(source.config, build, config.model.model_impl)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"there is not enough memory for the weights of {source.name}: choose a smaller "
+            f"or a quantized model ({str(error).partition(chr(10))[0]:.200})"
+        ) from error
+    checkpoint = None
+    if config.load.load_format != "dummy":
+        checkpoint = open_checkpoint(source, config.load, backend.native_types)
+    _quantize(model, backend, checkpoint)
+    if checkpoint is None:
+        fill_dummy(model, config.model.seed)
+    else:
+        load_weights(
+            model,
+            model.weights,
+            model.convert(checkpoint.tensors()),
+            total=len(checkpoint.names()),
+            show_progress=group.rank == 0,
+            ignored=backend.quantization.ignored if backend.quantization else (),
+        )
+    backend.finish(model)
+    model.check()
+    size = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    logger.info(
+        "Loaded %s: %.2f GiB of weights in %.2f s",
+        source.name, size / GIB, time.perf_counter() - started,
+    )  # fmt: skip
+    return model, runtime, backend.ops
+
+
+def _quantize(model: LanguageModel, backend: Backend, checkpoint: Checkpoint | None) -> None:
+    """Let the layers of a quantized model know how they are stored."""
+    if backend.quantization is None:
+        return
+    stored = None
+    if checkpoint is not None:
+        stored = StoredLayers((own_name(name, model.weights), name) for name in checkpoint.names())
+    assign_methods(model, backend.quantization, backend.linear_method, stored, backend.take_over)
