@@ -6,13 +6,13 @@ import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.config import EngineConfig
 from penstock.kvcache.layout import plan_groups
 from penstock.models.base import Model
-from penstock.models.registry import LanguageModel
 from penstock.models.runtime import Runtime
 from penstock.ops.attention import AttentionMetadata
 from penstock.platforms.platform import GIB, Platform
@@ -20,6 +20,9 @@ from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout, KVCacheSpec, LatentSpec
 from penstock.runner.forward import ForwardInputs, forward
 from penstock.runner.kv_memory import KVMemory
+
+if TYPE_CHECKING:
+    from penstock.models.registry import LanguageModel
 
 FIXED_BYTES = 2 * GIB  # captured graphs, their logits, the request tables and the step's buffers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,11 +18,14 @@ from penstock.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.loading.load import fill_dummy, load_weights, own_name
 from penstock.loading.source import ModelSource
 from penstock.models.backend import Backend, choose_backend
-from penstock.models.registry import LanguageModel, build_model
+from penstock.models.registry import build_model
 from penstock.models.runtime import Runtime, resolve_runtime
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import GIB, Platform, is_out_of_memory
 from penstock.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.models.registry import LanguageModel
 
 logger = logging.getLogger(__name__)
 
