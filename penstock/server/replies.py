@@ -23,6 +23,7 @@ from penstock.server.errors import body_of, encode_error
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MAX_BYTES_A_TURN = 64 * 1024  # of one stream, before the event loop does something else
 CLIENT_CLOSED_REQUEST = 499  # what proxies log; nobody is there to read it
 
 
@@ -134,9 +135,17 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
 
+        num_bytes = 0  # since others had a turn: what waits for a slow reader comes all at once
+
         async def write(text: str) -> None:
+            nonlocal num_bytes
             self._written_at = clock()
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            body = text.encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            num_bytes += len(body)
+            if num_bytes > MAX_BYTES_A_TURN:
+                num_bytes = 0
+                await asyncio.sleep(0)
 
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})

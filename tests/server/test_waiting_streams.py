@@ -211,6 +211,23 @@ def test_a_first_chunk_in_time_comes_without_a_comment() -> None:
     asyncio.run(run())
 
 
+def test_a_stream_of_many_chunks_ends_when_its_client_leaves() -> None:
+    """Its reader was slow, and everything waits for it: nothing suspends the stream by itself."""
+
+    async def run() -> None:
+        harness = Harness(start_timeout_s=3600, keep_alive_s=3600)
+        for _ in range(1000):
+            harness.chunks.put_nowait("x" * 32 * 1024)
+        task = asyncio.ensure_future(harness.respond())
+        assert (await harness.sent.get())["status"] == 200
+        harness.leave()
+        await task
+        assert harness.is_closed
+        assert harness.chunks.qsize() > 900
+
+    asyncio.run(run())
+
+
 def test_silence_between_chunks_is_filled_too() -> None:
     async def run() -> None:
         harness = Harness(start_timeout_s=3600, keep_alive_s=0.001)
