@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from penstock.config.model import DEFAULT_MODEL
 
@@ -14,6 +15,15 @@ from penstock.config.model import DEFAULT_MODEL
 # is first imported, by whichever test module that may be.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# How long an example takes says something about the machine, and nothing about the code. Fixtures
+# are the same for all examples of a test.
+settings.register_profile(
+    "penstock",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("penstock")
 
 
 @pytest.fixture(scope="session")

@@ -381,9 +381,9 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestManager = ManagerMachine.TestCase
-TestManager.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestManager.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 @pytest.mark.slow
 class TestManagerAtLength(ManagerMachine.TestCase):
-    settings = settings(max_examples=600, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=600, stateful_step_count=80)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gguf_builder import HEADS, K_TYPES, KV_HEADS, QUANTIZABLE, permute_rope, write_gguf
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -124,9 +124,7 @@ def test_a_shard_that_went_missing_is_refused_by_name(folder: Path) -> None:
         open_checkpoint(source, load)
 
 
-@settings(
-    max_examples=150, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_corrupt_safetensors_file_loads_or_is_a_model_error(
     folder: Path, data: st.DataObject

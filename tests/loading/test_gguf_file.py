@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_builder import write_gguf
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.config import LoadConfig, ModelConfig
@@ -178,9 +178,7 @@ def header_size(path: Path) -> int:
     return min(tensor.offset for tensor in read_gguf(path).tensors.values())
 
 
-@settings(
-    max_examples=300, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_any_corruption_of_the_header_loads_or_is_a_model_error(
     tmp_path: Path, tiny: Path, data: st.DataObject
@@ -198,9 +196,7 @@ def test_any_corruption_of_the_header_loads_or_is_a_model_error(
         load_everything(path)
 
 
-@settings(
-    max_examples=60, deadline=5000, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60)
 @given(share=st.floats(0, 1, exclude_max=True))
 @example(share=0.0)
 @example(share=0.9999)

@@ -15,7 +15,7 @@ LAYERS: list[type[Layer]] = [Conv, Mamba, Delta]
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_schedule_gives_the_recurrence(kind: type[Layer], data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 99)))

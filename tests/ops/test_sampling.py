@@ -96,7 +96,7 @@ cuts = st.tuples(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     cut=st.lists(cuts, min_size=1, max_size=6),
     kind=st.sampled_from(["flat", "peaked", "tied", "masked"]),

@@ -78,7 +78,7 @@ def outcome(sampler: Sampler, logits: torch.Tensor, rows: SamplingRows) -> list[
     return [(tokens[row], faulted[row], logprobs.get(row)) for row in range(len(tokens))]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     cases=st.lists(any_case(), min_size=1, max_size=NUM_SLOTS),
     order=st.randoms(use_true_random=False),
@@ -95,7 +95,7 @@ def test_a_row_gets_the_same_alone_among_others_shuffled_and_in_another_slot(
     assert [shuffled[places.index(row)] for row in range(len(cases))] == together
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(cases=st.lists(any_case(), min_size=1, max_size=4))
 def test_several_positions_of_a_request_at_once_equal_one_position_at_a_time(
     cases: list[Case],
@@ -117,7 +117,7 @@ def test_several_positions_of_a_request_at_once_equal_one_position_at_a_time(
         assert outcome(*set_up([alone]))[0] == together[row]
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     cases=st.lists(any_case(), min_size=4, max_size=8),
     moves=st.lists(st.tuples(st.integers(0, 7), st.integers(0, NUM_SLOTS - 1)), max_size=40),

@@ -32,7 +32,7 @@ def test_what_is_taken_is_as_wide_as_the_widest_asked_for() -> None:
     assert taken[0].tolist() == taken[2].tolist() == [[1, -1, -1], [1, -1, -1]]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     moves=st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 99), max_size=9))),
 )

@@ -164,9 +164,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.mark.slow
 class TestSchedulerAtLength(SchedulerMachine.TestCase):
-    settings = settings(max_examples=500, stateful_step_count=80, deadline=None)
+    settings = settings(max_examples=500, stateful_step_count=80)

@@ -232,7 +232,6 @@ def check_random(llm: LLM, batches: int, size: int) -> None:
 
     @settings(
         max_examples=batches,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -22,7 +22,7 @@ PIECES = [b"a", b"\xc3", b"\xa9", b"\xe2", b"\x82", b"\xac", b"<", b"/end", b">"
 CLOSE = [*range(6, 9), 0]  # </end>a
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     tokens=st.lists(st.integers(0, len(PIECES) - 1), max_size=30),
     budget=st.integers(0, 8),

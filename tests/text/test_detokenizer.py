@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level_backend, sentencepiece_like_backend, word_backend
 from tokenizers import Tokenizer as Backend
@@ -45,7 +45,6 @@ def streams(draw: Callable[..., Any]) -> tuple[Tokenizer, list[list[int]]]:
     return tokenizer, chunked(draw, draw(st.one_of(from_text, random_ids)))
 
 
-@settings(deadline=None)
 @given(streams(), st.booleans())
 def test_pieces_add_up_to_the_text_of_all_tokens(
     stream: tuple[Tokenizer, list[list[int]]], skip_special_tokens: bool
@@ -57,7 +56,6 @@ def test_pieces_add_up_to_the_text_of_all_tokens(
     assert "".join(pieces) == whole
 
 
-@settings(deadline=None)
 @given(st.text(max_size=30), st.sampled_from(TOKENIZERS[:2]))
 def test_half_a_character_is_never_given_out(text: str, tokenizer: Tokenizer) -> None:
     text = text.replace("\ufffd", "")
@@ -69,7 +67,6 @@ def test_half_a_character_is_never_given_out(text: str, tokenizer: Tokenizer) ->
         assert "\ufffd" not in shown
 
 
-@settings(deadline=None)
 @given(streams(), st.data())
 def test_a_replay_goes_on_exactly_where_the_delivered_tokens_ended(
     stream: tuple[Tokenizer, list[list[int]]], data: st.DataObject

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level_backend
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
@@ -239,7 +239,6 @@ plain_text = st.text(
 )
 
 
-@settings(deadline=None)
 @given(plain_text, st.booleans(), st.booleans())
 @example("  hello   world ", True, True)
 @example("😀\n\nnaïve\t中文", True, True)
@@ -259,7 +258,6 @@ def test_sentencepiece_vocabularies_encode_as_the_original_library_does(
         assert tokenizer.decode(ids) == theirs.decode(ids)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(3, 400), max_size=20))
 def test_any_sentencepiece_tokens_decode_as_the_original_library_does(ids: list[int]) -> None:
     theirs = sentencepiece_model(True, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level_backend, sentencepiece_like_backend
 
@@ -327,7 +327,6 @@ def final(out: OutputAssembler, chunks: list[list[int]], kind: OutputKind) -> An
     return text, tokens, entries, last.finish_reason, last.stop_reason
 
 
-@settings(deadline=None)
 @given(token_lists, params_strategy, st.data())
 def test_the_result_does_not_depend_on_how_deltas_are_cut(
     tokens: list[int], params: SamplingParams, data: st.DataObject
@@ -340,7 +339,6 @@ def test_the_result_does_not_depend_on_how_deltas_are_cut(
     assert pieces == final(assembler(params), [[i] for i in tokens], OutputKind.FINAL_ONLY)
 
 
-@settings(deadline=None)
 @given(token_lists, params_strategy, st.data())
 def test_a_replay_goes_on_as_the_original_would_have(
     tokens: list[int], params: SamplingParams, data: st.DataObject

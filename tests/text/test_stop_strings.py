@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.text.stops import StopScanner, StopStrings
@@ -21,7 +21,6 @@ def oracle(text: str, stops: list[str], free: int) -> tuple[str, int] | None:
     return None
 
 
-@settings(deadline=None)
 @given(chunk_lists, stop_lists, st.booleans(), st.integers(0, 4))
 def test_any_chunks_give_what_a_search_of_the_whole_text_gives(
     chunks: list[str], stops: list[str], include: bool, num_free_chunks: int
@@ -44,7 +43,6 @@ def test_any_chunks_give_what_a_search_of_the_whole_text_gives(
         assert scanner.flush() == ""
 
 
-@settings(deadline=None)
 @given(texts, stop_lists)
 def test_exactly_what_could_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
     scanner = StopScanner(StopStrings(stops))

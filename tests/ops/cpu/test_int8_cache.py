@@ -52,7 +52,7 @@ def test_the_library_writes_the_bits_that_torch_writes(
     numbers=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=70),
     spoiled=st.sampled_from([None, float("nan"), float("inf"), float("-inf")]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_head_comes_back_within_half_a_step_or_not_at_all(
     numbers: list[float], spoiled: float | None
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_batch import paged
 
@@ -13,9 +13,7 @@ from penstock.ops.cpu import ops
 from penstock.ops.cpu.packed import PackedLinear, PackedMatrix, quantize_int8
 
 # The fixture's instruction set is the same for all examples of a test.
-SETTINGS = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+SETTINGS = settings(max_examples=100)
 
 
 @SETTINGS

@@ -76,11 +76,11 @@ of_edits = given(
     transcript=st.sampled_from(TRANSCRIPTS), edits=st.lists(edit, min_size=1, max_size=4), cuts=cuts
 )
 
-test_heaps_of_markers = settings(max_examples=400, deadline=None)(of_fragments(check_fragments))
-test_damaged_transcripts = settings(max_examples=400, deadline=None)(of_edits(check_edits))
+test_heaps_of_markers = settings(max_examples=400)(of_fragments(check_fragments))
+test_damaged_transcripts = settings(max_examples=400)(of_edits(check_edits))
 test_many_heaps_of_markers = pytest.mark.slow(
-    settings(max_examples=8_000, deadline=None)(of_fragments(check_fragments))
+    settings(max_examples=8_000)(of_fragments(check_fragments))
 )
 test_many_damaged_transcripts = pytest.mark.slow(
-    settings(max_examples=8_000, deadline=None)(of_edits(check_edits))
+    settings(max_examples=8_000)(of_edits(check_edits))
 )

@@ -41,7 +41,7 @@ def test_reasoning_may_come_again(reasoning: str, before: str) -> None:
     assert message.reasoning.count(SECRET) == 2
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     names=st.sampled_from([("qwen3", "hermes"), ("mistral", "mistral"), ("granite", "granite")]),
     kinds=st.lists(st.sampled_from(["say", "think", "call"]), max_size=8),

@@ -84,7 +84,7 @@ def parse_turn(family: Family, prompt: str, token_ids: list[int], cuts: list[int
 
 @every_family
 @given(calls=calls, cuts=st.lists(st.integers(0, 500), max_size=20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_calls_are_read_back(
     family: Family, calls: list[tuple[str, dict[str, Any]]], cuts: list[int]
 ) -> None:

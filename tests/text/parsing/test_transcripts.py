@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_tokenizers import real_tokenizer
 from replay import calls_in, cut, feed_text, feed_tokens, make_parser
@@ -39,7 +39,7 @@ def test_one_token_at_a_time_gives_the_message(transcript: Transcript) -> None:
 
 @every_transcript
 @given(cuts=cuts)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15)
 def test_steps_of_any_number_of_tokens_give_the_same(
     transcript: Transcript, cuts: list[int]
 ) -> None:
@@ -56,7 +56,7 @@ def test_steps_of_any_number_of_tokens_give_the_same(
 
 @every_transcript
 @given(cuts=cuts)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_any_split_of_the_text_gives_the_same(transcript: Transcript, cuts: list[int]) -> None:
     whole = collect(feed_text(make_parser(**transcript.options), [transcript.text]))
     pieces = cut(transcript.text, cuts)
