@@ -185,8 +185,8 @@ class Chaos:
         self.audit = Audit()
         self._server = server
         self._draw = random.Random(seed)
-        self._started = time.monotonic()
-        self._deadline = self._started + seconds
+        self._seconds = seconds
+        self._started = self._deadline = 0.0
         self._num_clients = num_clients
         self._has_faults = faults
         self._bodies = good_requests()
@@ -197,12 +197,15 @@ class Chaos:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() > self._deadline
+        """After its time, once a request has ended well and a fault has happened."""
+        has_begun = self.audit.ends["right"] and (self.audit.faults or not self._has_faults)
+        return time.monotonic() > self._deadline and bool(has_begun)
 
     def run(self) -> None:
         eventually(self._server.is_idle)
         num_fds_before = count_fds(self._server.process.pid)
         self._started = time.monotonic()
+        self._deadline = self._started + self._seconds
         asyncio.run(self._run())
         try:
             eventually(self._server.is_idle, SETTLE_TIMEOUT_S)

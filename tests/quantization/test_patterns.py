@@ -58,9 +58,9 @@ def test_ordinary_patterns_are_not(pattern: str) -> None:
 )
 def test_the_worst_that_is_let_through_ends_soon(pattern: str) -> None:
     check_pattern("some field", pattern)
-    started = time.perf_counter()
+    started = time.process_time()
     assert not re.match(pattern, "a" * 100)
-    assert time.perf_counter() - started < 5  # of which a slow machine needs one
+    assert time.process_time() - started < 5  # of which a slow machine needs one
 
 
 GROUP = {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}

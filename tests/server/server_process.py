@@ -125,7 +125,7 @@ class ServerProcess:
         return self.wait()
 
     def wait(self) -> int:
-        return self.process.wait(60)
+        return self.process.wait(120)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from faults.saboteur import Fault, Gate, saboteur_options, seed_of
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import DUMMY, ServerProcess, eventually
 
@@ -48,10 +49,22 @@ def parse(text: str) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[ServerProcess]:
+def flag_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("flag") / "flag"
+
+
+@pytest.fixture(scope="module")
+def gate(flag_path: Path) -> Gate:
+    """Holds the server's engine."""
+    return Gate(flag_path)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, flag_path: Path) -> Iterator[ServerProcess]:
     """A tiny model with 16 blocks of 16 tokens: just enough for one request of full length."""
-    flags = (*DUMMY, "--num-gpu-blocks-override", "17")
-    process = ServerProcess(str(tiny_model), *flags, "--served-model-name", "tiny")
+    saboteur, options = saboteur_options(flag_path)
+    flags = (*DUMMY, *saboteur, "--num-gpu-blocks-override", "17", "--served-model-name", "tiny")
+    process = ServerProcess(str(tiny_model), *flags, **options)
     yield process
     process.close()
 
@@ -147,12 +160,16 @@ def test_times_add_up(server: ServerProcess) -> None:
     assert first + decode <= whole
 
 
-def test_ends_are_counted_by_their_reason(server: ServerProcess) -> None:
+def test_ends_are_counted_by_their_reason(server: ServerProcess, gate: Gate) -> None:
     change = Change(server)
     complete(server, [1, 2, 3], max_tokens=9, allowed_token_ids=[5], stop_token_ids=[5])
     body = {"prompt": [1, 2], "max_tokens": 250, "ignore_eos": True, "stream": True}
-    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as answer:
+    gate.close()
+    held = {**body, "seed": seed_of(Fault.WAIT, 9)}
+    with server.client() as client, client.stream("POST", "/v1/completions", json=held) as answer:
         next(answer.iter_lines())  # and leave
+    eventually(lambda: server.get("/load").json()["server_load"] == 0)
+    gate.open()
     by = change.get()
     assert by("request_success_total:stop") == 1
     assert by("request_success_total:abort") == 1

@@ -85,7 +85,6 @@ def test_a_streamed_chat_adds_up_to_the_whole_one(client: openai.OpenAI, model: 
     assert chunks[-1].usage is not None
     assert whole.usage is not None
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
-    assert len(chunks) > 5
 
 
 def test_a_greedy_completion_equals_the_offline_one(

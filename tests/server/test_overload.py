@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from server_process import DUMMY, ServerProcess, events, eventually
 
 from penstock.server.run import PROBE_AFTER_S
 
-LIMIT_S = 1.0
+LIMIT_S = 2.0  # far longer than a client on a busy machine takes to send a request
 # Ten megabytes of events or more: what sockets hold is at most about four.
 VERBOSE = {"prompt": "x", "max_tokens": 240, "ignore_eos": True, "logprobs": 20, "n": 128}
 ROOT_KEY = "key-of-rööt"
@@ -29,11 +30,10 @@ LONG = {"prompt": "x", "max_tokens": 240, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def strict(tiny_model: Path) -> Iterator[ServerProcess]:
-    """A server with little patience and few connections."""
+    """A server with little patience."""
     process = ServerProcess(
         str(tiny_model), *DUMMY,
         *("--request-read-timeout-s", str(LIMIT_S), "--slow-reader-timeout-s", str(LIMIT_S)),
-        *("--max-connections", "40"),
     )  # fmt: skip
     yield process
     process.close()
@@ -46,7 +46,7 @@ def shared(tiny_model: Path) -> Iterator[ServerProcess]:
         str(tiny_model), *DUMMY,
         *("--api-key", "key-of-anna", "--api-key", "key-of-bert", "--admin-api-key", ROOT_KEY),
         *("--scheduling-policy", "fair", "--max-num-seqs", "1", "--max-queued-requests", "5"),
-        *("--access-log", "--log-level", "debug"),
+        *("--access-log", "--log-level", "debug", "--max-connections", "40"),
     )  # fmt: skip
     yield process
     process.close()
@@ -88,20 +88,20 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/j
     ids=["nothing", "line", "head", "no-body", "body", "chunks"],
 )
 def test_a_request_that_does_not_arrive_is_a_408(strict: ServerProcess, sent: bytes) -> None:
+    started = time.monotonic()
     with connect(strict) as connection:
-        started = time.monotonic()
         connection.sendall(sent)
         answer = read_all(connection)
     assert answer.startswith(b"HTTP/1.1 408 "), answer
     assert "did not arrive" in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
-    assert time.monotonic() - started > 0.8 * LIMIT_S
+    assert time.monotonic() - started >= LIMIT_S
 
 
 def test_what_trickles_in_is_not_waited_for_any_longer(strict: ServerProcess) -> None:
     with connect(strict) as connection:
         connection.settimeout(0.1)
         connection.sendall(b"GET /")
-        answer, deadline = b"", time.monotonic() + 20
+        answer, deadline = b"", time.monotonic() + 120
         while not answer and time.monotonic() < deadline:
             connection.send(b"X")  # a byte at a time, of a request line without end
             try:
@@ -160,10 +160,10 @@ def test_a_client_that_reads_slowly_but_steadily_gets_everything(strict: ServerP
     assert b"[DONE]" in data
 
 
-def test_connections_are_limited(strict: ServerProcess) -> None:
-    idle = [connect(strict) for _ in range(40)]
+def test_connections_are_limited(shared: ServerProcess) -> None:
+    idle = [connect(shared) for _ in range(40)]
     try:
-        with connect(strict) as one_more:
+        with connect(shared) as one_more:
             answer = read_all(one_more)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After: 1" in answer
@@ -173,7 +173,7 @@ def test_connections_are_limited(strict: ServerProcess) -> None:
 
     def is_open() -> bool:
         try:
-            return strict.get("/health").status_code == 200
+            return shared.get("/health").status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -205,19 +205,25 @@ def test_operators_routes_have_a_key_of_their_own(shared: ServerProcess) -> None
 
 
 def test_no_key_can_fill_the_queue(shared: ServerProcess) -> None:
-    with shared.client() as client:
-        body: dict[str, Any] = {**LONG, "n": 3, "stream": True}  # of 6 places, 3 are one's share
-        anna, bert = bearer("key-of-anna"), bearer("key-of-bert")
-        with client.stream("POST", "/v1/completions", json=body, headers=anna) as running:
-            assert running.status_code == 200
+    anna, bert = bearer("key-of-anna"), bearer("key-of-bert")
+
+    def load() -> int:
+        return int(shared.get("/load", headers=bert).json()["server_load"])
+
+    with shared.client() as client, ThreadPoolExecutor(2) as threads:
+        with shared.engine_stopped():  # none of them ends meanwhile
+            body: dict[str, Any] = {**LONG, "n": 3}  # of 6 places, 3 are one's share
+            running = threads.submit(shared.post, "/v1/completions", body, headers=anna)
+            eventually(lambda: load() == 3)
             more = client.post("/v1/completions", json=LONG, headers=anna)
             assert more.status_code == 429
             assert "share" in more.json()["error"]["message"]
             assert int(more.headers["retry-after"]) >= 1
             disguised = {b"x-api-key": b"key-of-anna", **bearer("of nobody")}
             assert client.post("/v1/completions", json=LONG, headers=disguised).status_code == 429
-            other = client.post("/v1/completions", json=LONG, headers=bert)
-            assert other.status_code == 200
+            other = threads.submit(shared.post, "/v1/completions", LONG, headers=bert)
+            eventually(lambda: load() == 4)
+        assert running.result().status_code == other.result().status_code == 200
         more_than_a_share = client.post("/v1/completions", json={**LONG, "n": 4}, headers=anna)
         assert more_than_a_share.status_code == 400
         assert "shared by the API keys" in more_than_a_share.json()["error"]["message"]
@@ -229,8 +235,8 @@ def test_no_key_can_fill_the_queue(shared: ServerProcess) -> None:
 
 
 def test_a_request_that_waits_too_long_is_a_429(serve_tiny: Callable[..., ServerProcess]) -> None:
-    server = serve_tiny("--max-num-seqs", "1", "--queue-timeout-s", "0.005")
-    for stream in (False, True):  # the first completion runs, and the others wait for it
+    server = serve_tiny("--max-num-seqs", "1", "--queue-timeout-s", "0.2")
+    for stream in (False, True):  # the first completions run, and the others wait for them
         answer = server.post("/v1/completions", {**LONG, "n": 64, "stream": stream})
         if answer.status_code == 429:
             error = answer.json()["error"]
@@ -239,7 +245,7 @@ def test_a_request_that_waits_too_long_is_a_429(serve_tiny: Callable[..., Server
             assert stream
             error = events(answer.text)[-2]["error"]
             assert error["code"] == 429
-        assert "waited longer than 0.005 s" in error["message"]
+        assert "waited longer than 0.2 s" in error["message"]
     eventually(server.is_idle)
 
     def is_served() -> bool:

@@ -44,7 +44,7 @@ class Caller(threading.Thread):
             self.response = self._server.post("/v1/completions", self._body)
 
     def answer(self) -> httpx.Response:
-        self.join(60)
+        self.join(120)
         assert self.response is not None
         return self.response
 
@@ -106,14 +106,14 @@ def test_a_signal_lets_requests_finish(
 
 
 def test_a_request_that_has_not_arrived_does_not_hold_up_the_end(serve_tiny: ServeTiny) -> None:
-    server = serve_tiny("--shutdown-timeout", "60")
+    server = serve_tiny("--shutdown-timeout", "600")
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
         )
         assert server.get("/health").status_code == 200  # so that has been read, too
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(20) == 0
+        assert server.wait() == 0
         assert connection.recv(65536).startswith(b"HTTP/1.1 503 ")
 
 
@@ -122,17 +122,15 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(serve_tiny: ServeT
     body = {**LONG, "stream": True, "n": 128, "logprobs": 20}  # more than sockets hold
     with server.client() as client, client.stream("POST", "/v1/completions", json=body):
         eventually(lambda: not server.is_idle())
-        eventually(server.is_idle, 60)
+        eventually(server.is_idle)
         assert server.stop() == 0
     assert not any("Traceback" in line for line in server.log)
 
 
 def test_requests_that_outlast_the_drain_get_an_error(serve_tiny: ServeTiny) -> None:
-    server = serve_tiny("--shutdown-timeout", "0")
-    with (
-        server.client() as client,
-        client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream,
-    ):
+    server = serve_tiny("--shutdown-timeout", "0", "--max-num-seqs", "1")
+    body = {**LONG, "n": 128, "stream": True}  # one after the other: 25,600 steps
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGINT)
@@ -267,10 +265,8 @@ def test_a_body_that_the_engine_cannot_read_fails_one_request(tiny_model: Path) 
         assert num_tokens == 8
         (failed,) = [delta async for deltas in bad for delta in deltas if delta.error]
         assert failed.request_id == "bad"
-        stream = client.submit([request("replayed")])
-        first = (await stream.__anext__())[0]
-        assert client.replay("replayed").output_token_ids[:1] == first.token_ids
-        await client.close()
+        stream = client.submit([request("cut off")])
+        await client.close()  # before anything has come
         with pytest.raises(EngineDeadError):
             async for _ in stream:
                 pass

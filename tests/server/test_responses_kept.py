@@ -51,15 +51,19 @@ def test_a_response_in_the_background_can_be_cancelled(
         "model": "scripted", "input": "[[And on and on...]]", "background": True,
         "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
     }  # fmt: skip
-    begun = scripted.responses.create(**endless)
-    with pytest.raises(openai.BadRequestError, match="in progress"):
-        scripted.responses.create(model="scripted", input="[[Hi.]]", previous_response_id=begun.id)
-    cancelled = scripted.responses.cancel(begun.id)
-    assert cancelled.status == "cancelled"
+    with scripted_server.engine_stopped():  # so that none is over before
+        begun = scripted.responses.create(**endless)
+        with pytest.raises(openai.BadRequestError, match="in progress"):
+            scripted.responses.create(
+                model="scripted", input="[[Hi.]]", previous_response_id=begun.id
+            )
+        cancelled = scripted.responses.cancel(begun.id)
+        assert cancelled.status == "cancelled"
     eventually(scripted_server.is_idle)
     assert scripted.responses.retrieve(begun.id).status == "cancelled"
-    begun = scripted.responses.create(**endless)
-    scripted.responses.delete(begun.id)
+    with scripted_server.engine_stopped():
+        begun = scripted.responses.create(**endless)
+        scripted.responses.delete(begun.id)
     eventually(scripted_server.is_idle)
     with pytest.raises(openai.NotFoundError):
         scripted.responses.retrieve(begun.id)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.errors import InputError
@@ -116,7 +116,6 @@ def text_of(item: dict[str, Any]) -> str:
     return str(item["arguments"] if "arguments" in item else item["content"][0]["text"])
 
 
-@settings(deadline=None)
 @given(segments, st.lists(st.integers(1, 5), max_size=30))
 def test_events_add_up_to_what_was_written_however_it_is_cut(
     written: list[tuple[str, list[str]]], sizes: list[int]
@@ -140,7 +139,6 @@ def test_events_add_up_to_what_was_written_however_it_is_cut(
     assert all(item["status"] == "completed" for item in output.items)
 
 
-@settings(deadline=None)
 @given(segments, pieces)
 def test_what_is_cut_off_is_incomplete(
     written: list[tuple[str, list[str]]], texts: list[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.server.responses.store import MemoryStore, StoredResponse
@@ -35,7 +35,6 @@ operations = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(operations)
 def test_the_least_recently_used_make_room_and_owners_are_apart(
     steps: list[tuple[str, str, str, int]],

@@ -74,7 +74,6 @@ def test_no_request_breaks_the_promises_of_the_schema(
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(
         max_examples=num_examples if has_input else 1,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

@@ -127,6 +127,7 @@ def test_completions_take_response_format(client: openai.OpenAI, default_model: 
         model=default_model,
         prompt="A person: ",
         max_tokens=64,
+        seed=2,
         extra_body={"response_format": format_of(SCHEMA)},
     )
     check_person(answer.choices[0].text)

@@ -6,7 +6,7 @@ import time
 
 import jinja2
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.errors import InputError
@@ -40,7 +40,7 @@ def test_a_template_without_end_is_stopped_in_time(
     started = time.monotonic()
     with pytest.raises(InputError, match="refuses these messages"):
         render(text)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60  # rather than for ever
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,6 @@ PIECES = [
 ]
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=4))
 def test_limits_change_nothing_about_templates_that_keep_them(pieces: list[str]) -> None:
     text = "".join(pieces)

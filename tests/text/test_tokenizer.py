@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level_backend, sentencepiece_like_backend, word_backend
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
@@ -127,14 +127,12 @@ def test_encoding_and_decoding_equal_transformers_for_the_same_folder(
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 299), max_size=40))
 def test_byte_level_decoding_equals_the_library_for_any_tokens(ids: list[int]) -> None:
     backend = byte_level_backend()
     assert Tokenizer(backend).decode(ids) == backend.decode(ids)
 
 
-@settings(deadline=None)
 @given(st.text(max_size=40))
 def test_byte_fallback_decoding_equals_the_library_for_any_text(text: str) -> None:
     backend = sentencepiece_like_backend()
@@ -221,21 +219,26 @@ def test_unknown_decoders_are_left_to_the_library() -> None:
 
 def test_a_long_text_does_not_stop_other_threads() -> None:
     tokenizer = Tokenizer(byte_level_backend())
-    is_running = threading.Event()
 
-    def encode() -> int:
-        is_running.set()
-        return len(tokenizer.encode("a long text, " * 50_000))
+    def turns_beside() -> int:
+        """How often another thread had its turn meanwhile."""
+        is_running, num_turns = threading.Event(), 0
 
-    with ThreadPoolExecutor(1) as threads:
-        encoding = threads.submit(encode)
-        is_running.wait()
-        num_turns = 0
-        while not encoding.done():
-            time.sleep(0.001)
-            num_turns += 1
-        assert encoding.result() > 50_000
-    assert num_turns > 5, "a web server would have answered nobody meanwhile"
+        def encode() -> int:
+            is_running.set()
+            return len(tokenizer.encode("a long text, " * 50_000))
+
+        with ThreadPoolExecutor(1) as threads:
+            encoding = threads.submit(encode)
+            is_running.wait()
+            while not encoding.done():
+                time.sleep(0.001)
+                num_turns += 1
+            assert encoding.result() > 50_000
+        return num_turns
+
+    # On a busy machine there may be few, but not each time.
+    assert any(turns_beside() > 5 for _ in range(20)), "a web server would have answered nobody"
 
 
 @given(st.text(max_size=300))
