@@ -90,12 +90,14 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     seed: int = 0,
     scale: float = 1.0,
+    tensors_a_file: int = 0,
 ) -> dict[str, np.ndarray]:
     """Write a tiny model; returns what its tensors are in float32, by GGUF name.
 
     `types` are those of the matrices, in turn, where they are not all of one.
     `scale` is about how large blocks' scales are, where blocks are made up.
     `metadata` replaces or adds keys (a value of None leaves the key out); `extra` adds tensors.
+    With `tensors_a_file` the model is split, into files called as `path` is with numbers.
     """
     rng = np.random.default_rng(seed)
     values: dict[str, Any] = {
@@ -112,7 +114,8 @@ def write_gguf(
         "tokenizer.ggml.bos_token_id": 1,
         **(metadata or {}),
     }
-    writer = gguf.GGUFWriter(path, values.pop("general.architecture", arch))
+    own_arch = values.pop("general.architecture", arch)
+    writer = gguf.GGUFWriter(path, own_arch, split_max_tensors=tensors_a_file)
     for key, value in values.items():
         _add(writer, key, value)
     floats: dict[str, np.ndarray] = {}

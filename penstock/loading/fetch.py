@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 
 from tqdm import tqdm
 
+from penstock.loading.gguf.split import choose_gguf
 from penstock.protocol.errors import ModelError
 
 _SPEC = re.compile(
@@ -165,11 +166,8 @@ def _folder_name(specs: tuple[WheelSpec, ...]) -> str:
 def pick_model(folder: Path) -> Path:
     """The model among unpacked files: a .gguf file, else the folder that has config.json."""
     ggufs = sorted(folder.rglob("*.gguf"))
-    if len(ggufs) > 1:
-        listed = ", ".join(str(path) for path in ggufs)
-        raise ModelError(f"{folder} holds several models; pass the path of one of: {listed}")
     if ggufs:
-        return ggufs[0]
+        return choose_gguf(folder, ggufs)
     configs = sorted(folder.rglob("config.json"), key=lambda path: (len(path.parts), path))
     if not configs:
         raise ModelError(f"{folder} holds neither a .gguf file nor a folder with config.json")

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.fetch import Downloader, fetch_wheel
 from penstock.loading.gguf.config import config_from_gguf, generation_config_from_gguf
-from penstock.loading.gguf.file import GGUFFile, read_gguf
+from penstock.loading.gguf.file import GGUFFile
+from penstock.loading.gguf.split import choose_gguf, read_model
 from penstock.loading.hub import Snapshot, fetch_from_hub, is_hub_id
 from penstock.loading.text_config import text_settings
 from penstock.protocol.errors import ModelError
@@ -100,22 +101,14 @@ def _gguf_inside(folder: Path, load: LoadConfig) -> Path | None:
     if load.load_format == "auto" and (folder / "config.json").exists():
         return None
     ggufs = sorted(folder.glob("*.gguf"))
-    if len(ggufs) > 1:
-        names = ", ".join(path.name for path in ggufs)
-        raise ModelError(f"{folder} holds several .gguf files; pass the path of one of: {names}")
     if not ggufs and load.load_format == "gguf":
         raise ModelError(f"{folder} holds no .gguf file, which load_format gguf asks for")
-    return ggufs[0] if ggufs else None
+    return choose_gguf(folder, ggufs) if ggufs else None
 
 
 def _from_gguf(name: str, path: Path, dummy: bool = False) -> ModelSource:
-    gguf = read_gguf(path)
-    splits = gguf.metadata.get("split.count", 1)
-    if splits not in (0, 1):
-        raise ModelError(
-            f"{path}: one of {splits} parts of a split GGUF file, which is not supported; merge "
-            "them first (llama-gguf-split --merge)"
-        )
+    gguf = read_model(path)
+    paths = gguf.paths or (path,)
     config = config_from_gguf(gguf)
     return ModelSource(
         name=name,
@@ -123,9 +116,9 @@ def _from_gguf(name: str, path: Path, dummy: bool = False) -> ModelSource:
         kind="gguf",
         config=config,
         generation_config=generation_config_from_gguf(gguf),
-        tensor_files=() if dummy else (path,),
+        tensor_files=() if dummy else paths,
         gguf=gguf,
-        fingerprint=_fingerprint(config, [path]),
+        fingerprint=_fingerprint(config, paths),
     )
 
 

@@ -93,6 +93,7 @@ class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]  # row-major, as torch has it: the last dimension lies contiguous
     offset: int  # from the start of the file
     nbytes: int
+    path: Path | None = None  # where a model is split into several files: its own
 
 
 @dataclass(frozen=True)
@@ -102,17 +103,19 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]  # in file order
+    paths: tuple[Path, ...] = ()  # of all files of a split model
 
     def view(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, mapped from disk: [nbytes]. Writes to it never reach the file."""
         tensor = self.tensors[name]
+        path = tensor.path or self.path
         try:
             return np.memmap(
-                self.path, dtype=np.uint8, mode="c", offset=tensor.offset, shape=(tensor.nbytes,)
+                path, dtype=np.uint8, mode="c", offset=tensor.offset, shape=(tensor.nbytes,)
             )
         except (OSError, ValueError) as error:
             raise ModelError(
-                f"{self.path}: cannot map tensor {name!r}; did the file change? ({error})"
+                f"{path}: cannot map tensor {name!r}; did the file change? ({error})"
             ) from error
 
 
