@@ -174,16 +174,23 @@ class KVCacheManager:
         self._count_slots(holding)
         return [[block.id for block in blocks] for blocks in new_blocks]
 
+    def num_slots(self, request: CacheableRequest) -> int:
+        """Up to how many tokens, computed ones included, `allocate` takes nothing."""
+        return self._holding(request).num_slots
+
     def num_missing(self, request: CacheableRequest, num_new: int) -> int:
         """How many blocks `allocate` would have to take."""
         num_slots = request.num_computed_tokens + num_new
         return sum(self._missing(self._holding(request), num_slots))
 
-    def publish(self, request: CacheableRequest, num_confirmed_tokens: int) -> None:
-        """The first tokens are known and computed: share full blocks, drop those out of reach."""
+    def publish(self, request: CacheableRequest, num_confirmed_tokens: int) -> int:
+        """The first tokens are known and computed: share full blocks, drop those out of reach.
+
+        At how many tokens there is something to do again; before that, this need not be called.
+        """
         holding = self._holdings[request.request_id]
         if num_confirmed_tokens < holding.next_event:
-            return
+            return holding.next_event
         publishes = self._caches and holding.may_publish
         if publishes:
             holding.chain.extend(request.token_ids)
@@ -194,6 +201,7 @@ class KVCacheManager:
             holding.num_published[group] = num_full
             self._drop(request, holding.tables[group], rules.num_droppable(num_confirmed_tokens))
         self._find_next_event(holding, num_confirmed_tokens)
+        return holding.next_event
 
     # -- a request's way out
 

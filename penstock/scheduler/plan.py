@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
 from penstock.protocol.step import NewRequest, RequestResult, ScheduledRequest, StepPlan
 from penstock.scheduler.request import RequestState
+
+_request_id = attrgetter("request_id")
+
+
+def is_plain(result: RequestResult) -> bool:
+    """Whether a token is all that a step brought a plain request."""
+    return len(result.token_ids) == 1 and result.fault is None and result.routed_experts is None
 
 
 class Step:
@@ -12,12 +22,20 @@ class Step:
     def __init__(self, step_id: int, budget: int) -> None:
         self.step_id = step_id
         self.budget = budget  # tokens left
-        self.rows: list[tuple[RequestState, ScheduledRequest]] = []
+        self.states: list[RequestState] = []
+        self._rows: list[ScheduledRequest] = []  # of these requests
         self._new_requests: list[NewRequest] = []
+        self._is_masked = False
+
+    def repeat(self, state: RequestState) -> None:
+        """Give a running request the share that it had in the last step: it is ready for that."""
+        self.states.append(state)
+        self._rows.append(state.repeat(self.step_id))
+        self.budget -= 1
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for _, row in self.rows)
+        return sum(row.num_tokens for row in self._rows)
 
     def add(
         self, state: RequestState, num_tokens: int, num_drafts: int, block_ids: list[list[int]]
@@ -27,7 +45,9 @@ class Step:
         row = ScheduledRequest(
             state.request_id, state.incarnation, num_tokens, samples, block_ids, num_drafts
         )
-        self.rows.append((state, row))
+        self.states.append(state)
+        self._rows.append(row)
+        self._is_masked = self._is_masked or (samples and state.is_masked)
         self.budget -= num_tokens
 
     def add_new(self, state: RequestState, num_tokens: int, block_ids: list[list[int]]) -> None:
@@ -51,17 +71,22 @@ class Step:
     def plan(self, released_ids: list[str]) -> StepPlan:
         return StepPlan(
             step_id=self.step_id,
-            scheduled=[row for _, row in self.rows],
+            scheduled=self._rows,
             new_requests=self._new_requests,
             released_ids=released_ids,
-            masked=any(row.samples and state.request.params.is_masked for state, row in self.rows),
+            masked=self._is_masked,
         )
 
-
-def why_malformed(planned: ScheduledRequest, result: RequestResult) -> str | None:
-    """What is wrong with the number of tokens that came back, if anything."""
-    num_tokens = len(result.token_ids)
-    most = 1 + planned.num_drafts if planned.samples else 0
-    if min(most, 1) <= num_tokens <= most:
-        return None
-    return f"the step brought {num_tokens} tokens where {min(most, 1)} to {most} were due"
+    def match(
+        self, results: Sequence[RequestResult]
+    ) -> Iterator[tuple[RequestState, ScheduledRequest, RequestResult]]:
+        """Every row with what it brought: nothing, where a result is missing."""
+        ids = list(map(_request_id, self._rows))
+        if list(map(_request_id, results)) != ids:  # runners may put decoding requests first
+            by_id = {result.request_id: result for result in results}
+            results = [
+                by_id.get(row.request_id)
+                or RequestResult(request_id=row.request_id, incarnation=row.incarnation)
+                for row in self._rows
+            ]
+        return zip(self.states, self._rows, results, strict=True)

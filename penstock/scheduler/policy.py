@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import itertools
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from penstock.scheduler.request import RequestState
+from penstock.scheduler.running import RunningRequests
 
 
 class Policy(Protocol):
@@ -21,8 +21,8 @@ class Policy(Protocol):
     def rank_preempted(self, state: RequestState) -> tuple[float, ...]:
         """The place of a request that has just lost its blocks."""
 
-    def insert_running(self, running: list[RequestState], state: RequestState) -> None:
-        """Keep `running` sorted from the most to the least deserving: the last is preempted."""
+    def insert_running(self, running: RunningRequests, state: RequestState) -> None:
+        """Say what place a request has among those that run: the last is preempted."""
 
 
 class FirstComeFirstServed(Policy):
@@ -35,7 +35,7 @@ class FirstComeFirstServed(Policy):
     def rank_preempted(self, state: RequestState) -> tuple[float, ...]:
         return (next(self._front),)
 
-    def insert_running(self, running: list[RequestState], state: RequestState) -> None:
+    def insert_running(self, running: RunningRequests, state: RequestState) -> None:
         running.append(state)
 
 
@@ -46,8 +46,8 @@ class PriorityThenArrival(Policy):
     def rank_preempted(self, state: RequestState) -> tuple[float, ...]:
         return self.rank(state)
 
-    def insert_running(self, running: list[RequestState], state: RequestState) -> None:
-        bisect.insort(running, state, key=lambda other: other.rank)
+    def insert_running(self, running: RunningRequests, state: RequestState) -> None:
+        running.insert_by_rank(state)
 
 
 MAX_COUNTED_OUTPUT = 512  # tokens: max_tokens is often left at all that the model allows
@@ -76,7 +76,7 @@ class FairShare(Policy):
     def rank_preempted(self, state: RequestState) -> tuple[float, ...]:
         return (-1.0, -next(self._front))  # before all who have not run yet
 
-    def insert_running(self, running: list[RequestState], state: RequestState) -> None:
+    def insert_running(self, running: RunningRequests, state: RequestState) -> None:
         running.append(state)
         if state.rank[0] > self._now:
             self._now = state.rank[0]

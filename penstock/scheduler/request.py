@@ -22,14 +22,21 @@ class RequestState:
     Steps in flight will bring tokens that are not known yet: `num_placeholders` counts the most
     that they may bring, and `num_computed_tokens` assumes as many. Both are corrected when a
     step's result says how many there were. `num_confirmed_tokens` counts only collected steps.
+
+    A plain request decodes one token a step, without a grammar, and wants nothing but the token.
+    Most steps change nothing about it but its counts: `num_ready_steps` says how many more can be
+    planned like that, `quiet_until` up to where results can be taken in like that.
     """
 
     __slots__ = (
         "cache_salt",
+        "decode_row",
         "entered_at",
         "finish_reason",
         "has_sampled",
         "incarnation",
+        "is_masked",
+        "is_plain",
         "last_step_id",
         "max_total_tokens",
         "num_cached_tokens",
@@ -38,12 +45,16 @@ class RequestState:
         "num_placeholders",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_ready_steps",
+        "place",
+        "quiet_until",
         "rank",
         "read_prefix_cache",
         "request",
         "request_id",
         "sequence",
         "status",
+        "stop_ids",
         "stop_reason",
         "token_ids",
     )
@@ -55,6 +66,7 @@ class RequestState:
         self.read_prefix_cache = request.read_prefix_cache
         self.sequence = sequence  # order of arrival at this engine
         self.rank: tuple[float, ...] = ()  # place among the waiting; the policy's
+        self.place: tuple[float, ...] = ()  # among the running
         self.status = RequestStatus.WAITING
         self.incarnation = 0
         self.token_ids = request.prompt_token_ids + request.output_token_ids  # known ones
@@ -68,6 +80,15 @@ class RequestState:
         self.entered_at: float | None = None  # until its first token has come
         self.num_cached_tokens = 0
         self.num_prompt_logprobs = 0  # positions delivered
+        params = request.params
+        self.is_masked = params.is_masked
+        wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        self.is_plain = not (self.is_masked or wants_logprobs)
+        stop_ids = params.stop_token_ids or []  # that may end it, if it is long enough
+        self.stop_ids = frozenset(stop_ids if params.ignore_eos else stop_ids + request.eos_token_ids)
+        self.decode_row: ScheduledRequest | None = None  # its share of every plain decode step
+        self.num_ready_steps = 0  # of one token, for which it has blocks and may have the tokens
+        self.quiet_until = 0  # confirmed tokens, at which it ends or its blocks are to be seen to
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
@@ -102,6 +123,39 @@ class RequestState:
             self.has_sampled = True
         return samples
 
+    def make_ready(self, num_slots: int) -> None:
+        """It decodes, and has room for so many tokens."""
+        num_tokens_left = self.max_total_tokens - self.num_total_tokens
+        self.num_ready_steps = min(num_slots - self.num_computed_tokens, num_tokens_left)
+        if self.decode_row is None:
+            self.decode_row = ScheduledRequest(self.request_id, self.incarnation, 1, True)
+
+    def repeat(self, step_id: int) -> ScheduledRequest:
+        """`advance` by a step for which it is ready: the same share as in the last one."""
+        self.last_step_id = step_id
+        self.num_ready_steps -= 1
+        self.num_computed_tokens += 1
+        self.num_placeholders += 1
+        assert self.decode_row is not None
+        return self.decode_row
+
+    def take_token(self, token_id: int) -> bool:
+        """Take in the token of a plain decode step; False, and no change, if more follows from it.
+
+        As `confirm`, for a step that does not end it, nor fill a block.
+        """
+        num_confirmed = self.num_confirmed_tokens + 1
+        if num_confirmed >= self.quiet_until or token_id in self.stop_ids:
+            return False
+        self.num_confirmed_tokens = num_confirmed
+        self.num_placeholders -= 1
+        self.token_ids.append(token_id)
+        return True
+
+    def rest_until(self, num_confirmed_tokens: int) -> None:
+        """Nothing has to be done about its blocks before it has so many."""
+        self.quiet_until = min(num_confirmed_tokens, self.max_total_tokens - 1)
+
     def confirm(self, planned: ScheduledRequest, num_sampled: int) -> None:
         """Correct what `advance` assumed: the step is collected and brought so many tokens."""
         num_expected = 1 + planned.num_drafts if planned.samples else 0
@@ -123,8 +177,14 @@ class RequestState:
         self.incarnation += 1
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_placeholders = 0
         self.has_sampled = False
+        self._forget_decoding()
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:
         self.status = RequestStatus.FINISHED
         self.finish_reason = reason
         self.stop_reason = stop_reason
+        self._forget_decoding()
+
+    def _forget_decoding(self) -> None:
+        self.decode_row = None
+        self.num_ready_steps = self.quiet_until = 0

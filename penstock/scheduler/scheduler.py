@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,22 +11,20 @@ import msgspec
 
 from penstock.kvcache.connector import BlockFate, Connector
 from penstock.kvcache.manager import CachedPrefix, KVCacheManager
-from penstock.protocol.choice import why_no_token, why_no_token_of_grammar
 from penstock.protocol.delta import EngineDelta, FinishReason
-from penstock.protocol.errors import ConfigError, InputError, RequestFault, waited_too_long
+from penstock.protocol.errors import ConfigError, InputError, waited_too_long
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import RequestResult, ScheduledRequest, StepPlan, StepResult
 from penstock.scheduler.gates import Gate, Gatekeeper
 from penstock.scheduler.grammars import Grammars
 from penstock.scheduler.limits import SchedulerLimits, check_length
 from penstock.scheduler.newcomers import Newcomers
-from penstock.scheduler.plan import Step, why_malformed
+from penstock.scheduler.plan import Step, is_plain
 from penstock.scheduler.policy import POLICIES, WaitingQueue
 from penstock.scheduler.request import RequestState, RequestStatus
+from penstock.scheduler.running import RunningRequests
 from penstock.scheduler.setbacks import Setbacks
-from penstock.scheduler.stopping import Stop, find_stop
-
-logger = logging.getLogger(__name__)
+from penstock.scheduler.stopping import StopRules
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,8 @@ class Scheduler:
         self._gatekeeper = Gatekeeper(gates if grammars is None else [grammars, *gates])
         self._waiting = WaitingQueue(self._policy)
         self._setbacks = Setbacks(self._policy, limits)
-        self._running: list[RequestState] = []  # from the most to the least deserving
+        self._running = RunningRequests()
+        self._stops = StopRules(grammars, limits.vocab_size)
         self._in_flight: deque[Step] = deque()
         self._released_ids: list[str] = []  # rows of the runner that the next plan gives up
         self._deltas: list[EngineDelta] = []  # of requests that ended outside of a step
@@ -154,7 +152,7 @@ class Scheduler:
             self._try_alone(step)
         elif self._continue_running(step):
             self._admit_waiting(step, self._waiting)
-        if not step.rows:
+        if not step.states:
             return None
         self._last_step_id = step.step_id
         self.num_scheduled_tokens += budget - step.budget
@@ -170,7 +168,7 @@ class Scheduler:
     def _pass_gates(self) -> None:
         ready, failed = self._gatekeeper.poll()
         for state in ready:
-            if self._is_complete(state):
+            if self._stops.is_complete(state):
                 self._deltas.append(self._end(state, FinishReason.STOP))
             else:
                 self._waiting.push(state)
@@ -189,10 +187,12 @@ class Scheduler:
     def _continue_running(self, step: Step) -> bool:
         """Give each running request its share; False if blocks ran out on the way."""
         enough_blocks = True
-        index = 0
-        while index < len(self._running) and step.budget > 0:
-            state = self._running[index]
-            index += 1
+        for state in self._running.in_order():
+            if step.budget == 0:
+                break
+            if state.num_ready_steps:
+                step.repeat(state)
+                continue
             num_tokens, num_drafts = self._share(state, step.budget)
             if num_tokens == 0:
                 continue
@@ -204,6 +204,7 @@ class Scheduler:
                 block_ids = self._make_room(state, num_tokens, num_drafts)
             if block_ids is not None:
                 step.add(state, num_tokens, num_drafts, block_ids)
+                self._make_ready(state)
         return enough_blocks
 
     def _admit_waiting(self, step: Step, waiting: WaitingQueue) -> None:
@@ -233,11 +234,14 @@ class Scheduler:
             new_block_ids = self._kv.allocate(state, num_tokens)
             assert new_block_ids is not None, "there was room for all of the request"
             step.add_new(state, num_tokens, self._kv.block_ids(state))
+            self._make_ready(state)
         for state in undecided:
             waiting.put_back(state)
 
     def _share(self, state: RequestState, budget: int) -> tuple[int, int]:
         """How many tokens a running request computes next, and how many of them are drafts."""
+        if state.status is not RequestStatus.RUNNING:
+            return 0, 0  # preempted for the sake of one before it
         num_left = state.num_total_tokens - state.num_computed_tokens
         if not state.has_sampled:
             return self._chunk(num_left, budget), 0
@@ -246,6 +250,11 @@ class Scheduler:
             return 0, 0  # steps in flight may bring all that it may have
         num_drafts = min(self.limits.num_speculative_tokens, num_samples_left - 1, budget - 1)
         return 1 + num_drafts, num_drafts
+
+    def _make_ready(self, state: RequestState) -> None:
+        """Let a request that decodes do so without being planned anew while nothing changes."""
+        if state.has_sampled and state.is_plain and not self.limits.num_speculative_tokens:
+            state.make_ready(self._kv.num_slots(state))
 
     def _chunk(self, num_left: int, budget: int) -> int:
         """How much of `num_left` known tokens goes into a step."""
@@ -305,14 +314,14 @@ class Scheduler:
         for which that is of no use ends with an error.
         """
         failed = self._in_flight[0]
-        suspects = [state for state, _ in failed.rows if not state.is_finished]
+        suspects = [state for state in failed.states if not state.is_finished]
         deltas = []
         error = self._setbacks.take_in(failed, suspects, out_of_memory)
         if error is not None:
             deltas = [self._end(state, FinishReason.ERROR, error=error) for state in suspects]
         for state in self._setbacks:
             self._waiting.remove(state)  # if it was preempted since
-        for state in reversed(self._running):  # so that the most deserving comes first again
+        for state in reversed(self._running.in_order()):  # the most deserving comes first again
             self._take_back(state)
             state.rank = self._policy.rank_preempted(state)
             if state not in self._setbacks:
@@ -332,8 +341,11 @@ class Scheduler:
         else:
             self._admit_waiting(step, self._setbacks.queue())
 
-    def _end_trial(self, state: RequestState) -> None:
-        """A suspect has got its token: it waits for the others."""
+    def _end_trial(self, step: Step) -> None:
+        """If a suspect has got its token in this step, it waits for the others from now on."""
+        state = self._setbacks.on_trial
+        if state is None or state not in step.states or not state.has_sampled:
+            return
         self._setbacks.acquit(state)
         self._running.remove(state)
         self._take_back(state)
@@ -347,54 +359,43 @@ class Scheduler:
         assert step.step_id == result.step_id, "results come in the order of the plans"
         self._kv.collect(step.step_id)
         deltas = self.take_deltas()
-        results = {item.request_id: item for item in result.results}
-        for state, planned in step.rows:
-            if state.is_finished or state.incarnation != planned.incarnation:
-                continue  # nobody waits for it any more
-            delta = self._apply(state, planned, results.get(state.request_id))
-            if delta is not None:
+        for state, planned, item in step.match(result.results):
+            if planned is state.decode_row and is_plain(item) and state.take_token(item.token_ids[0]):
+                delta = EngineDelta(request_id=state.request_id, token_ids=item.token_ids)
                 deltas.append(delta)
-            if planned.samples and state is self._setbacks.on_trial:
-                self._end_trial(state)
-        if results:
+            elif state.incarnation == planned.incarnation and not state.is_finished:
+                deltas += self._apply(state, planned, item)
+        self._end_trial(step)
+        if result.results:
             self._setbacks.count_good_step()
         return deltas
 
     def _apply(
-        self, state: RequestState, planned: ScheduledRequest, result: RequestResult | None
-    ) -> EngineDelta | None:
-        """Move a request on by what one step brought it."""
-        if result is None:
-            result = RequestResult(request_id=state.request_id, incarnation=planned.incarnation)
-        fault = result.fault or why_malformed(planned, result)
-        if fault is not None:
-            return self._fault(state, fault, result.token_ids)
+        self, state: RequestState, planned: ScheduledRequest, result: RequestResult
+    ) -> list[EngineDelta]:
+        """Move a request on by what one step brought it; what is new about it, if anything."""
+        stop = self._stops.find(state, planned, result)
+        if stop is not None and stop.reason is FinishReason.ERROR:
+            return [self._end(state, stop.reason, None, stop.error, stop.error_field)]
         token_ids = result.token_ids
         first = state.num_confirmed_tokens
         state.confirm(planned, len(token_ids))
-        try:
-            stop = self._find_stop(state, result)
-        except (InputError, RequestFault) as error:
-            field = error.field if isinstance(error, InputError) else None
-            return self._end(state, FinishReason.ERROR, None, str(error), field)
-        except Exception:  # a grammar's library may raise anything: only its request fails
-            logger.exception("Following the output of request %s failed", state.request_id)
-            return self._end(state, FinishReason.ERROR, error="the request's grammar failed")
         if stop is not None:
             token_ids = token_ids[: stop.num_tokens]
         state.token_ids += token_ids
-        self._kv.publish(state, min(state.num_confirmed_tokens, len(state.token_ids)))
+        num_known = min(state.num_confirmed_tokens, len(state.token_ids))
+        state.rest_until(self._kv.publish(state, num_known))
         if result.prompt_logprobs is not None:
             prompt_logprobs = result.prompt_logprobs
             state.num_prompt_logprobs = prompt_logprobs.start + len(prompt_logprobs.positions) - 1
         if stop is not None:
             self._retire(state, stop.reason, stop.stop_reason)
         elif not token_ids and result.prompt_logprobs is None and result.routed_experts is None:
-            return None
+            return []
         routed_experts = result.routed_experts
         if routed_experts is not None:  # those of drafts that fell come again, and count then
             routed_experts = msgspec.structs.replace(routed_experts, start=first)
-        return EngineDelta(
+        delta = EngineDelta(
             request_id=state.request_id,
             token_ids=token_ids,
             logprobs=result.logprobs[: len(token_ids)],
@@ -406,42 +407,7 @@ class Scheduler:
             stop_reason=state.stop_reason,
             ends_in_text=stop is not None and stop.ends_in_text,
         )
-
-    def _find_stop(self, state: RequestState, result: RequestResult) -> Stop | None:
-        """Where the request ends: by its own rules, or because its document is complete."""
-        token_ids = result.token_ids
-        stop = find_stop(state, token_ids)
-        if self._grammars is None or not state.request.params.is_masked:
-            return stop
-        if stop is not None:
-            token_ids = token_ids[: stop.num_tokens]
-        complete = self._grammars.accept(state.request_id, token_ids, result.drafts)
-        if complete is None:
-            return stop
-        if stop is not None and stop.reason is FinishReason.STOP and stop.num_tokens == complete:
-            return stop  # at a stop token, which is no text
-        is_text = token_ids[complete - 1] not in state.request.eos_token_ids
-        return Stop(complete, FinishReason.STOP, ends_in_text=is_text)
-
-    def _is_complete(self, state: RequestState) -> bool:
-        """Whether a replay has all of its document: only the news of its end was lost."""
-        if self._grammars is None or not state.request.params.is_masked:
-            return False
-        return self._grammars.is_complete(state.request_id)
-
-    def _fault(self, state: RequestState, fault: str, token_ids: list[int]) -> EngineDelta:
-        """End a request that a step failed for: its own fault, if it forbids every token."""
-        for count in range(len(token_ids) + 1):  # the step may have got on before it failed
-            known = state.token_ids + token_ids[:count]
-            wrong = why_no_token(state.request, known, self.limits.vocab_size)
-            if wrong is not None:
-                break
-        else:
-            num_output = len(state.token_ids) - state.num_prompt_tokens
-            wrong = why_no_token_of_grammar(state.request, num_output)
-        if wrong is not None:
-            return self._end(state, FinishReason.ERROR, None, str(wrong), wrong.field)
-        return self._end(state, FinishReason.ERROR, error=fault)
+        return [delta]
 
     # -- a request ends
 

@@ -50,7 +50,7 @@ class Setbacks:
         When memory ran out that is in smaller steps, after anything else one by one. What is
         wrong with the step's only request, if that has failed already, or is of no use; else None.
         """
-        is_alone = len(step.rows) == 1
+        is_alone = len(step.states) == 1
         if not out_of_memory:
             if is_alone:
                 return "the engine failed to run this request"

@@ -1,11 +1,18 @@
-"""When a request is done."""
+"""When a request is done: by its own rules, by its grammar, or because a step failed for it."""
 
 from __future__ import annotations
 
+import logging
 from typing import NamedTuple
 
+from penstock.protocol.choice import why_no_token, why_no_token_of_grammar
 from penstock.protocol.delta import FinishReason
+from penstock.protocol.errors import InputError, RequestFault
+from penstock.protocol.step import RequestResult, ScheduledRequest
+from penstock.scheduler.grammars import Grammars
 from penstock.scheduler.request import RequestState
+
+logger = logging.getLogger(__name__)
 
 
 class Stop(NamedTuple):
@@ -13,6 +20,13 @@ class Stop(NamedTuple):
     reason: FinishReason
     stop_reason: int | None = None
     ends_in_text: bool = False  # the last token is no stop token
+    error: str | None = None  # with reason ERROR
+    error_field: str | None = None
+
+
+def failed(error: str, field: str | None = None) -> Stop:
+    """The end of a request that got nothing out of a step."""
+    return Stop(0, FinishReason.ERROR, error=error, error_field=field)
 
 
 def find_stop(state: RequestState, new_token_ids: list[int]) -> Stop | None:
@@ -20,11 +34,80 @@ def find_stop(state: RequestState, new_token_ids: list[int]) -> Stop | None:
     request, params = state.request, state.request.params
     num_known = len(state.token_ids)
     for count, token_id in enumerate(new_token_ids, start=1):
-        if num_known + count - state.num_prompt_tokens >= params.min_tokens:
+        if token_id in state.stop_ids and (
+            num_known + count - state.num_prompt_tokens >= params.min_tokens
+        ):
             if token_id in request.eos_token_ids and not params.ignore_eos:
                 return Stop(count, FinishReason.STOP)
-            if params.stop_token_ids and token_id in params.stop_token_ids:
-                return Stop(count, FinishReason.STOP, token_id)
+            return Stop(count, FinishReason.STOP, token_id)
         if num_known + count >= state.max_total_tokens:
             return Stop(count, FinishReason.LENGTH)
     return None
+
+
+class StopRules:
+    """Finds where requests end."""
+
+    def __init__(self, grammars: Grammars | None, vocab_size: int) -> None:
+        self._grammars = grammars
+        self._vocab_size = vocab_size
+
+    def find(
+        self, state: RequestState, planned: ScheduledRequest, result: RequestResult
+    ) -> Stop | None:
+        """Where the request ends with what a step brought it; None: it goes on."""
+        fault = result.fault or _why_malformed(planned, result)
+        if fault is not None:
+            return self._explain(state, fault, result.token_ids)
+        stop = find_stop(state, result.token_ids)
+        if self._grammars is None or not state.is_masked:
+            return stop
+        try:
+            return self._follow(self._grammars, state, result, stop)
+        except (InputError, RequestFault) as error:
+            return failed(str(error), error.field if isinstance(error, InputError) else None)
+        except Exception:  # a grammar's library may raise anything: only its request fails
+            logger.exception("Following the output of request %s failed", state.request_id)
+            return failed("the request's grammar failed")
+
+    def is_complete(self, state: RequestState) -> bool:
+        """Whether a replay has all of its document: only the news of its end was lost."""
+        if self._grammars is None or not state.is_masked:
+            return False
+        return self._grammars.is_complete(state.request_id)
+
+    def _follow(
+        self, grammars: Grammars, state: RequestState, result: RequestResult, stop: Stop | None
+    ) -> Stop | None:
+        """Where the request's document is complete, or where it would `stop` anyway."""
+        token_ids = result.token_ids
+        if stop is not None:
+            token_ids = token_ids[: stop.num_tokens]
+        complete = grammars.accept(state.request_id, token_ids, result.drafts)
+        if complete is None:
+            return stop
+        if stop is not None and stop.reason is FinishReason.STOP and stop.num_tokens == complete:
+            return stop  # at a stop token, which is no text
+        is_text = token_ids[complete - 1] not in state.request.eos_token_ids
+        return Stop(complete, FinishReason.STOP, ends_in_text=is_text)
+
+    def _explain(self, state: RequestState, fault: str, token_ids: list[int]) -> Stop:
+        """Why a step failed for a request: its own fault, if it forbids every token."""
+        for count in range(len(token_ids) + 1):  # the step may have got on before it failed
+            known = state.token_ids + token_ids[:count]
+            wrong = why_no_token(state.request, known, self._vocab_size)
+            if wrong is not None:
+                break
+        else:
+            num_output = len(state.token_ids) - state.num_prompt_tokens
+            wrong = why_no_token_of_grammar(state.request, num_output)
+        return failed(fault) if wrong is None else failed(str(wrong), wrong.field)
+
+
+def _why_malformed(planned: ScheduledRequest, result: RequestResult) -> str | None:
+    """What is wrong with the number of tokens that came back, if anything."""
+    num_tokens = len(result.token_ids)
+    most = 1 + planned.num_drafts if planned.samples else 0
+    if min(most, 1) <= num_tokens <= most:
+        return None
+    return f"the step brought {num_tokens} tokens where {min(most, 1)} to {most} were due"
