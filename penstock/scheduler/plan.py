@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 
 from penstock.protocol.step import NewRequest, RequestResult, ScheduledRequest, StepPlan
 from penstock.scheduler.request import RequestState
-
-_request_id = attrgetter("request_id")
 
 
 def is_plain(result: RequestResult) -> bool:
@@ -24,13 +21,19 @@ class Step:
         self.budget = budget  # tokens left
         self.states: list[RequestState] = []
         self._rows: list[ScheduledRequest] = []  # of these requests
+        self._ids: list[str] = []
         self._new_requests: list[NewRequest] = []
         self._is_masked = False
 
     def repeat(self, state: RequestState) -> None:
         """Give a running request the share that it had in the last step: it is ready for that."""
+        assert state.decode_row is not None
         self.states.append(state)
-        self._rows.append(state.repeat(self.step_id))
+        self._rows.append(state.decode_row)
+        self._ids.append(state.request_id)
+        state.last_step_id = self.step_id
+        state.num_computed_tokens += 1
+        state.num_placeholders += 1
         self.budget -= 1
 
     @property
@@ -47,6 +50,7 @@ class Step:
         )
         self.states.append(state)
         self._rows.append(row)
+        self._ids.append(state.request_id)
         self._is_masked = self._is_masked or (samples and state.is_masked)
         self.budget -= num_tokens
 
@@ -81,8 +85,7 @@ class Step:
         self, results: Sequence[RequestResult]
     ) -> Iterator[tuple[RequestState, ScheduledRequest, RequestResult]]:
         """Every row with what it brought: nothing, where a result is missing."""
-        ids = list(map(_request_id, self._rows))
-        if list(map(_request_id, results)) != ids:  # runners may put decoding requests first
+        if [result.request_id for result in results] != self._ids:  # decoding ones may come first
             by_id = {result.request_id: result for result in results}
             results = [
                 by_id.get(row.request_id)

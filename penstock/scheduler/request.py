@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from functools import lru_cache
 
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.request import EngineRequest
@@ -16,7 +17,35 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
-class RequestState:
+class _EveryStep:
+    """What every decode step reads or writes: side by side, since thousands of requests share a
+    processor's cache."""
+
+    __slots__ = (
+        "decode_row",
+        "last_step_id",
+        "num_computed_tokens",
+        "num_confirmed_tokens",
+        "num_placeholders",
+        "quiet_until",
+        "ready_until",
+        "request_id",
+        "stop_ids",
+        "token_ids",
+    )
+    decode_row: ScheduledRequest | None  # its share of every plain decode step
+    last_step_id: int
+    num_computed_tokens: int
+    num_confirmed_tokens: int
+    num_placeholders: int
+    quiet_until: int  # confirmed tokens, at which it ends or its blocks are to be seen to
+    ready_until: int  # computed tokens, up to which it has blocks and may have the tokens
+    request_id: str
+    stop_ids: frozenset[int]  # tokens that end it, if it is long enough
+    token_ids: list[int]  # known ones
+
+
+class RequestState(_EveryStep):
     """One request from `add` to its end.
 
     Steps in flight will bring tokens that are not known yet: `num_placeholders` counts the most
@@ -24,39 +53,28 @@ class RequestState:
     step's result says how many there were. `num_confirmed_tokens` counts only collected steps.
 
     A plain request decodes one token a step, without a grammar, and wants nothing but the token.
-    Most steps change nothing about it but its counts: `num_ready_steps` says how many more can be
-    planned like that, `quiet_until` up to where results can be taken in like that.
+    Most steps change nothing about it but its counts: `ready_until` says up to where they can be
+    planned like that, `quiet_until` up to where their results can be taken in like that.
     """
 
     __slots__ = (
         "cache_salt",
-        "decode_row",
         "entered_at",
         "finish_reason",
         "has_sampled",
         "incarnation",
         "is_masked",
         "is_plain",
-        "last_step_id",
         "max_total_tokens",
         "num_cached_tokens",
-        "num_computed_tokens",
-        "num_confirmed_tokens",
-        "num_placeholders",
         "num_prompt_logprobs",
         "num_prompt_tokens",
-        "num_ready_steps",
-        "place",
-        "quiet_until",
         "rank",
         "read_prefix_cache",
         "request",
-        "request_id",
         "sequence",
         "status",
-        "stop_ids",
         "stop_reason",
-        "token_ids",
     )
 
     def __init__(self, request: EngineRequest, sequence: int, max_model_len: int) -> None:
@@ -66,10 +84,9 @@ class RequestState:
         self.read_prefix_cache = request.read_prefix_cache
         self.sequence = sequence  # order of arrival at this engine
         self.rank: tuple[float, ...] = ()  # place among the waiting; the policy's
-        self.place: tuple[float, ...] = ()  # among the running
         self.status = RequestStatus.WAITING
         self.incarnation = 0
-        self.token_ids = request.prompt_token_ids + request.output_token_ids  # known ones
+        self.token_ids = request.prompt_token_ids + request.output_token_ids
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_total_tokens = min(self.num_prompt_tokens + request.max_tokens, max_model_len)
         self.num_computed_tokens = 0
@@ -84,11 +101,9 @@ class RequestState:
         self.is_masked = params.is_masked
         wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         self.is_plain = not (self.is_masked or wants_logprobs)
-        stop_ids = params.stop_token_ids or []  # that may end it, if it is long enough
-        self.stop_ids = frozenset(stop_ids if params.ignore_eos else stop_ids + request.eos_token_ids)
-        self.decode_row: ScheduledRequest | None = None  # its share of every plain decode step
-        self.num_ready_steps = 0  # of one token, for which it has blocks and may have the tokens
-        self.quiet_until = 0  # confirmed tokens, at which it ends or its blocks are to be seen to
+        eos_token_ids = [] if params.ignore_eos else request.eos_token_ids
+        self.stop_ids = _set_of((*eos_token_ids, *(params.stop_token_ids or ())))
+        self._forget_decoding()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
 
@@ -126,18 +141,9 @@ class RequestState:
     def make_ready(self, num_slots: int) -> None:
         """It decodes, and has room for so many tokens."""
         num_tokens_left = self.max_total_tokens - self.num_total_tokens
-        self.num_ready_steps = min(num_slots - self.num_computed_tokens, num_tokens_left)
+        self.ready_until = min(num_slots, self.num_computed_tokens + num_tokens_left)
         if self.decode_row is None:
             self.decode_row = ScheduledRequest(self.request_id, self.incarnation, 1, True)
-
-    def repeat(self, step_id: int) -> ScheduledRequest:
-        """`advance` by a step for which it is ready: the same share as in the last one."""
-        self.last_step_id = step_id
-        self.num_ready_steps -= 1
-        self.num_computed_tokens += 1
-        self.num_placeholders += 1
-        assert self.decode_row is not None
-        return self.decode_row
 
     def take_token(self, token_id: int) -> bool:
         """Take in the token of a plain decode step; False, and no change, if more follows from it.
@@ -187,4 +193,10 @@ class RequestState:
 
     def _forget_decoding(self) -> None:
         self.decode_row = None
-        self.num_ready_steps = self.quiet_until = 0
+        self.ready_until = self.quiet_until = 0
+
+
+@lru_cache(maxsize=256)
+def _set_of(token_ids: tuple[int, ...]) -> frozenset[int]:
+    """One set for all requests of a model that stop at the same tokens."""
+    return frozenset(token_ids)

@@ -190,7 +190,7 @@ class Scheduler:
         for state in self._running.in_order():
             if step.budget == 0:
                 break
-            if state.num_ready_steps:
+            if state.num_computed_tokens < state.ready_until:
                 step.repeat(state)
                 continue
             num_tokens, num_drafts = self._share(state, step.budget)
@@ -360,8 +360,12 @@ class Scheduler:
         self._kv.collect(step.step_id)
         deltas = self.take_deltas()
         for state, planned, item in step.match(result.results):
-            if planned is state.decode_row and is_plain(item) and state.take_token(item.token_ids[0]):
-                delta = EngineDelta(request_id=state.request_id, token_ids=item.token_ids)
+            if (
+                planned is state.decode_row
+                and is_plain(item)
+                and state.take_token(item.token_ids[0])
+            ):
+                delta = EngineDelta(request_id=item.request_id, token_ids=item.token_ids)
                 deltas.append(delta)
             elif state.incarnation == planned.incarnation and not state.is_finished:
                 deltas += self._apply(state, planned, item)
