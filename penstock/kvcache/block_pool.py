@@ -7,7 +7,7 @@ in the prefix map until it is handed out again. Every operation is O(1) a block.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 
 NULL_BLOCK_ID = 0  # padding and gaps; never handed out, never freed
@@ -18,59 +18,13 @@ BlockKey = tuple[bytes, int]  # hash of all tokens up to the block's end, group 
 class Block:
     """One page of the pool."""
 
-    __slots__ = ("busy_until", "id", "key", "next", "prev", "ref_count")
+    __slots__ = ("busy_until", "id", "key", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.id = block_id
         self.ref_count = 0
         self.key: BlockKey | None = None  # its key in the prefix map
         self.busy_until = 0  # the last step that may touch it on behalf of a former holder
-        self.prev: Block | None = None  # both links are set while on the free list
-        self.next: Block | None = None
-
-
-class FreeList:
-    """A doubly linked list through the blocks themselves; the front is reused first."""
-
-    def __init__(self) -> None:
-        self._head, self._tail = Block(-1), Block(-1)
-        self._head.next, self._tail.prev = self._tail, self._head
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __contains__(self, block: Block) -> bool:
-        return block.next is not None
-
-    def push_front(self, block: Block) -> None:
-        self._insert_after(self._head, block)
-
-    def push_back(self, block: Block) -> None:
-        assert self._tail.prev is not None
-        self._insert_after(self._tail.prev, block)
-
-    def pop_front(self) -> Block:
-        assert self._length > 0, "the free list is empty"
-        block = self._head.next
-        assert block is not None
-        self.remove(block)
-        return block
-
-    def remove(self, block: Block) -> None:
-        assert block.prev is not None, "the block is not free"
-        assert block.next is not None
-        block.prev.next, block.next.prev = block.next, block.prev
-        block.prev = block.next = None
-        self._length -= 1
-
-    def _insert_after(self, left: Block, block: Block) -> None:
-        assert block.next is None, "the block is free already"
-        assert left.next is not None
-        block.prev, block.next = left, left.next
-        left.next.prev = block
-        left.next = block
-        self._length += 1
 
 
 class BlockPool:
@@ -81,10 +35,8 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
         self.num_draining = 0
-        self._free = FreeList()
-        for block in self.blocks[1:]:
-            self._free.push_back(block)
-        self._by_key: dict[BlockKey, Block] = {}
+        self._free = OrderedDict.fromkeys(self.blocks[1:])  # the front is reused first
+        self._by_hash: defaultdict[int, dict[bytes, Block]] = defaultdict(dict)  # by group
         self._draining: defaultdict[int, list[Block]] = defaultdict(list)  # by last busy step
         self._collected_step = 0
 
@@ -96,29 +48,31 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def is_free(self, block: Block) -> bool:
-        """Whether touching the block would leave one block less to hand out."""
-        return block in self._free
+    def num_free_of(self, blocks: Iterable[Block]) -> int:
+        """By how many blocks less there would be to hand out if these were touched."""
+        return sum(map(self._free.__contains__, blocks))
 
     def take(self, num_blocks: int) -> list[Block]:
         """Hand out the least recently used free blocks; the caller has checked `num_free`."""
         taken = []
         for _ in range(num_blocks):
-            block = self._free.pop_front()
+            block, _ = self._free.popitem(last=False)
             self._forget(block)
             block.ref_count = 1
             taken.append(block)
         return taken
 
-    def touch(self, block: Block) -> None:
-        """Add a holder to a block whose content is to be shared."""
-        assert block is not self.null_block, "the null block has no holders"
-        if block.ref_count == 0:
-            if block in self._free:
-                self._free.remove(block)
-            else:
-                self.num_draining -= 1  # `collect` will find it held and leave it alone
-        block.ref_count += 1
+    def touch(self, *blocks: Block) -> None:
+        """Add a holder to blocks whose content is to be shared."""
+        assert self.null_block not in blocks, "the null block has no holders"
+        free = self._free
+        for block in blocks:
+            if block.ref_count == 0:
+                if block in free:
+                    del free[block]
+                else:
+                    self.num_draining -= 1  # `collect` will find it held and leave it alone
+            block.ref_count += 1
 
     def free(self, blocks: Iterable[Block], busy_until: int = 0) -> None:
         """Drop one holder of each block. Those freed first are reused first.
@@ -148,30 +102,31 @@ class BlockPool:
                 self.num_draining -= 1
                 self._put_on_free_list(block)
 
-    def lookup(self, key: BlockKey) -> Block | None:
-        return self._by_key.get(key)
+    def lookup(self, hashes: Iterable[bytes], group: int) -> list[Block | None]:
+        """The blocks of a group that are known by these hashes; None where there is none."""
+        return list(map(self._by_hash[group].get, hashes))
 
     def publish(self, block: Block, key: BlockKey) -> None:
         """Let others find the block by its content. The first block with a key keeps it."""
         assert block.ref_count > 0, f"block {block.id} has no holder who could know its content"
         assert block.key is None, f"block {block.id} has a key already"
-        if key not in self._by_key:
-            self._by_key[key] = block
+        if self._by_hash[key[1]].setdefault(key[0], block) is block:
             block.key = key
 
     def forget_all(self) -> None:
         """Empty the prefix map; holders keep their blocks."""
-        for block in self._by_key.values():
-            block.key = None
-        self._by_key.clear()
+        for by_hash in self._by_hash.values():
+            for block in by_hash.values():
+                block.key = None
+        self._by_hash.clear()
 
     def _forget(self, block: Block) -> None:
         if block.key is not None:
-            del self._by_key[block.key]
+            name, group = block.key
+            del self._by_hash[group][name]
             block.key = None
 
     def _put_on_free_list(self, block: Block) -> None:
-        if block.key is None:
-            self._free.push_front(block)  # nobody can find its content: reuse it first
-        else:
-            self._free.push_back(block)
+        self._free[block] = None
+        if block.key is None:  # nobody can find its content: reuse it first
+            self._free.move_to_end(block, last=False)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from penstock.protocol.kv import (
@@ -36,10 +37,10 @@ class GroupRules(ABC):
         return num_blocks * self.block_size
 
     @abstractmethod
-    def longest_prefix(self, is_cached: Callable[[int], bool], limit: int) -> int:
+    def longest_prefix(self, cached: Sequence[object], limit: int) -> int:
         """The most tokens, at most `limit`, that cached blocks can stand in for.
 
-        Always whole blocks. `is_cached(i)` says whether block i of the request is in the cache.
+        Always whole blocks. `cached[i]` is None where block i of the request is not in the cache.
         """
 
     @abstractmethod
@@ -61,10 +62,10 @@ class GroupRules(ABC):
 class KeepAllRules(GroupRules):
     """Every token reads all tokens before it."""
 
-    def longest_prefix(self, is_cached: Callable[[int], bool], limit: int) -> int:
-        num_blocks = 0
-        while num_blocks < limit // self.block_size and is_cached(num_blocks):
-            num_blocks += 1
+    def longest_prefix(self, cached: Sequence[object], limit: int) -> int:
+        num_blocks = limit // self.block_size
+        with contextlib.suppress(ValueError):  # where none is missing
+            num_blocks = cached.index(None, 0, num_blocks)
         return num_blocks * self.block_size
 
     def num_droppable(self, num_tokens: int) -> int:
@@ -82,11 +83,11 @@ class KeepRecentRules(GroupRules):
 
     reach: int
 
-    def longest_prefix(self, is_cached: Callable[[int], bool], limit: int) -> int:
+    def longest_prefix(self, cached: Sequence[object], limit: int) -> int:
         end = limit // self.block_size
         while end > 0:
             num_gaps, start = self.num_droppable(end * self.block_size), end
-            while start > num_gaps and is_cached(start - 1):
+            while start > num_gaps and cached[start - 1] is not None:
                 start -= 1
             if start <= num_gaps:
                 break
@@ -157,7 +158,7 @@ class CrossAttentionRules(KeepAllRules):
     def num_slots(self, num_blocks: int) -> int:
         return UNBOUNDED if num_blocks == self.length else 0
 
-    def longest_prefix(self, is_cached: Callable[[int], bool], limit: int) -> int:
+    def longest_prefix(self, cached: Sequence[object], limit: int) -> int:
         return 0
 
 

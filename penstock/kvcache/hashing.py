@@ -11,6 +11,8 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 
+INT32_BYTES = 4
+
 
 def hash_root(
     model_fingerprint: str,
@@ -34,17 +36,26 @@ class HashChain:
         self.hashes: list[bytes] = []  # one for each full unit
         self._last = root
         self._unit = unit
-        self._pack = struct.Struct(f"<{unit}i").pack
         self._media = sorted((media or {}).items())
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the units of `token_ids` that are full and not hashed yet."""
-        unit = self._unit
-        for start in range(len(self.hashes) * unit, len(token_ids) - unit + 1, unit):
-            digest = hashlib.sha256(self._last)
-            digest.update(self._pack(*token_ids[start : start + unit]))
-            for position, content in self._media:
-                if start <= position < start + unit:
-                    digest.update(struct.pack("<i", position - start) + content)
-            self._last = digest.digest()
-            self.hashes.append(self._last)
+        unit, last, hashes = self._unit, self._last, self.hashes
+        start = len(hashes) * unit
+        end = len(token_ids) // unit * unit
+        packed = struct.pack(f"<{max(end - start, 0)}i", *token_ids[start:end])
+        for at in range(0, len(packed), INT32_BYTES * unit):
+            content = packed[at : at + INT32_BYTES * unit]
+            if self._media:
+                content += self._media_within(start + at // INT32_BYTES)
+            last = hashlib.sha256(last + content).digest()
+            hashes.append(last)
+        self._last = last
+
+    def _media_within(self, start: int) -> bytes:
+        """Where media begin in the unit from position `start` on, each with its hash."""
+        return b"".join(
+            struct.pack("<i", position - start) + content
+            for position, content in self._media
+            if start <= position < start + self._unit
+        )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from itertools import cycle, repeat
 from typing import Protocol
 
 from penstock.kvcache.block_pool import Block, BlockPool
-from penstock.kvcache.groups import RULES, RulesRegistry, rules_for
+from penstock.kvcache.groups import RULES, GroupRules, RulesRegistry, rules_for
 from penstock.kvcache.hashing import HashChain, hash_root
 from penstock.protocol.kv import UNBOUNDED, KVCacheLayout
 
@@ -114,14 +113,15 @@ class KVCacheManager:
             return CachedPrefix(0, [[] for _ in self.groups])
         chain = self._holding(request).chain
         chain.extend(request.token_ids)
+        cached = [self._cached(chain, group) for group in range(len(self.groups))]
         limit, num_agreeing = len(request.token_ids) - 1, 0
-        groups = itertools.cycle(enumerate(self.groups))
+        groups = cycle(zip(self.groups, cached, strict=True))
         while num_agreeing < len(self.groups):  # a group may shorten what others agreed on
-            group, rules = next(groups)
-            served = rules.longest_prefix(partial(self._is_cached, chain, group), limit)
+            rules, blocks = next(groups)
+            served = rules.longest_prefix(blocks, limit)
             num_agreeing = num_agreeing + 1 if served == limit else 1
             limit = served
-        return CachedPrefix(limit, [self._prefix(chain, g, limit) for g in range(len(self.groups))])
+        return CachedPrefix(limit, list(map(self._prefix, self.groups, cached, repeat(limit))))
 
     def fits(self, prefix: CachedPrefix, num_tokens: int) -> bool:
         """Whether there is room now for a request that begins with `prefix` to get so far.
@@ -131,7 +131,7 @@ class KVCacheManager:
         step_tokens = min(self._max_step_tokens, num_tokens - prefix.num_tokens)
         num_needed = 0
         for rules, blocks in zip(self.groups, prefix.blocks, strict=True):
-            num_revived = sum(map(self.pool.is_free, blocks))
+            num_revived = self.pool.num_free_of(blocks)
             num_new = rules.num_blocks(num_tokens) - len(blocks)
             num_needed += min(rules.max_held(num_tokens, step_tokens), num_new + num_revived)
         return num_needed <= self.pool.num_free
@@ -139,10 +139,8 @@ class KVCacheManager:
     def adopt(self, request: CacheableRequest, prefix: CachedPrefix) -> None:
         """Let a request that holds nothing share the blocks of its prefix."""
         holding = self._holding(request)
-        for blocks in prefix.blocks:
-            for block in blocks:
-                if block is not self._null:
-                    self.pool.touch(block)
+        for rules, blocks in zip(self.groups, prefix.blocks, strict=True):
+            self.pool.touch(*blocks[rules.num_droppable(prefix.num_tokens) :])
         holding.tables = [list(blocks) for blocks in prefix.blocks]
         holding.num_published = [len(blocks) for blocks in prefix.blocks]
         self._count_slots(holding)
@@ -168,11 +166,13 @@ class KVCacheManager:
         missing = self._missing(holding, num_slots)
         if sum(missing) > self.pool.num_free:
             return None
-        new_blocks = [self.pool.take(count) for count in missing]
-        for table, blocks in zip(holding.tables, new_blocks, strict=True):
+        new_block_ids = []
+        for table, count in zip(holding.tables, missing, strict=True):
+            blocks = self.pool.take(count)
             table += blocks
+            new_block_ids.append([block.id for block in blocks])
         self._count_slots(holding)
-        return [[block.id for block in blocks] for blocks in new_blocks]
+        return new_block_ids
 
     def num_slots(self, request: CacheableRequest) -> int:
         """Up to how many tokens, computed ones included, `allocate` takes nothing."""
@@ -199,7 +199,8 @@ class KVCacheManager:
             if publishes and rules.shares:
                 self._publish_blocks(holding, group, num_full)
             holding.num_published[group] = num_full
-            self._drop(request, holding.tables[group], rules.num_droppable(num_confirmed_tokens))
+            if num_droppable := rules.num_droppable(num_confirmed_tokens):
+                self._drop(request, holding.tables[group], num_droppable)
         self._find_next_event(holding, num_confirmed_tokens)
         return holding.next_event
 
@@ -239,22 +240,18 @@ class KVCacheManager:
             self._find_next_event(holding, 0)
         return holding
 
-    def _cached(self, chain: HashChain, group: int, index: int) -> Block | None:
-        last_unit = (index + 1) * self.groups[group].block_size // self._unit - 1
-        return self.pool.lookup((chain.hashes[last_unit], group))
+    def _cached(self, chain: HashChain, group: int) -> list[Block | None]:
+        """The cached block for each full block of a request, None where there is none."""
+        units_per_block = self.groups[group].block_size // self._unit
+        return self.pool.lookup(chain.hashes[units_per_block - 1 :: units_per_block], group)
 
-    def _is_cached(self, chain: HashChain, group: int, index: int) -> bool:
-        return self._cached(chain, group, index) is not None
-
-    def _prefix(self, chain: HashChain, group: int, num_tokens: int) -> list[Block]:
-        rules = self.groups[group]
-        num_gaps = rules.num_droppable(num_tokens)
-        blocks = [self._null] * num_gaps
-        for index in range(num_gaps, num_tokens // rules.block_size):
-            block = self._cached(chain, group, index)
-            assert block is not None, "longest_prefix counted a block that is not cached"
-            blocks.append(block)
-        return blocks
+    def _prefix(
+        self, rules: GroupRules, cached: list[Block | None], num_tokens: int
+    ) -> list[Block]:
+        num_gaps, num_blocks = rules.num_droppable(num_tokens), num_tokens // rules.block_size
+        blocks = [block for block in cached[num_gaps:num_blocks] if block is not None]
+        assert len(blocks) == max(num_blocks - num_gaps, 0), "longest_prefix counted one too many"
+        return [self._null] * num_gaps + blocks
 
     def _missing(self, holding: _Holding, num_slots: int) -> list[int]:
         return [
@@ -281,18 +278,18 @@ class KVCacheManager:
 
     def _count_slots(self, holding: _Holding) -> None:
         """Remember up to which length `allocate` has nothing to do."""
-        slots = (
+        slots = [
             rules.num_slots(len(table))
             for rules, table in zip(self.groups, holding.tables, strict=True)
-        )
+        ]
         holding.num_slots = min(slots, default=UNBOUNDED)
 
     def _find_next_event(self, holding: _Holding, num_confirmed_tokens: int) -> None:
         """Remember up to which length `publish` has nothing to do."""
         published = zip(holding.num_published, self._sizes, strict=True)
-        full = ((num + 1) * size for num, size in published)
-        dropped = (rules.next_drop(num_confirmed_tokens) for rules in self.groups)
-        holding.next_event = min(itertools.chain(full, dropped), default=UNBOUNDED)
+        events = [(num + 1) * size for num, size in published]
+        events += [rules.next_drop(num_confirmed_tokens) for rules in self.groups]
+        holding.next_event = min(events, default=UNBOUNDED)
 
     def _let_go(self, request: CacheableRequest) -> list[Block]:
         holding = self._holdings.pop(request.request_id, None)
