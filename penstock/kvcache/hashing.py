@@ -1,4 +1,4 @@
-"""What a prefix is called: a chain of sha256 over fixed units of tokens.
+"""What a prefix is called: the sha256 of its tokens, after each of fixed units.
 
 The name of a unit covers everything before it, so equal names mean equal prefixes. Nothing in it
 depends on the process: engines with the same model may share blocks by name.
@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 INT32_BYTES = 4
+NO_TOKEN = -1  # so that media cannot be taken for tokens
 
 
 def hash_root(
@@ -34,28 +35,26 @@ class HashChain:
 
     def __init__(self, root: bytes, unit: int, media: Mapping[int, bytes] | None = None) -> None:
         self.hashes: list[bytes] = []  # one for each full unit
-        self._last = root
+        self._digest = hashlib.sha256(root)  # of all units so far
         self._unit = unit
         self._media = sorted((media or {}).items())
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the units of `token_ids` that are full and not hashed yet."""
-        unit, last, hashes = self._unit, self._last, self.hashes
+        unit, digest, hashes = self._unit, self._digest, self.hashes
         start = len(hashes) * unit
         end = len(token_ids) // unit * unit
         packed = struct.pack(f"<{max(end - start, 0)}i", *token_ids[start:end])
         for at in range(0, len(packed), INT32_BYTES * unit):
-            content = packed[at : at + INT32_BYTES * unit]
+            digest.update(packed[at : at + INT32_BYTES * unit])
             if self._media:
-                content += self._media_within(start + at // INT32_BYTES)
-            last = hashlib.sha256(last + content).digest()
-            hashes.append(last)
-        self._last = last
+                digest.update(self._media_within(start + at // INT32_BYTES))
+            hashes.append(digest.digest())
 
     def _media_within(self, start: int) -> bytes:
         """Where media begin in the unit from position `start` on, each with its hash."""
         return b"".join(
-            struct.pack("<i", position - start) + content
+            struct.pack("<2i", NO_TOKEN, position - start) + content
             for position, content in self._media
             if start <= position < start + self._unit
         )

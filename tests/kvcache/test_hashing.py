@@ -14,10 +14,10 @@ def chain_of(token_ids, unit=2, **kwargs):
     return chain.hashes
 
 
-def test_the_chain_is_sha256_over_little_endian_int32_and_the_same_in_every_process():
+def test_a_name_is_the_sha256_of_all_tokens_so_far_and_the_same_in_every_process():
     root = hashlib.sha256(b'["model", "float32", null, null]').digest()
     first = hashlib.sha256(root + struct.pack("<2i", 1, 2)).digest()
-    second = hashlib.sha256(first + struct.pack("<2i", 3, 4)).digest()
+    second = hashlib.sha256(root + struct.pack("<4i", 1, 2, 3, 4)).digest()
     assert chain_of([1, 2, 3, 4, 5]) == [first, second]
     assert first.hex().startswith("c8a9c3f2a65f6ddd")
 
