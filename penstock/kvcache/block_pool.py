@@ -57,7 +57,8 @@ class BlockPool:
         taken = []
         for _ in range(num_blocks):
             block, _ = self._free.popitem(last=False)
-            self._forget(block)
+            if block.key is not None:
+                self._forget(block)
             block.ref_count = 1
             taken.append(block)
         return taken
@@ -121,10 +122,10 @@ class BlockPool:
         self._by_hash.clear()
 
     def _forget(self, block: Block) -> None:
-        if block.key is not None:
-            name, group = block.key
-            del self._by_hash[group][name]
-            block.key = None
+        assert block.key is not None
+        name, group = block.key
+        del self._by_hash[group][name]
+        block.key = None
 
     def _put_on_free_list(self, block: Block) -> None:
         self._free[block] = None

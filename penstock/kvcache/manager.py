@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import cycle, repeat
 from typing import Protocol
 
@@ -80,10 +81,9 @@ class KVCacheManager:
         self.num_prefix_queries = 0  # tokens asked for, of requests that may read the cache
         self.num_prefix_hits = 0  # tokens served
         self._caches = enable_prefix_caching and bool(self.groups)
-        self._sizes = [group.block_size for group in self.groups]  # tokens in a block
-        self._unit = math.gcd(*self._sizes) or 1
+        self._unit = math.gcd(*(group.block_size for group in self.groups)) or 1
         self._max_step_tokens = layout.max_step_tokens
-        self._identity = (model_fingerprint, kv_dtype)
+        self._hash_root = lru_cache(1024)(partial(hash_root, model_fingerprint, kv_dtype))
         self._holdings: dict[str, _Holding] = {}
         self._kept: dict[str, list[Block]] = {}
 
@@ -167,8 +167,8 @@ class KVCacheManager:
         if sum(missing) > self.pool.num_free:
             return None
         new_block_ids = []
-        for table, count in zip(holding.tables, missing, strict=True):
-            blocks = self.pool.take(count)
+        for table, num_blocks in zip(holding.tables, missing, strict=True):
+            blocks = self.pool.take(num_blocks)
             table += blocks
             new_block_ids.append([block.id for block in blocks])
         self._count_slots(holding)
@@ -201,8 +201,7 @@ class KVCacheManager:
             holding.num_published[group] = num_full
             if num_droppable := rules.num_droppable(num_confirmed_tokens):
                 self._drop(request, holding.tables[group], num_droppable)
-        self._find_next_event(holding, num_confirmed_tokens)
-        return holding.next_event
+        return self._find_next_event(holding, num_confirmed_tokens)
 
     # -- a request's way out
 
@@ -233,7 +232,7 @@ class KVCacheManager:
     def _holding(self, request: CacheableRequest) -> _Holding:
         holding = self._holdings.get(request.request_id)
         if holding is None:
-            root = hash_root(*self._identity, cache_salt=request.cache_salt)
+            root = self._hash_root(request.cache_salt)
             holding = _Holding(HashChain(root, self._unit), len(self.groups))
             self._holdings[request.request_id] = holding
             self._count_slots(holding)
@@ -284,12 +283,14 @@ class KVCacheManager:
         ]
         holding.num_slots = min(slots, default=UNBOUNDED)
 
-    def _find_next_event(self, holding: _Holding, num_confirmed_tokens: int) -> None:
+    def _find_next_event(self, holding: _Holding, num_confirmed_tokens: int) -> int:
         """Remember up to which length `publish` has nothing to do."""
-        published = zip(holding.num_published, self._sizes, strict=True)
-        events = [(num + 1) * size for num, size in published]
-        events += [rules.next_drop(num_confirmed_tokens) for rules in self.groups]
-        holding.next_event = min(events, default=UNBOUNDED)
+        at = UNBOUNDED
+        for rules, num_published in zip(self.groups, holding.num_published, strict=True):
+            full = (num_published + 1) * rules.block_size
+            at = min(at, full, rules.next_drop(num_confirmed_tokens))
+        holding.next_event = at
+        return at
 
     def _let_go(self, request: CacheableRequest) -> list[Block]:
         holding = self._holdings.pop(request.request_id, None)
