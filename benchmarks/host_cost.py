@@ -139,12 +139,14 @@ def measure_steps() -> dict[str, float]:
 
 @contextlib.contextmanager
 def collecting(collector: bool) -> Iterator[None]:
+    """The heap as the engine has it while it steps, with or without Python's collector."""
+    from penstock.engine.heap import settled_heap
+
     gc.collect()
-    gc.freeze()  # as the engine does with all that was there before its first request
-    (gc.enable if collector else gc.disable)()
-    yield
-    gc.enable()
-    gc.unfreeze()
+    with settled_heap():
+        (gc.enable if collector else gc.disable)()
+        yield
+        gc.enable()
 
 
 def measure_aborts() -> dict[str, float]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SOME = 5000  # Python 3.12 starts with a few hundred such objects, an engine has tens of thousands
+MANY = 50_000  # objects: more than a step of thousands of requests makes and drops again
 TRIM_INTERVAL_S = 10.0
 
 
@@ -18,15 +19,19 @@ def settled_heap() -> Iterator[None]:
 
     Steps make short-lived objects by the thousand, which sets off full collections; each walks all
     that the imported modules are made of, for longer than several steps of a GPU take. What is made
-    meanwhile is collected as ever, and everything else again afterwards.
+    meanwhile is collected, but not before there is more of it than a step makes; and everything
+    else again afterwards.
     """
     if gc.get_freeze_count() > SOME:  # the caller, or one further out, has done so
         yield
         return
     gc.freeze()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(MANY, *thresholds[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 

@@ -37,7 +37,7 @@ class HashChain:
         self.hashes: list[bytes] = []  # one for each full unit
         self._digest = hashlib.sha256(root)  # of all units so far
         self._unit = unit
-        self._media = sorted((media or {}).items())
+        self._media = sorted(media.items()) if media else ()
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the units of `token_ids` that are full and not hashed yet."""

@@ -16,13 +16,15 @@ class FinishReason(enum.Enum):
     ERROR = "error"  # the request failed; `EngineDelta.error` says how
 
 
-class EngineDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class EngineDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """The collector need not look at it: it holds nothing that could hold it in turn."""
+
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: PromptLogprobs | None = None
     routed_experts: RoutedExperts | None = None
-    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens served by the prefix cache; 0 where said before
     prefill_s: float = 0.0  # from the plan of its first step; comes with its first token
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop text that ended it

@@ -23,7 +23,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs are delivered already
 
 
-class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """One request's share of a step."""
 
     request_id: str
@@ -61,7 +61,7 @@ class StepMasks(msgspec.Struct, frozen=True, kw_only=True):
     # i // 32
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probabilities at one position: the chosen token first, then the most likely ones."""
 
     token_ids: list[int]
@@ -85,7 +85,7 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
     ids: bytes  # int16 [tokens, num_layers, top_k]
 
 
-class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one scheduled request got out of a step."""
 
     request_id: str

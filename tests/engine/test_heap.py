@@ -46,6 +46,17 @@ def test_an_inner_use_leaves_the_outer_one_in_place() -> None:
     assert old_alive() is None
 
 
+def test_a_step_of_thousands_of_requests_sets_off_no_collection() -> None:
+    thresholds = gc.get_threshold()
+    with settled_heap():
+        gc.collect()
+        before = [stats["collections"] for stats in gc.get_stats()]
+        step = [[number] for number in range(20_000)]
+        del step
+        assert [stats["collections"] for stats in gc.get_stats()] == before
+    assert gc.get_threshold() == thresholds
+
+
 def test_the_collector_rests_and_is_then_as_it_was() -> None:
     assert gc.isenabled()
     with collector_at_rest():
