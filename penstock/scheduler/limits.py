@@ -7,6 +7,7 @@ from typing import Literal
 
 from penstock.protocol.errors import ConfigError, InputError
 from penstock.protocol.request import EngineRequest
+from penstock.scheduler.request import RequestState
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,23 @@ class SchedulerLimits:
                 f"({self.max_num_batched_tokens}) must be at least max_model_len "
                 f"({self.max_model_len}): a request of any length must fit into one step"
             )
+
+    def share(self, state: RequestState, budget: int) -> tuple[int, int]:
+        """How many tokens a request computes next, and how many of them are drafts."""
+        num_left = state.num_total_tokens - state.num_computed_tokens
+        if not state.has_sampled:
+            return self.chunk(num_left, budget), 0
+        num_samples_left = state.max_total_tokens - state.num_total_tokens
+        if num_samples_left <= 0:
+            return 0, 0  # steps in flight may bring all that it may have
+        num_drafts = min(self.num_speculative_tokens, num_samples_left - 1, budget - 1)
+        return 1 + num_drafts, num_drafts
+
+    def chunk(self, num_left: int, budget: int) -> int:
+        """How much of `num_left` known tokens goes into a step."""
+        if not self.enable_chunked_prefill:
+            return num_left if num_left <= budget else 0
+        return min(num_left, budget, self.long_prefill_token_threshold or num_left)
 
 
 def check_length(request: EngineRequest, longest: int) -> None:

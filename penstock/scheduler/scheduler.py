@@ -193,7 +193,9 @@ class Scheduler:
             if state.num_computed_tokens < state.ready_until:
                 step.repeat(state)
                 continue
-            num_tokens, num_drafts = self._share(state, step.budget)
+            if state.status is not RequestStatus.RUNNING:
+                continue  # preempted for the sake of one before it
+            num_tokens, num_drafts = self.limits.share(state, step.budget)
             if num_tokens == 0:
                 continue
             if not enough_blocks and self._kv.num_missing(state, num_tokens) > 0:
@@ -220,7 +222,7 @@ class Scheduler:
                 undecided.append(waiting.pop())
                 continue
             num_known = len(state.token_ids)
-            num_tokens = self._chunk(num_known - num_computed, step.budget)
+            num_tokens = self.limits.chunk(num_known - num_computed, step.budget)
             if num_tokens == 0:
                 break
             if not self._kv.fits(prefix, num_known):
@@ -238,29 +240,10 @@ class Scheduler:
         for state in undecided:
             waiting.put_back(state)
 
-    def _share(self, state: RequestState, budget: int) -> tuple[int, int]:
-        """How many tokens a running request computes next, and how many of them are drafts."""
-        if state.status is not RequestStatus.RUNNING:
-            return 0, 0  # preempted for the sake of one before it
-        num_left = state.num_total_tokens - state.num_computed_tokens
-        if not state.has_sampled:
-            return self._chunk(num_left, budget), 0
-        num_samples_left = state.max_total_tokens - state.num_total_tokens
-        if num_samples_left <= 0:
-            return 0, 0  # steps in flight may bring all that it may have
-        num_drafts = min(self.limits.num_speculative_tokens, num_samples_left - 1, budget - 1)
-        return 1 + num_drafts, num_drafts
-
     def _make_ready(self, state: RequestState) -> None:
         """Let a request that decodes do so without being planned anew while nothing changes."""
         if state.has_sampled and state.is_plain and not self.limits.num_speculative_tokens:
             state.make_ready(self._kv.num_slots(state))
-
-    def _chunk(self, num_left: int, budget: int) -> int:
-        """How much of `num_left` known tokens goes into a step."""
-        if not self.limits.enable_chunked_prefill:
-            return num_left if num_left <= budget else 0
-        return min(num_left, budget, self.limits.long_prefill_token_threshold or num_left)
 
     def _num_at_hand(self, state: RequestState, prefix: CachedPrefix) -> int | None:
         """Tokens that need not be computed, with those the connector brings; None: not known."""
