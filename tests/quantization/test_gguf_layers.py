@@ -19,7 +19,6 @@ from tiny_engine import greedy_tokens, open_llm
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.distributed.group import Group
-from penstock.executor import worker
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import ExpertsConfig, choose_implementation
@@ -30,6 +29,7 @@ from penstock.loading.gguf.config import map_tensors
 from penstock.loading.gguf.dequant import FLOAT_DTYPES
 from penstock.loading.gguf.file import GGML_TYPES, GGUFFile, GGUFTensor
 from penstock.loading.source import resolve_source
+from penstock.models import assembly
 from penstock.models.backend import Backend, _gguf_on_gpu
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
@@ -218,7 +218,7 @@ def test_an_engine_gives_the_tokens_of_the_dequantized_file(
     options = {"cpu_backend": "torch", "max_model_len": 64}
     with open_llm(path, gguf_compute="dequantize", **options) as llm:
         expected = greedy_tokens(llm, prompts)
-    monkeypatch.setattr(worker, "choose_backend", in_blocks)
+    monkeypatch.setattr(assembly, "choose_backend", in_blocks)
     with open_llm(path, **options) as llm:
         assert greedy_tokens(llm, prompts) == expected
 
