@@ -36,8 +36,9 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
 
     disable_any_whitespace: bool = False
     """JSON without white space."""
-    disable_additional_properties: bool = False
-    """JSON objects have no properties but those that their schema names."""
+    disable_additional_properties: bool = True
+    """JSON objects have no properties but those that their schema names, unless it says otherwise
+    with `additionalProperties`. Off: they may have others wherever JSON schema allows it."""
     whitespace_pattern: str | None = None
     """A regular expression of the white space that may stand between parts of JSON."""
     lenient: bool = False

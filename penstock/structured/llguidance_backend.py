@@ -12,7 +12,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from penstock.protocol.errors import InputError
 from penstock.protocol.structured import FIELD, StructuredOutputsParams
 from penstock.structured.backend import Bits, Grammar, Matcher, Tokenize
-from penstock.structured.schemas import forbid_additional_properties, read_schema
+from penstock.structured.closed_objects import close_objects
+from penstock.structured.schemas import read_schema
 from penstock.structured.tags import tag_to_lark
 from penstock.structured.vocabulary import Vocabulary
 
@@ -86,7 +87,7 @@ class GuidanceBackend:
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         if params.disable_additional_properties:
-            schema = forbid_additional_properties(schema)
+            close_objects(schema)
         # Ours are the only options: what a client puts there could lift them.
         return {key: value for key, value in schema.items() if key != "x-guidance"}
 

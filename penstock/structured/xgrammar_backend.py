@@ -12,7 +12,8 @@ import xgrammar
 from penstock.protocol.errors import InputError
 from penstock.protocol.structured import FIELD, StructuredOutputsParams
 from penstock.structured.backend import Bits, Grammar, Matcher
-from penstock.structured.schemas import forbid_additional_properties, read_schema
+from penstock.structured.closed_objects import close_objects
+from penstock.structured.schemas import read_schema
 from penstock.structured.tags import TOOL, modern_form
 from penstock.structured.vocabulary import Vocabulary
 
@@ -53,7 +54,7 @@ class XGrammarBackend:
             case "json":
                 schema = read_schema(params.json, f"{FIELD}.json")
                 if params.disable_additional_properties:
-                    schema = forbid_additional_properties(schema)
+                    close_objects(schema)
                 text = json.dumps(schema)
             case "json_object":
                 text = '{"type": "object"}'
@@ -63,23 +64,26 @@ class XGrammarBackend:
                 text = f"root ::= {' | '.join(quoted)}"
             case "structural_tag":
                 tag = read_schema(params.structural_tag, f"{FIELD}.structural_tag")
-                text = json.dumps(self._in_its_words(modern_form(tag)))
+                closes = params.disable_additional_properties
+                text = json.dumps(self._in_its_words(modern_form(tag), closes))
             case kind:
                 text = getattr(params, kind)
         return json.dumps([params.kind, text, params.disable_any_whitespace])
 
-    def _in_its_words(self, tag: Any) -> Any:
+    def _in_its_words(self, tag: Any, closes: bool) -> Any:
         """Special tokens by their ids, since the library does not see their names; and no names of
-        tools."""
+        tools. `closes` the objects of schemas."""
         if isinstance(tag, list):
-            return [self._in_its_words(item) for item in tag]
+            return [self._in_its_words(item, closes) for item in tag]
         if not isinstance(tag, dict):
             return tag
         if tag.get("type") == "json_schema":
+            if closes:
+                close_objects(tag.get("json_schema"))
             return {key: value for key, value in tag.items() if key != TOOL}
         if tag.get("type") == "token" and tag.get("token") in self._special:
             return {"type": "token", "token": self._special[tag["token"]]}
-        return {key: self._in_its_words(value) for key, value in tag.items()}
+        return {key: self._in_its_words(value, closes) for key, value in tag.items()}
 
     def compile(self, lowered: str) -> Grammar:
         kind, text, no_whitespace = json.loads(lowered)

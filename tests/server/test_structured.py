@@ -152,3 +152,31 @@ def test_what_cannot_be_compiled_is_a_400_before_the_stream(
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("BadRequestError", param)
     assert text in error["message"]
+
+
+def test_objects_have_no_keys_that_their_schema_does_not_name(
+    scripted_server: ServerProcess,
+) -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+
+    def ask(script: str, **fields: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": f"[[{script}]]"}], "max_tokens": 120}
+        reply = scripted_server.post("/v1/chat/completions", {**body, **fields})
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["message"]
+
+    tries = '{"a": {"b": 1, "invented": 2}, "more": 3}'
+    for held in ({"response_format": format_of(schema)}, {"structured_outputs": {"json": schema}}):
+        assert json.loads(ask(tries, **held)["content"]).keys() == {"a"}
+        assert json.loads(ask(tries, **held)["content"])["a"].keys() == {"b"}
+    free = {"json": schema, "disable_additional_properties": False}
+    assert json.loads(ask(tries, structured_outputs=free)["content"]) == json.loads(tries)
+    asked = {"structured_outputs": {"json": {**schema, "additionalProperties": {"const": 3}}}}
+    said = json.loads(ask('{"a": {"b": 1}, "more": 3}', **asked)["content"])
+    assert said == {"a": {"b": 1}, "more": 3}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    call = '<tool_call>\n{"name": "f", "arguments": ' + tries + "}\n</tool_call>"
+    message = ask(call, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+    arguments = json.loads(message["tool_calls"][0]["function"]["arguments"])
+    assert (arguments.keys(), arguments["a"].keys()) == ({"a"}, {"b"})

@@ -12,6 +12,7 @@ import pytest
 from penstock.protocol.errors import InputError
 from penstock.protocol.structured import StructuredOutputsParams as Structured
 from penstock.structured.backend import Backend, Matcher
+from penstock.structured.llguidance_backend import GuidanceBackend
 from penstock.structured.output import OutputGrammar
 from penstock.structured.reasoning import Reasoning
 from penstock.structured.tags import call_structure
@@ -231,7 +232,7 @@ def test_what_is_wrong_is_refused(backend: Backend, spec: dict[str, Any]) -> Non
     assert caught.value.field == "structured_outputs"
 
 
-def test_objects_may_be_held_to_what_their_schema_names(
+def test_objects_are_held_to_what_their_schema_names_unless_it_is_asked_for_more(
     backend: Backend, vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     schema = {
@@ -239,10 +240,34 @@ def test_objects_may_be_held_to_what_their_schema_names(
         "properties": {"in": {"type": "array", "items": {"type": "object", "properties": {}}}},
     }
     text = tokenizer.encode('{"in":[{"x":1}],"y":2}', add_special_tokens=False)
-    free = matcher_for(backend, json=schema)
+    free = matcher_for(backend, json=schema, disable_additional_properties=False)
     assert feed(backend, free, vocabulary, text) == len(text)
-    held = matcher_for(backend, json=schema, disable_additional_properties=True)
+    held = matcher_for(backend, json=schema)
     assert feed(backend, held, vocabulary, text) < len(text)
+    form = {"type": "json_schema", "json_schema": schema}
+    tag = matcher_for(backend, structural_tag={"type": "structural_tag", "format": form})
+    assert feed(backend, tag, vocabulary, text) < len(text)
+    open_map = {"type": "object", "properties": {"in": {"type": "array"}, "y": {"type": "integer"}}}
+    assert feed(backend, matcher_for(backend, json=open_map), vocabulary, text) == len(text)
+
+
+def test_an_object_that_two_schemas_describe_has_what_either_names(
+    backend: Backend, vocabulary: Vocabulary, tokenizer: Tokenizer
+) -> None:
+    named = [
+        {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
+        for name in ("a", "b")
+    ]
+    inherited = {"$defs": {"base": named[0]}, "allOf": [{"$ref": "#/$defs/base"}], **named[1]}
+    for schema in ({"allOf": named}, inherited):
+        whole = tokenizer.encode('{"a":1,"b":2}', add_special_tokens=False)
+        other = tokenizer.encode('{"a":1,"b":2,"c":3}', add_special_tokens=False)
+        matcher = matcher_for(backend, json=schema)
+        assert feed(backend, matcher, vocabulary, whole) == len(whole)
+        assert ends(backend, matcher, vocabulary)
+        matcher = matcher_for(backend, json=schema)
+        if isinstance(backend, GuidanceBackend):  # xgrammar knows allOf of one schema only
+            assert feed(backend, matcher, vocabulary, other) < len(other)
 
 
 def test_white_space_can_be_forbidden_and_never_goes_on_forever(

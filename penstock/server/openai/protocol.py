@@ -65,7 +65,8 @@ class StructuredOutputs(Body):
     structural_tag: dict[str, Any] | Text | None = Field(None, description="Tags within text.")
     disable_any_whitespace: bool | None = Field(None, description="JSON without white space.")
     disable_additional_properties: bool | None = Field(
-        None, description="JSON objects have only properties that their schema names."
+        None,
+        description="On by default: JSON objects have only properties that their schema names.",
     )
     whitespace_pattern: Text | None = Field(
         None, description="A regular expression of white space between parts of JSON."

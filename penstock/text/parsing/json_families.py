@@ -20,11 +20,11 @@ from penstock.text.parsing.json_calls import (
 from penstock.text.parsing.stream import Steps, Stream
 from penstock.text.parsing.tool_format import ToolFormat
 
-# Keywords by which a schema may allow more properties than `properties` names.
-OTHER_PROPERTIES = frozenset(
+# Keywords by which a schema may say what properties there are.
+ARGUMENTS = frozenset(
     (
         "$dynamicRef", "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "if",
-        "oneOf", "patternProperties", "unevaluatedProperties",
+        "oneOf", "patternProperties", "properties", "required", "unevaluatedProperties",
     )
 )  # fmt: skip
 
@@ -273,8 +273,7 @@ def named_shapes(tools: Sequence[Tool], prefix: str, suffix: str) -> tuple[CallS
 
 
 def arguments_schema(tool: Tool) -> Mapping[str, Any]:
-    """A tool's schema. What it names is all that the tool takes, unless it says otherwise: models
-    would go on to invent arguments, where they are held to a schema that allows it."""
-    if OTHER_PROPERTIES.isdisjoint(tool.parameters):
-        return {"type": "object", **tool.parameters, "additionalProperties": False}
+    """A tool's schema. One that names no arguments takes none, unless it says otherwise."""
+    if ARGUMENTS.isdisjoint(tool.parameters):
+        return {"type": "object", **tool.parameters, "properties": {}}
     return tool.parameters
