@@ -1,9 +1,8 @@
-"""Products with the blocks of GGUF files, which become floats in registers.
+"""Products with the blocks of GGUF files.
 
 One row, and a few one by one, are multiplied exactly: by whole numbers on the tensor cores
-(`gguf_row.py`), or by floats. More are multiplied on the tensor cores, by weights that are rounded
-to the type of x there. For many, the matrix becomes floats, some of its rows at a time, for cuBLAS;
-they are not kept.
+(`gguf_row.py`), or by floats in registers. For more, the matrix becomes floats of the type of x in
+memory, some of its rows at a time, for cuBLAS; they are not kept.
 """
 
 from __future__ import annotations
@@ -25,14 +24,11 @@ from penstock.ops.triton.gguf_layout import Planes
 from penstock.ops.triton.gguf_row import can_multiply, tensor_rows
 from penstock.ops.triton.overlap import let_next_start, overlap, wait_for_others
 from penstock.ops.triton.slabs import multiply_slabs
-from penstock.ops.triton.splitting import add_parts, room_for_parts
 from penstock.ops.triton.tuning_gguf import (
     RowPlan,
-    TilePlan,
-    goes_by_rows,
+    most_single_rows,
     row_plan,
     tensor_plan,
-    tile_plan,
 )
 
 
@@ -239,88 +235,6 @@ def _one_row_kernel(
 
 
 @triton.jit
-def multiply(
-    acc,  # [ROWS, TOKENS] float32
-    x_at,  # [QUADS * 4, TOKENS] pointers to x: the first plane's columns of quad 0
-    is_token,  # [TOKENS]
-    words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-    row, is_row, low_quad, high_quad, in_features, one,  # row [ROWS] int64
-    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
-    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
-    QUADS: tl.constexpr,
-):  # fmt: skip
-    """acc + weights x over quads [low_quad, high_quad): plane by plane on the tensor cores."""
-    dtype: tl.constexpr = x_at.dtype.element_ty
-    PLANES: tl.constexpr = 32 // LOW
-    EACH: tl.constexpr = GROUP // 4 if GROUP // 4 < PLANES else PLANES
-    word = tl.arange(0, QUADS * 4)
-    x_column = word // 4 * (128 // LOW) + word % 4
-    for first_quad in range(low_quad, high_quad, QUADS):
-        words, high, fields = load_weights(
-            words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-            row[:, None], is_row[:, None], word[None, :], (word // 4)[None, :], first_quad,
-            in_features, KIND, LOW, HIGH, GROUP,
-        )  # fmt: skip
-        for part in tl.static_range(PLANES // EACH):
-            scale, offset = scales(fields[part], KIND)
-            for index in tl.static_range(EACH):
-                weight = values(
-                    words, high, scale, offset, one, part * EACH + index,
-                    LOW, HIGH, ZERO, TABLE, OFFSET,
-                )  # fmt: skip
-                at = first_quad * (128 // LOW) + (part * EACH + index) * 4
-                mask = is_token[None, :]
-                if not EVEN:
-                    mask = mask & (at + x_column < in_features)[:, None]
-                x = tl.load(x_at + at, mask=mask, other=0.0)
-                acc = tl.dot(weight.to(dtype), x, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit(do_not_specialize=["num_tokens", "one"])
-def _tile_kernel(
-    x_ptr, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr, bias_ptr, out_ptr,
-    partial_ptr, arrived_ptr,
-    x_stride, out_stride, num_tokens, in_features, out_features, one,
-    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
-    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    QUADS: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows of the weight with TOKENS rows of x, over one part of the columns."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    split = tl.program_id(2)
-    is_token, is_row = token < num_tokens, row < out_features
-    num_quads = in_features * LOW // 128
-    each = tl.cdiv(tl.cdiv(num_quads, QUADS), SPLITS) * QUADS
-    low_quad = split * each
-    high_quad = tl.minimum(low_quad + each, num_quads)
-    word = tl.arange(0, QUADS * 4)
-    x_column = word // 4 * (128 // LOW) + word % 4
-    x_at = x_ptr + token.to(tl.int64)[None, :] * x_stride + x_column[:, None]
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    acc = multiply(
-        acc, x_at, is_token, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-        row.to(tl.int64), is_row, low_quad, high_quad, in_features, one,
-        KIND, LOW, HIGH, ZERO, GROUP, TABLE, OFFSET, EVEN, QUADS,
-    )  # fmt: skip
-    acc = acc.T
-    mask = is_token[:, None] & is_row[None, :]
-    done = True
-    if SPLITS > 1:
-        arrived = arrived_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        stride = num_tokens.to(tl.int64) * out_features
-        offset = token.to(tl.int64)[:, None] * out_features + row[None, :]
-        acc, done = add_parts(acc, partial_ptr, arrived, offset, stride, mask, split, SPLITS)
-    if done:
-        if BIAS:
-            acc += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)[None, :]
-        target = out_ptr + token.to(tl.int64)[:, None] * out_stride + row[None, :]
-        tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _join_four(a, b, c, d):
     """[...] each as [..., 2, 2], in that order."""
     return tl.join(tl.join(a, c), tl.join(b, d))
@@ -395,19 +309,14 @@ def gguf_linear(
     if num_tokens == 0:
         return out
     tensor_cores = can_multiply(weight.layout, x.dtype)
-    if goes_by_rows(num_tokens, tensor_cores):
-        if tensor_cores:
-            own_plan = tensor_plan(weight.layout.group, out_features, in_features)
-            return tensor_rows(x, weight, bias, out, own_plan)
-        return single_rows(
-            x, weight, bias, out, row_plan(weight.type_name, out_features, in_features)
+    if num_tokens > most_single_rows(weight.layout, tensor_cores):
+        return multiply_slabs(
+            x, lambda start, end: as_floats(weight.rows(start, end), x.dtype), bias, out
         )
-    plan = tile_plan(num_tokens, out_features, in_features, x.element_size())
-    if plan is not None:
-        return run_tiles(x, weight, bias, out, plan)
-    return multiply_slabs(
-        x, lambda start, end: as_floats(weight.rows(start, end), x.dtype), bias, out
-    )
+    if tensor_cores:
+        own_plan = tensor_plan(weight.layout.group, out_features, in_features)
+        return tensor_rows(x, weight, bias, out, own_plan)
+    return single_rows(x, weight, bias, out, row_plan(weight.type_name, out_features, in_features))
 
 
 def gguf_embed(token_ids: torch.Tensor, weight: Planes, dtype: torch.dtype) -> torch.Tensor:
@@ -428,23 +337,6 @@ def single_rows(
         x.stride(0), out.stride(0), num_tokens, in_features, out_features, ONE, **weight.constants,
         BIAS=bias is not None, EVEN=num_quads % plan.quads == 0, WHOLE=is_whole,
         **overlap(x.device), STEPS=steps, QUADS=plan.quads,
-        num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
-    )  # fmt: skip
-    return out
-
-
-def run_tiles(
-    x: torch.Tensor, weight: Planes, bias: torch.Tensor | None, out: torch.Tensor, plan: TilePlan
-) -> torch.Tensor:
-    """x [n, in] with all of the weight, on the tensor cores."""
-    num_tokens, (out_features, in_features) = x.shape[0], weight.shape
-    num_quads = weight.num_quads
-    grid = (triton.cdiv(num_tokens, plan.tokens), triton.cdiv(out_features, plan.rows), plan.splits)
-    _tile_kernel[grid](
-        x, *weight.pointers, out if bias is None else bias, out, *room_for_parts(out, grid),
-        x.stride(0), out.stride(0), num_tokens, in_features, out_features, ONE,
-        **weight.constants, BIAS=bias is not None, EVEN=num_quads % plan.quads == 0,
-        SPLITS=plan.splits, ROWS=plan.rows, TOKENS=plan.tokens, QUADS=plan.quads,
         num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
     )  # fmt: skip
     return out

@@ -1,5 +1,6 @@
 """Experts in the blocks of GGUF files: tokens are sorted by expert, as in experts.py, and an
-expert's tokens are multiplied with its rows of the weight, a few at a time on the tensor cores."""
+expert's tokens are multiplied with its rows of the weight, a few at a time on the tensor cores, by
+weights that are rounded to the type of x in registers."""
 
 from __future__ import annotations
 
@@ -11,12 +12,50 @@ import triton.language as tl
 
 from penstock.ops.experts import ACTIVATIONS
 from penstock.ops.triton.experts import place, sum_experts
-from penstock.ops.triton.gguf import multiply
-from penstock.ops.triton.gguf_decode import ONE
+from penstock.ops.triton.gguf_decode import ONE, load_weights, scales, values
 from penstock.ops.triton.gguf_layout import Planes
 from penstock.ops.triton.pointwise import silu_mul
 from penstock.ops.triton.routing import Blocks, align
 from penstock.ops.triton.tuning_gguf import ExpertsPlan, experts_plan
+
+
+@triton.jit
+def _multiply(
+    acc,  # [ROWS, TOKENS] float32
+    x_at,  # [QUADS * 4, TOKENS] pointers to x: the first plane's columns of quad 0
+    is_token,  # [TOKENS]
+    words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+    row, is_row, in_features, one,  # row [ROWS] int64
+    KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr,
+    GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
+    QUADS: tl.constexpr,
+):  # fmt: skip
+    """acc + weights x: plane by plane on the tensor cores."""
+    dtype: tl.constexpr = x_at.dtype.element_ty
+    PLANES: tl.constexpr = 32 // LOW
+    EACH: tl.constexpr = GROUP // 4 if GROUP // 4 < PLANES else PLANES
+    word = tl.arange(0, QUADS * 4)
+    x_column = word // 4 * (128 // LOW) + word % 4
+    for first_quad in range(0, in_features * LOW // 128, QUADS):
+        words, high, fields = load_weights(
+            words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
+            row[:, None], is_row[:, None], word[None, :], (word // 4)[None, :], first_quad,
+            in_features, KIND, LOW, HIGH, GROUP,
+        )  # fmt: skip
+        for part in tl.static_range(PLANES // EACH):
+            scale, offset = scales(fields[part], KIND)
+            for index in tl.static_range(EACH):
+                weight = values(
+                    words, high, scale, offset, one, part * EACH + index,
+                    LOW, HIGH, ZERO, TABLE, OFFSET,
+                )  # fmt: skip
+                at = first_quad * (128 // LOW) + (part * EACH + index) * 4
+                mask = is_token[None, :]
+                if not EVEN:
+                    mask = mask & (at + x_column < in_features)[:, None]
+                x = tl.load(x_at + at, mask=mask, other=0.0)
+                acc = tl.dot(weight.to(dtype), x, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=["num_blocks", "one"])
@@ -50,9 +89,9 @@ def _experts_kernel(
     x_column = word // 4 * (128 // LOW) + word % 4
     x_at = x_ptr + source.to(tl.int64)[None, :] * in_features + x_column[:, None]
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    acc = multiply(
+    acc = _multiply(
         acc, x_at, is_token, words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
-        own_row, is_row, 0, in_features * LOW // 128, in_features, one,
+        own_row, is_row, in_features, one,
         KIND, LOW, HIGH, ZERO, GROUP, TABLE, OFFSET, EVEN, QUADS,
     )  # fmt: skip
     if SORTED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from penstock.ops.triton.gguf_layout import LAYOUTS
+from penstock.ops.triton.gguf_layout import LAYOUTS, Layout
 from penstock.ops.triton.tuning import PROCESSORS, Launch
 
 
@@ -24,22 +24,15 @@ class TensorPlan(NamedTuple):
     registers: int | None  # of a thread
 
 
-class TilePlan(NamedTuple):
-    """Rows of the weight by rows of x, quads a step, programs a tile."""
+def most_single_rows(layout: Layout, tensor_cores: bool) -> int:
+    """How many rows of x go one by one: more are faster by way of floats.
 
-    rows: int
-    tokens: int
-    quads: int
-    splits: int
-    launch: Launch
-
-
-def goes_by_rows(num_tokens: int, tensor_cores: bool) -> bool:
-    """Whether rows of x go one by one: a tile takes as long as eight of them on the tensor cores.
-
-    Of others fewer, which has not been measured.
+    On the tensor cores, five rows of more bits take as long as that, and six to seven of four. Of
+    other types so do five of Q8_0; the others have not been measured.
     """
-    return num_tokens <= (8 if tensor_cores else 4)
+    if not tensor_cores:
+        return 4
+    return 5 if layout.high else 6
 
 
 def row_plan(type_name: str, out_features: int, in_features: int) -> RowPlan:
@@ -66,24 +59,6 @@ def tensor_plan(group: int, out_features: int, in_features: int) -> TensorPlan:
     while warps < most and warps * 8 * group < in_features:
         warps *= 2
     return TensorPlan(warps, turns, registers)
-
-
-def tile_plan(
-    num_tokens: int, out_features: int, in_features: int, element_size: int
-) -> TilePlan | None:
-    """None: weights become floats, a slab of them at a time, for cuBLAS."""
-    if num_tokens > 64:
-        return None
-    if element_size == 4:  # by plain instructions, of which a larger tile has too many
-        rows, tokens = 64, 16
-    else:
-        tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-        rows = 128 if tokens == 64 or out_features >= 128 * PROCESSORS else 64
-    # Programs that share a tile have at least 1,024 columns each.
-    splits, programs = 1, -(-out_features // rows)
-    while splits * programs < 256 and in_features >= 2048 * splits:
-        splits *= 2
-    return TilePlan(rows, tokens, 8, splits, Launch(4, 2 if element_size == 4 else 3))
 
 
 class ExpertsPlan(NamedTuple):

@@ -16,14 +16,10 @@ from penstock.loading.gguf.file import GGML_TYPES
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.triton import gguf, gguf_experts, gguf_row
 from penstock.ops.triton.gguf_layout import Planes, prepare_gguf
-from penstock.ops.triton.tuning_gguf import TilePlan, tensor_plan, tile_plan
+from penstock.ops.triton.tuning_gguf import tensor_plan
 
-
-def _sizes(plan: TilePlan | None) -> dict[str, int]:
-    assert plan is not None
-    return {"ROWS": plan.rows, "TOKENS": plan.tokens, "QUADS": plan.quads}
-
-
+EXPERTS = {"TOP_K": 2, "SORTED": True, "TOKENS": 16, "ROWS": 64, "QUADS": 8, "GROUPED": 1,
+           "EVEN": True}  # fmt: skip
 KERNELS = {
     "row": (
         gguf._one_row_kernel,
@@ -37,22 +33,13 @@ KERNELS = {
         gguf_row._tensor_row_kernel,
         {"ASM": True, "MASKED": False, "OVERLAP": True, "STEPS": 2},
     ),
-    "tile": (
-        gguf._tile_kernel, {"SPLITS": 2, "ROWS": 64, "TOKENS": 16, "QUADS": 8, "EVEN": True}
-    ),
-    "float32 tile": (
-        gguf._tile_kernel, {"SPLITS": 1, **_sizes(tile_plan(64, 4096, 4096, 4)), "EVEN": True}
-    ),
     "floats": (gguf._floats_kernel, {"CHOSEN": True, "QUADS": 128}),
-    "experts": (
-        gguf_experts._experts_kernel,
-        {"TOP_K": 2, "SORTED": True, "TOKENS": 16, "ROWS": 64, "QUADS": 8, "GROUPED": 1,
-         "EVEN": True},
-    ),
+    "experts": (gguf_experts._experts_kernel, EXPERTS),
+    "float32 experts": (gguf_experts._experts_kernel, EXPERTS),
 }  # fmt: skip
 POINTERS = {
-    "x_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32",
-    "factor_ptr": "*fp32", "row_ptr": "*i64", "arrived_ptr": "*i32", "pair_ptr": "*i32",
+    "x_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16",
+    "factor_ptr": "*fp32", "row_ptr": "*i64", "pair_ptr": "*i32",
     "expert_ptr": "*i32", "rows_ptr": "*i32",
 }  # fmt: skip
 DTYPES = {
@@ -80,7 +67,7 @@ def compile_one(kernel: str, type_name: str) -> dict[str, int]:
         plan = tensor_plan(planes.layout.group, 4096, 4096)
         constants["BLOCKS"] = plan.warps * plan.turns
         options = {"num_warps": plan.warps, "num_stages": 1, "maxnreg": plan.registers}
-    if kernel == "float32 tile":
+    if kernel == "float32 experts":
         pointers |= dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), "*fp32")
         options["num_stages"] = 2
     sixteens = ("in_features", "x_stride", "out_stride")

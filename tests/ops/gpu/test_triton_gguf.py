@@ -22,7 +22,7 @@ from penstock.ops.triton.gguf_experts import gguf_experts
 from penstock.ops.triton.gguf_layout import LAYOUTS, Planes, prepare_gguf, stack_gguf
 from penstock.ops.triton.gguf_row import can_multiply, tensor_rows
 from penstock.ops.triton.tuning import Launch
-from penstock.ops.triton.tuning_gguf import RowPlan, TensorPlan, TilePlan
+from penstock.ops.triton.tuning_gguf import RowPlan, TensorPlan
 
 ON_GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
@@ -138,23 +138,7 @@ def test_single_rows_are_multiplied_on_the_tensor_cores(
     check(tensor_rows(x, planes, bias, out, plan), x, floats, bias)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("type_name", "n", "rows", "splits"),
-    [*((own, 19, 30, 1) for own in TYPES), *((own, 2, 70, 2) for own in ("Q5_0", "Q3_K"))],
-)
-def test_a_few_rows_are_multiplied_by_every_type(
-    type_name: str, n: int, rows: int, splits: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    planes, floats = make(type_name, rows, columns_of(type_name, 3), device)
-    x = (torch.randn(n, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
-    bias = torch.randn(rows, device=device).to(dtype) if n > 2 else None
-    out = torch.full((n, rows), torch.nan, dtype=dtype, device=device)
-    plan = TilePlan(64, 16, 8, splits, Launch(4, 2))
-    check(kernels.run_tiles(x, planes, bias, out, plan), x, floats, bias)
-
-
-@pytest.mark.parametrize("n", [0, 1, 3, 7, 65])
+@pytest.mark.parametrize("n", [0, 1, 3, 7])
 @pytest.mark.parametrize("type_name", ["Q5_1", "Q6_K"])
 def test_any_number_of_rows_goes_into_columns_of_a_larger_result(
     type_name: str, n: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -181,18 +165,6 @@ def test_a_row_is_the_same_among_a_few(
     for index in range(4):
         alone = kernels.gguf_linear(x[index : index + 1], planes, None)
         assert torch.equal(alone[0], together[index])
-
-
-def test_the_order_in_which_parts_arrive_does_not_show(device: torch.device) -> None:
-    planes, _ = make("Q4_K", 70 if ON_GPU else 60, 1024, device)
-    x = torch.randn(5, 1024, device=device)
-    plan = TilePlan(64, 16, 8, 4, Launch(4, 2))
-    count = 20 if ON_GPU else 2
-    results = [
-        kernels.run_tiles(x, planes, None, x.new_empty(5, len(planes.words)), plan)
-        for _ in range(count)
-    ]
-    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @pytest.mark.parametrize("type_name", OF_EACH_KIND)
@@ -232,3 +204,20 @@ def test_experts_are_the_references(
     down_floats = down_floats.view(num_experts, hidden, size)
     theirs = reference.experts(x, weights, ids, floats, down_floats, activation)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])  # float16 has no room for such results
+@pytest.mark.parametrize("type_name", TYPES)
+def test_experts_are_multiplied_by_every_type(
+    type_name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    hidden, size, n = columns_of(type_name, 3), 32, 19  # more rows than float32's blocks have
+    gate_up, floats = make(type_name, 2 * size, hidden, device)
+    down, down_floats = make("Q8_0", hidden, size, device)
+    x = (torch.randn(n, hidden, device=device) * 1e-3).to(dtype)
+    weights, ids = torch.ones(n, 1, device=device), torch.zeros(n, 1, device=device).int()
+    ours = gguf_experts(x, weights, ids, [gate_up], down, "silu").double()
+    theirs = reference.experts(
+        x.double(), weights.double(), ids, floats[None].double(), down_floats[None].double(), "silu"
+    )
+    assert float((ours - theirs).norm() / theirs.norm()) < (1e-4 if x.dtype.itemsize == 4 else 1e-2)
