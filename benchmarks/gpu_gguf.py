@@ -3,8 +3,7 @@
 python benchmarks/gpu_gguf.py compile PART PARTS   fill Triton's cache for `tune`, several at once
 python benchmarks/gpu_gguf.py tune [TYPE...]       one row under many configurations
 python benchmarks/gpu_gguf.py layer [TYPE...]      the products of Qwen3-8B as configured
-python benchmarks/gpu_gguf.py floats [TYPE...]     the same by way of floats, and floats alone
-python benchmarks/gpu_gguf.py warm [TYPE...]       fill Triton's cache for both
+python benchmarks/gpu_gguf.py floats [TYPE...]     the same, all by way of floats
 python benchmarks/gpu_gguf.py write CONFIG OUT [TYPE]   a file of random blocks; needs gguf
 
 CONFIG is a folder with a Qwen3 or Llama config.json; without TYPE, the mixture is Q4_K_M's. Times
@@ -28,7 +27,6 @@ import triton
 from penstock.loading.gguf.file import GGML_TYPES
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.triton import gguf as kernels
-from penstock.ops.triton.gguf_decode import ONE
 from penstock.ops.triton.gguf_layout import LAYOUTS, Planes, prepare_gguf
 from penstock.ops.triton.gguf_row import can_multiply, tensor_rows
 from penstock.ops.triton.linear import linear
@@ -37,9 +35,7 @@ from penstock.ops.triton.tuning import Launch
 from penstock.ops.triton.tuning_gguf import RowPlan, TensorPlan
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
-ROWS = (1, 2, 4, 8, 9, 16, 32, 64, 128, 256, 512)
-# Quads at once and warps, of the kernel that makes floats.
-FLOATS = ((32, 1), (32, 2), (64, 1), (64, 2), (128, 1), (128, 2), (128, 4), (128, 8))
+ROWS = (1, 2, 4, 5, 6, 8, 16, 32, 64, 128, 256, 512)
 # Where blocks have float16 scales, and scales that give numbers near 0.02.
 SCALES = {"Q4_K": ((0, 8e-5), (2, 6e-4)), "Q6_K": ((208, 1.5e-5),), "Q4_1": ((0, 4e-3), (2, -0.03))}
 MIXTURE = ["Q4_K", "Q6_K"]  # llama.cpp calls it Q4_K_M
@@ -173,24 +169,13 @@ def layer(types: list[str]) -> None:
 
 
 def floats(types: list[str]) -> None:
-    """A table of times by rows of x, the matrix made floats for cuBLAS; and of making them."""
-    print("| product | type |", " | ".join(str(n) for n in ROWS), "|", *FLOATS)
+    """A table of times by rows of x, where the matrix always becomes floats for cuBLAS."""
+    print("| product | type |", " | ".join(str(n) for n in ROWS), "|")
     for (name, shape), type_name in itertools.product(SHAPES.items(), types):
         weights = Weights(type_name, shape)
-        calls = [_floats_call(weights, n) for n in ROWS] + _makers(weights)
-        micros = [time_us(call, len(weights.all)) for call in calls]
-        print(f"| {name} | {type_name} |", " | ".join(f"{one:.1f}" for one in micros), flush=True)
-
-
-def warm(types: list[str]) -> None:
-    """Run once what `layer` and `floats` time."""
-    for shape, type_name in itertools.product(SHAPES.values(), types):
-        weights = Weights(type_name, shape, False)
-        for n in ROWS:
-            x = torch.randn(n, shape[1], device="cuda", dtype=torch.bfloat16)
-            kernels.gguf_linear(x, weights.all[0], None)
-        for call in (_floats_call(weights, 9), *_makers(weights)):
-            call(0)
+        micros = [time_us(_floats_call(weights, n), len(weights.all)) for n in ROWS]
+        shown = " | ".join(f"{one:.1f}" for one in micros)
+        print(f"| {name} | {type_name} | {shown} |", flush=True)
 
 
 def _floats_call(weights: Weights, n: int) -> Callable[[int], object]:
@@ -205,20 +190,6 @@ def _floats_call(weights: Weights, n: int) -> Callable[[int], object]:
         )
 
     return call
-
-
-def _makers(weights: Weights) -> list[Callable[[int], object]]:
-    """Making floats under each of `FLOATS`."""
-    out = torch.empty(weights.all[0].shape, device="cuda", dtype=torch.bfloat16)
-
-    def make(quads: int, warps: int, index: int) -> None:
-        weight = weights.all[index]
-        kernels._floats_kernel[(len(out), triton.cdiv(weight.num_quads, quads))](
-            out, *weight.pointers, out, out.shape[1], ONE, **weight.constants, CHOSEN=False,
-            QUADS=quads, num_warps=warps,
-        )  # fmt: skip
-
-    return [functools.partial(make, quads, warps) for quads, warps in FLOATS]
 
 
 def _dense_call(weights: list[torch.Tensor], n: int) -> Callable[[int], object]:
@@ -294,7 +265,7 @@ def main() -> None:
     elif command == "tune":
         tune(rest or MIXTURE)
     else:
-        {"layer": layer, "floats": floats, "warm": warm}[command](rest or MIXTURE)
+        {"layer": layer, "floats": floats}[command](rest or MIXTURE)
 
 
 if __name__ == "__main__":
