@@ -131,6 +131,19 @@ class ServerConfig:
     max_tool_rounds: int = option(
         10, "Most times that a model may call tool servers in one response; then it must answer."
     )
+    return_tokens_as_token_ids: bool = option(
+        False,
+        "Write tokens in logprobs as token_id:ID, so that those that are no text can be told "
+        "apart; a request may say otherwise.",
+    )
+    enable_force_include_usage: bool = option(
+        False, "End every stream with its usage, as stream_options.include_usage asks for."
+    )
+    enable_prompt_tokens_details: bool = option(
+        True,
+        "Report prompt_tokens_details (tokens from the prefix cache) in the usage of completions "
+        "and chat completions.",
+    )
     access_log: bool = option(False, "Log a line for every HTTP request.")
 
     def __post_init__(self) -> None:

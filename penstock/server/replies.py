@@ -28,8 +28,9 @@ CLIENT_CLOSED_REQUEST = 499  # what proxies log; nobody is there to read it
 
 
 def json_response(model: BaseModel) -> Response:
-    """The fields that were set, null where they were set to None."""
-    return Response(model.model_dump_json(exclude_unset=True), media_type="application/json")
+    """The fields that were set, and all of a reply that shows nulls."""
+    only_set = not getattr(model, "shows_nulls", False)
+    return Response(model.model_dump_json(exclude_unset=only_set), media_type="application/json")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import importlib
 import logging
 import os
@@ -16,6 +17,7 @@ from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import penstock
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.protocol.errors import ConfigError, EngineDeadError
@@ -100,7 +102,22 @@ async def start(
     finally:
         loading.cancel()
     frontend.max_model_len = info.max_model_len
-    return Service(config, server_config, client, frontend, tool_servers)
+    fingerprint = system_fingerprint(config, source.fingerprint)
+    return Service(config, server_config, client, frontend, tool_servers, fingerprint)
+
+
+def system_fingerprint(config: EngineConfig, model_fingerprint: str) -> str:
+    """The same for servers that give the same answers to the same seeds."""
+    parts = (
+        penstock.__version__,
+        model_fingerprint,
+        config.model.dtype,
+        config.model.model_impl,
+        config.load.gguf_compute,
+        config.load.quantization,
+        config.cache.kv_cache_dtype,
+    )
+    return "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
 async def _serve_http(service: Service, listener: socket.socket, stop: StopSignals) -> int:

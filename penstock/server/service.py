@@ -52,12 +52,14 @@ class Service:
         client: AsyncEngineClient,
         frontend: Frontend,
         tool_servers: ToolServers | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         self.config = config
         self.server_config = server_config
         self.client = client
         self.frontend = frontend
         self.tool_servers = tool_servers
+        self.fingerprint = fingerprint  # of what answers: another one may answer otherwise
         self.model_names = config.model.names
         self.created = int(time.time())
         self.is_draining = False
@@ -83,6 +85,10 @@ class Service:
             served = ", ".join(self.model_names)
             raise ModelNotFound(f"there is no model {name!r} here; there is {served}")
         return name
+
+    def shows_token_ids(self, asked: bool | None) -> bool:
+        """Whether a request's logprobs have token ids in place of texts."""
+        return self.server_config.return_tokens_as_token_ids if asked is None else asked
 
     def check_capacity(self) -> None:
         """Refuse new work if none can be done any more, or too much is waiting already.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -40,6 +40,13 @@ class Body(BaseModel):
 
 class Reply(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
+    shows_nulls: ClassVar[bool] = False  # sent whole, fields that have no value are null
+
+
+class NullsReply(Reply):
+    """A reply of OpenAI's API, in which vLLM's clients find null where there is nothing."""
+
+    shows_nulls = True
 
 
 def _check_unicode(text: str) -> str:

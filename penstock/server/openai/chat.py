@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 
 from fastapi import APIRouter, Request, Response
 
@@ -23,7 +24,7 @@ from penstock.server.openai.protocol import (
     ChatLogprobs,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import EVENT_STREAM
+from penstock.server.openai.stream import EVENT_STREAM, UsageOptions
 from penstock.server.openai.tools import (
     FunctionCall,
     NamedToolChoice,
@@ -32,7 +33,7 @@ from penstock.server.openai.tools import (
 )
 from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
-from penstock.server.turn import Turn, TurnAnswer, TurnStep
+from penstock.server.turn import Turn, TurnAnswer, TurnStep, TurnUsage
 from penstock.text.parsing.deltas import (
     ContentDelta,
     Delta,
@@ -83,11 +84,10 @@ class ChatAnswer:
         self._logprobs = LogprobFormat(
             service.frontend.tokenizer,
             body.top_logprobs or 0,
-            bool(body.return_tokens_as_token_ids),
+            service.shows_token_ids(body.return_tokens_as_token_ids),
         )
-        options = body.stream_options
-        self._usage_at_end = bool(options and options.include_usage)
-        self._usage_always = bool(options and options.continuous_usage_stats)
+        self._fingerprint = service.fingerprint
+        self._usage = UsageOptions.of(body.stream_options, service.server_config)
         last = body.messages[-1]
         continues = bool(body.echo and body.continue_final_message)
         self._role = last.role if body.continue_final_message else "assistant"
@@ -102,7 +102,8 @@ class ChatAnswer:
             created=self._created,
             model=self._model,
             choices=[self._choice(answer) for answer in answers],
-            usage=chat_usage(self._turn.usage),
+            usage=chat_usage(self._turn.usage, self._usage.with_details),
+            system_fingerprint=self._fingerprint,
         )
         self._add_prompt(completion)
         return completion
@@ -110,18 +111,24 @@ class ChatAnswer:
     async def chunks(self) -> AsyncGenerator[str, None]:
         """Pieces as they come: who speaks, what is said, and at the end the usage."""
         opened: set[int] = set()
+        before = replace(self._turn.usage)  # the step that opens a choice
         async with contextlib.aclosing(self._turn.steps()) as steps:
             async for step in steps:
                 if step.index not in opened:
-                    opening = self._opening(step.index)
+                    before.num_cached = self._turn.usage.num_cached
+                    opening = self._opening(step.index, before)
                     if not opened:
                         self._add_prompt(opening)
                     opened.add(step.index)
                     yield opening.model_dump_json(exclude_unset=True)
                 if self._says_something(step):
                     yield self._chunk(step).model_dump_json(exclude_unset=True)
-        if self._usage_at_end:
-            yield self._make_chunk([], usage_now=True).model_dump_json(exclude_unset=True)
+                if self._usage.in_every_chunk:
+                    before = replace(self._turn.usage)
+        if self._usage.at_end:
+            final = self._make_chunk([])
+            final.usage = chat_usage(self._turn.usage, self._usage.with_details)
+            yield final.model_dump_json(exclude_unset=True)
 
     def _choice(self, answer: TurnAnswer) -> ChatChoice:
         choice = ChatChoice(
@@ -137,7 +144,7 @@ class ChatAnswer:
     def _message(self, said: Message) -> AssistantMessage:
         content: str | None = self._echo + said.content
         message = AssistantMessage(
-            role=self._role, content=content or (None if said.tool_calls else ""), refusal=None
+            role=self._role, content=content or (None if said.tool_calls else "")
         )
         if said.reasoning and self._body.include_reasoning is not False:
             message.reasoning = said.reasoning
@@ -152,15 +159,16 @@ class ChatAnswer:
             ]
         return message
 
-    def _opening(self, index: int) -> ChatCompletionChunk:
+    def _opening(self, index: int, usage: TurnUsage) -> ChatCompletionChunk:
         delta = ChatDelta(role=self._role, content=self._echo)
         choice = ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
-        return self._make_chunk([choice])
+        return self._make_chunk([choice], usage)
 
     def _says_something(self, step: TurnStep) -> bool:
         """Whether a client would miss the chunk: text may be held back until more is known."""
         shows_tokens = self._body.return_token_ids or step.logprobs is not None
-        return bool(step.deltas or step.finish_reason or shows_tokens or self._usage_always)
+        shows_tokens = shows_tokens or self._usage.in_every_chunk
+        return bool(step.deltas or step.finish_reason or shows_tokens)
 
     def _chunk(self, step: TurnStep) -> ChatCompletionChunk:
         choice = ChatChunkChoice(
@@ -204,18 +212,20 @@ class ChatAnswer:
         return made
 
     def _make_chunk(
-        self, choices: list[ChatChunkChoice], usage_now: bool = False
+        self, choices: list[ChatChunkChoice], usage: TurnUsage | None = None
     ) -> ChatCompletionChunk:
+        """A chunk, with `usage` or the present one where every chunk has it."""
         chunk = ChatCompletionChunk(
             id=self._id,
             object="chat.completion.chunk",
             created=self._created,
             model=self._model,
             choices=choices,
+            system_fingerprint=self._fingerprint,
         )
-        if usage_now or self._usage_always:
-            chunk.usage = chat_usage(self._turn.usage)
-        elif self._usage_at_end:
+        if self._usage.in_every_chunk:
+            chunk.usage = chat_usage(usage or self._turn.usage, self._usage.with_details)
+        elif self._usage.at_end:
             chunk.usage = None
         return chunk
 
@@ -230,14 +240,14 @@ class ChatAnswer:
     def _add_tokens(
         self, choice: ChatChoice | ChatChunkChoice, item: TurnAnswer | TurnStep
     ) -> None:
-        if self._body.return_token_ids:
-            choice.token_ids = item.token_ids
+        choice.token_ids = item.token_ids if self._body.return_token_ids else None
         if item.routed_experts is not None:
             choice.routed_experts = encode_routed_experts(item.routed_experts)
 
     def _add_prompt(self, reply: ChatCompletion | ChatCompletionChunk) -> None:
         """What was asked to be said about the prompt."""
-        if self._turn.prompt_logprobs is not None:
-            reply.prompt_logprobs = prompt_logprobs(self._turn.prompt_logprobs)
-        if self._body.return_token_ids:
-            reply.prompt_token_ids = self._turn.prompt_token_ids
+        asked = self._turn.prompt_logprobs
+        reply.prompt_logprobs = None if asked is None else prompt_logprobs(asked)
+        reply.prompt_token_ids = (
+            self._turn.prompt_token_ids if self._body.return_token_ids else None
+        )

@@ -25,7 +25,7 @@ from penstock.server.openai.protocol import (
     CompletionRequest,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import EVENT_STREAM, UsageCounter
+from penstock.server.openai.stream import EVENT_STREAM, UsageCounter, UsageOptions
 from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.text.frontend import PreparedRequest
@@ -69,7 +69,8 @@ class CompletionAnswer:
         self._model = model
         self._id = request_id
         self._created = int(time.time())
-        self._usage = UsageCounter(body.stream_options)
+        self._shows_usage = UsageOptions.of(body.stream_options, service.server_config)
+        self._usage = UsageCounter(self._shows_usage)
         # A prompt's logprobs come once, and each of its completions echoes them.
         self._prompt_logprobs: dict[int, list[LogprobsAtPosition | None]] = {}
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
@@ -78,7 +79,7 @@ class CompletionAnswer:
         self._logprobs = LogprobFormat(
             service.frontend.tokenizer,
             body.logprobs or 0,
-            bool(body.return_tokens_as_token_ids),
+            service.shows_token_ids(body.return_tokens_as_token_ids),
         )
 
     async def whole(self) -> Completion:
@@ -105,7 +106,7 @@ class CompletionAnswer:
                 for item in output.outputs:
                     choice = self._choice(index, output, item)
                     yield self._reply([choice]).model_dump_json(exclude_unset=True)
-        if self._usage.at_end:
+        if self._shows_usage.at_end:
             yield self._reply([], usage_now=True).model_dump_json(exclude_unset=True)
 
     def _visible(self, output: RequestOutput) -> RequestOutput:
@@ -137,13 +138,12 @@ class CompletionAnswer:
             text=(echo or "") + item.text,
             logprobs=self._logprobs_of(index, output, item, echo),
             finish_reason=item.finish_reason,
+            stop_reason=item.stop_reason,
+            token_ids=item.token_ids if self._body.return_token_ids else None,
+            prompt_token_ids=None,
         )
-        if item.finish_reason is not None:
-            choice.stop_reason = item.stop_reason
-        if self._body.return_token_ids:
-            choice.token_ids = item.token_ids
-            if first:
-                choice.prompt_token_ids = output.prompt_token_ids
+        if first and self._body.return_token_ids:
+            choice.prompt_token_ids = output.prompt_token_ids
         if item.routed_experts is not None:
             choice.routed_experts = encode_routed_experts(item.routed_experts)
         if first and index in self._prompt_logprobs and self._body.prompt_logprobs is not None:
@@ -188,9 +188,10 @@ class CompletionAnswer:
             created=self._created,
             model=self._model,
             choices=choices,
+            system_fingerprint=self._service.fingerprint,
         )
-        if usage_now or self._usage.in_every_chunk:
+        if usage_now or self._shows_usage.in_every_chunk:
             reply.usage = self._usage.so_far()
-        elif self._usage.at_end:
+        elif self._shows_usage.at_end:
             reply.usage = None
         return reply

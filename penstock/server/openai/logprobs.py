@@ -138,17 +138,19 @@ def prompt_logprobs(positions: Sequence[LogprobsAtPosition | None]) -> PromptLog
     ]
 
 
-def usage(num_prompt: int, num_completion: int, num_cached: int) -> Usage:
+def usage(num_prompt: int, num_completion: int, num_cached: int, with_details: bool) -> Usage:
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_completion,
         total_tokens=num_prompt + num_completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached)
+        if with_details
+        else None,
     )
 
 
-def chat_usage(counted: TurnUsage) -> Usage:
-    made = usage(counted.num_prompt, counted.num_completion, counted.num_cached)
+def chat_usage(counted: TurnUsage, with_details: bool) -> Usage:
+    made = usage(counted.num_prompt, counted.num_completion, counted.num_cached, with_details)
     made.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=counted.num_reasoning)
     return made
 

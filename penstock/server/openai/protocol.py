@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from penstock.server.openai.base import Body, Entries, Items, Reply, Text, TokenId
+from penstock.server.openai.base import Body, Entries, Items, NullsReply, Reply, Text, TokenId
 from penstock.server.openai.tools import (
     MessageToolCall,
     NamedToolChoice,
@@ -230,7 +230,7 @@ class Usage(Reply):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
@@ -262,13 +262,16 @@ class CompletionChoice(Reply):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(Reply):
+class Completion(NullsReply):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    system_fingerprint: str | None = None
+    service_tier: None = None
+    kv_transfer_params: None = None
 
 
 class TopLogprob(Reply):
@@ -289,6 +292,9 @@ class AssistantMessage(Reply):
     role: str
     content: str | None
     refusal: str | None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     reasoning: str | None = None
     tool_calls: list[ToolCallReply] | None = None
 
@@ -303,13 +309,16 @@ class ChatChoice(Reply):
     routed_experts: str | None = None  # base64 of a .npy file [tokens, layers, top_k]
 
 
-class ChatCompletion(Reply):
+class ChatCompletion(NullsReply):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    system_fingerprint: str | None = None
+    service_tier: None = None
+    kv_transfer_params: None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -338,6 +347,7 @@ class ChatCompletionChunk(Reply):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    system_fingerprint: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+from penstock.config import ServerConfig
 from penstock.protocol.outputs import RequestOutput
 from penstock.server.openai.logprobs import usage
 from penstock.server.openai.protocol import StreamOptions, Usage
@@ -16,12 +18,26 @@ EVENT_STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
-class UsageCounter:
-    """Counts tokens as deltas pass, and knows when the client wants to see the count."""
+@dataclass(frozen=True)
+class UsageOptions:
+    """When a stream shows its usage; `with_details`: of the prompt's tokens, here and elsewhere."""
 
-    def __init__(self, options: StreamOptions | None) -> None:
-        self.at_end = bool(options and options.include_usage)
-        self.in_every_chunk = bool(options and options.continuous_usage_stats)
+    at_end: bool
+    in_every_chunk: bool
+    with_details: bool
+
+    @classmethod
+    def of(cls, options: StreamOptions | None, config: ServerConfig) -> UsageOptions:
+        at_end = config.enable_force_include_usage or bool(options and options.include_usage)
+        is_continuous = at_end and bool(options and options.continuous_usage_stats)
+        return cls(at_end, is_continuous, config.enable_prompt_tokens_details)
+
+
+class UsageCounter:
+    """Counts tokens as deltas pass."""
+
+    def __init__(self, options: UsageOptions) -> None:
+        self._options = options
         self._prompts: dict[int, tuple[int, int]] = {}  # tokens and cached tokens, by index
         self._num_completion = 0
 
@@ -32,4 +48,4 @@ class UsageCounter:
     def so_far(self) -> Usage:
         num_prompt = sum(tokens for tokens, _ in self._prompts.values())
         num_cached = sum(cached for _, cached in self._prompts.values())
-        return usage(num_prompt, self._num_completion, num_cached)
+        return usage(num_prompt, self._num_completion, num_cached, self._options.with_details)
