@@ -12,7 +12,9 @@ from penstock.protocol.sampling import SamplingParams
 
 PROMPTS = [[1 + (index * step) % 250 for index in range(length)] for step, length in
            ((1, 3), (3, 40), (7, 150), (11, 17), (5, 64), (13, 1))]  # fmt: skip
-SETTINGS = {"max_model_len": 256, "kv_cache_memory_bytes": 2**28, "skip_tokenizer_init": True}
+# One thread: a machine with a GPU has many cores, which tiny models would only fight for.
+SETTINGS = {"max_model_len": 256, "kv_cache_memory_bytes": 2**28, "skip_tokenizer_init": True,
+            "cpu_threads": 1}  # fmt: skip
 
 
 def sampling(**settings: Any) -> SamplingParams:
