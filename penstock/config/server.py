@@ -112,11 +112,15 @@ class ServerConfig:
     )
     max_stored_responses: int = option(
         1000,
-        "Most responses that /v1/responses keeps in memory; those not used for longest make room. "
-        "0: none is kept.",
+        "Most responses and conversations that /v1/responses and /v1/conversations keep in memory; "
+        "those not used for longest make room, of whoever has the most. 0: none is kept.",
     )
-    max_stored_response_bytes: int = option(
-        256 * 2**20, "Most bytes that these responses and their conversations may take together."
+    max_stored_response_bytes: int = option(256 * 2**20, "Most bytes that these may take together.")
+    max_stored_response_bytes_per_key: int = option(
+        64 * 2**20, "Most bytes of these that may be one API key's, where there are keys."
+    )
+    max_stored_items: int = option(
+        16384, "Most items in a conversation, or in that of a response, that is to be kept."
     )
     tool_server: list[str] = option(
         [],
@@ -155,7 +159,10 @@ class ServerConfig:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_stored_response_bytes", "max_tool_output_bytes", "max_tool_rounds"):
+        for name in (
+            "max_stored_response_bytes", "max_stored_response_bytes_per_key", "max_stored_items",
+            "max_tool_output_bytes", "max_tool_rounds",
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in (

@@ -11,6 +11,7 @@ from penstock.server.anthropic import messages
 from penstock.server.anthropic.errors import AnthropicErrors
 from penstock.server.middleware import ApiKeyGuard, BodyLimit, Cors, HeadAsGet, RequestContext
 from penstock.server.openai import chat, completions, models, tokenize
+from penstock.server.responses import conversations
 from penstock.server.responses import routes as responses
 from penstock.server.responses.desk import ResponseDesk
 from penstock.server.service import Service
@@ -21,6 +22,7 @@ ROUTERS = (
     messages.router,
     models.router,
     responses.router,
+    conversations.router,
     tokenize.router,
     admin.router,
     metrics.router,

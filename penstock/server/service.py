@@ -34,7 +34,7 @@ MAX_FIELDS_BYTES = 64 * 1024 * 1024  # of all completions of a request, their pr
 T = TypeVar("T")
 
 current_body_bytes: ContextVar[int] = ContextVar("current_body_bytes", default=0)
-"""The size of the request that is being handled."""
+"""The size of the request that is being handled, stored items that it continues included."""
 
 
 def is_large_request() -> bool:
@@ -166,6 +166,12 @@ class Service:
         """
         threads = self._large_threads if is_large_request() else self._threads
         return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+
+    async def in_thread_if_large(self, work: Callable[..., T], *arguments: object) -> T:
+        """Do work whose cost grows with the request: at once, or in a thread for a large one."""
+        if is_large_request():
+            return await self.in_thread(work, *arguments)
+        return work(*arguments)
 
     def engine_id(self, request_id: str) -> str:
         """An id for the engine: no two are the same, whatever ids clients choose."""

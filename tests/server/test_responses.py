@@ -218,7 +218,7 @@ def test_an_answer_at_its_limit_is_incomplete(client: openai.OpenAI, default_mod
         ({"metadata": {"a" * 65: "b"}}, "metadata", "at most 64"),
         ({"background": True, "store": False}, "background", "needs store"),
         ({"background": True, "stream": True}, "stream", "exclude each other"),
-        ({"conversation": "conv_1"}, "conversation", "previous_response_id"),
+        ({"conversation": "conv_1"}, "conversation", "no conversation"),
         (
             {"text": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},
             "text.format.schema",

@@ -165,13 +165,10 @@ def test_an_error_on_the_wire_is_an_event_of_its_own_type() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("field", ["input", "tools"])
-def test_what_is_kept_must_be_json(field: str) -> None:
-    item = {"type": "mcp_list_tools", "id": "a", "server_label": "b", "tools": [{"x": math.nan}]}
+def test_what_is_echoed_must_be_json() -> None:
     tool = {"type": "function", "name": "f", "parameters": {"maximum": math.inf}}
-    given = {"input": "Hi.", **({"input": [item]} if field == "input" else {"tools": [tool]})}
-    with pytest.raises(InputError, match=f"{field} must be plain JSON"):
-        check_body(ResponseRequest.model_validate(given))
+    with pytest.raises(InputError, match="tools must be plain JSON"):
+        check_body(ResponseRequest.model_validate({"input": "Hi.", "tools": [tool]}))
 
 
 def test_tools_that_are_too_many_or_too_large_or_named_alike_are_refused() -> None:

@@ -57,10 +57,16 @@ class OfferedTools:
 
 def check_body(body: ResponseRequest) -> None:
     """Say plainly what is not done here, rather than ignore that it was asked for."""
-    for name in ("conversation", "prompt"):
-        if getattr(body, name) is not None:
-            remedy = "use previous_response_id" if name == "conversation" else "use instructions"
-            raise InputError(f"{name} is not supported here: {remedy}", name)
+    if body.prompt is not None:
+        raise InputError("prompt is not supported here: use instructions", "prompt")
+    if body.conversation is not None and body.previous_response_id is not None:
+        raise InputError(
+            "conversation and previous_response_id exclude each other: a conversation has all that "
+            "was said in it",
+            "conversation",
+        )
+    if body.input is None and body.conversation is None and body.previous_response_id is None:
+        raise InputError("input is needed where nothing is continued", "input")
     if body.background and body.store is False:
         raise InputError("background needs store: leave store out or make it true", "background")
     if body.background and body.stream:
@@ -68,11 +74,18 @@ def check_body(body: ResponseRequest) -> None:
     if body.timeout is not None and not body.timeout > 0:
         raise InputError(f"timeout must be above 0 seconds, got {body.timeout}", "timeout")
     check_template_kwargs(body.chat_template_kwargs or {})
-    for name in ("input", "tools", "text"):  # which are kept and echoed
-        try:
+    for name in ("tools", "text"):  # which are kept and echoed
+        with plain_json(name):
             json.dumps(body.model_dump(include={name}), allow_nan=False)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{name} must be plain JSON: {error}", name) from error
+
+
+@contextlib.contextmanager
+def plain_json(name: str) -> Iterator[None]:
+    """Refuse the field `name` if what is in it cannot be written as JSON."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{name} must be plain JSON: {error}", name) from error
 
 
 def offer_tools(body: ResponseRequest, known: ToolServers) -> OfferedTools:
@@ -195,8 +208,9 @@ def _params(body: ResponseRequest, defaults: SamplingParams) -> SamplingParams:
     options["max_tokens"] = body.max_output_tokens
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         options["logprobs"] = body.top_logprobs or 0
-    # Of an answer that comes whole it would not be known which tokens are its text's.
-    is_delta = body.stream or "logprobs" in options
+    # Of an answer that comes whole it would not be known which tokens are its text's, nor when it
+    # has begun.
+    is_delta = body.stream or body.background or "logprobs" in options
     options["output_kind"] = OutputKind.DELTA if is_delta else OutputKind.FINAL_ONLY
     if body.text is not None and body.text.format is not None:
         options["structured_outputs"] = _structured(body.text.format)

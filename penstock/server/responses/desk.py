@@ -4,17 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
-from typing import Any
+from dataclasses import dataclass
 
 from penstock.protocol.errors import InputError
-from penstock.server.responses.convert import check_body, offer_tools, prepare, turn_request
-from penstock.server.responses.items import Item, input_items
+from penstock.server.responses.conversations import Conversations
+from penstock.server.responses.convert import (
+    check_body,
+    offer_tools,
+    plain_json,
+    prepare,
+    turn_request,
+)
+from penstock.server.responses.items import input_items
 from penstock.server.responses.protocol import ResponseRequest
-from penstock.server.responses.run import Job, ResponseRun, encode
-from penstock.server.responses.store import MemoryStore, ResponseStore, StoredResponse
+from penstock.server.responses.run import Job, ResponseRun, encode, is_open
+from penstock.server.responses.store import (
+    MemoryStore,
+    ResponseStore,
+    StoredItems,
+    StoredResponse,
+    StoreLimits,
+)
 from penstock.server.responses.tool_servers import ToolServers
-from penstock.server.service import Service
+from penstock.server.service import Service, current_body_bytes
+from penstock.server.turn import render_turn
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class History:
+    """What a request continues: the items before its own, and the conversation that has them."""
+
+    items: StoredItems = StoredItems()
+    conversation_id: str | None = None
 
 
 class ResponseDesk:
@@ -24,57 +49,110 @@ class ResponseDesk:
     """
 
     def __init__(self, service: Service, store: ResponseStore | None = None) -> None:
-        config = service.server_config
-        self._service = service
+        self.service = service
         self._tool_servers = service.tool_servers or ToolServers([], 0, 0)
-        self.store = store or MemoryStore(
-            config.max_stored_responses, config.max_stored_response_bytes
-        )
+        self.store = store or _memory_store(service)
+        self.conversations = Conversations(self.store)
         self._background: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def prepare(
         self, owner: str, body: ResponseRequest, model: str, request_id: str
     ) -> OwnedRun:
         """Check a request, and make it ready to run; InputError says what is wrong with it."""
-        in_thread = self._service.in_thread  # a body may hold a great deal to look at
-        await in_thread(check_body, body)
-        offered = await in_thread(offer_tools, body, self._tool_servers)
-        history = await self._history(owner, body.previous_response_id)
-        items = [*history, *await in_thread(input_items, body)]
-        request = await in_thread(turn_request, self._service, body, items, offered)
-        turn, request = await in_thread(
-            prepare, self._service, request, request_id, body.truncation == "auto"
-        )
-        job = Job(body, model, items, offered, turn, request)
-        run = ResponseRun(self._service, self._tool_servers, job, request_id)
-        return OwnedRun(run, owner, items, self.store if body.store is not False else None)
+        await self.service.in_thread(check_body, body)  # it may hold a great deal to look at
+        history = await self._history(owner, body)
+        return await self.service.in_thread(self._prepare, owner, body, model, request_id, history)
 
-    async def _history(self, owner: str, response_id: str | None) -> list[Item]:
-        if response_id is None:
-            return []
-        stored = await self.store.get(owner, response_id)
+    def _prepare(
+        self, owner: str, body: ResponseRequest, model: str, request_id: str, history: History
+    ) -> OwnedRun:
+        service = self.service
+        offered = offer_tools(body, self._tool_servers)
+        new = input_items(body.input, history.items.ids)
+        with plain_json("input"):
+            added = StoredItems.of(new, allow_nan=False)
+        items = [*history.items.read(), *new]
+        is_stored = self._is_stored(body, history, added)
+        request = turn_request(service, body, items, offered)
+        turn, request = prepare(service, request, request_id, body.truncation == "auto")
+        job = Job(body, model, items, offered, turn, request, history.conversation_id, is_stored)
+        run = ResponseRun(service, self._tool_servers, job, request_id)
+        return OwnedRun(self, run, owner, history, added)
+
+    async def count(self, owner: str, body: ResponseRequest) -> int:
+        """How many tokens the model would read."""
+        await self.service.in_thread(check_body, body)
+        history = await self._history(owner, body)
+
+        def count() -> int:
+            offered = offer_tools(body, self._tool_servers)
+            items = [*history.items.read(), *input_items(body.input)]
+            prompt = render_turn(self.service, turn_request(self.service, body, items, offered))
+            assert self.service.frontend.tokenizer is not None
+            return len(self.service.frontend.tokenizer.encode(prompt, add_special_tokens=False))
+
+        return await self.service.in_thread(count)
+
+    async def _history(self, owner: str, body: ResponseRequest) -> History:
+        """What the request continues. It counts as a part of the request's size."""
+        history = History()
+        if body.conversation is not None:
+            given = body.conversation
+            conversation_id = given if isinstance(given, str) else given.id
+            found = await self.conversations.find(owner, conversation_id)
+            if found is None:
+                raise InputError(
+                    f"there is no conversation {conversation_id!r:.100}: it was deleted, or made "
+                    "room for newer ones; create one at /v1/conversations",
+                    "conversation",
+                )
+            history = History(found.items, conversation_id)
+        elif body.previous_response_id is not None:
+            history = History(await self._items_before(owner, body.previous_response_id))
+        current_body_bytes.set(current_body_bytes.get() + history.items.num_bytes)
+        return history
+
+    async def _items_before(self, owner: str, response_id: str) -> StoredItems:
+        stored = await self.response(owner, response_id)
         if stored is None:
             raise InputError(
-                f"there is no response {response_id!r}: it was not stored, was deleted, or made "
-                "room for newer ones; send its conversation as input",
+                f"there is no response {response_id!r:.100}: it was not stored, was deleted, or "
+                "made room for newer ones; send its conversation as input",
                 "previous_response_id",
             )
-        response = stored.read()
-        if response["status"] == "in_progress":
+        if is_open(stored.status):
             raise InputError(
-                f"response {response_id!r} is still in progress: wait until it is completed",
+                f"response {response_id!r} is still {stored.status.replace('_', ' ')}: wait until "
+                "it is completed",
                 "previous_response_id",
             )
-        return [*stored.read_input(), *response["output"]]
+        return stored.input + stored.output
 
-    async def start(self, owned: OwnedRun) -> dict[str, Any]:
+    def _is_stored(self, body: ResponseRequest, history: History, added: StoredItems) -> bool:
+        """Whether the response is to be kept; InputError if it must be and cannot."""
+        items = history.items + added
+        refusal = self.store.refusal(items.num_bytes, len(items))
+        if refusal is None:
+            return body.store is not False
+        if history.conversation_id is not None:
+            raise InputError(f"the conversation cannot grow further: {refusal}", "conversation")
+        if body.store or body.background:
+            name = "store" if body.store else "background"
+            raise InputError(f"{name}: this response cannot be kept: {refusal}", name)
+        return False
+
+    async def response(self, owner: str, response_id: str) -> StoredResponse | None:
+        stored = await self.store.get(owner, response_id)
+        return stored if isinstance(stored, StoredResponse) else None
+
+    async def start(self, owned: OwnedRun) -> bytes:
         """Run in the background; the response as it is at first."""
-        await owned.save()
+        queued = await owned.save()
         key = (owned.owner, owned.run.id)
         task = asyncio.ensure_future(owned.run_to_end())
         self._background[key] = task
         task.add_done_callback(lambda _: self._background.pop(key, None))
-        return owned.run.snapshot()
+        return queued
 
     async def stop(self, owner: str, response_id: str) -> None:
         """End a response that runs in the background, if it does."""
@@ -85,42 +163,89 @@ class ResponseDesk:
 
 
 class OwnedRun:
-    """A run whose end is kept for its owner, unless `store` is None."""
+    """A run whose end is kept for its owner, and told to the conversation that it belongs to."""
 
     def __init__(
-        self, run: ResponseRun, owner: str, items: list[Item], store: ResponseStore | None
+        self, desk: ResponseDesk, run: ResponseRun, owner: str, history: History, added: StoredItems
     ) -> None:
         self.run = run
         self.owner = owner
-        self._items = items
-        self._store = store
+        self._desk = desk
+        self._history = history
+        self._added = added  # by the request
 
-    async def save(self) -> None:
-        if self._store is not None:
-            stored = StoredResponse.of(self.run.snapshot(), self._items)
-            await self._store.put(self.owner, stored)
-
-    async def whole(self) -> dict[str, Any]:
-        await self.run.whole()
-        await self.save()
-        return self.run.snapshot()
+    async def whole(self) -> bytes:
+        """Run to the end; the response as JSON. Raises what keeps it from getting there."""
+        async with contextlib.aclosing(self.run.steps()) as steps:
+            async for _ in steps:
+                pass
+        return await self._finish()
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Events as JSON. The response is kept before the client hears that it has ended."""
         async with contextlib.aclosing(self.run.events()) as events:
             async for event in events:
-                if event.get("response", {}).get("status", "in_progress") != "in_progress":
-                    await self.save()
-                yield encode(event)
+                if "response" not in event:
+                    yield encode(event)
+                    continue
+                if not is_open(event["response"]["status"]):
+                    await self._finish()
+                yield await self._desk.service.in_thread_if_large(encode, event)
 
     async def run_to_end(self) -> None:
         """In the background, where nobody is there to be told of errors."""
         try:
-            await self.run.whole()
+            async with contextlib.aclosing(self.run.steps()) as steps:
+                async for event in steps:
+                    if event["type"] == "response.in_progress":
+                        await self.save()
         except asyncio.CancelledError:
             self.run.cancel()
             raise
         except Exception as error:
             self.run.fail(error)
         finally:
-            await self.save()
+            await self._finish()
+
+    async def save(self) -> bytes:
+        """Keep the response as it is now, if it is to be kept; the response as JSON."""
+        run, items = self.run, self._history.items + self._added
+
+        def write() -> StoredResponse:
+            return StoredResponse(
+                id=run.id,
+                status=run.status,
+                is_background=run.is_background,
+                response=encode(run.snapshot()).encode(),
+                input=items,
+                output=StoredItems.of(run.output),
+            )
+
+        stored = await self._desk.service.in_thread_if_large(write)
+        if run.is_stored:
+            await self._desk.store.put(self.owner, stored)
+        return stored.response
+
+    async def _finish(self) -> bytes:
+        conversation_id = self._history.conversation_id
+        if conversation_id is not None and self.run.status in ("completed", "incomplete"):
+            said = self._added + StoredItems.of(self.run.output)
+            try:
+                await self._desk.conversations.add(self.owner, conversation_id, said)
+            except InputError as error:  # the answer made it too large: that stands, at least
+                logger.warning("Response %s is not in its conversation: %s", self.run.id, error)
+        return await self.save()
+
+
+def _memory_store(service: Service) -> MemoryStore:
+    config = service.server_config
+    has_keys = bool(config.api_key or config.admin_api_key)
+    most = config.max_stored_response_bytes
+    return MemoryStore(
+        StoreLimits(
+            max_entries=config.max_stored_responses,
+            max_bytes=most,
+            max_bytes_per_owner=config.max_stored_response_bytes_per_key if has_keys else most,
+            max_items=config.max_stored_items,
+        )
+    )

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock.server.responses.protocol import ResponseRequest
+from penstock.server.openai.base import Body
 
 Item = dict[str, Any]
 
@@ -16,16 +16,20 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def input_items(body: ResponseRequest) -> list[Item]:
-    """What a request adds to a conversation, each item with a type and an id."""
-    if isinstance(body.input, str):
-        part = {"type": "input_text", "text": body.input}
+def input_items(
+    given_input: str | Sequence[Body] | None, known_ids: Iterable[str] = ()
+) -> list[Item]:
+    """What a request adds to a conversation: each item with a type, and an id that no other has."""
+    if isinstance(given_input, str):
+        part = {"type": "input_text", "text": given_input}
         return [{"type": "message", "id": new_id("msg"), "role": "user", "content": [part]}]
-    items = []
-    for given in body.input:
+    items, ids = [], set(known_ids)
+    for given in given_input or ():
         item: Item = given.model_dump(exclude_unset=True)
         item["type"] = item.get("type") or "message"
-        item["id"] = item.get("id") or new_id("msg" if item["type"] == "message" else "item")
+        if not item.get("id") or item["id"] in ids:
+            item["id"] = new_id("msg" if item["type"] == "message" else "item")
+        ids.add(item["id"])
         if item["type"] == "message" and isinstance(item["content"], str):
             kind = "output_text" if item["role"] == "assistant" else "input_text"
             item["content"] = [{"type": kind, "text": item["content"]}]

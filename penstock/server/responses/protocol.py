@@ -255,9 +255,13 @@ MetadataKey = Annotated[Text, Field(max_length=64)]
 MetadataValue = Annotated[Text, Field(max_length=512)]
 
 
+class ConversationParam(Body):
+    id: Text
+
+
 class ResponseRequest(Body):
     model: Text | None = Field(None, description="A name from /v1/models; the first by default.")
-    input: Input = Field(description="A text, or items of a conversation.")
+    input: Input | None = Field(None, description="A text, or items of a conversation.")
     instructions: Text | None = Field(
         None, description="A system message before everything; of this response alone."
     )
@@ -308,7 +312,9 @@ class ResponseRequest(Body):
     priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
     cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
     timeout: float | None = Field(None, description="Most seconds that each round may take.")
-    conversation: Text | dict[str, Any] | None = Field(None, description="Not supported.")
+    conversation: Text | ConversationParam | None = Field(
+        None, description="A conversation, by its id: it is continued, and added to."
+    )
     prompt: dict[str, Any] | None = Field(None, description="Not supported.")
 
 
@@ -339,8 +345,9 @@ class ResponseReply(Reply):
     object: Literal["response"]
     created_at: float
     completed_at: float | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
+    conversation: dict[str, Any] | None
     error: dict[str, Any] | None
     incomplete_details: dict[str, Any] | None
     instructions: str | None
@@ -368,6 +375,11 @@ class DeletedReply(Reply):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
+
+
+class InputTokensReply(Reply):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class ItemList(Reply):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
@@ -15,11 +15,13 @@ from penstock.server.replies import StreamFrame, event_stream, gone, unless_gone
 from penstock.server.responses.desk import ResponseDesk
 from penstock.server.responses.protocol import (
     DeletedReply,
+    InputTokensReply,
     ItemList,
     ResponseReply,
     ResponseRequest,
 )
-from penstock.server.responses.run import encode, error_code
+from penstock.server.responses.run import error_code
+from penstock.server.responses.store import Order
 from penstock.server.service import Service
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -71,6 +73,15 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     return gone() if response is None else _json(response)
 
 
+@router.post("/v1/responses/input_tokens", responses=describe_errors(400, 401, 404, 413, 500, 503))
+async def count_input_tokens(body: ResponseRequest, request: Request) -> InputTokensReply:
+    """How many tokens the model would read for a request to /v1/responses."""
+    service, desk = _service_and_desk(request)
+    service.check_model(body.model)
+    count = await desk.count(current_tenant.get(), body)
+    return InputTokensReply(object="response.input_tokens", input_tokens=count)
+
+
 @router.get(
     "/v1/responses/{response_id}",
     response_model=ResponseReply,
@@ -83,10 +94,10 @@ async def retrieve_response(
     if stream:
         raise InputError("a stored response is not streamed: leave stream out", "stream")
     _, desk = _service_and_desk(request)
-    stored = await desk.store.get(current_tenant.get(), response_id)
+    stored = await desk.response(current_tenant.get(), response_id)
     if stored is None:
         return _not_found(response_id)
-    return Response(stored.response, media_type="application/json")
+    return _json(stored.response)
 
 
 @router.post(
@@ -99,13 +110,13 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     _, desk = _service_and_desk(request)
     owner = current_tenant.get()
     await desk.stop(owner, response_id)
-    stored = await desk.store.get(owner, response_id)
+    stored = await desk.response(owner, response_id)
     if stored is None:
         return _not_found(response_id)
-    if not stored.read()["background"]:
+    if not stored.is_background:
         message = "only a response that was created with background can be cancelled"
         return error_response(400, message, "response_id")
-    return Response(stored.response, media_type="application/json")
+    return _json(stored.response)
 
 
 @router.delete("/v1/responses/{response_id}", responses=describe_errors(*COMMON_ERRORS))
@@ -114,8 +125,9 @@ async def delete_response(response_id: str, request: Request) -> DeletedReply:
     _, desk = _service_and_desk(request)
     owner = current_tenant.get()
     await desk.stop(owner, response_id)
-    if not await desk.store.delete(owner, response_id):
+    if await desk.response(owner, response_id) is None:
         return _not_found(response_id)  # type: ignore[return-value]
+    await desk.store.delete(owner, response_id)
     return DeletedReply(id=response_id, object="response", deleted=True)
 
 
@@ -128,32 +140,15 @@ async def list_input_items(
     response_id: str,
     request: Request,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Literal["asc", "desc"] = "desc",
+    order: Order = "desc",
     after: str | None = None,
 ) -> Response:
     """The items of the conversation that a response answers, the newest first."""
     _, desk = _service_and_desk(request)
-    stored = await desk.store.get(current_tenant.get(), response_id)
+    stored = await desk.response(current_tenant.get(), response_id)
     if stored is None:
         return _not_found(response_id)
-    items = stored.read_input()
-    if order == "desc":
-        items.reverse()
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise InputError(f"there is no item {after!r} in this conversation", "after")
-        items = items[ids.index(after) + 1 :]
-    page = items[:limit]
-    return _json(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > len(page),
-        }
-    )
+    return _json(stored.input.page(limit, order, after))
 
 
 def _service_and_desk(request: Request) -> tuple[Service, ResponseDesk]:
@@ -168,5 +163,5 @@ def _not_found(response_id: str) -> Response:
     return error_response(404, message, "response_id")
 
 
-def _json(content: dict[str, Any]) -> Response:
-    return Response(encode(content), media_type="application/json")
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")

@@ -34,10 +34,12 @@ class Job:
     offered: OfferedTools
     turn: Turn
     request: TurnRequest  # that `turn` was made from
+    conversation_id: str | None
+    is_stored: bool
 
 
 class ResponseRun:
-    """Runs one response. `events` or `whole` may be called once."""
+    """Runs one response. `events` or `steps` may be called once. Takes time to make."""
 
     def __init__(
         self, service: Service, tool_servers: ToolServers, job: Job, request_id: str
@@ -49,20 +51,15 @@ class ResponseRun:
         self.id = new_id("resp")
         self._created_at = int(time.time())
         self._completed_at: int | None = None
-        self._status = "in_progress"
+        self.status = "queued" if job.body.background else "in_progress"
         self._error: dict[str, Any] | None = None
         self._turns = [job.turn]  # one a round; the last one runs
         self._num_calls = 0
+        self._echo = _echo(job)
         num_top = job.body.top_logprobs or 0
         self._output = Output(
             job.offered.servers, LogprobFormat(service.frontend.tokenizer, num_top, False)
         )
-
-    async def whole(self) -> None:
-        """Run to the end; raises what keeps it from getting there."""
-        async with contextlib.aclosing(self._run()) as events:
-            async for _ in events:
-                pass
 
     async def events(self) -> AsyncGenerator[Event, None]:
         """What happens, numbered; the last one says how it ended.
@@ -71,7 +68,7 @@ class ResponseRun:
         """
         number = 0
         try:
-            async with contextlib.aclosing(self._run()) as events:
+            async with contextlib.aclosing(self.steps()) as events:
                 async for event in events:
                     yield {**event, "sequence_number": number}
                     number += 1
@@ -80,7 +77,7 @@ class ResponseRun:
                 raise
             self.fail(error)
         yield {
-            "type": f"response.{self._status}",
+            "type": f"response.{self.status}",
             "response": self.snapshot(),
             "sequence_number": number,
         }
@@ -88,14 +85,17 @@ class ResponseRun:
     def fail(self, error: Exception) -> None:
         """End it with an error."""
         told = body_of(error, self._request_id)["error"]
-        self._status = "failed"
+        self.status = "failed"
         self._error = {"code": error_code(error), "message": told["message"]}
 
     def cancel(self) -> None:
-        self._status = "cancelled"
+        self.status = "cancelled"
 
-    async def _run(self) -> AsyncGenerator[Event, None]:
-        """Everything that happens between the first token and the last."""
+    async def steps(self) -> AsyncGenerator[Event, None]:
+        """Everything that happens between the first token and the last.
+
+        Raises what keeps it from getting to the end.
+        """
         request, has_begun, is_cut_off = self._job.request, False, False
         for num_left in reversed(range(self._service.server_config.max_tool_rounds + 1)):
             reason: str | None = None
@@ -103,7 +103,7 @@ class ResponseRun:
             async with contextlib.aclosing(self._turns[-1].steps()) as steps:
                 async for step in steps:
                     if not has_begun:
-                        has_begun = True
+                        has_begun, self.status = True, "in_progress"
                         for event in self._opening():
                             yield event
                     for event in self._output.take(step.deltas, step.logprobs):
@@ -124,7 +124,7 @@ class ResponseRun:
                 prepare, self._service, following, self.id, self._job.body.truncation == "auto"
             )
             self._turns.append(turn)
-        self._status = "incomplete" if is_cut_off else "completed"
+        self.status = "incomplete" if is_cut_off else "completed"
         self._completed_at = None if is_cut_off else int(time.time())
 
     def _opening(self) -> list[Event]:
@@ -202,21 +202,31 @@ class ResponseRun:
             total.num_reasoning += turn.usage.num_reasoning
         return total
 
+    @property
+    def is_background(self) -> bool:
+        return bool(self._job.body.background)
+
+    @property
+    def is_stored(self) -> bool:
+        return self._job.is_stored
+
+    @property
+    def output(self) -> list[Item]:
+        return self._output.items
+
     def snapshot(self) -> dict[str, Any]:
         """The response as it is now."""
         body, params = self._job.body, self._job.request.params
-        text = body.text.model_dump(exclude_unset=True, by_alias=True) if body.text else {}
-        text["format"] = text.get("format") or {"type": "text"}
-        incomplete = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
-        choice: Any = body.tool_choice or "auto"
+        incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         reasoning = body.reasoning
         return {
             "id": self.id,
             "object": "response",
             "created_at": self._created_at,
             "completed_at": self._completed_at,
-            "status": self._status,
+            "status": self.status,
             "background": bool(body.background),
+            "conversation": self._conversation(),
             "error": self._error,
             "incomplete_details": incomplete,
             "instructions": body.instructions,
@@ -231,17 +241,37 @@ class ResponseRun:
                 "effort": reasoning.effort if reasoning else None,
                 "summary": reasoning.summary if reasoning else None,
             },
-            "store": body.store is not False,
+            "store": self._job.is_stored,
             "temperature": params.temperature,
-            "text": text,
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": _echo_tools(body),
+            **self._echo,
             "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
-            "usage": None if self._status == "in_progress" else _usage_reply(self._usage()),
+            "usage": None if is_open(self.status) else _usage_reply(self._usage()),
             "user": body.user,
         }
+
+    def _conversation(self) -> dict[str, str] | None:
+        conversation_id = self._job.conversation_id
+        return None if conversation_id is None else {"id": conversation_id}
+
+
+def is_open(status: str) -> bool:
+    """Whether a response of this status has yet to end."""
+    return status in ("queued", "in_progress")
+
+
+def _echo(job: Job) -> dict[str, Any]:
+    """Those fields of the request that may be long, as the response repeats them."""
+    body = job.body
+    text = body.text.model_dump(exclude_unset=True, by_alias=True) if body.text else {}
+    text["format"] = text.get("format") or {"type": "text"}
+    choice: Any = body.tool_choice or "auto"
+    return {
+        "text": text,
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": _echo_tools(body),
+    }
 
 
 def error_code(error: Exception) -> str:

@@ -1,94 +1,257 @@
-"""Where responses are kept, so that they can be read again and conversations go on after them."""
+"""Where responses and conversations are kept, so that they can be read again and go on.
+
+Everything is kept as it is sent: a page of items is cut and joined, never parsed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from penstock.protocol.errors import InputError
+from penstock.server.responses.items import Item
 
 logger = logging.getLogger(__name__)
+
+Order = Literal["asc", "desc"]
+# What Python takes for an item besides its JSON and its id: two objects and a place in two tuples.
+ITEM_OVERHEAD_BYTES = 112
+
+
+@dataclass(frozen=True)
+class StoredItems:
+    """Items of a conversation, each as JSON, and their ids."""
+
+    ids: tuple[str, ...] = ()
+    encoded: tuple[bytes, ...] = ()
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, items: Sequence[Item], allow_nan: bool = True) -> StoredItems:
+        """Takes time for many items, but lets other threads run between two of them.
+
+        Raises what `json.dumps` raises for what JSON does not have.
+        """
+        ids = tuple(item["id"] for item in items)
+        encoded = tuple(json.dumps(item, allow_nan=allow_nan).encode() for item in items)
+        return cls._weighed(ids, encoded)
+
+    @classmethod
+    def _weighed(cls, ids: tuple[str, ...], encoded: tuple[bytes, ...]) -> StoredItems:
+        num_bytes = sum(map(len, ids)) + sum(map(len, encoded)) + ITEM_OVERHEAD_BYTES * len(ids)
+        return cls(ids, encoded, num_bytes)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __add__(self, other: StoredItems) -> StoredItems:
+        return StoredItems(
+            self.ids + other.ids, self.encoded + other.encoded, self.num_bytes + other.num_bytes
+        )
+
+    def read(self) -> list[Item]:
+        """All of them. Takes time for many, but lets other threads run between two."""
+        return [json.loads(item) for item in self.encoded]
+
+    def find(self, item_id: str) -> bytes | None:
+        """One item as JSON."""
+        return self.encoded[self.ids.index(item_id)] if item_id in self.ids else None
+
+    def without(self, item_id: str) -> StoredItems:
+        at = self.ids.index(item_id)
+        return self._weighed(
+            self.ids[:at] + self.ids[at + 1 :], self.encoded[:at] + self.encoded[at + 1 :]
+        )
+
+    def page(self, limit: int, order: Order, after: str | None) -> bytes:
+        """At most `limit` items behind the item `after`, in the form in which APIs list them."""
+        places = range(len(self.ids))  # which is cut and turned without looking at any
+        if order == "desc":
+            places = places[::-1]
+        if after is not None:
+            if after not in self.ids:
+                raise InputError(f"there is no item {after!r:.100} in this conversation", "after")
+            at = self.ids.index(after)
+            if order == "asc":  # if it is there twice, behind the last one, or a list never ends
+                with contextlib.suppress(ValueError):
+                    while True:
+                        at = self.ids.index(after, at + 1)
+            places = places[places.index(at) + 1 :]
+        shown = places[:limit]
+        ends = {
+            "first_id": self.ids[shown[0]] if shown else None,
+            "last_id": self.ids[shown[-1]] if shown else None,
+            "has_more": len(places) > len(shown),
+        }
+        data = b", ".join([self.encoded[at] for at in shown])
+        return b'{"object": "list", "data": [' + data + b"], " + json.dumps(ends).encode()[1:]
 
 
 @dataclass(frozen=True)
 class StoredResponse:
     """One response as JSON, and the items of the conversation that it answers.
 
-    The items are all of them, from the conversation's first on: a response can be continued
-    whether or not those before it are still there.
+    These are all of them, from the conversation's first on: a response can be continued whether or
+    not those before it are still there.
     """
 
     id: str
+    status: str
+    is_background: bool
     response: bytes
-    input_items: bytes
-
-    @classmethod
-    def of(cls, response: dict[str, Any], input_items: list[dict[str, Any]]) -> StoredResponse:
-        return cls(response["id"], json.dumps(response).encode(), json.dumps(input_items).encode())
+    input: StoredItems
+    output: StoredItems
 
     @property
     def num_bytes(self) -> int:
-        return len(self.id) + len(self.response) + len(self.input_items)
+        return len(self.response) + self.input.num_bytes + self.output.num_bytes
 
-    def read(self) -> dict[str, Any]:
-        response: dict[str, Any] = json.loads(self.response)
-        return response
+    @property
+    def num_items(self) -> int:
+        return len(self.input)
 
-    def read_input(self) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = json.loads(self.input_items)
-        return items
+
+@dataclass(frozen=True)
+class StoredConversation:
+    """A conversation that responses add to."""
+
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    items: StoredItems
+
+    @property
+    def num_bytes(self) -> int:
+        return self.items.num_bytes + sum(len(k) + len(v) for k, v in self.metadata.items())
+
+    @property
+    def num_items(self) -> int:
+        return len(self.items)
+
+
+Stored = StoredResponse | StoredConversation
 
 
 class ResponseStore(Protocol):
-    """Keeps responses by owner: what one owner put, no other can find, whatever ids it tries."""
+    """Keeps things by owner: what one owner put, no other can find, whatever ids it tries."""
 
-    async def put(self, owner: str, stored: StoredResponse) -> None:
-        """Keep it, in place of an earlier one of the same id. It may be dropped at any time."""
+    def refusal(self, num_bytes: int, num_items: int) -> str | None:
+        """Why something of this size cannot be kept, or None if it can."""
 
-    async def get(self, owner: str, response_id: str) -> StoredResponse | None: ...
+    async def put(self, owner: str, stored: Stored) -> bool:
+        """Keep it, in place of an earlier one of the same id. It may be dropped at any time.
 
-    async def delete(self, owner: str, response_id: str) -> bool:
+        False if it is too large for that; an earlier one then stays.
+        """
+
+    async def get(self, owner: str, stored_id: str) -> Stored | None: ...
+
+    async def delete(self, owner: str, stored_id: str) -> bool:
         """Whether there was one."""
 
 
-class MemoryStore(ResponseStore):
-    """In this process's memory; drops those that were not used for longest where it gets full."""
+@dataclass(frozen=True)
+class StoreLimits:
+    """How much a store keeps: in all, of one owner, and items in one response or conversation."""
 
-    def __init__(self, max_responses: int, max_bytes: int) -> None:
-        self._max_responses = max_responses
-        self._max_bytes = max_bytes
-        self._entries: OrderedDict[tuple[str, str], StoredResponse] = OrderedDict()
+    max_entries: int
+    max_bytes: int
+    max_bytes_per_owner: int
+    max_items: int
+
+
+@dataclass
+class _Shelf:
+    """What one owner has, the least recently used first."""
+
+    entries: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+
+
+class MemoryStore(ResponseStore):
+    """In this process's memory. Where it gets full, what was not used for longest makes room.
+
+    An owner with too much loses its own. Where all owners together have too much, whoever has the
+    most loses some: nobody can push out those who have little.
+    """
+
+    def __init__(self, limits: StoreLimits) -> None:
+        self._limits = limits
+        self._shelves: dict[str, _Shelf] = {}
         self.num_bytes = 0
+        self._num_entries = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._num_entries
 
-    async def put(self, owner: str, stored: StoredResponse) -> None:
-        self._drop((owner, stored.id))
-        if stored.num_bytes > self._max_bytes or self._max_responses == 0:
-            logger.warning(
-                "Response %s of %d bytes is not stored: --max-stored-response-bytes and "
-                "--max-stored-responses are %d and %d",
-                *(stored.id, stored.num_bytes, self._max_bytes, self._max_responses),
+    def refusal(self, num_bytes: int, num_items: int) -> str | None:
+        limits = self._limits
+        if limits.max_entries == 0:
+            return "nothing is stored here (--max-stored-responses is 0)"
+        if num_items > limits.max_items:
+            return f"{num_items} items are more than the {limits.max_items} of --max-stored-items"
+        if num_bytes > (most := min(limits.max_bytes, limits.max_bytes_per_owner)):
+            return (
+                f"{num_bytes} bytes are more than the {most} that --max-stored-response-bytes and "
+                "--max-stored-response-bytes-per-key leave to one"
             )
-            return
-        self._entries[owner, stored.id] = stored
-        self.num_bytes += stored.num_bytes
-        while self.num_bytes > self._max_bytes or len(self._entries) > self._max_responses:
-            self._drop(next(iter(self._entries)))
+        return None
 
-    async def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        stored = self._entries.get((owner, response_id))
-        if stored is not None:
-            self._entries.move_to_end((owner, response_id))
-        return stored
+    async def put(self, owner: str, stored: Stored) -> bool:
+        if (refusal := self.refusal(stored.num_bytes, stored.num_items)) is not None:
+            logger.warning("%s is not stored: %s", stored.id, refusal)
+            return False
+        self._drop(owner, stored.id)
+        limits, size = self._limits, stored.num_bytes
+        own = self._shelves.get(owner, _Shelf())
+        while own.entries and own.num_bytes + size > limits.max_bytes_per_owner:
+            self._drop_oldest(owner)
+        while self.num_bytes + size > limits.max_bytes:
+            self._drop_oldest(self._heaviest(owner, size, lambda shelf: shelf.num_bytes))
+        while self._num_entries + 1 > limits.max_entries:
+            self._drop_oldest(self._heaviest(owner, 1, lambda shelf: len(shelf.entries)))
+        shelf = self._shelves.setdefault(owner, _Shelf())
+        shelf.entries[stored.id] = stored
+        shelf.num_bytes += size
+        self.num_bytes += size
+        self._num_entries += 1
+        return True
 
-    async def delete(self, owner: str, response_id: str) -> bool:
-        return self._drop((owner, response_id))
+    async def get(self, owner: str, stored_id: str) -> Stored | None:
+        shelf = self._shelves.get(owner)
+        if shelf is None or stored_id not in shelf.entries:
+            return None
+        shelf.entries.move_to_end(stored_id)
+        return shelf.entries[stored_id]
 
-    def _drop(self, key: tuple[str, str]) -> bool:
-        stored = self._entries.pop(key, None)
-        if stored is not None:
-            self.num_bytes -= stored.num_bytes
-        return stored is not None
+    async def delete(self, owner: str, stored_id: str) -> bool:
+        return self._drop(owner, stored_id)
+
+    def _heaviest(self, owner: str, size: int, weigh: Callable[[_Shelf], int]) -> str:
+        """Who would have the most if `owner` had `size` more; the owner itself if others tie."""
+
+        def key(name: str) -> tuple[int, bool, str]:
+            is_own = name == owner
+            return weigh(self._shelves[name]) + size * is_own, is_own, name
+
+        return max(self._shelves, key=key)
+
+    def _drop_oldest(self, owner: str) -> None:
+        self._drop(owner, next(iter(self._shelves[owner].entries)))
+
+    def _drop(self, owner: str, stored_id: str) -> bool:
+        shelf = self._shelves.get(owner)
+        stored = shelf.entries.pop(stored_id, None) if shelf is not None else None
+        if shelf is None or stored is None:
+            return False
+        shelf.num_bytes -= stored.num_bytes
+        self.num_bytes -= stored.num_bytes
+        self._num_entries -= 1
+        if not shelf.entries:
+            del self._shelves[owner]
+        return True

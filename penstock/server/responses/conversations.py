@@ -1,0 +1,270 @@
+"""/v1/conversations: items that are kept under one id, and that responses add to."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import Field
+
+from penstock.protocol.errors import InputError
+from penstock.server.access import current_tenant
+from penstock.server.bodies import JsonRoute
+from penstock.server.errors import describe_errors, error_response
+from penstock.server.openai.base import Body, Entries, Items, Reply
+from penstock.server.responses.convert import plain_json
+from penstock.server.responses.items import input_items, new_id
+from penstock.server.responses.protocol import (
+    InputItem,
+    ItemList,
+    MetadataKey,
+    MetadataValue,
+)
+from penstock.server.responses.store import Order, ResponseStore, StoredConversation, StoredItems
+from penstock.server.service import Service
+
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+
+ERRORS = describe_errors(400, 401, 404, 413, 500)
+Metadata = Annotated[Entries[MetadataKey, MetadataValue], Field(max_length=16)]
+
+
+class Conversations:
+    """The conversations in a store. A change is made to what is there when it is made."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._changing = asyncio.Lock()
+
+    async def create(
+        self, owner: str, metadata: dict[str, str], items: StoredItems
+    ) -> StoredConversation:
+        made = StoredConversation(new_id("conv"), int(time.time()), metadata, items)
+        await self._put(owner, made)
+        return made
+
+    async def find(self, owner: str, conversation_id: str) -> StoredConversation | None:
+        found = await self._store.get(owner, conversation_id)
+        return found if isinstance(found, StoredConversation) else None
+
+    async def change(
+        self,
+        owner: str,
+        conversation_id: str,
+        change: Callable[[StoredConversation], StoredConversation],
+    ) -> StoredConversation | None:
+        """The conversation as it is then; None if there is none, InputError if it is too large."""
+        async with self._changing:
+            found = await self.find(owner, conversation_id)
+            if found is None:
+                return None
+            changed = change(found)
+            await self._put(owner, changed)
+            return changed
+
+    async def add(
+        self, owner: str, conversation_id: str, items: StoredItems
+    ) -> StoredConversation | None:
+        """Add items at the end; as `change`."""
+        return await self.change(
+            owner, conversation_id, lambda found: replace(found, items=found.items + items)
+        )
+
+    async def delete(self, owner: str, conversation_id: str) -> bool:
+        """Whether there was one."""
+        async with self._changing:
+            found = await self.find(owner, conversation_id)
+            return found is not None and await self._store.delete(owner, conversation_id)
+
+    async def _put(self, owner: str, conversation: StoredConversation) -> None:
+        if not await self._store.put(owner, conversation):
+            refusal = self._store.refusal(conversation.num_bytes, conversation.num_items)
+            raise InputError(f"the conversation cannot be kept: {refusal}", "items")
+
+
+# -- bodies and replies
+
+
+class CreateConversation(Body):
+    items: Items[InputItem] | None = Field(None, description="What has been said already.")
+    metadata: Metadata | None = None
+
+
+class UpdateConversation(Body):
+    metadata: Metadata = Field(description="In place of what there is.")
+
+
+class CreateItems(Body):
+    items: Items[InputItem]
+
+
+class ConversationReply(Reply):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, str]
+
+
+class DeletedConversation(Reply):
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]
+
+
+def _reply(conversation: StoredConversation) -> ConversationReply:
+    return ConversationReply(
+        id=conversation.id,
+        object="conversation",
+        created_at=conversation.created_at,
+        metadata=conversation.metadata,
+    )
+
+
+# -- routes
+
+
+@router.post("/v1/conversations", responses=ERRORS)
+async def create_conversation(body: CreateConversation, request: Request) -> ConversationReply:
+    """Begin a conversation, with items or without."""
+    conversations = _conversations(request)
+    items = await _service(request).in_thread_if_large(_new_items, body.items or [], ())
+    return _reply(await conversations.create(current_tenant.get(), body.metadata or {}, items))
+
+
+@router.get(
+    "/v1/conversations/{conversation_id}", response_model=ConversationReply, responses=ERRORS
+)
+async def retrieve_conversation(conversation_id: str, request: Request) -> Any:
+    """A conversation without its items."""
+    found = await _conversations(request).find(current_tenant.get(), conversation_id)
+    return _not_found(conversation_id) if found is None else _reply(found)
+
+
+@router.post(
+    "/v1/conversations/{conversation_id}", response_model=ConversationReply, responses=ERRORS
+)
+async def update_conversation(
+    conversation_id: str, body: UpdateConversation, request: Request
+) -> Any:
+    """Change a conversation's metadata."""
+    changed = await _conversations(request).change(
+        current_tenant.get(),
+        conversation_id,
+        lambda found: replace(found, metadata=body.metadata),
+    )
+    return _not_found(conversation_id) if changed is None else _reply(changed)
+
+
+@router.delete(
+    "/v1/conversations/{conversation_id}", response_model=DeletedConversation, responses=ERRORS
+)
+async def delete_conversation(conversation_id: str, request: Request) -> Any:
+    """Forget a conversation and its items; responses in it stay."""
+    if not await _conversations(request).delete(current_tenant.get(), conversation_id):
+        return _not_found(conversation_id)
+    return DeletedConversation(id=conversation_id, object="conversation.deleted", deleted=True)
+
+
+@router.post("/v1/conversations/{conversation_id}/items", response_model=ItemList, responses=ERRORS)
+async def create_items(conversation_id: str, body: CreateItems, request: Request) -> Response:
+    """Add items at a conversation's end; these items."""
+    owner, conversations = current_tenant.get(), _conversations(request)
+    found = await conversations.find(owner, conversation_id)
+    if found is None:
+        return _not_found(conversation_id)
+    items = await _service(request).in_thread_if_large(_new_items, body.items, found.items.ids)
+    if await conversations.add(owner, conversation_id, items) is None:
+        return _not_found(conversation_id)
+    return _json(items.page(max(len(items), 1), "asc", None))
+
+
+@router.get("/v1/conversations/{conversation_id}/items", response_model=ItemList, responses=ERRORS)
+async def list_items(
+    conversation_id: str,
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Order = "desc",
+    after: str | None = None,
+) -> Response:
+    """The items of a conversation, the newest first."""
+    found = await _conversations(request).find(current_tenant.get(), conversation_id)
+    return (
+        _not_found(conversation_id)
+        if found is None
+        else _json(found.items.page(limit, order, after))
+    )
+
+
+@router.get(
+    "/v1/conversations/{conversation_id}/items/{item_id}",
+    response_model=dict[str, Any],
+    responses=ERRORS,
+)
+async def retrieve_item(conversation_id: str, item_id: str, request: Request) -> Response:
+    """One item."""
+    found = await _conversations(request).find(current_tenant.get(), conversation_id)
+    if found is None:
+        return _not_found(conversation_id)
+    item = found.items.find(item_id)
+    return _no_item(conversation_id, item_id) if item is None else _json(item)
+
+
+@router.delete(
+    "/v1/conversations/{conversation_id}/items/{item_id}",
+    response_model=ConversationReply,
+    responses=ERRORS,
+)
+async def delete_item(conversation_id: str, item_id: str, request: Request) -> Any:
+    """Take an item out of a conversation; the conversation."""
+    was_there = False
+
+    def take_out(found: StoredConversation) -> StoredConversation:
+        nonlocal was_there
+        was_there = item_id in found.items.ids
+        return replace(found, items=found.items.without(item_id)) if was_there else found
+
+    changed = await _conversations(request).change(current_tenant.get(), conversation_id, take_out)
+    if changed is None:
+        return _not_found(conversation_id)
+    return _reply(changed) if was_there else _no_item(conversation_id, item_id)
+
+
+def _new_items(given: list[Any], known_ids: tuple[str, ...]) -> StoredItems:
+    """Items as a conversation keeps them. Takes time for many."""
+    items = input_items(given, known_ids)
+    for item in items:
+        if item["type"] == "message":
+            item.setdefault("status", "completed")
+    with plain_json("items"):
+        return StoredItems.of(items, allow_nan=False)
+
+
+def _service(request: Request) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+def _conversations(request: Request) -> Conversations:
+    conversations: Conversations = request.app.state.responses.conversations
+    return conversations
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json")
+
+
+def _not_found(conversation_id: str) -> Response:
+    message = (
+        f"there is no conversation {conversation_id!r:.100}: it was deleted, or made room for "
+        "newer ones"
+    )
+    return error_response(404, message, "conversation_id")
+
+
+def _no_item(conversation_id: str, item_id: str) -> Response:
+    message = f"there is no item {item_id!r:.100} in conversation {conversation_id!r:.100}"
+    return error_response(404, message, "item_id")
