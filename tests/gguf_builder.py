@@ -14,12 +14,13 @@ HIDDEN, FFN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB, CONTEXT = 256, 256, 4, 2,
 QUANTIZABLE = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 # gguf can read these, but not make all of them
 K_TYPES = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
-OTHER_TYPES = ["IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0"]
+OTHER_TYPES = ["IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "Q1_0", "TQ1_0", "TQ2_0"]
 GRID_TYPES = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
 # Where a block's float16 scales lie; everything else in a block may be any byte.
 SCALE_OFFSETS = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,)}
 SCALE_OFFSETS |= {"Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,)}
 SCALE_OFFSETS |= {"IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": (), "TQ1_0": (52,), "TQ2_0": (64,)}
+SCALE_OFFSETS |= {"NVFP4": (), "Q1_0": (0,)}
 SCALE_OFFSETS |= {name: () if name == "IQ1_M" else (0,) for name in GRID_TYPES}
 
 
@@ -44,6 +45,16 @@ def random_blocks(
         quarters = ((half >> np.arange(0, 16, 4, dtype=np.uint16)) & 15).astype(np.uint8)
         blocks[:, 49::2] = (blocks[:, 49::2] & 15) | (quarters << 4)
     return blocks.reshape(rows, -1)
+
+
+def reference_floats(data: np.ndarray, type_name: str) -> np.ndarray:
+    """What the gguf package says that blocks stand for; it cannot read Q1_0."""
+    if type_name != "Q1_0":
+        return gguf.quants.dequantize(data, gguf.GGMLQuantizationType[type_name])
+    blocks = data.reshape(-1, 18)
+    scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").astype(np.float32) * 2 - 1
+    return (signs * scales).reshape(len(data), -1)
 
 
 def permute_rope(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -128,7 +139,7 @@ def write_gguf(
         own_type = next(in_turn)
         quant = gguf.GGMLQuantizationType[own_type]
         data = random_blocks(rng, own_type, shape[0], shape[1], scale)
-        floats[name] = gguf.quants.dequantize(data, quant).reshape(shape)
+        floats[name] = reference_floats(data, own_type).reshape(shape)
         writer.add_tensor(name, data, raw_dtype=quant)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)

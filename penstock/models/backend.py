@@ -20,7 +20,7 @@ from penstock.loading.gguf.dequant import FLOAT_DTYPES
 from penstock.loading.gguf.file import GGUFFile
 from penstock.models.plugins import find_plugins, plugin_ops
 from penstock.ops.cpu import library
-from penstock.ops.gguf_blocks import FORMATS
+from penstock.ops.gguf_recode import RECODINGS
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
@@ -115,9 +115,12 @@ def choose_backend(
 
 def _gguf_on_gpu(gguf: GGUFFile, dtype: torch.dtype) -> Backend:
     """Matrices stay in their blocks; experts, too, if all of them are in blocks."""
-    experts = [tensor.type.name for tensor in gguf.tensors.values() if "_exps." in tensor.name]
-    method = GgufMethod(expert_blocks=all(name in FORMATS for name in experts))
-    return Backend(_ops("cuda"), method, dtype, native_types=(*FORMATS, *FLOAT_DTYPES))
+    from penstock.ops.triton.gguf_layout import LAYOUTS  # only where Triton is
+
+    experts = {tensor.type.name for tensor in gguf.tensors.values() if "_exps." in tensor.name}
+    recoded = {name for name, recoding in RECODINGS.items() if recoding.target in LAYOUTS}
+    method = GgufMethod(expert_blocks=experts <= LAYOUTS.keys() | recoded)
+    return Backend(_ops("cuda"), method, dtype, native_types=(*LAYOUTS, *FLOAT_DTYPES))
 
 
 def _ops(backend: str) -> Ops:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.ops.blocks import BlockTensor
-from penstock.ops.gguf_fields import bits, half, nibbles
+from penstock.ops.gguf_fields import bits, bits_in_order, half, nibbles
 from penstock.ops.gguf_grids import GRIDS, grid_numbers, scale_grid
 
 # Elements dequantized at a time: several passes go over them, which should hit the cache, but each
@@ -127,6 +127,16 @@ def _tq2_0_numbers(blocks: torch.Tensor) -> torch.Tensor:
     return bits(blocks[:, :64].view(-1, 2, 32), 4, 2).flatten(1)
 
 
+def _nvfp4_numbers(blocks: torch.Tensor) -> torch.Tensor:
+    # 4 x scale: 8 bits | 4 x 8 x (element i, element i + 8)
+    return nibbles(blocks[:, 4:].view(-1, 4, 8)).flatten(1)
+
+
+def _q1_0_numbers(blocks: torch.Tensor) -> torch.Tensor:
+    # f16 | 16 bytes; bit i of byte j: element 8 j + i
+    return bits_in_order(blocks[:, 2:], 8, 1)
+
+
 # -- scales
 
 
@@ -215,6 +225,27 @@ def _scale_mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
     out.mul_(bits.view(torch.float32))
 
 
+def nvfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
+    """Of the four groups of NVFP4: floats of 4 and 3 bits without a sign, [num_blocks, 4] float32.
+
+    Halved, because the numbers are doubled; what would be no number is zero.
+    """
+    packed = blocks[:, :4].int()
+    exponent, mantissa = (packed >> 3) & 15, (packed & 7).float()
+    normal = torch.ldexp(mantissa + 8, exponent - 11)
+    scale = torch.where(exponent == 0, mantissa * 2.0**-10, normal)
+    return torch.where(packed == 0x7F, 0.0, scale)
+
+
+def _scale_nvfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    _look_up(E2M1_DOUBLED, out)
+    out.view(-1, 4, 16).mul_(nvfp4_scales(blocks).unsqueeze(-1))
+
+
+def _scale_q1_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
+    out.mul_(2).sub_(1).mul_(half(blocks, 0).float())
+
+
 FORMATS: dict[str, BlockFormat] = {
     "Q8_0": BlockFormat(_q8_0_numbers, _less(128, 0)),
     "Q4_0": BlockFormat(_four_bits(2), _less(8, 0)),
@@ -229,6 +260,8 @@ FORMATS: dict[str, BlockFormat] = {
     "IQ4_NL": BlockFormat(_four_bits(2), _scale_iq4_nl),
     "IQ4_XS": BlockFormat(_iq4_xs_numbers, _scale_iq4_xs),
     "MXFP4": BlockFormat(_four_bits(1), _scale_mxfp4),
+    "NVFP4": BlockFormat(_nvfp4_numbers, _scale_nvfp4),
+    "Q1_0": BlockFormat(_q1_0_numbers, _scale_q1_0),
     "TQ1_0": BlockFormat(_tq1_0_numbers, _less(1, 52)),
     "TQ2_0": BlockFormat(_tq2_0_numbers, _less(1, 64)),
     **{name: BlockFormat(partial(grid_numbers, name), partial(scale_grid, name)) for name in GRIDS},

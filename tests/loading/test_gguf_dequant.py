@@ -8,7 +8,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_builder import GRID_TYPES, K_TYPES, OTHER_TYPES, QUANTIZABLE, random_blocks
+from gguf_builder import (
+    GRID_TYPES,
+    K_TYPES,
+    OTHER_TYPES,
+    QUANTIZABLE,
+    random_blocks,
+    reference_floats,
+)
 
 from penstock.loading.gguf.dequant import SUPPORTED_TYPES, check_supported, dequantize
 from penstock.loading.gguf.file import GGML_TYPES, GGUFTensor
@@ -33,7 +40,7 @@ def test_random_blocks_become_the_reference_floats_bit_for_bit(
     type_name: str, rows: int, columns: int
 ) -> None:
     data = random_blocks(np.random.default_rng(rows), type_name, rows, columns)
-    expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[type_name])
+    expected = reference_floats(data, type_name)
     result = dequantize(described(type_name, data, columns), data.reshape(-1))
     assert result.shape == (rows, columns)
     assert same_bits(result.numpy(), expected.reshape(rows, columns))

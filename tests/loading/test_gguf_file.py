@@ -124,7 +124,10 @@ def tensor_info(
         (header(num_tensors=1) + tensor_info(dims=()), "0 dimensions"),
         (header(num_tensors=1) + tensor_info(dims=(1,) * 5), "5 dimensions"),
         (header(num_tensors=1) + tensor_info(dims=(0,)), "is empty"),
-        (header(num_tensors=1) + tensor_info(type_id=40), "of the type NVFP4, which is not read"),
+        (
+            header(num_tensors=1) + tensor_info(type_id=31),
+            "of the type Q4_0_4_4, which is not read",
+        ),
         (header(num_tensors=1) + tensor_info(type_id=99), "of the type number 99"),
         (header(num_tensors=1) + tensor_info(dims=(33,), type_id=8), "do not divide"),
         (header(num_tensors=1) + tensor_info(offset=3), "not a multiple"),

@@ -343,8 +343,9 @@ def write_twin(
         own_name = name if is_named else names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own_name is not None, name
         data = np.ascontiguousarray(tensor)
-        if quantize is not None and data.ndim > 1 and _is_matrix(own_name):
-            kind = gguf.GGMLQuantizationType[quantize]
+        kind = gguf.GGMLQuantizationType[quantize or "F32"]
+        fits = data.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        if quantize is not None and data.ndim > 1 and fits and _is_matrix(own_name):
             writer.add_tensor(own_name, gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
             writer.add_tensor(own_name, data)
@@ -359,9 +360,8 @@ def write_twin(
 
 def _is_matrix(name: str) -> bool:
     """What llama.cpp quantizes: no biases, norms, routers, filters and parameters of heads."""
-    return not any(
-        part in name for part in (".bias", "norm", "ffn_gate_inp", "ssm_conv1d", "ssm_a", "ssm_d")
-    )
+    parts = (".bias", "scale", "norm", "ffn_gate_inp", "ssm_conv1d", "ssm_a", "ssm_d")
+    return not any(part in name for part in parts)
 
 
 def _metadata(twin: Twin, config: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +22,15 @@ from penstock.loading.gguf.rules import (
     UnpermuteRope,
 )
 from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.gguf_recode import recode
 from penstock.protocol.errors import ModelError
 
 
 class GGUFCheckpoint:
     """The tensors of one GGUF file, with the converter's changes undone.
 
-    All are dequantized, but for matrices whose type is one of `native_types`.
+    All are dequantized, but for matrices whose type is one of `native_types`, or can be made one of
+    them without rounding.
     """
 
     def __init__(
@@ -65,19 +67,38 @@ class GGUFCheckpoint:
 
     def _by_rows(self, mapped: MappedTensor) -> Iterator[tuple[str, Weight]]:
         """Where rows may move, but not change: blocks stay as they are."""
-        rows = self._rows(mapped)
+        rows, matrices = self._rows(mapped), _matrices(mapped)
+        scales = self._scales(mapped, len(matrices))
         start = 0
-        for name, tensor in _matrices(mapped):
-            count = tensor.shape[0]
-            yield name, self._weight(tensor, rows[start : start + count])
-            start += count
+        for (name, tensor), scale in zip(matrices, scales, strict=True):
+            own = rows[start : start + tensor.shape[0]]
+            start += tensor.shape[0]
+            if scale is None:
+                yield name, self._weight(tensor, own)
+            else:
+                yield name, dequantize(tensor, own.reshape(-1)).mul_(scale)
+
+    def _scales(self, mapped: MappedTensor, count: int) -> Sequence[float | None]:
+        """What each of a tensor's matrices is multiplied with; None: with nothing."""
+        if mapped.scale is None:
+            return [None] * count
+        data = self._file.view(mapped.scale.name)
+        scales: list[float] = dequantize(mapped.scale, data).reshape(-1).tolist()
+        if count % len(scales):
+            raise ModelError(
+                f"tensor {mapped.scale.name} has {len(scales)} scales of {count} matrices"
+            )
+        return [scale for scale in scales for _ in range(count // len(scales))]
 
     def _floats(self, mapped: MappedTensor) -> torch.Tensor:
         return dequantize(mapped.tensor, self._file.view(mapped.tensor.name))
 
     def _weight(self, tensor: GGUFTensor, rows: torch.Tensor) -> Weight:
-        if len(tensor.shape) != 2 or tensor.type.name not in self._native_types:
+        if len(tensor.shape) != 2:
             return dequantize(tensor, rows.reshape(-1))
+        if tensor.type.name not in self._native_types:
+            recoded = recode(BlockTensor(*tensor.type, rows), self._native_types)
+            return dequantize(tensor, rows.reshape(-1)) if recoded is None else recoded
         if tensor.type.name in FLOAT_DTYPES:
             return rows.view(FLOAT_DTYPES[tensor.type.name])
         return BlockTensor(*tensor.type, rows)

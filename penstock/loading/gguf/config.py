@@ -33,6 +33,7 @@ class MappedTensor:
     name: str
     tensor: GGUFTensor
     transform: Transform | None
+    scale: GGUFTensor | None = None  # what all of it is multiplied with, or each expert by itself
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[MappedTensor]
     for tensor in file.tensors.values():
         layer = LAYER_OF_TENSOR.match(tensor.name)
         is_extra = layer is not None and int(layer.group(1)) >= config["num_hidden_layers"]
-        if is_extra or tensor.name in architecture.tables:
+        if is_extra or tensor.name in architecture.tables or _is_scale(file, tensor):
             continue
         found = _find_rule(architecture.rules, LAYER_OF_TENSOR.sub("blk.{n}.", tensor.name))
         if found is None:
@@ -117,7 +118,8 @@ def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[MappedTensor]
         rule, ending = found
         _check_transform(file, tensor, rule.transform, config)
         name = rule.name.replace("{n}", layer.group(1) if layer else "") + ending
-        mapped.append(MappedTensor(name, tensor, rule.transform))
+        scale = file.tensors.get(f"{tensor.name.removesuffix('.weight')}.scale")
+        mapped.append(MappedTensor(name, tensor, rule.transform, scale))
     if unknown:
         fail(
             file,
@@ -125,6 +127,12 @@ def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[MappedTensor]
             f"have: {', '.join(sorted(unknown)[:4])}{' ...' if len(unknown) > 4 else ''}",
         )
     return mapped
+
+
+def _is_scale(file: GGUFFile, tensor: GGUFTensor) -> bool:
+    """Whether a tensor only scales another, as NVFP4's do, or what is multiplied with it."""
+    stem, _, kind = tensor.name.rpartition(".")
+    return kind in ("scale", "input_scale") and f"{stem}.weight" in file.tensors
 
 
 def _find_rule(rules: Mapping[str, Rule], name: str) -> tuple[Rule, str] | None:

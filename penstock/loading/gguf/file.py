@@ -77,11 +77,13 @@ GGML_TYPES: dict[int, GGMLType] = {
     34: GGMLType("TQ1_0", 256, 54),
     35: GGMLType("TQ2_0", 256, 66),
     39: GGMLType("MXFP4", 32, 17),
+    40: GGMLType("NVFP4", 64, 36),
+    41: GGMLType("Q1_0", 128, 18),
 }
 # Types that llama.cpp has, or had, and that are not read.
 _UNREAD = {
     4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
-    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0",
+    37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
 }  # fmt: skip
 
 

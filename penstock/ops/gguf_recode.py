@@ -1,0 +1,87 @@
+"""Blocks of one type as blocks of another that stand for the very same numbers.
+
+Not every type has kernels everywhere. Where its numbers are whole ones times a float16, and small
+enough, blocks of a type that has kernels can hold them without any rounding, and in far less memory
+than floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+
+from penstock.ops.blocks import BlockTensor
+from penstock.ops.gguf_blocks import E2M1_DOUBLED, FORMATS, IQ4_VALUES
+from penstock.ops.gguf_fields import half
+
+# Blocks of 32 numbers with a float16 scale.
+TARGET_BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}
+TARGET_SIZE = 32
+_E8M0_BIAS = 128  # of doubled numbers
+_HALF_EXPONENTS = (-24, 15)  # of the powers of two that a float16 can be
+
+
+class Recoding(NamedTuple):
+    target: str
+    scales: Callable[[torch.Tensor], torch.Tensor | None]  # [num_blocks, 1] float16
+    values: tuple[int, ...] | None  # what a number stands for; None: 1 more than it is
+
+
+def recode(weight: BlockTensor, types: Collection[str]) -> BlockTensor | None:
+    """The same matrix in blocks of one of `types`; None if there is no way without rounding."""
+    found = RECODINGS.get(weight.type_name)
+    if found is None or found.target not in types:
+        return None
+    blocks = weight.data.reshape(-1, weight.block_bytes)
+    scales = found.scales(blocks)
+    if scales is None:
+        return None
+    numbers = FORMATS[weight.type_name].numbers(blocks)
+    if found.values is None:
+        signed = numbers.to(torch.int8) - 1
+    else:
+        table = torch.tensor(found.values, dtype=torch.int8, device=blocks.device)
+        signed = table[numbers.int()]
+    repeated = scales.repeat_interleave(weight.block_size // TARGET_SIZE, dim=0)
+    packed = _pack(found.target, repeated, signed.view(-1, TARGET_SIZE))
+    return BlockTensor(
+        found.target, TARGET_SIZE, TARGET_BYTES[found.target], packed.view(len(weight.data), -1)
+    )
+
+
+def _pack(target: str, scales: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
+    """Scales [n, 1] float16 and numbers [n, 32] int8 -> blocks [n, bytes]."""
+    parts = [scales.contiguous().view(torch.uint8)]
+    if target == "Q8_0":
+        return torch.cat([*parts, signed.view(torch.uint8)], dim=1)
+    numbers = (signed + (8 if target == "Q4_0" else 16)).view(torch.uint8)
+    if target == "Q5_0":  # bit i of byte j: element 8 j + i
+        fifth = (numbers >> 4).view(-1, 4, 8)
+        powers = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+        parts.append((fifth * powers.to(fifth.device)).sum(-1, dtype=torch.uint8))
+    low, high = (numbers & 15).chunk(2, dim=1)  # (element i, element i + 16)
+    return torch.cat([*parts, low | (high << 4)], dim=1)
+
+
+def _half_at(start: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda blocks: half(blocks, start)
+
+
+def _powers_of_two(blocks: torch.Tensor) -> torch.Tensor | None:
+    """MXFP4's scales, if a float16 can be all of them."""
+    exponents = blocks[:, :1].int() - _E8M0_BIAS
+    low, high = _HALF_EXPONENTS
+    if bool(((exponents < low) | (exponents > high)).any()):
+        return None
+    return torch.exp2(exponents.float()).half()
+
+
+RECODINGS = {
+    "MXFP4": Recoding("Q5_0", _powers_of_two, E2M1_DOUBLED),
+    "IQ4_NL": Recoding("Q8_0", _half_at(0), IQ4_VALUES),
+    "Q1_0": Recoding("Q4_0", _half_at(0), (-1, 1)),
+    "TQ1_0": Recoding("Q4_0", _half_at(52), None),
+    "TQ2_0": Recoding("Q4_0", _half_at(64), None),
+}
