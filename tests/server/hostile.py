@@ -29,6 +29,9 @@ VALID: list[tuple[str, dict[str, Any]]] = [
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "stream": True,
          "temperature": 0.5, "top_p": 0.9, "stop": ["x"], "logit_bias": {"5": 1.0}},
     ),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 4}),
+    ("/v1/responses/input_tokens", {"input": "hi", "instructions": "be brief"}),
+    ("/v1/conversations", {"items": [{"role": "user", "content": "hi"}], "metadata": {"a": "b"}}),
     ("/tokenize", {"prompt": "some text"}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
 ]  # fmt: skip
@@ -45,7 +48,8 @@ FIELDS = [
     "tool_choice", "user", "echo", "best_of", "suffix", "stream_options", "min_tokens", "bad_words",
     "allowed_token_ids", "stop_token_ids", "truncate_prompt_tokens", "priority", "cache_salt",
     "timeout", "chat_template", "chat_template_kwargs", "documents", "request_id", "tokens",
-    "prompt_logprobs", "add_generation_prompt", "continue_final_message", "extra",
+    "prompt_logprobs", "add_generation_prompt", "continue_final_message", "extra", "input",
+    "items", "metadata", "conversation", "previous_response_id", "store", "background", "text",
 ]  # fmt: skip
 PATHS = [
     "/static/../../../etc/passwd", "/static/%2e%2e/%2e%2e/etc/passwd", "/static//etc/passwd",
@@ -61,6 +65,9 @@ RAW = [
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET / HTTP/1.1\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    + b"Authorization: Bearer key\r\n" * 5000
+    + b"\r\n",
     b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
     b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 20_000 + b"\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
@@ -187,7 +194,7 @@ class Attack:
     async def _attack(self) -> None:
         kinds = [
             self._fuzz, self._fuzz, self._fuzz, self._random_bytes, self._absurd, self._raw,
-            self._wander, self._leave, self._leave, self._dawdle,
+            self._wander, self._leave, self._leave, self._dawdle, self._never_read, self._store,
         ]  # fmt: skip
         while self.report.num_hostile < self._count:
             self.report.num_hostile += 1
@@ -202,12 +209,14 @@ class Attack:
     def _note_memory(self) -> None:
         self.report.memory.append((self.report.num_hostile, self._memory()))
 
-    async def _ask(self, request: bytes) -> None:
+    async def _ask(self, request: bytes) -> bytes:
         async with connection(self._port) as (reader, writer):
             writer.write(request)
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
-            self._note(await reader.read(-1), request)
+            answer = await reader.read(-1)
+        self._note(answer, request)
+        return answer
 
     def _note(self, answer: bytes, request: bytes) -> None:
         status = answer[9:12].decode("latin-1") or "none"
@@ -268,6 +277,27 @@ class Attack:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(reader.read(self._rng.randrange(1, 400)), 0.2)
         self.report.statuses["left"] += 1
+
+    async def _never_read(self) -> None:
+        """Ask for much, and read nothing of it for a while."""
+        path, body = self._rng.choice(VALID[:5])
+        body = {**body, "stream": True, "max_tokens": 200, "n": 8, "ignore_eos": True}
+        async with connection(self._port) as (_, writer):
+            writer.transport.pause_reading()  # type: ignore[attr-defined]
+            writer.write(http(path, json.dumps(body).encode()))
+            await asyncio.sleep(4 * self._rng.random())
+        self.report.statuses["did not read"] += 1
+
+    async def _store(self) -> None:
+        """Have much kept, look at a little of it, and have it answered."""
+        items = [{"role": "user", "content": "x", "id": "a"}] * self._rng.randrange(2000)
+        answer = await self._ask(http("/v1/conversations", json.dumps({"items": items}).encode()))
+        made = json.loads(answer.partition(b"\r\n\r\n")[2]).get("id", "conv_none")
+        path = f"/v1/conversations/{made}/items"
+        await self._ask(http(f"{path}?limit=1&order={self._rng.choice(['asc', 'no'])}", b"", "GET"))
+        body = {"conversation": made, "max_output_tokens": 2, "truncation": "auto"}
+        await self._ask(http("/v1/responses", json.dumps(body).encode()))
+        await self._ask(http(f"{path}/a", b"", "DELETE"))
 
     async def _dawdle(self) -> None:
         """A part of a request, and then nothing, until the server has enough of it."""

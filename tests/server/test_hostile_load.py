@@ -11,7 +11,10 @@ from hostile import Attack, Report, resident_bytes
 from server_process import SMALL, ServerProcess, eventually
 
 MAX_BODY = 2**20
-FLAGS = ("--max-request-body-bytes", str(MAX_BODY), "--request-read-timeout-s", "2")
+FLAGS = (
+    *("--max-request-body-bytes", str(MAX_BODY), "--request-read-timeout-s", "2"),
+    *("--slow-reader-timeout-s", "2", "--max-stored-response-bytes", "4MiB"),
+)
 
 
 def attack(server: ServerProcess, count: int, seed: int) -> Report:

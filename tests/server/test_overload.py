@@ -204,6 +204,18 @@ def test_operators_routes_have_a_key_of_their_own(shared: ServerProcess) -> None
         assert client.get("/v1/models", headers=bearer(ROOT_KEY)).status_code == 200
 
 
+def test_a_key_in_a_trailer_opens_nothing(shared: ServerProcess) -> None:
+    """A proxy in front, which checks keys too, would not have seen it."""
+    body = json.dumps({"prompt": "x"}).encode()
+    with connect(shared) as connection:
+        connection.sendall(
+            HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+            b"%x\r\n%b\r\n0\r\nAuthorization: Bearer key-of-anna\r\n"
+            b"x-api-key: key-of-anna\r\n\r\n" % (len(body), body)
+        )
+        assert read_all(connection).startswith(b"HTTP/1.1 401 ")
+
+
 def test_no_key_can_fill_the_queue(shared: ServerProcess) -> None:
     anna, bert = bearer("key-of-anna"), bearer("key-of-bert")
 
