@@ -35,7 +35,7 @@ class ChatConfig:
         '{"enable_thinking": false}.',
     )
     trust_request_chat_template: bool = option(
-        False, "Take chat templates from requests: they are code, which runs in a sandbox."
+        False, "Take chat templates from requests: they are code, which runs confined."
     )
 
     def __post_init__(self) -> None:

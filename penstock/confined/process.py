@@ -16,9 +16,11 @@ import msgspec
 from penstock.confined.errors import JobError, TooMuchMemory
 from penstock.confined.worker import BROKEN, HEAD, OUT_OF_MEMORY, Start
 
-# One thread and one heap: what libraries would start is neither needed nor cheap here.
+# One thread and one heap, which keeps no large blocks: what libraries would start or keep is
+# neither needed nor cheap here.
 _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1024 * 1024),
     "OMP_NUM_THREADS": "1",
     "RAYON_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",

@@ -84,8 +84,11 @@ def limit_memory(num_bytes: int) -> None:
     if not status.exists():
         logger.warning("The memory of confined processes is not limited on this system")
         return
-    used = int(status.read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, used + num_bytes))
+    limit = int(status.read_text().split()[0]) * resource.getpagesize() + num_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)  # whoever started the server allows no more
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 SOME = 5000  # Python 3.12 starts with a few hundred such objects, an engine has tens of thousands
 MANY = 50_000  # objects: more than a step of thousands of requests makes and drops again
 TRIM_INTERVAL_S = 10.0
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+LARGE_BLOCK_BYTES = 1024 * 1024
 
 
 @contextmanager
@@ -49,6 +51,16 @@ def collector_at_rest() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def return_large_blocks() -> None:
+    """Have the C library give large blocks back to the system as soon as they are freed.
+
+    glibc would take a freed block of 32 MiB as a hint to keep the next ones, in one heap a thread.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 class HeapTrimmer:

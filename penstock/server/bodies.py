@@ -46,23 +46,43 @@ class JsonRoute(APIRoute):
 
 
 class JsonRequest(Request):
-    """A request whose body, if it is large, is read to the end before the framework sees it."""
+    """A request whose body, if it is large, is read to the end before the framework sees it.
+
+    The framework would keep such a body for as long as the request lasts: it is given the finished
+    object, and something that stands for the bytes.
+    """
 
     def __init__(self, scope: Scope, receive: Receive, kind: type[BaseModel]) -> None:
         super().__init__(scope, receive)
         self._kind = kind
+        self._content: bytearray | None = None
         self.refusal: Exception | None = None
+
+    async def body(self) -> bytes:
+        """All of it, or for large JSON something in its place: `json` has the rest."""
+        if self._content is None:
+            self._content = bytearray()
+            async for chunk in self.stream():
+                self._content += chunk
+        return b"{}" if is_large_request() and self._is_json() else bytes(self._content)
+
+    def _is_json(self) -> bool:
+        """Whether the framework will ask for JSON."""
+        kind, _, _ = self.headers.get("content-type", "").lower().partition(";")
+        main, _, sub = kind.strip().partition("/")
+        return main == "application" and (sub == "json" or sub.endswith("+json"))
 
     async def json(self) -> Any:
         """What the framework makes the body of: a finished one is left as it is."""
         body = await self.body()
         if not is_large_request():
-            return await super().json()
+            return json.loads(body)
+        assert self._content is not None
         service: Service = self.app.state.service
         try:
-            made = await unless_gone(self, service.in_thread(read_body, self._kind, body))
+            made = await unless_gone(self, service.in_thread(read_body, self._kind, self._content))
         except (InputError, RequestValidationError) as error:
-            self.refusal = error
+            self.refusal = error.with_traceback(None)
             raise
         if made is None:
             self.refusal = HTTPException(CLIENT_CLOSED_REQUEST)
@@ -70,13 +90,14 @@ class JsonRequest(Request):
         return made
 
 
-def read_body(kind: type[BaseModel], body: bytes) -> BaseModel:
-    """The request that `body` holds.
+def read_body(kind: type[BaseModel], body: bytearray) -> BaseModel:
+    """The request that `body` holds, which is emptied.
 
     Raises `InputError` if it has too many parts, what `json.loads` raises if it is not JSON, and
     the framework's own error if it is no such request.
     """
     text = body.decode(json.detect_encoding(body), "surrogatepass")  # as json.loads does
+    body.clear()
     if num_parts(text) > MAX_JSON_PARTS:
         raise InputError(
             f"the body may hold at most {MAX_JSON_PARTS} objects, lists and fields together: "

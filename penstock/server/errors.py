@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.confined.errors import PoolClosed, PoolFull, WorkerLost
 from penstock.protocol.errors import (
     ContextOverflow,
     CrashFault,
@@ -70,8 +71,11 @@ STATUS_OF: tuple[tuple[type[PenstockError], int], ...] = (
     (ModelNotFound, 404),
     (RequestTimeout, 408),
     (Overloaded, 429),
+    (PoolFull, 429),
+    (WorkerLost, 429),
     (CrashFault, 500),
     (EngineDeadError, 503),
+    (PoolClosed, 503),
 )
 
 

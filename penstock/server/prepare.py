@@ -12,8 +12,6 @@ from penstock.protocol.sampling import SamplingParams
 from penstock.server.service import Service
 from penstock.text.frontend import Frontend, PreparedRequest
 
-NUM_SPARE_TOKENS = 256
-
 
 @dataclass(frozen=True)
 class Truncation:
@@ -73,11 +71,8 @@ def _truncate(
             f"truncate_prompt_tokens must be at least 1, or -1, got {keep}",
             "truncate_prompt_tokens",
         )
+    is_right = options.truncation.side == "right"
     if isinstance(prompt, str):
-        if frontend.tokenizer is None:
-            raise InputError("prompt must be token ids: this server has no tokenizer", "prompt")
-        # Far more than the tokens to keep can stand for: where it is cut does not matter to them.
-        most = frontend.tokenizer.most_characters(keep + NUM_SPARE_TOKENS)
-        prompt = prompt[:most] if options.truncation.side == "right" else prompt[-most:]
-        prompt = frontend.tokenizer.encode(prompt, options.add_special_tokens)
-    return prompt[:keep] if options.truncation.side == "right" else prompt[-keep:]
+        side: Literal["first", "last"] = "first" if is_right else "last"
+        return frontend.encode_part(prompt, keep, side, options.add_special_tokens)
+    return prompt[:keep] if is_right else prompt[-keep:]

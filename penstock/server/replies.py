@@ -42,6 +42,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Non
         return task.result() if task.done() else None
     finally:
         await _cancel(task, leaving)
+        del task, leaving  # else an error, this frame and the task keep each other
 
 
 def gone() -> Response:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import penstock
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.async_client import AsyncEngineClient
+from penstock.engine.heap import return_large_blocks
 from penstock.protocol.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ async def serve(config: EngineConfig, server_config: ServerConfig) -> int:
     second one (but for SIGHUP) stops at once. An engine that dies is started again, until that is
     of no use. Raises, before anything is served, whatever keeps the engine from starting.
     """
+    return_large_blocks()  # which bodies of requests are
     with listening_socket(server_config) as listener:
         stop = StopSignals()
         client = AsyncEngineClient(server_config)
@@ -76,14 +78,18 @@ async def start(
 
     def load_frontend(source: ModelSource) -> Frontend:
         from penstock.text.frontend import Frontend
+        from penstock.text.text_pool import TextPool
 
-        return Frontend(
+        frontend = Frontend(
             config.model,
             source,
             max_model_len=0,  # the engine will say
             chat=config.chat,
             seeds=random.SystemRandom(),  # replicas and restarts must not repeat each other
         )
+        if frontend.tokenizer is not None:
+            frontend.pool = TextPool(frontend.tokenizer)
+        return frontend
 
     tool_servers = None
     if server_config.tool_server:

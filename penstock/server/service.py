@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from penstock.config import EngineConfig, ServerConfig
+from penstock.confined.scope import JobScope
 from penstock.engine import messages
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.protocol.delta import FinishReason
@@ -26,10 +28,14 @@ from penstock.text.frontend import Frontend, PreparedRequest
 if TYPE_CHECKING:
     from penstock.server.responses.tool_servers import ToolServers
 
-NUM_TEXT_THREADS = 4
-# Requests above this size have threads of their own: millions of characters take minutes.
+# So many compute at once. There are more threads: one that waits for a confined process lets
+# another compute.
+NUM_TEXT_SLOTS = 4
+NUM_TEXT_THREADS = 160
+# Requests above this size have slots of their own: millions of characters take seconds.
 LARGE_BODY_BYTES = 256 * 1024
-NUM_LARGE_THREADS = 2
+NUM_LARGE_SLOTS = 2
+MAX_COUNTED_TOKENS = 2**20  # of a text that is only tokenized or counted
 MAX_FIELDS_BYTES = 64 * 1024 * 1024  # of all completions of a request, their prompts aside
 T = TypeVar("T")
 
@@ -58,6 +64,7 @@ class Service:
         self.server_config = server_config
         self.client = client
         self.frontend = frontend
+        self.text_pool = None if frontend is None else frontend.pool
         self.tool_servers = tool_servers
         self.fingerprint = fingerprint  # of what answers: another one may answer otherwise
         self.model_names = config.model.names
@@ -65,11 +72,15 @@ class Service:
         self.is_draining = False
         self._numbers = itertools.count()
         self._threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="text")
-        self._large_threads = ThreadPoolExecutor(NUM_LARGE_THREADS, thread_name_prefix="large")
+        self._slots = threading.Semaphore(NUM_TEXT_SLOTS)
+        self._large_threads = ThreadPoolExecutor(NUM_TEXT_THREADS, thread_name_prefix="large")
+        self._large_slots = threading.Semaphore(NUM_LARGE_SLOTS)
 
     def close(self) -> None:
         for threads in (self._threads, self._large_threads):
             threads.shutdown(wait=False, cancel_futures=True)
+        if self.text_pool is not None:
+            self.text_pool.close()
 
     # -- what may come in
 
@@ -162,10 +173,28 @@ class Service:
     async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         """Do work on text (tokenizing, rendering) without holding up the event loop.
 
-        Large requests wait for each other, never small ones for them.
+        Large requests wait for each other, never small ones for them. Whoever cancels this ends
+        the confined job that the work waits for.
         """
-        threads = self._large_threads if is_large_request() else self._threads
-        return await asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
+        is_large = is_large_request()
+        threads = self._large_threads if is_large else self._threads
+        scope = JobScope(tenant_label(), self._large_slots if is_large else self._slots)
+        working = asyncio.get_running_loop().run_in_executor(threads, scope.run, work, *arguments)
+        try:
+            return await working
+        except asyncio.CancelledError:
+            scope.cancel()
+            raise
+        except InputError as error:
+            # The frames that it came through would keep the client's texts until they are
+            # collected, and nobody is shown them.
+            error.__context__ = error.__cause__ = None
+            raise error.with_traceback(None) from None
+
+    @property
+    def max_counted_tokens(self) -> int:
+        """Of a text that is tokenized for its own sake."""
+        return max(MAX_COUNTED_TOKENS, self.frontend.max_model_len)
 
     async def in_thread_if_large(self, work: Callable[..., T], *arguments: object) -> T:
         """Do work whose cost grows with the request: at once, or in a thread for a large one."""

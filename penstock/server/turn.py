@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+PROMPT_TAIL = 4096  # characters: parsers look at how a prompt ends
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
 
@@ -174,7 +175,7 @@ def prepare_turn(service: Service, request: TurnRequest, request_id: str) -> Tur
     prompt = render_turn(service, request)
     frontend = service.frontend
     context = ParserContext(
-        prompt=prompt,
+        prompt=prompt[-PROMPT_TAIL:],
         continued=_continued_text(request),
         template_kwargs=_template_kwargs(frontend, request),
     )

@@ -1,12 +1,14 @@
 """Conversations rendered to prompts through the model's chat template.
 
-A template comes with the model and is code: it runs in a sandbox, with limits on time and memory
-(`sandbox.py`), and sees nothing but plain JSON values. Its own errors are about the conversation it
-was given, so they are the request's (`InputError`).
+A template is code: it runs in Jinja's immutable sandbox and sees nothing but plain JSON values. The
+model's own runs in this process; one that came with a request runs in a confined process, where its
+time and memory are limited (`text_pool.py`). A template's errors are about the conversation it was
+given, so they are the request's (`InputError`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -19,9 +21,9 @@ from penstock.text.tokenizer import Tokenizer, read_json_if_there
 
 if TYPE_CHECKING:
     import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     from penstock.loading.source import ModelSource
-    from penstock.text.sandbox import LimitedEnvironment
 
 Message = Mapping[str, Any]
 
@@ -301,8 +303,7 @@ class _Compiled:
         environment = _environment()
         try:
             tree = environment.parse(source)
-            self._template = environment.compile_limited(source)
-            self._environment = environment
+            self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise InputError(
                 f"the chat template is broken at line {error.lineno}: {error.message}", "messages"
@@ -327,7 +328,7 @@ class _Compiled:
 
     def render(self, arguments: Mapping[str, Any]) -> str:
         try:
-            return self._environment.render_limited(self._template, arguments)
+            return self._template.render(arguments)
         except Exception as error:  # whatever a template, which is foreign code, runs into
             raise InputError(
                 f"the chat template refuses these messages: {str(error) or type(error).__name__}",
@@ -353,12 +354,11 @@ def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
     return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
 
 
-def _environment() -> LimitedEnvironment:
+def _environment() -> ImmutableSandboxedEnvironment:
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension, LoopControlExtension
-
-    from penstock.text.sandbox import LimitedEnvironment
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
         """`{% generation %}` marks what the assistant said, for training; here it is only text."""
@@ -385,15 +385,29 @@ def _environment() -> LimitedEnvironment:
                 )
             super().__setitem__(name, value)
 
-        def __repr__(self) -> str:  # not what it holds, which may be more than fits
-            return "<Namespace>"
-
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    environment = LimitedEnvironment(
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """As models were trained on: Jinja's own would escape HTML's characters."""
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, LoopControlExtension]
     )
+    environment.filters["tojson"] = tojson
     environment.globals.pop("lipsum")
     environment.globals |= {
         "raise_exception": raise_exception,

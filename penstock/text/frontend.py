@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -27,9 +27,13 @@ from penstock.text.parsing.parser import (
     reasoning_format,
     thinking_is_open,
 )
+from penstock.text.pieces import Encode
 from penstock.text.renderers.base import Renderer
 from penstock.text.renderers.choose import choose_renderer
-from penstock.text.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
+from penstock.text.tokenizer import Tokenizer, TooManyTokens, eos_token_ids, load_tokenizer
+
+if TYPE_CHECKING:
+    from penstock.text.text_pool import TextPool
 
 DEFAULTS_FROM_GENERATION_CONFIG = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
@@ -50,7 +54,8 @@ class PreparedRequest:
 class Frontend:
     """One model's text side. `parsers` names those that its outputs need, if any.
 
-    `seeds` draws the seeds of requests that bring none; by default they repeat with `config.seed`.
+    With a `pool`, long texts and templates that came with requests are its work. `seeds` draws
+    the seeds of requests that bring none; by default they repeat with `config.seed`.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Frontend:
         self.max_logprobs = config.max_logprobs
         self.needs_every_row = config.enable_return_routed_experts  # prompt tokens' included
         self.tokenizer: Tokenizer | None = None
+        self.pool: TextPool | None = None
         self.renderer: Renderer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(source, config.tokenizer)
@@ -157,26 +163,50 @@ class Frontend:
         """
         if self.renderer is None or self.tokenizer is None:
             raise InputError("chat needs a tokenizer: drop skip_tokenizer_init", "messages")
-        if chat_template is not None:
-            own = ChatTemplate({"default": chat_template}, self.tokenizer.special_tokens)
-            return own.render(messages, **{**self.default_template_kwargs, **options})
-        return self.renderer.render(messages, **{**self.default_template_kwargs, **options})
+        options = {**self.default_template_kwargs, **options}
+        if chat_template is None:
+            return self.renderer.render(messages, **options)
+        if self.pool is not None:
+            return self.pool.render(chat_template, messages, options)
+        own = ChatTemplate({"default": chat_template}, self.tokenizer.special_tokens)
+        return own.render(messages, **options)
 
-    def _tokenize(
-        self, prompt: str | Sequence[int], add_special_tokens: bool
-    ) -> tuple[str | None, list[int]]:
-        if not isinstance(prompt, str):
-            return None, list(prompt)
+    def encode(self, text: str, add_special_tokens: bool, limit: int | None = None) -> list[int]:
+        """The tokens of a text. Raises `TooManyTokens` if they are more than `limit`."""
+        return self._known_tokenizer().encode(text, add_special_tokens, limit, self._encode_piece)
+
+    def encode_part(
+        self, text: str, num_tokens: int, side: Literal["first", "last"], add_special_tokens: bool
+    ) -> list[int]:
+        """The first or the last tokens of a text."""
+        return self._known_tokenizer().encode_part(
+            text, num_tokens, side, add_special_tokens, self._encode_piece
+        )
+
+    @property
+    def _encode_piece(self) -> Encode | None:
+        return None if self.pool is None else self.pool.encode_piece
+
+    def _known_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise InputError(
                 "prompt must be token ids, since skip_tokenizer_init is set: "
                 'pass {"prompt_token_ids": [...]}',
                 "prompt",
             )
-        # Known without the work, and the memory, that its tokens would take.
-        if len(prompt) > self.tokenizer.most_characters(self.max_model_len):
-            raise ContextOverflow(self.max_model_len, self.max_model_len, is_exact=False)
-        return prompt, self.tokenizer.encode(prompt, add_special_tokens)
+        return self.tokenizer
+
+    def _tokenize(
+        self, prompt: str | Sequence[int], add_special_tokens: bool
+    ) -> tuple[str | None, list[int]]:
+        if not isinstance(prompt, str):
+            return None, list(prompt)
+        try:
+            return prompt, self.encode(prompt, add_special_tokens, limit=self.max_model_len)
+        except TooManyTokens as error:
+            raise ContextOverflow(
+                error.num_tokens, self.max_model_len, is_exact=error.is_exact
+            ) from None
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
@@ -19,12 +19,25 @@ from penstock.text.detokenizer import (
     WindowDetokenizer,
     byte_vocabulary,
 )
+from penstock.text.pieces import PIECE_LENGTH, Cuts, Encode
 from penstock.text.tekken import FILE as TEKKEN_FILE
 from penstock.text.tekken import ROLES as TEKKEN_ROLES
 from penstock.text.tekken import read_tekken, tekken_backend
+from penstock.text.token_bounds import most_characters
 
-MOST_NORMALIZED = 4  # most characters of a text that normalization makes into one
 REMEDY = "give another folder as tokenizer=, or run with skip_tokenizer_init and token ids"
+
+
+class TooManyTokens(InputError):
+    """A text with more tokens than were asked for: `num_tokens`, or without `is_exact` more."""
+
+    def __init__(self, num_tokens: int, limit: int, is_exact: bool) -> None:
+        at_least = "" if is_exact else "at least "
+        super().__init__(
+            f"the text has {at_least}{num_tokens} tokens, and may have {limit}: send less at a time"
+        )
+        self.num_tokens = num_tokens
+        self.is_exact = is_exact
 
 
 class Tokenizer:
@@ -65,26 +78,106 @@ class Tokenizer:
         token_id: int | None = None if token is None else self._backend.token_to_id(token)
         return token_id
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`; special tokens written in it count as such."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(
-                f"the text has a lone surrogate at position {error.start}, which is no character"
-            ) from None
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        limit: int | None = None,
+        encode_piece: Encode | None = None,
+    ) -> list[int]:
+        """The token ids of `text`; special tokens written in it count as such.
+
+        Raises `TooManyTokens`, as soon as that is known, if they are more than `limit`. Long texts
+        are encoded in pieces, by `encode_piece` if that is given.
+        """
+        _check_characters(text)
+
+        def check(num_tokens: int, is_exact: bool = False) -> None:
+            if limit is not None and num_tokens > limit:
+                raise TooManyTokens(num_tokens, limit, is_exact)
+
+        check(self.fewest_tokens(text))
+        frame = self._frame(add_special_tokens) if len(text) > PIECE_LENGTH else None
+        if frame is None:
+            ids = self._encode(text, add_special_tokens)
+        else:
+            before, after = frame
+            ids = [*before]
+            for piece in self._cuts.pieces(text):
+                check(len(ids) + self.fewest_tokens(piece))
+                ids += (encode_piece or self.encode_piece)(piece)
+                check(len(ids))
+            ids += after
+        check(len(ids), is_exact=True)
+        return ids
+
+    def encode_part(
+        self,
+        text: str,
+        num_tokens: int,
+        side: Literal["first", "last"],
+        add_special_tokens: bool = True,
+        encode_piece: Encode | None = None,
+    ) -> list[int]:
+        """The first or the last tokens of `text`; no more of it is encoded than that takes."""
+        _check_characters(text)
+        frame = self._frame(add_special_tokens) if len(text) > PIECE_LENGTH else None
+        if frame is None:
+            ids = self._encode(text, add_special_tokens)
+            return ids[:num_tokens] if side == "first" else ids[-num_tokens:]
+        before, after = frame
+        encode = encode_piece or self.encode_piece
+        if side == "first":
+            ids = [*before]
+            for piece in self._cuts.pieces(text):
+                if len(ids) >= num_tokens:
+                    return ids[:num_tokens]
+                ids += encode(piece)
+            return [*ids, *after][:num_tokens]
+        ids = [*after]
+        for piece in self._cuts.pieces_from_end(text):
+            if len(ids) >= num_tokens:
+                return ids[-num_tokens:]
+            ids = encode(piece) + ids
+        return [*before, *ids][-num_tokens:]
+
+    def encode_piece(self, text: str) -> list[int]:
+        """The tokens of a piece of text, without any around it."""
+        return self._encode(text, add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Unlike `encode`, this leaves other threads of Python alone, which a long text would stop.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
-    def most_characters(self, num_tokens: int) -> int:
-        """A text with more characters has more than `num_tokens` tokens, if it is not contrived."""
-        return num_tokens * self._longest_token * MOST_NORMALIZED
+    @functools.cached_property
+    def _cuts(self) -> Cuts:
+        return Cuts(self.encode_piece, self._backend.get_vocab(with_added_tokens=False))
+
+    def _frame(self, add_special_tokens: bool) -> tuple[list[int], list[int]] | None:
+        """The tokens that are put before and after a text; None where that is not all."""
+        if not add_special_tokens:
+            return [], []
+        bare, framed = self.encode_piece("a"), self._encode("a", True)
+        for start in range(len(framed) - len(bare) + 1):
+            if framed[start : start + len(bare)] == bare:
+                return framed[:start], framed[start + len(bare) :]
+        return None
+
+    def fewest_tokens(self, text: str) -> int:
+        """A text of this length has at least so many tokens; 0 where that cannot be told."""
+        return 0 if self._most_characters is None else -(-len(text) // self._most_characters)
 
     @functools.cached_property
-    def _longest_token(self) -> int:
-        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+    def _most_characters(self) -> int | None:
+        if self._bytes is None:
+            return None
+        return most_characters(self._backend, self._bytes.byte_level)
+
+    def to_json(self) -> bytes:
+        """All that `encode_piece` needs elsewhere."""
+        return str(self._backend.to_str()).encode()
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of all tokens together; what is not UTF-8 becomes U+FFFD."""
@@ -141,6 +234,17 @@ class Tokenizer:
     def spells_bytes(self) -> bool:
         """Whether a text's bytes are those of its tokens, one after the other."""
         return self._bytes is not None
+
+
+def _check_characters(text: str) -> None:
+    for start in range(0, len(text), PIECE_LENGTH):
+        try:
+            text[start : start + PIECE_LENGTH].encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"the text has a lone surrogate at position {start + error.start}, which is no "
+                "character"
+            ) from None
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Tokenizer:

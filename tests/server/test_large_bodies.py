@@ -169,7 +169,10 @@ def test_more_parts_than_anyone_needs_are_refused_unparsed(
 ) -> None:
     monkeypatch.delattr(json, "loads")
     with pytest.raises(InputError, match="at most 524288 objects, lists and fields"):
-        read_body(CompletionRequest, b'{"prompt": [' + part.encode() * (MAX_JSON_PARTS + 1))
+        read_body(
+            CompletionRequest,
+            bytearray(b'{"prompt": [' + part.encode() * (MAX_JSON_PARTS + 1)),
+        )
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32-le"])
@@ -177,8 +180,8 @@ def test_parts_are_counted_whatever_the_encoding(encoding: str) -> None:
     """An escaped quotation mark would turn texts and what is between them around, if misread."""
     parts = '{"prompt": "\\"", "more": [' + "[]," * MAX_JSON_PARTS + "1]}"
     with pytest.raises(InputError, match="at most 524288"):
-        read_body(CompletionRequest, parts.encode(encoding))
-    made = read_body(CompletionRequest, '{"prompt": "\\""}'.encode(encoding))
+        read_body(CompletionRequest, bytearray(parts.encode(encoding)))
+    made = read_body(CompletionRequest, bytearray('{"prompt": "\\""}'.encode(encoding)))
     assert isinstance(made, CompletionRequest)
     assert made.prompt == '"'
 
@@ -192,7 +195,7 @@ def test_the_client_is_told_that_there_are_too_many_parts(app: FastAPI) -> None:
 
 def test_brackets_and_colons_within_texts_do_not_count() -> None:
     text = '{"a": ["' * 300_000 + '\\"' * 5
-    body = json.dumps({"prompt": [text, text], "n": 1}).encode()
+    body = bytearray(json.dumps({"prompt": [text, text], "n": 1}).encode())
     assert num_parts(body.decode()) == 4
     made = read_body(CompletionRequest, body)
     assert isinstance(made, CompletionRequest)
@@ -201,7 +204,7 @@ def test_brackets_and_colons_within_texts_do_not_count() -> None:
 
 def test_a_million_token_ids_and_an_image_of_20_mb_are_taken() -> None:
     body = json.dumps({"prompt": list(range(2**20)), "image": "data:," + "A" * 20_000_000})
-    made = read_body(CompletionRequest, body.encode())
+    made = read_body(CompletionRequest, bytearray(body.encode()))
     assert isinstance(made, CompletionRequest)
     assert made.prompt == list(range(2**20))
 

@@ -245,4 +245,4 @@ def test_a_long_text_does_not_stop_other_threads() -> None:
 def test_a_text_has_no_fewer_tokens_than_its_length_says(text: str) -> None:
     for tokenizer in (Tokenizer(byte_level_backend()), Tokenizer(sentencepiece_like_backend())):
         num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
-        assert len(text) <= tokenizer.most_characters(num_tokens)
+        assert tokenizer.fewest_tokens(text) <= num_tokens

@@ -22,7 +22,7 @@ from penstock.server.anthropic.protocol import (
 )
 from penstock.server.bodies import JsonRoute
 from penstock.server.openai.stream import EVENT_STREAM
-from penstock.server.replies import gone, send_answer, unless_gone
+from penstock.server.replies import gone, json_response, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.server.turn import Turn, prepare_turn, render_turn
 from penstock.text.parsing.deltas import (
@@ -68,18 +68,24 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     return await send_answer(request, answer, body.stream, AnthropicFrame(request.state.request_id))
 
 
-@router.post("/v1/messages/count_tokens", responses=describe_errors(400, 401, 404, 413, 500, 503))
-async def count_tokens(body: CountTokensRequest, request: Request) -> CountTokensReply:
+@router.post(
+    "/v1/messages/count_tokens",
+    response_model=CountTokensReply,
+    responses=describe_errors(400, 401, 404, 413, 500, 503),
+)
+async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """How many tokens a conversation has, as the model would see it."""
     service: Service = request.app.state.service
     service.check_model(body.model)
 
     def count() -> int:
         prompt = render_turn(service, turn_request(service, body))
-        assert service.frontend.tokenizer is not None
-        return len(service.frontend.tokenizer.encode(prompt, add_special_tokens=False))
+        return len(service.frontend.encode(prompt, False, service.max_counted_tokens))
 
-    return CountTokensReply(input_tokens=await service.in_thread(count))
+    num_tokens = await unless_gone(request, service.in_thread(count))
+    return (
+        gone() if num_tokens is None else json_response(CountTokensReply(input_tokens=num_tokens))
+    )
 
 
 class MessageAnswer:

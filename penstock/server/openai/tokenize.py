@@ -51,10 +51,11 @@ def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeReply:
         raise InputError("give either prompt or messages", "prompt")
     if body.messages is not None:
         text = render_turn(service, turn_request(body, body.messages, frontend.default_params))
-        token_ids = tokenizer.encode(text, bool(body.add_special_tokens))
+        token_ids = frontend.encode(text, bool(body.add_special_tokens), service.max_counted_tokens)
     else:
         assert body.prompt is not None
-        token_ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        adds = body.add_special_tokens is not False
+        token_ids = frontend.encode(body.prompt, adds, service.max_counted_tokens)
     strings = [tokenizer.token_text(i) for i in token_ids] if body.return_token_strs else None
     return TokenizeReply(
         count=len(token_ids),

@@ -30,6 +30,7 @@ from penstock.server.responses.tool_servers import ToolServer, ToolServers
 from penstock.server.service import Service
 from penstock.server.turn import NamedTool, ToolChoice, Turn, TurnRequest, prepare_turn, render_turn
 from penstock.text.parsing.formats import Tool
+from penstock.text.tokenizer import TooManyTokens
 
 LOGPROBS = "message.output_text.logprobs"
 SAME_NAME = (
@@ -255,8 +256,11 @@ def _fit(service: Service, request: TurnRequest) -> TurnRequest:
         return replace(request, messages=kept)
 
     def fits(candidate: TurnRequest) -> bool:
-        assert frontend.tokenizer is not None
-        return len(frontend.tokenizer.encode(render_turn(service, candidate), False)) <= room
+        try:
+            frontend.encode(render_turn(service, candidate), False, limit=room)
+        except TooManyTokens:
+            return False
+        return True
 
     fewest, most = 0, max(len(request.messages) - first - 1, 0)  # the last one is answered
     while fewest < most:

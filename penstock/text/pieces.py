@@ -1,0 +1,100 @@
+"""Where a long text may be cut so that its pieces have the tokens of the whole.
+
+The library takes hundreds of bytes a token while it works, so a long text is handed to it in
+pieces. A text is cut before a space or a line break that follows something else, where this holds:
+
+- No token of the vocabulary spans the two characters, so the model itself (BPE, Unigram, words)
+  never joins what is on both sides.
+- The tokenizer gives the surroundings of the cut the same tokens in two parts as in one, so the
+  normalizer, the pre-tokenizer and the added tokens do not mind either. Some normalizers put a
+  space in front of every text: there the second part goes without its own.
+
+Where there is no such place, a piece grows until there is one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+Encode = Callable[[str], list[int]]
+
+PIECE_LENGTH = 64 * 1024  # characters
+SURROUNDINGS = 128  # characters on each side of a cut that are looked at
+SEARCHED = 4096  # characters in which cuts are looked for at a time
+MAX_TRIES = 4  # cuts that are tried there
+_SPACE, _BREAK = " ▁Ġ", "\nĊ"  # as vocabularies spell them
+_BLANKS = _SPACE + _BREAK + "\tĉ\rč"
+
+
+class Cuts:
+    """The places in texts of one tokenizer, whose tokens are spelled as in `vocabulary`."""
+
+    def __init__(self, encode: Encode, vocabulary: Iterable[str]) -> None:
+        self._encode = encode
+        before: dict[str, set[str]] = {" ": set(), "\n": set()}  # what tokens have there
+        for token in vocabulary:
+            for i in range(1, len(token)):
+                if token[i] in _SPACE + _BREAK and token[i - 1] not in _BLANKS:
+                    before[" " if token[i] in _SPACE else "\n"].add(token[i - 1])
+        patterns = [rf"{_others(chars)}(?={char})" for char, chars in before.items()]
+        self._candidates = re.compile("|".join(patterns))
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """The text in pieces, each to be encoded by itself; the last one may be empty."""
+        start = 0
+        while len(text) - start > PIECE_LENGTH:
+            cut = self._find(text, start + PIECE_LENGTH, len(text))
+            if cut is None:
+                break
+            end, next_start = cut
+            yield text[start:end]
+            start = next_start
+        yield text[start:]
+
+    def pieces_from_end(self, text: str) -> Iterator[str]:
+        """The same pieces or others, the text's last one first."""
+        end = len(text)
+        while end > PIECE_LENGTH:
+            cut = self._find_before(text, end - PIECE_LENGTH)
+            if cut is None:
+                break
+            yield text[cut[1] : end]
+            end = cut[0]
+        yield text[:end]
+
+    def _find(self, text: str, start: int, end: int) -> tuple[int, int] | None:
+        """The first cut from `start` on: where a piece ends, and where the next one begins."""
+        for position in range(start, end, SEARCHED):
+            if (cut := self._try(text, position, min(position + SEARCHED, end))) is not None:
+                return cut
+        return None
+
+    def _find_before(self, text: str, end: int) -> tuple[int, int] | None:
+        for position in range(end, 0, -SEARCHED):
+            if (cut := self._try(text, max(position - SEARCHED, 0), position)) is not None:
+                return cut
+        return None
+
+    def _try(self, text: str, start: int, end: int) -> tuple[int, int] | None:
+        for number, found in enumerate(self._candidates.finditer(text, start, end)):
+            if number == MAX_TRIES:
+                break
+            cut = found.end()
+            before, after = text[max(cut - SURROUNDINGS, 0) : cut], text[cut : cut + SURROUNDINGS]
+            if not after.strip():
+                continue  # what follows the blanks might matter
+            whole, left = self._encode(before + after), self._encode(before)
+            if left + self._encode(after) == whole:
+                return cut, cut
+            if after[0] == " " and left + self._encode(after[1:]) == whole:
+                return cut, cut + 1
+        return None
+
+
+def _others(chars: set[str]) -> str:
+    """A pattern of what is neither blank nor spelled like one of these."""
+    if not chars:
+        return r"\S"
+    ascii_ones = map(chr, range(ord("!"), ord("~") + 1))  # which all vocabularies spell alike
+    return f"[{''.join(re.escape(char) for char in ascii_ones if char not in chars)}]"

@@ -1,0 +1,70 @@
+"""TextPool: work on text that clients could harm a server with, in confined processes."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.confined.errors import TooMuchMemory, TooMuchTime
+from penstock.confined.pool import ConfinedPool, Limits
+from penstock.confined.scope import run_confined
+from penstock.protocol.errors import InputError
+from penstock.text.text_worker import ENCODE, ENTRY, ID_TYPE, RENDER, RenderReply
+from penstock.text.tokenizer import Tokenizer
+
+# What one piece of a text, or one template, may take.
+LIMITS = Limits(cpu_s=10.0, memory_bytes=192 * 2**20, max_queued=64)
+MAX_PIECE_LENGTH = 2**20  # characters without a place to cut
+
+_read_reply = msgspec.json.Decoder(RenderReply).decode
+
+
+class TextPool:
+    """Confined processes that know a model's tokenizer.
+
+    Raises `InputError` for what takes too much, and `penstock.confined.errors` for what is not the
+    client's fault.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits = LIMITS) -> None:
+        self._special_tokens = tokenizer.special_tokens
+        self.pool = ConfinedPool(ENTRY, tokenizer.to_json, limits)
+
+    def encode_piece(self, piece: str) -> list[int]:
+        """As `Tokenizer.encode_piece`."""
+        if len(piece) > MAX_PIECE_LENGTH:
+            raise InputError(
+                f"the text has a stretch of {len(piece)} characters with no place to cut it, such "
+                f"as a space after a word, and may have one of {MAX_PIECE_LENGTH}: send token ids"
+            )
+        try:
+            answer = run_confined(self.pool, ENCODE + piece.encode())
+        except (TooMuchMemory, TooMuchTime) as error:
+            raise InputError(
+                f"the text has a stretch of {len(piece)} characters that takes too long to "
+                f"tokenize ({error}): send token ids"
+            ) from error
+        return array(ID_TYPE, answer).tolist()
+
+    def render(
+        self, template: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> str:
+        """The prompt that a client's own template makes of a conversation."""
+        given = [template, self._special_tokens, messages, options]
+        job = json.dumps(given, default=dict).encode()
+        try:
+            reply = _read_reply(run_confined(self.pool, RENDER + job))
+        except (TooMuchMemory, TooMuchTime) as error:
+            raise InputError(
+                f"chat_template takes too much for these messages: {error}", "chat_template"
+            ) from error
+        if reply.error is not None:
+            raise InputError(reply.error, reply.field)
+        return reply.prompt
+
+    def close(self) -> None:
+        self.pool.close()
