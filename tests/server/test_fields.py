@@ -253,6 +253,30 @@ def test_usage_can_come_with_every_chunk(server: ServerProcess) -> None:
     assert last["usage"]["completion_tokens"] == counts[-1] == 6
 
 
+def test_numbers_and_booleans_may_come_as_texts(server: ServerProcess) -> None:
+    spelled = {"max_tokens": "3", "temperature": "0", "top_k": "1", "seed": "7", "echo": "false"}
+    (choice,) = complete(server, **spelled, n="1", logit_bias={"5": "-1.5"})["choices"]
+    (same,) = complete(server, max_tokens=3)["choices"]
+    assert choice == same
+    chunks = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": "2", "stream": "true"})
+    assert events(chunks.text)[-1] == "[DONE]"
+    (choice,) = chat(server, logprobs="true", top_logprobs="2", max_tokens="1")["choices"]
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
+    body = {"model": "SmolLM2-135M-Instruct", "messages": MESSAGES, "max_tokens": "1"}
+    assert server.post("/v1/messages", body).json()["usage"]["output_tokens"] == 1
+    response = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": "1"}).json()
+    assert response["usage"]["output_tokens"] == 1
+
+
+def test_a_text_that_spells_a_number_stays_a_text_where_one_may_stand(
+    server: ServerProcess,
+) -> None:
+    assert complete(server, prompt="1", echo=True)["choices"][0]["text"].startswith("1")
+    answer = complete(server, prompt=["1", "2"], echo=True)
+    assert [choice["text"][0] for choice in answer["choices"]] == ["1", "2"]
+    assert complete(server, stop="7")["choices"][0]["stop_reason"] in (None, "7")
+
+
 def test_ids_are_the_clients_own(server: ServerProcess) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1}
     response = server.post("/v1/completions", body, headers={"X-Request-Id": "mine-1"})

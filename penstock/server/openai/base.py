@@ -14,7 +14,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Seconds = Annotated[float, Field(allow_inf_nan=False)]
 T = TypeVar("T")
 # Ends at the first item that is wrong: millions of complaints would take minutes to write down.
 Items = Annotated[list[T], Field(fail_fast=True)]
@@ -33,9 +34,9 @@ Entries = Annotated[dict[K, T], WrapValidator(_check_one_by_one)]
 
 
 class Body(BaseModel):
-    """A request: values must have the declared types, nothing is converted."""
+    """A request. As in vLLM, a text that spells a number or a boolean is taken for it."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class Reply(BaseModel):

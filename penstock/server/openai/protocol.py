@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from penstock.server.openai.base import Body, Entries, Items, NullsReply, Reply, Text, TokenId
+from penstock.server.openai.base import (
+    Body,
+    Entries,
+    Items,
+    NullsReply,
+    Reply,
+    Seconds,
+    Text,
+    TokenId,
+)
 from penstock.server.openai.tools import (
     MessageToolCall,
     NamedToolChoice,
@@ -46,7 +55,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = Field(None, description="For type json_schema.")
 
@@ -54,7 +63,7 @@ class ResponseFormat(Body):
 class StructuredOutputs(Body):
     """What the output must match: exactly one of the first six."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
     json_: dict[str, Any] | Text | bool | None = Field(
         None, alias="json", description="A JSON schema."
     )
@@ -120,7 +129,7 @@ class GenerationBody(Body):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write tokens in logprobs as token_id:ID."
     )
-    timeout: float | None = Field(None, description="Most seconds that the request may take.")
+    timeout: Seconds | None = Field(None, description="Most seconds that the request may take.")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     use_beam_search: bool | None = Field(None, description="Not supported.")
@@ -142,13 +151,13 @@ class CompletionRequest(GenerationBody):
 
 
 class ContentPart(Body):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
     type: Text = Field(description="Only text is supported.")
     text: Text | None = None
 
 
 class ChatMessage(Body):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
     role: Annotated[Text, Field(min_length=1)]
     content: Text | Items[ContentPart] | None = None
     reasoning: Text | None = Field(None, description="What the assistant thought; for templates.")

@@ -46,7 +46,7 @@ class NamedToolChoice(Body):
 
 
 class CalledFunction(Body):
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
     name: Text
     arguments: Text | dict[str, Any] | None = Field(None, description="JSON text.")
 
@@ -54,7 +54,7 @@ class CalledFunction(Body):
 class MessageToolCall(Body):
     """A call that the assistant made earlier in the conversation."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
     id: Text | None = None
     type: Literal["function"] | None = None
     function: CalledFunction

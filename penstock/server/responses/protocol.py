@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from penstock.server.openai.base import Body, Entries, Items, Reply, Text
+from penstock.server.openai.base import Body, Entries, Items, Reply, Seconds, Text
 from penstock.server.openai.tools import ToolName, Tools
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -311,7 +311,7 @@ class ResponseRequest(Body):
     )
     priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
     cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
-    timeout: float | None = Field(None, description="Most seconds that each round may take.")
+    timeout: Seconds | None = Field(None, description="Most seconds that each round may take.")
     conversation: Text | ConversationParam | None = Field(
         None, description="A conversation, by its id: it is continued, and added to."
     )
