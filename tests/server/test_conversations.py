@@ -195,6 +195,10 @@ def test_a_response_that_cannot_be_kept_says_so(serve_tiny: Callable[..., Server
     long = {"input": [user("x")] * 4, "max_output_tokens": 1}
     assert server.post("/v1/responses", long).json()["store"] is False
     assert server.post("/v1/responses", {**long, "input": "x"}).json()["store"] is True
+    wordy = {"input": "x", "background": True, "instructions": "x" * 200, "max_output_tokens": 1}
+    small = serve_tiny("--max-stored-response-bytes", "1000")
+    answer = small.post("/v1/responses", wordy)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "background")
     for field in ("store", "background"):
         answer = server.post("/v1/responses", {**long, field: True})
         assert answer.status_code == 400

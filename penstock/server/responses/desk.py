@@ -148,6 +148,11 @@ class ResponseDesk:
     async def start(self, owned: OwnedRun) -> bytes:
         """Run in the background; the response as it is at first."""
         queued = await owned.save()
+        if await self.response(owned.owner, owned.run.id) is None:
+            raise InputError(
+                "background: this response cannot be kept, it repeats too much of the request",
+                "background",
+            )
         key = (owned.owner, owned.run.id)
         task = asyncio.ensure_future(owned.run_to_end())
         self._background[key] = task

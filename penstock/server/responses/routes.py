@@ -11,7 +11,7 @@ from penstock.server.access import current_tenant
 from penstock.server.bodies import JsonRoute
 from penstock.server.errors import body_of, describe_errors, encode_error, error_response
 from penstock.server.openai.stream import EVENT_STREAM
-from penstock.server.replies import StreamFrame, event_stream, gone, unless_gone
+from penstock.server.replies import StreamFrame, event_stream, gone, json_response, unless_gone
 from penstock.server.responses.desk import ResponseDesk
 from penstock.server.responses.protocol import (
     DeletedReply,
@@ -73,13 +73,19 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     return gone() if response is None else _json(response)
 
 
-@router.post("/v1/responses/input_tokens", responses=describe_errors(400, 401, 404, 413, 500, 503))
-async def count_input_tokens(body: ResponseRequest, request: Request) -> InputTokensReply:
+@router.post(
+    "/v1/responses/input_tokens",
+    response_model=InputTokensReply,
+    responses=describe_errors(400, 401, 404, 413, 500, 503),
+)
+async def count_input_tokens(body: ResponseRequest, request: Request) -> Response:
     """How many tokens the model would read for a request to /v1/responses."""
     service, desk = _service_and_desk(request)
     service.check_model(body.model)
-    count = await desk.count(current_tenant.get(), body)
-    return InputTokensReply(object="response.input_tokens", input_tokens=count)
+    count = await unless_gone(request, desk.count(current_tenant.get(), body))
+    if count is None:
+        return gone()
+    return json_response(InputTokensReply(object="response.input_tokens", input_tokens=count))
 
 
 @router.get(
