@@ -33,8 +33,6 @@ SPECIAL_TOKEN_KEYS = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-# Tokens that end a turn besides the end of text.
-END_TOKEN_KEYS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
 
 class TokenType(enum.IntEnum):
@@ -79,6 +77,16 @@ _DEEPSEEK3_PATTERN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Chinese, Japanese and Korean, and what lies between, as DeepSeek's first models cut it out.
+_DEEPSEEK_EAST = "[\u0800-\u9fa5\uac00-\ud7ff]+"
+_DEEPSEEK_PUNCTUATION = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_KIMI_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_KIMI_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_KIMI_PATTERN = (
+    rf"[\p{{Han}}]+|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}*{_KIMI_LOWER}+{_CONTRACTION}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_KIMI_UPPER}+{_KIMI_LOWER}*{_CONTRACTION}?"
+    rf"|\p{{N}}{{1,3}}|{_PUNCTUATION_AND_SPACE}"
+)
 
 _GPT2 = PreTokenizer((_GPT2_PATTERN,))
 _DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2_PATTERN))
@@ -86,7 +94,7 @@ _LLAMA3 = PreTokenizer((_LLAMA3_PATTERN,), ignore_merges=True, add_bos=True)
 _QWEN2 = PreTokenizer((_QWEN2_PATTERN,), nfc=True)
 
 _BY_NAMES: dict[tuple[str, ...], PreTokenizer] = {
-    ("default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "roberta-bpe"): _GPT2,
+    ("default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2", "roberta-bpe", "exaone4"): _GPT2,
     ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"): _DIGITS_THEN_GPT2,
     ("command-r",): PreTokenizer((r"\p{N}", _GPT2_PATTERN), nfc=True),
     ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"): _LLAMA3,
@@ -94,7 +102,21 @@ _BY_NAMES: dict[tuple[str, ...], PreTokenizer] = {
     ("qwen2", "deepseek-r1-qwen", "megrez", "hunyuan"): _QWEN2,
     ("stablelm2",): PreTokenizer((_QWEN2_PATTERN,)),
     ("tekken",): PreTokenizer((_TEKKEN_PATTERN,), ignore_merges=True, add_bos=True),
-    ("gpt-4o", "llama4"): PreTokenizer((_GPT4O_PATTERN,)),
+    ("gpt-4o", "llama4", "minimax-m2"): PreTokenizer((_GPT4O_PATTERN,)),
+    ("kimi-k2",): PreTokenizer((_KIMI_PATTERN,)),
+    ("deepseek-llm",): PreTokenizer(
+        (
+            r"[\r\n]",
+            r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+            _DEEPSEEK_PUNCTUATION,
+            r"\s+$",
+            _DEEPSEEK_EAST,
+            r"\p{N}+",
+        )
+    ),
+    ("deepseek-coder",): PreTokenizer(
+        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_EAST, r"\p{N}")
+    ),
     ("deepseek-v3",): PreTokenizer(
         (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_PATTERN)
     ),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import tokenizers
 
+from penstock.loading.gguf.end_tokens import end_token_ids
 from penstock.loading.gguf.file import read_gguf
 from penstock.loading.hub import fetch_from_hub, is_hub_id
 from penstock.loading.source import ModelSource, read_json
@@ -287,10 +288,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     from penstock.text import gguf_tokenizer as gguf
 
     backend = gguf.gguf_tokenizer(metadata)
-    ends = (metadata.get(key) for key in gguf.END_TOKEN_KEYS)
-    return Tokenizer(
-        backend, gguf.gguf_special_tokens(metadata), [end for end in ends if end is not None]
-    )
+    return Tokenizer(backend, gguf.gguf_special_tokens(metadata), end_token_ids(metadata))
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:

@@ -87,6 +87,23 @@ def test_blocks_as_they_are_give_text_that_floats_give_too(llm: LLM, source: Mod
     assert "100 degrees Celsius" in own[1].outputs[0].text
 
 
+def test_turns_in_gemmas_template_are_special_tokens_after_one_beginning(llm: LLM) -> None:
+    template = (
+        "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message.role }}\n"
+        "{{ message.content }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    )
+    messages = [{"role": "user", "content": "Hello, world!"}]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    (output,) = llm.chat(messages, params, use_tqdm=False, chat_template=template)
+    bos, start, end, newline = 2, 105, 106, 107
+    hello = RECORDED["llama.cpp"]["tokens"]["Hello, world!"]
+    user, model = (llm.get_tokenizer().encode(role)[1] for role in ("user", "model"))
+    turn = [start, user, newline, *hello, end, newline]
+    assert output.prompt_token_ids == [bos, *turn, start, model, newline]
+    assert llm.get_tokenizer().end_ids == {1, end}
+
+
 @pytest.mark.slow
 def test_transformers_still_generates_what_was_recorded(source: ModelSource) -> None:
     assert source.gguf is not None

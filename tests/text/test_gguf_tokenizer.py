@@ -149,6 +149,44 @@ def test_prompts_are_framed_as_the_metadata_says(
     assert tokenizer.encode("the", add_special_tokens=False) == ids[frame[0] : len(ids) - frame[1]]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<end_of_turn>"], ["<end_of_turn>"]),
+        (["<|im_end|>", "<|im_start|>"], ["<|im_end|>"]),
+        (["<|end|>", "<|user|>"], ["<|end|>"]),
+        (["<|end|>", "<|return|>", "<|call|>"], ["<|return|>", "<|call|>"]),  # of Harmony
+    ],
+)
+def test_ends_of_turns_that_the_metadata_does_not_name_are_known_by_their_text(
+    tokens: list[str], ends: list[str]
+) -> None:
+    metadata = byte_level_metadata()
+    metadata["tokenizer.ggml.tokens"] += tokens
+    metadata["tokenizer.ggml.token_type"] += [int(TokenType.CONTROL)] * len(tokens)
+    tokenizer = tokenizer_from_gguf(metadata)
+    ids = {metadata["tokenizer.ggml.tokens"].index(token) for token in ends}
+    assert tokenizer.end_ids == {1} | ids
+
+
+def pieces(name: str, text: str) -> list[str]:
+    """What byte-level BPE sees one by one, as it is in the text."""
+    splitter = gguf_tokenizer(byte_level_metadata(pre=name)).pre_tokenizer
+    return [text[start:end] for _, (start, end) in splitter.pre_tokenize_str(text)]
+
+
+def test_deepseek_and_kimi_split_as_their_own_patterns_do() -> None:
+    assert pieces("deepseek-llm", "Hi there，1234你好 x") == [
+        "Hi", " there", "，", "1234", "你好", " x"
+    ]  # fmt: skip
+    assert pieces("deepseek-llm", "a\nb  ") == ["a", "\n", "b", "  "]
+    assert pieces("deepseek-coder", "x1 = y2;\n") == ["x", "1", " =", " y", "2", ";", "\n"]
+    assert pieces("kimi-k2", "Hello世界World's 12345") == [
+        "Hello", "世界", "World's", " ", "123", "45"
+    ]  # fmt: skip
+    assert pieces("minimax-m2", "camelCase's") == pieces("gpt-4o", "camelCase's")
+
+
 def test_end_of_turn_tokens_end_an_output_too() -> None:
     tokenizer = tokenizer_from_gguf(byte_level_metadata(eot_token_id=5))
     assert tokenizer.end_ids == {1, 5}

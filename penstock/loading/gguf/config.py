@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.loading.gguf.architecture import Architecture
 from penstock.loading.gguf.architectures import architecture_of
+from penstock.loading.gguf.end_tokens import end_token_ids
 from penstock.loading.gguf.file import GGUFFile, GGUFTensor
 from penstock.loading.gguf.metadata import LAYER_OF_TENSOR, Metadata, fail, find_tensor
 from penstock.loading.gguf.rope import rope_scaling
@@ -90,9 +91,9 @@ def _intermediate_size(metadata: Metadata, architecture: Architecture) -> int:
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
     """The generation_config.json that the model would have: which tokens end an answer."""
-    metadata = Metadata(file)
-    ends = [metadata.token_id(key) for key in ("eos", "eot", "eom")]
-    ids = list(dict.fromkeys(token_id for token_id in ends if token_id is not None))
+    for key in ("eos", "eot", "eom"):
+        Metadata(file).token_id(key)  # which refuses what is none
+    ids = end_token_ids(file.metadata)
     if not ids:
         return {}
     return {"eos_token_id": ids[0] if len(ids) == 1 else ids}
