@@ -194,6 +194,10 @@ class Tokenizer:
             return self._bytes[token_id].decode("utf-8", "replace")
         return str(self._backend.decode([token_id], skip_special_tokens=False))
 
+    def token_spelling(self, token_id: int) -> str:
+        """How the vocabulary spells a token, such as ``Ġthe``; nothing for an id without one."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text; it need not be valid UTF-8 by itself."""
         if self._bytes is not None:

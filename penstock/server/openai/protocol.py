@@ -215,7 +215,9 @@ class TokenizeRequest(ChatTemplateBody):
     model: Text | None = None
     prompt: Text | None = Field(None, description="A text; or give messages.")
     messages: Items[ChatMessage] | None = None
-    return_token_strs: bool | None = None
+    return_token_strs: bool | None = Field(
+        None, description="The tokens as the vocabulary spells them, too."
+    )
 
 
 class DetokenizeRequest(Body):

@@ -56,7 +56,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeReply:
         assert body.prompt is not None
         adds = body.add_special_tokens is not False
         token_ids = frontend.encode(body.prompt, adds, service.max_counted_tokens)
-    strings = [tokenizer.token_text(i) for i in token_ids] if body.return_token_strs else None
+    strings = [tokenizer.token_spelling(i) for i in token_ids] if body.return_token_strs else None
     return TokenizeReply(
         count=len(token_ids),
         max_model_len=frontend.max_model_len,
