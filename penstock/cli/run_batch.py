@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from penstock.server.batch import BatchSummary
     from penstock.server.batch_files import BatchOutput
 
+ALL_FAILED_EXIT_CODE = 4  # no line has an answer
 NO_LIMIT = 2**31  # on the queue: the batch keeps it short itself
 
 
@@ -86,8 +87,8 @@ async def run_batch(
     client.spawn()
     try:
         work = _run_on(client, config, input_path, output, max_concurrency)
-        is_done = await stop.unless_stopped(work)
-        return 0 if is_done else stop.exit_code
+        exit_code = await stop.unless_stopped(work)
+        return stop.exit_code if exit_code is None else exit_code
     finally:
         await client.close()
 
@@ -98,7 +99,8 @@ async def _run_on(
     input_path: Path,
     output: BatchOutput,
     max_concurrency: int | None,
-) -> bool:
+) -> int:
+    """The exit code of a batch that is done."""
     from tqdm import tqdm
 
     from penstock.server.batch_files import read_lines
@@ -126,7 +128,10 @@ async def _run_on(
         service.close()
         elapsed_s = time.perf_counter() - started
         print(describe(batch.summary, elapsed_s, output.path, is_done), file=sys.stderr, flush=True)
-    return is_done
+    if num_lines == 0 or batch.summary.num_completed + output.num_completed > 0:
+        return 0
+    print(f"All {num_lines} lines failed.", file=sys.stderr, flush=True)
+    return ALL_FAILED_EXIT_CODE
 
 
 def describe(summary: BatchSummary, elapsed_s: float, output_path: Path, is_done: bool) -> str:

@@ -16,6 +16,7 @@ from penstock.protocol.errors import ConfigError, PenstockError
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MAX_LINE_BYTES = 64 * 2**20  # above the largest body that the API takes
 _ID_PREFIX = "batch_req_"
+OFF = (None, False, "false", "f", "0", "off", "no", "n")  # as the API reads booleans
 
 
 # -- in
@@ -104,7 +105,8 @@ def _body(fields: dict[str, msgspec.Raw], custom_id: str) -> bytes:
         message = f"body must be a JSON object: {error}"
         raise BadLine("invalid_value", message, custom_id, "body") from error
     for name in ("stream", "background"):
-        if getattr(modes, name) is True:
+        value = getattr(modes, name)
+        if (value.lower() if isinstance(value, str) else value) not in OFF:
             message = f"{name} must be off: the answers of a batch come whole"
             raise BadLine("invalid_value", message, custom_id, f"body.{name}")
     return bytes(raw)
@@ -178,6 +180,7 @@ class BatchOutput:
         self.path = path
         self.answered: set[str] = set()  # custom_ids
         self.failed_lines: set[int] = set()  # numbers of lines that were no requests
+        self.num_completed = 0  # of those answered, how many without an error
         self._failure: OutputError | None = None
         try:
             self._file = path.open("ab+", buffering=0)
@@ -242,6 +245,7 @@ class BatchOutput:
             self.failed_lines.add(result.error.line)
         elif result.custom_id is not None:
             self.answered.add(result.custom_id)
+            self.num_completed += result.response is not None and result.response.status_code == 200
         return True
 
 

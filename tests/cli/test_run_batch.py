@@ -108,6 +108,8 @@ def test_an_answer_stands_beside_its_custom_id(files: Files) -> None:
         (line("x", method="GET"), "invalid_method", "method", "must be POST, got GET"),
         (line("x", body=[1]), "invalid_value", "body", "must be a JSON object"),
         (line("x", body={"stream": True}), "invalid_value", "body.stream", "stream must be off"),
+        (line("x", body={"stream": "True"}), "invalid_value", "body.stream", "stream must be off"),
+        (line("x", body={"stream": 1}), "invalid_value", "body.stream", "stream must be off"),
         (line("x", body={"background": True}), "invalid_value", "body.background", "must be off"),
         (line("a"), "duplicate_custom_id", "custom_id", "on an earlier line"),
     ],
@@ -371,3 +373,13 @@ def engine_of(pid: int) -> int:
     names = {child: Path(f"/proc/{child}/comm").read_text() for child in children}
     (engine,) = [child for child, name in names.items() if name == "penstock-engine\n"]
     return engine
+
+
+def test_a_batch_of_which_every_line_failed_says_so(default_model: str, files: Files) -> None:
+    files.input.write_text("\n".join([line("a", body={"prompt": 1}), "nonsense"]))
+    for skipped in (0, 2):  # nor does it succeed when it is run again
+        process = start(default_model, files)
+        _, log = process.communicate(timeout=120)
+        assert process.returncode == 4, log
+        assert f"0 completed, {2 - skipped} failed, {skipped} skipped" in log
+        assert "All 2 lines failed." in log
