@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Sequence
 from contextvars import ContextVar
 
-from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,6 +22,13 @@ current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 """Whose request is being handled: the digest of its key; empty where there are no keys."""
 
 MAX_LABEL_LENGTH = 16  # of a tenant's name in the engine
+
+
+def route_path(scope: Scope) -> str:
+    """The path of a request below `root_path`, which a proxy may have left in front of it."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    below = path.removeprefix(root)
+    return below if root and below[:1] in ("", "/") else path
 
 
 class KeyRing:
@@ -56,7 +62,7 @@ class AdminGuard:
         self._keys = KeyRing(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_admin_path = scope["type"] == "http" and get_route_path(scope) in ADMIN_PATHS
+        is_admin_path = scope["type"] == "http" and route_path(scope) in ADMIN_PATHS
         if is_admin_path and not self._keys.owner(scope):
             response = error_response(
                 401,

@@ -1,7 +1,8 @@
 """What is not HTTP gets an answer in the shape of every other error, rather than a plain text.
 
 uvicorn parses requests before there is an app to answer them. It does so with httptools where that
-is installed, else with h11, and both are changed here in the same few places.
+is installed, else with h11, and both are changed here in the same few places. These are not part
+of uvicorn's interface, so its version is fixed (`tests/server/test_uvicorn_parts.py`).
 """
 
 from __future__ import annotations

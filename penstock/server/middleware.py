@@ -9,14 +9,12 @@ import re
 import uuid
 from collections.abc import Sequence
 
-from starlette._utils import get_route_path
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.server.access import KeyRing
+from penstock.server.access import KeyRing, route_path
 from penstock.server.errors import error_response, response_of
 from penstock.server.service import current_body_bytes
 
@@ -55,18 +53,55 @@ class RequestContext:
                 await response(scope, receive, send_with_id)
 
 
-class Cors(CORSMiddleware):
-    """Starlette's, with refusals in the shape of all errors."""
+class Cors:
+    """Starlette's CORSMiddleware, with refusals in the shape of all errors."""
 
-    def preflight_response(self, request_headers: Headers) -> Response:
-        response = super().preflight_response(request_headers)
-        if response.status_code == 200:
-            return response
-        message = (
-            f"{bytes(response.body).decode()}: the server's --allowed-origins, --allowed-methods "
-            "and --allowed-headers say which pages may do what"
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        allow_origins: Sequence[str],
+        allow_methods: Sequence[str],
+        allow_headers: Sequence[str],
+        allow_credentials: bool,
+        expose_headers: Sequence[str],
+    ) -> None:
+        self._cors = CORSMiddleware(
+            app,
+            allow_origins=allow_origins,
+            allow_methods=allow_methods,
+            allow_headers=allow_headers,
+            allow_credentials=allow_credentials,
+            expose_headers=expose_headers,
         )
-        return error_response(response.status_code, message, headers=self.preflight_headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_preflight = (
+            scope["type"] == "http"
+            and scope["method"] == "OPTIONS"
+            and "access-control-request-method" in Headers(scope=scope)
+        )
+        if not is_preflight:
+            await self._cors(scope, receive, send)
+            return
+        sent: list[Message] = []
+
+        async def keep(message: Message) -> None:
+            sent.append(message)
+
+        await self._cors(scope, receive, keep)
+        start, text = sent[0], b"".join(message.get("body", b"") for message in sent)
+        if start["status"] != 400:
+            for message in sent:
+                await send(message)
+            return
+        headers = Headers(raw=start["headers"])
+        why = (
+            f"{text.decode()}: the server's --allowed-origins, --allowed-methods and "
+            "--allowed-headers say which pages may do what"
+        )
+        kept = {name: value for name, value in headers.items() if not name.startswith("content-")}
+        await error_response(400, why, headers=kept)(scope, receive, send)
 
 
 class ApiKeyGuard:
@@ -89,7 +124,7 @@ class ApiKeyGuard:
         await self.app(scope, receive, send)
 
     def _may_enter(self, scope: Scope) -> bool:
-        path = get_route_path(scope)
+        path = route_path(scope)
         if path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX):
             return True
         return bool(self._keys.owner(scope))

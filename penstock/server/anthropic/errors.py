@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from starlette._utils import get_route_path
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from penstock.server.access import route_path
 from penstock.server.anthropic.protocol import AnthropicError
 from penstock.server.errors import body_of, encode_error, status_of
 from penstock.server.replies import StreamFrame
@@ -72,7 +72,7 @@ class AnthropicErrors:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = get_route_path(scope) if scope["type"] == "http" else ""
+        path = route_path(scope) if scope["type"] == "http" else ""
         if path != PREFIX and not path.startswith(f"{PREFIX}/"):
             await self.app(scope, receive, send)
             return
