@@ -14,7 +14,8 @@ class ChatConfig:
     tool_call_parser: str | None = option(
         None,
         "How this model writes tool calls, such as hermes; default: by its chat template, where "
-        "that is unmistakable; none: there are no tool calls. docs/parsers.md lists them.",
+        "that is unmistakable, and hermes where the template shows no tools; none: there are no "
+        "tool calls. docs/parsers.md lists them.",
     )
     reasoning_parser: str | None = option(
         None,
@@ -27,7 +28,8 @@ class ChatConfig:
     chat_renderer: Literal["auto", "template", "mistral", "deepseek", "harmony"] = option(
         "auto",
         "What makes prompts of conversations; auto: harmony for gpt-oss, else the chat template, "
-        "and for a model without one its family's own.",
+        "to which tools are added if it shows none, and for a model without one its family's own; "
+        "template: the chat template as it is.",
     )
     default_chat_template_kwargs: dict[str, Any] | None = option(
         None,

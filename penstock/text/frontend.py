@@ -30,6 +30,7 @@ from penstock.text.parsing.parser import (
 from penstock.text.pieces import Encode
 from penstock.text.renderers.base import Renderer
 from penstock.text.renderers.choose import choose_renderer
+from penstock.text.renderers.generic_tools import PARSER, GenericToolRenderer
 from penstock.text.tokenizer import Tokenizer, TooManyTokens, eos_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -77,7 +78,11 @@ class Frontend:
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(source, config.tokenizer)
             self.renderer = choose_renderer(
-                chat.chat_renderer, source, self.tokenizer, config.chat_template
+                chat.chat_renderer,
+                source,
+                self.tokenizer,
+                config.chat_template,
+                chat.tool_call_parser,
             )
         self.parsers = choose_parsers(chat, self.renderer)
         self.default_template_kwargs = chat.default_chat_template_kwargs or {}
@@ -292,8 +297,11 @@ class Frontend:
 
 
 def choose_parsers(config: ChatConfig, renderer: Renderer | None) -> Detected:
-    """The parsers that the operator named, else those that the template shows to be needed."""
+    """The parsers that the operator named, else those that the template shows to be needed, or
+    that read calls as a template which shows no tools was helped to ask for."""
     found = detect(renderer.source) if renderer is not None else Detected(None, None)
+    if isinstance(renderer, GenericToolRenderer):
+        found = found._replace(tools=PARSER)
     reasoning, tools = config.reasoning_parser, config.tool_call_parser
     reasoning = found.reasoning if reasoning is None else reasoning
     tools = found.tools if tools is None else tools

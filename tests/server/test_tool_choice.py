@@ -50,6 +50,15 @@ def unknown_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerP
     process.close()
 
 
+def test_a_model_whose_calls_are_not_known_may_not_choose(unknown_server: ServerProcess) -> None:
+    body = {"messages": [{"role": "user", "content": "[[Hi.]]"}], "tools": CHAT_TOOLS}
+    refused = unknown_server.post("/v1/chat/completions", body)
+    assert refused.status_code == 400
+    assert "--tool-call-parser" in refused.json()["error"]["message"]
+    answer = unknown_server.post("/v1/chat/completions", {**body, "tool_choice": "none"})
+    assert answer.json()["choices"][0]["message"]["content"] == "Hi."
+
+
 @pytest.fixture(params=[True, False], ids=["with a parser", "without a parser"])
 def known(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)

@@ -131,17 +131,6 @@ def test_the_clients_stream_helper_gets_an_object(
     assert isinstance(final.choices[0].message.parsed, Person)
 
 
-def test_a_model_whose_calls_are_not_known_may_not_choose(
-    client: openai.OpenAI, default_model: str
-) -> None:
-    with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
-        client.chat.completions.create(model=default_model, messages=MESSAGES, tools=TOOLS)
-    answer = client.chat.completions.create(
-        model=default_model, messages=MESSAGES, tools=TOOLS, tool_choice="none", max_tokens=4
-    )
-    assert answer.choices[0].message.content
-
-
 @pytest.mark.parametrize(
     ("fields", "match"),
     [

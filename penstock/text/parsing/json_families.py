@@ -52,7 +52,10 @@ class Hermes(ToolFormat):
         cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
     ) -> CallGrammar | None:
         calls = object_shapes(tools, "arguments", "<tool_call>\n", "\n</tool_call>")
-        return CallGrammar("", calls, "\n", "", parallel, cls.markers)
+        # A model that was not trained on calls writes a line break after one because text goes on
+        # like that, and then would have to call again.
+        separator = "\n" if "<tool_call>" in chat_template else ""
+        return CallGrammar("", calls, separator, "", parallel, cls.markers)
 
 
 class BareJson(ToolFormat):

@@ -7,6 +7,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.text.chat import load_chat_template
 from penstock.text.renderers.base import Renderer
 from penstock.text.renderers.deepseek import DeepSeekRenderer
+from penstock.text.renderers.generic_tools import PARSER, GenericToolRenderer, shows_tools
 from penstock.text.renderers.harmony import HarmonyRenderer
 from penstock.text.renderers.mistral import MistralRenderer
 from penstock.text.tekken import read_tekken, special_tokens_of, version_of
@@ -14,10 +15,18 @@ from penstock.text.tokenizer import Tokenizer
 
 
 def choose_renderer(
-    name: str, source: ModelSource, tokenizer: Tokenizer, chat_template: str | None = None
+    name: str,
+    source: ModelSource,
+    tokenizer: Tokenizer,
+    chat_template: str | None = None,
+    tool_parser: str | None = None,
 ) -> Renderer:
     """The renderer called `name`; for "auto", gpt-oss has its own, every other model its template,
-    and those without one their family's."""
+    and those without one their family's.
+
+    To a template that does not show tools they are added, unless `tool_parser`, the one that the
+    operator named, does not read calls as the model is then told to write them.
+    """
     if chat_template is not None and name not in ("auto", "template"):
         raise ConfigError(f"chat_template and chat_renderer={name} exclude each other: drop one")
     kind = str(source.config.get("model_type", ""))
@@ -28,6 +37,8 @@ def choose_renderer(
     if name == "mistral":
         return _mistral(tokenizer)
     template = load_chat_template(source, tokenizer, chat_template)
+    if name == "auto" and not template.is_empty and tool_parser in (None, PARSER):
+        return template if shows_tools(template) else GenericToolRenderer(template)
     if name == "template" or not template.is_empty:
         return template
     if tokenizer.folder is not None and read_tekken(tokenizer.folder) is not None:

@@ -1,0 +1,165 @@
+"""Tools for models whose chat template knows none: in the system prompt, as Hermes has them.
+
+Calls of earlier turns and their results are written into the messages likewise, so that any
+template that shows messages will do. The tool-call parser that goes with it is `PARSER`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.protocol.errors import InputError
+from penstock.text.chat import ChatTemplate, check_conversation
+from penstock.text.parsing.detect import detect
+from penstock.text.renderers.base import Message, Tools, calls_of, text_of
+
+PARSER = "hermes"
+
+_PROBE = "penstock_probe"
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _PROBE,
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+_SYSTEM, _USER = {"role": "system", "content": "x"}, {"role": "user", "content": "x"}
+_INSTRUCTIONS = """\
+# Tools
+
+You can call functions to help with what the user asks. These are the functions, as JSON:
+<tools>
+{}
+</tools>
+
+To call a function, write its name and arguments as a JSON object between <tool_call> tags:
+<tool_call>
+{{"name": "<function name>", "arguments": {{<arguments>}}}}
+</tool_call>
+The result follows between <tool_response> tags. If no function helps, answer without a call."""
+
+
+def shows_tools(template: ChatTemplate) -> bool:
+    """Whether the template puts tools into prompts."""
+    if not re.search(r"\btools\b", template.source):
+        return False
+    if detect(template.source).tools is not None:
+        return True  # of a family that is known to
+    for messages in ([_USER], [_SYSTEM, _USER]):
+        if _PROBE in (_try(template, messages, [_PROBE_TOOL]) or ""):
+            return True
+    # One that takes neither conversation is too peculiar to be told what to do.
+    return _try(template, [_USER], None) is None
+
+
+def _try(template: ChatTemplate, messages: list[Message], tools: Tools | None) -> str | None:
+    try:
+        return template.render(messages, tools=tools)
+    except InputError:
+        return None
+
+
+class GenericToolRenderer:
+    """A model's chat template, with tools, calls and results in the texts of messages."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._takes_system: bool | None = None  # found out when there are tools to show
+
+    @property
+    def source(self) -> str:
+        return self._template.source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Tools | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        chat: Sequence[Mapping[str, Any]] = messages
+        if tools or any(map(_is_about_calls, messages)):
+            checked = check_conversation(messages, add_generation_prompt, continue_final_message)
+            chat = _spell_out_calls(checked)
+            if tools:
+                self._describe(tools, chat)
+        return self._template.render(
+            chat,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            documents=documents,
+            **template_kwargs,
+        )
+
+    def _describe(self, tools: Tools, chat: list[Message]) -> None:
+        """Put the tools behind the system prompt; before the first message of a template that
+        takes no system prompt."""
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        text = _INSTRUCTIONS.format(listed)
+        if chat[0]["role"] in ("system", "developer"):
+            chat[0]["content"] = _joined(text_of(chat[0]), text)
+        elif self._has_system_prompts():
+            chat.insert(0, {"role": "system", "content": text})
+        elif chat[0]["role"] == "user":
+            chat[0]["content"] = _joined(text, text_of(chat[0]))
+        else:
+            chat.insert(0, {"role": "user", "content": text})
+
+    def _has_system_prompts(self) -> bool:
+        if self._takes_system is None:
+            probe = [{"role": "system", "content": _PROBE}, _USER]
+            self._takes_system = _PROBE in (_try(self._template, probe, None) or "")
+        return self._takes_system
+
+
+def _is_about_calls(message: Any) -> bool:
+    return isinstance(message, Mapping) and bool(
+        message.get("tool_calls") or message.get("role") == "tool"
+    )
+
+
+def _spell_out_calls(chat: Sequence[Message]) -> list[Message]:
+    """The conversation with calls and results as text. Results become the user's words, together
+    with what the user says after them: many templates want users and assistants to take turns."""
+    told: list[Message] = []
+    after_results = False
+    for message in chat:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{text_of(message)}\n</tool_response>"
+            if after_results:
+                told[-1]["content"] += f"\n{text}"
+            else:
+                told.append({"role": "user", "content": text})
+            after_results = True
+            continue
+        if message["role"] == "user" and after_results:
+            told[-1]["content"] = _joined(told[-1]["content"], text_of(message))
+        elif calls := calls_of(message):
+            written = "".join(_call_text(name, arguments) for _, name, arguments in calls)
+            said = f"{text_of(message)}\n{written}" if text_of(message) else written
+            kept = {key: value for key, value in message.items() if key != "tool_calls"}
+            told.append({**kept, "content": said})
+        else:
+            told.append(message)
+        after_results = False
+    return told
+
+
+def _call_text(name: str, arguments: str) -> str:
+    try:
+        value = json.loads(arguments, strict=False)
+    except (ValueError, RecursionError):
+        value = arguments
+    call = json.dumps({"name": name, "arguments": value}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def _joined(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)
