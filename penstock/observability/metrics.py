@@ -90,6 +90,9 @@ DECLARED = (
         "counter",
         "Requests that were run alone because they may have killed the engine.",
     ),
+    # -- what is kept
+    Declared("stored_responses", "gauge", "Responses and conversations that are kept."),
+    Declared("stored_response_bytes", "gauge", "Bytes that these take."),
     # -- tokens
     Declared(
         "prompt_tokens",

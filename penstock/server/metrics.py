@@ -12,6 +12,7 @@ from penstock.observability.metrics import CONTENT_TYPE, Metrics
 from penstock.protocol.delta import FinishReason
 from penstock.scheduler.scheduler import SchedulerStats
 from penstock.server.errors import describe_errors
+from penstock.server.responses.desk import ResponseDesk
 from penstock.server.service import Service
 from penstock.server.throughput import ThroughputLog
 from penstock.text.frontend import is_first_child
@@ -37,6 +38,8 @@ async def metrics(request: Request) -> PlainTextResponse:
     service: Service = request.app.state.service
     if not service.client.is_healthy:
         observer.show(NO_STATS)
+    desk: ResponseDesk = request.app.state.responses
+    observer.show_stored(desk.store.num_entries, desk.store.num_bytes)
     return PlainTextResponse(observer.metrics.render(), media_type=CONTENT_TYPE)
 
 
@@ -63,6 +66,8 @@ class MetricsObserver:
         self._running = gauge("num_requests_running")
         self._waiting = gauge("num_requests_waiting")
         self._kv_usage = gauge("kv_cache_usage_perc")
+        self._stored = gauge("stored_responses")
+        self._stored_bytes = gauge("stored_response_bytes")
         self._prefix_queries = counter("prefix_cache_queries")
         self._prefix_hits = counter("prefix_cache_hits")
         self._preemptions = counter("num_preemptions")
@@ -157,3 +162,7 @@ class MetricsObserver:
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
         self._kv_usage.set(stats.kv_cache_usage)
+
+    def show_stored(self, num_entries: int, num_bytes: int) -> None:
+        self._stored.set(num_entries)
+        self._stored_bytes.set(num_bytes)

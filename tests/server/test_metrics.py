@@ -197,6 +197,17 @@ def test_gauges_are_zero_without_work(server: ServerProcess) -> None:
     assert 'num_blocks="16"' in server.get("/metrics").text
 
 
+def test_what_is_kept_is_shown(server: ServerProcess) -> None:
+    change = Change(server)
+    made = server.post("/v1/conversations", {"metadata": {"topic": "tea"}}).json()["id"]
+    more = change.get()
+    assert (more("stored_responses"), more("stored_response_bytes") > 0) == (1, True)
+    with server.client() as client:
+        client.delete(f"/v1/conversations/{made}")
+    less = change.get()
+    assert (less("stored_responses"), less("stored_response_bytes")) == (0, 0)
+
+
 def test_throughput_is_logged_while_there_is_work(server: ServerProcess) -> None:
     complete(server, [1, 2, 3], max_tokens=3)
     line = re.compile(r"Throughput: prompt [\d.]+ tok/s, generation [\d.]+ tok/s; \d+ running, ")
@@ -227,6 +238,7 @@ def test_gauges_are_zero_while_the_engine_is_gone() -> None:
     app.include_router(router)
     app.state.service = SimpleNamespace(client=SimpleNamespace(is_healthy=False))
     app.state.metrics = MetricsObserver(EngineConfig(), "m")
+    app.state.responses = SimpleNamespace(store=SimpleNamespace(num_entries=0, num_bytes=0))
     app.state.metrics.on_stats(stats(num_running=3, num_preemptions=2, kv_cache_usage=0.5))
     samples = parse(TestClient(app).get("/metrics").text)
     assert samples["num_requests_running"] == samples["kv_cache_usage_perc"] == 0

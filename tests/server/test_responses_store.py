@@ -141,7 +141,7 @@ def test_the_least_recently_used_of_the_heaviest_make_room_and_owners_are_apart(
             else:
                 assert await store.delete(owner, response_id) == (key in expected.entries)
                 expected.entries.pop(key, None)
-            assert len(store) == len(expected.entries) <= LIMITS.max_entries
+            assert store.num_entries == len(expected.entries) <= LIMITS.max_entries
             sizes = [item.num_bytes for item in expected.entries.values()]
             assert store.num_bytes == sum(sizes) <= LIMITS.max_bytes
 

@@ -140,6 +140,9 @@ Stored = StoredResponse | StoredConversation
 class ResponseStore(Protocol):
     """Keeps things by owner: what one owner put, no other can find, whatever ids it tries."""
 
+    num_entries: int
+    num_bytes: int
+
     def refusal(self, num_bytes: int, num_items: int) -> str | None:
         """Why something of this size cannot be kept, or None if it can."""
 
@@ -183,11 +186,8 @@ class MemoryStore(ResponseStore):
     def __init__(self, limits: StoreLimits) -> None:
         self._limits = limits
         self._shelves: dict[str, _Shelf] = {}
+        self.num_entries = 0
         self.num_bytes = 0
-        self._num_entries = 0
-
-    def __len__(self) -> int:
-        return self._num_entries
 
     def refusal(self, num_bytes: int, num_items: int) -> str | None:
         limits = self._limits
@@ -213,13 +213,13 @@ class MemoryStore(ResponseStore):
             self._drop_oldest(owner)
         while self.num_bytes + size > limits.max_bytes:
             self._drop_oldest(self._heaviest(owner, size, lambda shelf: shelf.num_bytes))
-        while self._num_entries + 1 > limits.max_entries:
+        while self.num_entries + 1 > limits.max_entries:
             self._drop_oldest(self._heaviest(owner, 1, lambda shelf: len(shelf.entries)))
         shelf = self._shelves.setdefault(owner, _Shelf())
         shelf.entries[stored.id] = stored
         shelf.num_bytes += size
         self.num_bytes += size
-        self._num_entries += 1
+        self.num_entries += 1
         return True
 
     async def get(self, owner: str, stored_id: str) -> Stored | None:
@@ -251,7 +251,7 @@ class MemoryStore(ResponseStore):
             return False
         shelf.num_bytes -= stored.num_bytes
         self.num_bytes -= stored.num_bytes
-        self._num_entries -= 1
+        self.num_entries -= 1
         if not shelf.entries:
             del self._shelves[owner]
         return True
