@@ -160,6 +160,23 @@ def test_blocks_run_as_they_are(twin: str, tmp_path: Path, monkeypatch: pytest.M
     assert np.allclose(logprobs(), floats, atol=1e-3)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("quantize", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("twin", TWINS)
+def test_blocks_on_a_gpu_give_the_tokens_of_their_floats(
+    twin: str, quantize: str, tmp_path: Path
+) -> None:
+    made = TWINS[twin]
+    checkpoint = make_checkpoint(tmp_path / "folder", made.variant, **made.overrides)
+    path = write_twin(tmp_path / "twin.gguf", checkpoint, made, quantize=quantize)
+    found = []
+    for compute in ("auto", "dequantize"):
+        options = {"device": "cuda", "dtype": "float32", "gguf_compute": compute}
+        with open_llm(path, max_model_len=128, **options) as llm:
+            found.append(greedy_tokens(llm, PROMPTS))
+    assert found[0] == found[1]
+
+
 def test_layers_behind_the_last_are_left_out(tmp_path: Path) -> None:
     made = TWINS["glm4moe"]
     checkpoint = make_checkpoint(tmp_path / "folder", made.variant, **made.overrides)
