@@ -354,6 +354,16 @@ OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "gemma": ("Gemma", {"head_dim": 16, "pad_token_id": 0}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "pad_token_id": 0,
+        },
+    ),
+    "seed_oss": ("SeedOss", {"head_dim": 16, "attention_out_bias": True, "pad_token_id": 0}),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0}),
     "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5}),
 }
@@ -366,6 +376,7 @@ UNEVEN_NORMS = {
     "DeepseekV2",
     "DeepseekV3",
     "FalconH1",
+    "Gemma",
     "Gemma2",
     "Gemma3",
     "Glm4",
@@ -377,9 +388,11 @@ UNEVEN_NORMS = {
     "Mamba2",
     "MiniMaxM2",
     "Olmo2",
+    "Olmo3",
     "Olmoe",
     "Phi3",
     "Qwen3Next",
+    "SeedOss",
     "SmolLM3",
     "Starcoder2",
 }

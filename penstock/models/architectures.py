@@ -151,6 +151,9 @@ RUN_BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "Cohere2ForCausalLM": ("cohere2",),
     "OlmoeForCausalLM": ("olmoe",),
     "GPTNeoXForCausalLM": ("gpt_neox",),
+    "GemmaForCausalLM": ("gemma",),
+    "Olmo3ForCausalLM": ("olmo3",),
+    "SeedOssForCausalLM": ("seed_oss",),
 }
 
 # Kinds of models (`model_type`) of which logits were compared, in chunks and beside others.

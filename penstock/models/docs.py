@@ -47,6 +47,13 @@ gguf package has for it, with the changes that llama.cpp's converter makes
 (`tests/models/gguf_conversions.py`), gives the same tokens as from safetensors and as transformers
 (`tests/models/test_gguf_models.py`); Llama, Qwen 2 and Qwen 3 are tested in `tests/loading`.
 
+A real file, Gemma 3 270M in Q4_K_M, has the tokens of llama.cpp and generates what transformers
+does from it (`tests/engine/test_gemma_gguf.py`).
+
+The last rows are of models that transformers' code [runs](#what-transformers-runs). A model that is
+split into several files is named by the first, `model-00001-of-00003.gguf`. Layers that predict
+further tokens (MTP), and the part of a model that reads images, are not read.
+
 Some settings are in no file, so those of the published models are used: the scale of scores in
 Gemma 2 and 3 27B, the chunks, temperatures and norms of Llama 4, the rounding of gpt-oss's YaRN.
 """

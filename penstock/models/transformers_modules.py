@@ -14,6 +14,7 @@ from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import Linear, Part
 from penstock.layers.loadable import Expected, Loadable
 from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import ModelError
 
 
@@ -122,5 +123,5 @@ class _Filler:
         return {(name, ""): Expected(shape, rows=None) for name, shape in shapes.items()}
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        assert not isinstance(tensor, BlockTensor), "blocks are for Penstock's own layers"
-        self.tensors[parameter].copy_(tensor)
+        floats = dequantize(tensor) if isinstance(tensor, BlockTensor) else tensor
+        self.tensors[parameter].copy_(floats)

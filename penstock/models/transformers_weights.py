@@ -21,6 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import ModelError
 
 Part = tuple[str, str, Any]  # a checkpoint's name, the pattern that it matches, the tensor
@@ -45,9 +46,8 @@ class CheckpointNames:
             if pattern is None:
                 yield own_name, tensor
                 continue
-            if isinstance(tensor, BlockTensor):
-                raise ModelError(f"tensor {name} comes in blocks, which cannot be put together")
-            waiting.setdefault(own_name, []).append((name, pattern, tensor))
+            floats = dequantize(tensor) if isinstance(tensor, BlockTensor) else tensor
+            waiting.setdefault(own_name, []).append((name, pattern, floats))
         while waiting:
             own_name, parts = waiting.popitem()
             yield from self._put_together(own_name, parts)

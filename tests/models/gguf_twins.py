@@ -180,6 +180,35 @@ TWINS = {
         keys=GEMMA_KEYS,
         conversions=(add_one_to_norms,),
     ),
+    "gemma": Twin("gemma", "gemma", conversions=(add_one_to_norms,)),
+    "cohere2": Twin(
+        "cohere2",
+        "cohere2",
+        {"layer_types": None, "num_hidden_layers": 5},
+        keys={**WINDOW, "logit_scale": "logit_scale"},
+    ),
+    "stablelm": Twin(
+        "stablelm",
+        "stablelm",
+        {"qk_layernorm": False},
+        keys={"use_parallel_residual": "use_parallel_residual"},
+    ),
+    "olmo3": Twin("olmo2", "olmo3", keys=WINDOW),
+    "olmo3_yarn": Twin(
+        "olmo2",
+        "olmo3",
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "rope_theta": 10000.0,
+            }
+        },
+        keys=WINDOW,
+    ),
+    "seed_oss": Twin("seed_oss", "seed_oss"),
+    "olmoe": Twin("olmoe", "olmoe", keys=EXPERT_KEYS),
     "exaone4": Twin("exaone4", "exaone4"),
     "exaone4_windowed": Twin("exaone4", "exaone4_windowed", keys=WINDOW),
     "deepseek2_v2": Twin(
@@ -371,7 +400,7 @@ def _metadata(twin: Twin, config: dict[str, Any]) -> dict[str, Any]:
         for name, key in {**COMMON_KEYS, **twin.keys}.items()
         if config.get(name) is not None and (name in twin.keys or name not in twin.left_out)
     }
-    if twin.architecture == "exaone4" and config.get("sliding_window") is not None:
+    if twin.architecture in ("exaone4", "olmo2") and config.get("sliding_window") is not None:
         flags = [kind == "sliding_attention" for kind in config["layer_types"]]
         values[f"{prefix}.attention.sliding_window_pattern"] = flags
     values |= {f"{prefix}.{key}": value for key, value in _rope(twin, config).items()}

@@ -79,11 +79,6 @@ def config_of(tmp_path: Path, twin: str, **metadata: Any) -> dict[str, Any]:
     return config_from_gguf(read_gguf(path))
 
 
-def test_windows_that_olmo2_does_not_have_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="OLMo 3, which has sliding windows, is not read"):
-        config_of(tmp_path, "olmo2", **{"olmo2.attention.sliding_window": 8})
-
-
 def test_experts_of_another_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'blk\.0\.ffn_down_exps\.weight' has the shape \[6, 64"):
         config_of(tmp_path, "qwen2moe", **{"qwen2moe.expert_feed_forward_length": 48})

@@ -7,9 +7,10 @@ from penstock.loading.gguf.dense import DENSE
 from penstock.loading.gguf.experts import DEEPSEEK_V2, MIXTRAL, SPARSE, is_corrected
 from penstock.loading.gguf.file import GGUFFile
 from penstock.loading.gguf.metadata import Metadata, fail
+from penstock.loading.gguf.others import OLMO3, OTHERS
 from penstock.loading.gguf.recurrent import RECURRENT
 
-ARCHITECTURES: dict[str, Architecture] = {**DENSE, **SPARSE, **RECURRENT}
+ARCHITECTURES: dict[str, Architecture] = {**DENSE, **SPARSE, **RECURRENT, **OTHERS}
 
 
 def architecture_of(file: GGUFFile) -> Architecture:
@@ -25,4 +26,6 @@ def architecture_of(file: GGUFFile) -> Architecture:
         return MIXTRAL
     if name == "deepseek2" and not is_corrected(Metadata(file)):
         return DEEPSEEK_V2
+    if name == "olmo2" and file.metadata.get("olmo2.attention.sliding_window"):
+        return OLMO3
     return ARCHITECTURES[name]

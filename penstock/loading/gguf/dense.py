@@ -10,7 +10,7 @@ from penstock.loading.gguf.architecture import (
     Architecture,
     biases,
 )
-from penstock.loading.gguf.metadata import Metadata, fail
+from penstock.loading.gguf.metadata import Metadata
 from penstock.loading.gguf.rules import (
     ATTENTION,
     DECODER,
@@ -53,12 +53,6 @@ def _command_r(metadata: Metadata) -> dict[str, Any]:
         "logit_scale": metadata.number("logit_scale"),
         "use_qk_norm": metadata.has_tensor("blk.0.attn_q_norm.weight"),
     }
-
-
-def _olmo2(metadata: Metadata) -> dict[str, Any]:
-    if metadata.get("attention.sliding_window"):
-        fail(metadata.file, "OLMo 3, which has sliding windows, is not read from GGUF files")
-    return biases(metadata)
 
 
 def _phi3(metadata: Metadata) -> dict[str, Any]:
@@ -172,13 +166,13 @@ DENSE: dict[str, Architecture] = {
         _phi3, mlp="fused", tables=(LONG_FACTORS, SHORT_FACTORS), partly_rotated=True,
     ),
     "olmo2": Architecture(
-        "OLMo 2", "Olmo2ForCausalLM", "olmo2",
+        "OLMo 2 and 3", "Olmo2ForCausalLM", "olmo2",
         {
             **EMBEDDINGS, **ATTENTION, **HEAD_NORMS, **GATED_MLP,
             "blk.{n}.post_attention_norm": Rule(LAYER + "post_attention_layernorm"),
             "blk.{n}.post_ffw_norm": Rule(LAYER + "post_feedforward_layernorm"),
         },
-        _olmo2,
+        biases,
     ),
     "exaone4": Architecture(
         "EXAONE 4", "Exaone4ForCausalLM", "exaone4",

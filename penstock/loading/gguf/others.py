@@ -1,0 +1,103 @@
+"""Architectures of GGUF files whose models transformers' code runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.loading.gguf.architecture import Architecture, biases
+from penstock.loading.gguf.dense import DENSE, windowed_layers
+from penstock.loading.gguf.experts import num_experts
+from penstock.loading.gguf.metadata import Metadata
+from penstock.loading.gguf.rules import (
+    ATTENTION,
+    DECODER,
+    EMBEDDINGS,
+    EXPERTS,
+    GATED_MLP,
+    HEAD_NORMS,
+    LAYER,
+    NORMS,
+    NORMS_POST,
+    Rule,
+    minus_one,
+)
+
+
+def _gemma(metadata: Metadata) -> dict[str, Any]:
+    return {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+
+
+def _cohere2(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "logit_scale": metadata.number("logit_scale"),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "layer_types": windowed_layers(metadata, default=4),
+        "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+    }
+
+
+def _stablelm(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "use_qkv_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "use_parallel_residual": bool(metadata.get("use_parallel_residual")),
+        "qk_layernorm": False,
+    }
+
+
+def _olmo3(metadata: Metadata) -> dict[str, Any]:
+    return biases(metadata) | {
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "layer_types": windowed_layers(metadata, default=4),
+    }
+
+
+def _olmoe(metadata: Metadata) -> dict[str, Any]:
+    norm = bool(metadata.get("expert_weights_norm") or False)
+    experts = num_experts(metadata)
+    size = experts.pop("moe_intermediate_size")
+    return experts | {"intermediate_size": size, "norm_topk_prob": norm}
+
+
+def _seed_oss(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
+        "attention_out_bias": metadata.has_tensor("blk.0.attn_output.bias"),
+    }
+
+
+# Under the name of OLMo 2, which has no sliding windows.
+OLMO3 = Architecture(
+    "OLMo 3", "Olmo3ForCausalLM", "olmo3", DENSE["olmo2"].rules, _olmo3
+)  # fmt: skip
+OTHERS: dict[str, Architecture] = {
+    "gemma": Architecture(
+        "Gemma 1", "GemmaForCausalLM", "gemma",
+        {
+            **EMBEDDINGS, **ATTENTION, **GATED_MLP, **minus_one(NORMS),
+            **minus_one({"output_norm": Rule("model.norm")}),
+        },
+        _gemma,
+    ),
+    "cohere2": Architecture(
+        "Command R7B, Command A", "Cohere2ForCausalLM", "cohere2",
+        {
+            **EMBEDDINGS, **ATTENTION, **GATED_MLP,
+            "blk.{n}.attn_norm": Rule(LAYER + "input_layernorm"),
+        },
+        _cohere2, eps_key="layer_norm_eps",
+    ),
+    "stablelm": Architecture(
+        "StableLM", "StableLmForCausalLM", "stablelm", DECODER, _stablelm,
+        eps_key="layer_norm_eps", partly_rotated=True,
+    ),
+    "olmoe": Architecture(
+        "OLMoE", "OlmoeForCausalLM", "olmoe",
+        {**EMBEDDINGS, **ATTENTION, **HEAD_NORMS, **NORMS, **EXPERTS},
+        _olmoe, mlp="experts",
+    ),
+    "seed_oss": Architecture(
+        "Seed-OSS", "SeedOssForCausalLM", "seed_oss",
+        {**EMBEDDINGS, **ATTENTION, **NORMS_POST, **GATED_MLP},
+        _seed_oss,
+    ),
+}  # fmt: skip
