@@ -6,17 +6,21 @@ that cannot be read fails the request it belongs to. Back come tagged structs.
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import msgspec
 
 from penstock.config import EngineConfig
 from penstock.protocol.delta import EngineDelta
+from penstock.protocol.errors import RequestFault
 from penstock.scheduler.scheduler import SchedulerStats
 
 # Kinds of messages to the engine, each the first frame.
 LOAD = b"load"  # an EngineConfig
 ADD = b"add"  # a request id, an EngineRequest
 FINISH = b"finish"  # a Finish
-RESET_PREFIX_CACHE = b"reset-prefix-cache"
+CALL = b"call"  # a number, a method of `EngineCore`, its arguments
 CLOSE = b"close"
 
 
@@ -58,10 +62,25 @@ class Failed(msgspec.Struct, tag=True):
     kind: str  # the name of the error's class
 
 
+class CallResult(msgspec.Struct, array_like=True):
+    """How a call ended: with an error, or with a value."""
+
+    call_id: int
+    value: msgspec.Raw = msgspec.Raw()
+    error: str | None = None
+
+    def settle(self, answer: asyncio.Future[Any]) -> None:
+        if self.error is not None:
+            answer.set_exception(RequestFault(self.error))
+        else:
+            answer.set_result(msgspec.msgpack.decode(self.value))
+
+
 class Outputs(msgspec.Struct, tag=True, omit_defaults=True):
     """What a step brought. Stats come along a few times a second and when work runs out."""
 
     deltas: list[EngineDelta] = []
+    calls: list[CallResult] = []
     stats: EngineStats | None = None
 
 

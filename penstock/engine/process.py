@@ -25,7 +25,16 @@ import zmq
 from penstock.engine import messages
 from penstock.engine.black_box import BlackBox
 from penstock.engine.heap import HeapTrimmer, collector_at_rest, settled_heap
-from penstock.engine.messages import Answer, EngineInfo, EngineStats, Failed, Outputs, Ready
+from penstock.engine.messages import (
+    Answer,
+    CallResult,
+    EngineInfo,
+    EngineStats,
+    Failed,
+    Outputs,
+    Ready,
+)
+from penstock.protocol.calls import run_method
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import InputError, PenstockError
 from penstock.protocol.request import EngineRequest
@@ -52,6 +61,7 @@ class EngineServer:
         self._core.watcher = self._box = box
         self._decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
         self._deltas: list[EngineDelta] = []
+        self._calls: list[CallResult] = []
         self._closing = False
         self._num_steps = 0
         self._step_tokens: list[int] = []  # since the stats were sent
@@ -102,8 +112,8 @@ class EngineServer:
             finish = messages.decode_finish(frames[0])
             self._deltas += self._core.abort(finish.request_ids)
             self._stats_are_stale = True
-        elif kind == messages.RESET_PREFIX_CACHE:
-            self._core.reset_prefix_cache()
+        elif kind == messages.CALL:
+            self._calls.append(self._call(int(frames[0]), frames[1].decode(), frames[2:]))
         elif kind == messages.CLOSE:
             self._closing = True
         else:
@@ -131,11 +141,17 @@ class EngineServer:
             )
         )
 
+    def _call(self, call_id: int, method: str, args: list[bytes]) -> CallResult:
+        try:
+            return CallResult(call_id, msgspec.Raw(run_method(self._core, method, args)))
+        except PenstockError as error:
+            return CallResult(call_id, error=str(error))
+
     def _send(self) -> None:
         stats = self._stats_if_due()
-        if self._deltas or stats is not None:
-            send(self._socket, Outputs(self._deltas, stats))
-            self._deltas = []
+        if self._deltas or self._calls or stats is not None:
+            send(self._socket, Outputs(self._deltas, self._calls, stats))
+            self._deltas, self._calls = [], []
         if stats is not None:
             self._heap.trim_if_due()
 

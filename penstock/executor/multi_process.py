@@ -20,16 +20,9 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.executor.base import merge_capabilities
-from penstock.executor.calls import (
-    CallAnswer,
-    Hello,
-    Raised,
-    Returned,
-    decode_result,
-    encode,
-    make_call,
-)
+from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned
 from penstock.executor.worker import Worker
+from penstock.protocol.calls import decode_result, encode, encode_args
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, PenstockError
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
@@ -119,7 +112,7 @@ class MultiProcessExecutor:
         self._folder.cleanup()
 
     def _send(self, method: str, args: tuple[Any, ...], is_answered: bool = False) -> None:
-        message = make_call(method, args, is_answered)
+        message = encode(Call(method, [*map(msgspec.Raw, encode_args(args))], is_answered))
         for rank, connection in enumerate(self._connections):
             try:
                 connection.send_bytes(message)

@@ -13,11 +13,12 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from penstock.distributed.group import join_group, leave_group
-from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned, encode, run_call
+from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned
 from penstock.executor.worker import Worker
 from penstock.loading.source import resolve_source
 from penstock.observability.logs import setup_logging
 from penstock.platforms.platform import detect_platform
+from penstock.protocol.calls import encode, run_method
 from penstock.protocol.errors import PenstockError
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,9 @@ def serve(connection: Connection) -> None:
         answer(Returned(msgspec.Raw(encode(worker.capabilities()))))
         while True:
             call = decoder.decode(connection.recv_bytes())
-            result = run_call(worker, call)
+            result = run_method(worker, call.method, call.args)
             if call.is_answered:
-                answer(Returned(msgspec.Raw(encode(result))))
+                answer(Returned(msgspec.Raw(result)))
     except PenstockError as error:
         answer(Raised(str(error), type(error).__name__))
     finally:

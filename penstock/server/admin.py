@@ -52,7 +52,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     """Forget the prompts that are cached: requests that come later compute theirs anew."""
     service: Service = request.app.state.service
     service.check_health()
-    service.client.reset_prefix_cache()
+    await service.client.call("reset_prefix_cache")
     return Response()
 
 

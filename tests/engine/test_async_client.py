@@ -18,8 +18,10 @@ import zmq.asyncio
 
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine import messages
-from penstock.engine.async_client import AsyncEngineClient, DeltaStream
+from penstock.engine.async_client import AsyncEngineClient
+from penstock.engine.dispatch import Dispatch
 from penstock.engine.handle import Death, EngineHandle, HangWatch
+from penstock.engine.ledger import DeltaStream, Ledger
 from penstock.engine.messages import EngineInfo, Outputs
 from penstock.engine.supervisor import Aftermath, Supervisor
 from penstock.protocol.delta import EngineDelta, FinishReason
@@ -60,6 +62,15 @@ class FakeSupervisor:
         self.num_failures = 0
 
 
+class FakeDispatch(Dispatch):
+    def __init__(self, ledger: Ledger, config: ServerConfig, supervisor: FakeSupervisor) -> None:
+        self._fake: Any = supervisor
+        super().__init__(ledger, config)
+
+    def _start(self, config: ServerConfig) -> Supervisor:
+        return self._fake  # type: ignore[no-any-return]
+
+
 def seed_of(request_id: str) -> int:
     return int.from_bytes(request_id.encode(), "little")
 
@@ -70,15 +81,20 @@ class Bench:
     def __init__(self, max_request_crashes: int = 2) -> None:
         self.supervisor = FakeSupervisor()
         self.told: list[str] = []
-        self.client = AsyncEngineClient(ServerConfig(max_request_crashes=max_request_crashes))
-        self.client._supervisor = self.supervisor  # type: ignore[assignment]
+        config = ServerConfig(max_request_crashes=max_request_crashes)
+        self.client = AsyncEngineClient(config)
+        self.client._dispatch = FakeDispatch(self.client.ledger, config, self.supervisor)
         self.client.observers.append(self)  # type: ignore[arg-type]
-        self.client._on_ready(INFO)
+        self.dispatch._on_ready(INFO)
         self.told.clear()
 
     def __getattr__(self, name: str) -> Any:
         assert name.startswith("on_"), name
         return lambda *_: self.told.append(name)
+
+    @property
+    def dispatch(self) -> Dispatch:
+        return self.client._dispatch
 
     @property
     def engine(self) -> FakeEngine:
@@ -101,18 +117,18 @@ class Bench:
 
     def say(self, request_id: str, *token_ids: int, **options: Any) -> None:
         delta = EngineDelta(request_id=request_id, token_ids=list(token_ids), **options)
-        self.client._on_outputs(Outputs([delta]))
+        self.dispatch._on_outputs(Outputs([delta]))
 
     def die(self, *executing: str) -> bool:
         """The engine dies; whether one request explains it."""
         self.engine.is_ready = False
         died = Death("signal 9", None, frozenset(executing), uptime_s=1.0)
-        return self.client._on_death(died).is_explained
+        return self.dispatch._on_death(died).is_explained
 
     def revive(self) -> list[tuple[Any, ...]]:
         """Another engine is ready; what it is sent."""
         self.supervisor.engine = FakeEngine()
-        self.client._on_ready(INFO)
+        self.dispatch._on_ready(INFO)
         return self.engine.take()
 
 
@@ -272,7 +288,7 @@ async def test_when_the_engine_is_lost_everyone_hears_of_it() -> None:
     bench.die()
     error = EngineDeadError("for good")
     bench.supervisor.lost.set_result(error)
-    bench.client._fail_all(error)
+    bench.dispatch._on_loss(error)
     with pytest.raises(EngineDeadError, match="for good"):
         await stream.__anext__()
     with pytest.raises(EngineDeadError):
@@ -293,7 +309,7 @@ async def test_an_engine_that_is_no_longer_listened_to_is_killed() -> None:
 @on_a_loop
 async def test_while_there_is_no_engine_nobody_waits_longer_than_the_queue_allows() -> None:
     bench = Bench()
-    bench.client._queue_timeout_s = 0.05
+    bench.dispatch._queue_timeout_s = 0.05
     ran, waits = bench.submit("ran"), bench.submit("waits")
     talks = bench.submit("talks")
     bench.say("talks", 5)

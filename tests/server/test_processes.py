@@ -251,13 +251,13 @@ def test_a_body_that_the_engine_cannot_read_fails_one_request(tiny_model: Path) 
         client = AsyncEngineClient()
         client.spawn()
         await client.load(config)
-        send = client._engine.send
+        send = client._dispatch._engine.send
 
         def damage(*frames: bytes) -> None:
             is_bad = frames[:2] == (messages.ADD, b"bad")
             send(*((*frames[:2], b"no request") if is_bad else frames))
 
-        client._engine.send = damage  # type: ignore[method-assign]
+        client._dispatch._engine.send = damage  # type: ignore[method-assign]
         good, bad = client.submit([request("good")]), client.submit([request("bad")])
         num_tokens = 0
         async for deltas in good:

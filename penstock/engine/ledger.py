@@ -1,0 +1,140 @@
+"""The ledger: every unfinished request, the tokens that came for it, and who waits for them.
+
+It knows nothing of engines. Whoever runs a request reports its deltas here, and may be another
+engine after each death: a token is handed out once, whatever the engines did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+
+import msgspec
+
+from penstock.engine.observer import Observer, RequestRecord
+from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.request import EngineRequest
+
+Finish = Callable[[Sequence[str], FinishReason], None]
+
+
+class DeltaStream:
+    """The deltas of some requests, in batches as they come, until all have finished.
+
+    Iterating raises `EngineDeadError` if the engine dies for good, `CrashFault` if one of the
+    requests keeps killing it, and whatever `fail` is given. Close it when done: that aborts what
+    is unfinished.
+    """
+
+    def __init__(self, request_ids: Iterable[str], finish: Finish) -> None:
+        self._finish = finish
+        self._unfinished = set(request_ids)
+        self._deltas: list[EngineDelta] = []
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    def push(self, delta: EngineDelta) -> None:
+        if delta.finish_reason is not None:
+            self._unfinished.discard(delta.request_id)
+        self._deltas.append(delta)
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Make whoever iterates get `error` in place of what would come next."""
+        self._error = self._error or error
+        self._news.set()
+
+    def finish(self, request_ids: Sequence[str], reason: FinishReason) -> None:
+        """End some of the requests early, for `reason`; no more deltas come for them."""
+        self._unfinished.difference_update(request_ids)
+        self._finish(request_ids, reason)
+
+    def close(self) -> None:
+        """Abort what is unfinished. Safe to call twice."""
+        unfinished, self._unfinished = list(self._unfinished), set()
+        self._finish(unfinished, FinishReason.ABORT)
+
+    def __aiter__(self) -> AsyncIterator[list[EngineDelta]]:
+        return self
+
+    async def __anext__(self) -> list[EngineDelta]:
+        if not self._deltas and self._error is None:
+            if not self._unfinished:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            raise self._error
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+
+class Ledger:
+    """`on_retire` is told of each request that ends, however it does."""
+
+    def __init__(
+        self, observers: Sequence[Observer], on_retire: Callable[[RequestRecord], None]
+    ) -> None:
+        self.observers = list(observers)
+        self.records: dict[str, RequestRecord] = {}  # in order of submission
+        self._streams: dict[str, DeltaStream] = {}
+        self._on_retire = on_retire
+
+    def open(self, requests: Sequence[EngineRequest], finish: Finish) -> DeltaStream:
+        """Take requests in; their deltas come from the one stream returned."""
+        stream = DeltaStream([request.request_id for request in requests], finish)
+        for request in requests:
+            record = RequestRecord(request, submitted_at=time.monotonic())
+            self.records[request.request_id] = record
+            self._streams[request.request_id] = stream
+            for observer in self.observers:
+                observer.on_submit(record)
+        return stream
+
+    def replay(self, request_id: str) -> EngineRequest:
+        """The request as it must be sent to go on after the tokens that have come for it."""
+        record = self.records[request_id]
+        seen = record.request.output_token_ids + record.token_ids
+        return msgspec.structs.replace(
+            record.request, output_token_ids=seen, has_run=record.has_run
+        )
+
+    def take(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
+        """Note what is new about a request, and hand it out."""
+        if record.first_token_at is not None and record.num_deaths:
+            # A replay may find its own prompt in the cache; what was said of it at first, counts.
+            delta = msgspec.structs.replace(delta, num_cached_tokens=record.num_cached_tokens)
+        record.num_cached_tokens = max(record.num_cached_tokens, delta.num_cached_tokens)
+        if delta.token_ids:
+            self._take_tokens(record, delta, now)
+        stream = self._streams[delta.request_id]
+        if delta.finish_reason is not None:
+            self.retire(record, delta.finish_reason)
+        stream.push(delta)
+
+    def _take_tokens(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
+        record.token_ids += delta.token_ids
+        previous_at, record.last_token_at = record.last_token_at, now
+        if record.first_token_at is None:
+            record.first_token_at, record.prefill_s = now, delta.prefill_s
+        for observer in self.observers:
+            observer.on_tokens(record, len(delta.token_ids), previous_at)
+
+    def retire(self, record: RequestRecord, reason: FinishReason) -> None:
+        """A request is over."""
+        del self.records[record.request_id]
+        del self._streams[record.request_id]
+        record.finished_at, record.finish_reason = time.monotonic(), reason
+        self._on_retire(record)
+        for observer in self.observers:
+            observer.on_finish(record)
+
+    def fail(self, record: RequestRecord, error: Exception) -> None:
+        """End a request; whoever waits for it gets `error`."""
+        self._streams[record.request_id].fail(error)
+        self.retire(record, FinishReason.ERROR)
+
+    def fail_all(self, error: Exception) -> None:
+        for record in list(self.records.values()):
+            self.fail(record, error)
