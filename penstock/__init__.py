@@ -9,11 +9,13 @@ from penstock.protocol.sampling import RequestOutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
+    from penstock.async_llm import AsyncLLM
     from penstock.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "RequestOutput",
     "RequestOutputKind",
@@ -31,4 +33,8 @@ def __getattr__(name: str) -> Any:
             from penstock.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from penstock.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -22,13 +22,12 @@ from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.text.chat import read_chat_template
-from penstock.text.frontend import Frontend, PreparedRequest
+from penstock.text.collector import OutputCollector
+from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt
 from penstock.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -65,7 +64,7 @@ class LLM:
             self.config.model, source, self.engine.max_model_len, self.config.chat
         )
         self._ids = itertools.count()
-        self._routes: dict[str, PreparedRequest] = {}  # by the child's id
+        self._collector = OutputCollector()
 
     def generate(
         self,
@@ -223,13 +222,14 @@ class LLM:
     ) -> PreparedRequest:
         if not keep_kind:
             params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
+        text, cache_salt = read_prompt(prompt)
         return self.frontend.prepare(
             str(next(self._ids)),
-            _unwrap(prompt),
+            text,
             params,
             add_special_tokens=add_special_tokens,
             priority=priority,
-            cache_salt=prompt.get("cache_salt") if isinstance(prompt, Mapping) else None,
+            cache_salt=cache_salt,
         )
 
     def _run(self, requests: list[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
@@ -259,34 +259,22 @@ class LLM:
 
     def _submit(self, requests: Sequence[PreparedRequest]) -> None:
         for request in requests:
+            self._collector.add(request)
             for child in request.children:
-                self._routes[child.request_id] = request
                 self.engine.add(child)
 
     def _step(self) -> list[PreparedRequest]:
         """Run one step; the requests that have something new."""
-        changed: dict[str, PreparedRequest] = {}
-        for delta in self.engine.step():
-            request = self._routes.get(delta.request_id)
-            if request is None:
-                continue
-            if delta.finish_reason is not None:
-                del self._routes[delta.request_id]
-            request.assembler.add(delta)
-            if stopped := request.assembler.stopped_children():
-                self.engine.abort(stopped)
-                for child_id in stopped:
-                    self._routes.pop(child_id, None)
-            changed[request.request_id] = request
-        return list(changed.values())
+        changed, stopped = self._collector.take(self.engine.step())
+        if stopped:
+            self.engine.abort(stopped)
+        return changed
 
     def _withdraw(self, requests: Iterable[PreparedRequest]) -> None:
         """Abort what is left of requests that nobody waits for, and let the engine come to rest."""
         for request in requests:
-            for child in request.children:
-                if self._routes.pop(child.request_id, None) is not None:
-                    self.engine.abort([child.request_id])
-        while not self._routes and self.engine.has_work():
+            self.engine.abort(self._collector.remove(request))
+        while not self._collector and self.engine.has_work():
             self.engine.step()
 
 
@@ -298,25 +286,3 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _unwrap(prompt: Prompt) -> str | Sequence[int]:
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Mapping):
-        for name, value in prompt.items():
-            if name not in PROMPT_KEYS and value:
-                raise InputError(
-                    f"a prompt may hold {', '.join(PROMPT_KEYS)}, got {name!r}", "prompt"
-                )
-        if isinstance(prompt.get("prompt_token_ids"), (list, tuple)):
-            token_ids: Sequence[int] = prompt["prompt_token_ids"]
-            return token_ids
-        if isinstance(prompt.get("prompt"), str):
-            text: str = prompt["prompt"]
-            return text
-    raise InputError(
-        'a prompt must be a text, {"prompt": text} or {"prompt_token_ids": [...]}, '
-        f"got {prompt!r:.80}",
-        "prompt",
-    )

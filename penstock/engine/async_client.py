@@ -5,6 +5,7 @@ The ledger keeps the requests, a dispatch runs them on an engine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from penstock.engine.dispatch import Dispatch
 from penstock.engine.ledger import DeltaStream, Ledger
 from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.observer import Observer, RequestRecord
-from penstock.protocol.delta import FinishReason
+from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
 
@@ -101,6 +102,15 @@ class AsyncEngineClient:
         """End every request now; whoever waits for one gets `error`."""
         request_ids = list(self.records)
         self.ledger.fail_all(error)
+        self._dispatch.recall(request_ids)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests early; whoever waits for them sees them end."""
+        for request_id in request_ids:
+            record = self.records.get(request_id)
+            if record is not None:
+                delta = EngineDelta(request_id=request_id, finish_reason=FinishReason.ABORT)
+                self.ledger.take(record, delta, time.monotonic())
         self._dispatch.recall(request_ids)
 
     async def call(self, method: str, *args: Any) -> Any:

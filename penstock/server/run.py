@@ -21,14 +21,13 @@ import penstock
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.heap import return_large_blocks
+from penstock.engine.outputs import start_engine
 from penstock.protocol.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from penstock.loading.source import ModelSource
     from penstock.server.service import Service
-    from penstock.text.frontend import Frontend
 
 logger = logging.getLogger(__name__)
 
@@ -70,44 +69,22 @@ async def start(
     config: EngineConfig, server_config: ServerConfig, client: AsyncEngineClient
 ) -> Service:
     """The service, once the engine has loaded its model. Text's part is loaded meanwhile."""
-
-    def find_source() -> ModelSource:
-        from penstock.loading.source import resolve_source
-
-        return resolve_source(config.model, config.load)
-
-    def load_frontend(source: ModelSource) -> Frontend:
-        from penstock.text.frontend import Frontend
-        from penstock.text.text_pool import TextPool
-
-        frontend = Frontend(
-            config.model,
-            source,
-            max_model_len=0,  # the engine will say
-            chat=config.chat,
-            seeds=random.SystemRandom(),  # replicas and restarts must not repeat each other
-        )
-        if frontend.tokenizer is not None:
-            frontend.pool = TextPool(frontend.tokenizer)
-        return frontend
-
     tool_servers = None
     if server_config.tool_server:
         from penstock.server.responses.tool_servers import connect_tool_servers
 
         tool_servers = await connect_tool_servers(server_config)
-    # The model is fetched here, once, before the engine is told to load it.
-    source = await asyncio.to_thread(find_source)
-    loading = asyncio.ensure_future(client.load(config))
-    try:
-        frontend = await asyncio.to_thread(load_frontend, source)
-        importlib.import_module("penstock.server.app")  # takes a while: now, not later
-        from penstock.server.service import Service
+    source, frontend = await start_engine(
+        client,
+        config,
+        seeds=random.SystemRandom(),  # replicas and restarts must not repeat each other
+        meanwhile=lambda: importlib.import_module("penstock.server.app"),
+    )
+    from penstock.server.service import Service
+    from penstock.text.text_pool import TextPool
 
-        info = await loading
-    finally:
-        loading.cancel()
-    frontend.max_model_len = info.max_model_len
+    if frontend.tokenizer is not None:
+        frontend.pool = TextPool(frontend.tokenizer)
     fingerprint = system_fingerprint(config, source.fingerprint)
     return Service(config, server_config, client, frontend, tool_servers, fingerprint)
 

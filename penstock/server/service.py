@@ -17,7 +17,7 @@ from penstock.config import EngineConfig, ServerConfig
 from penstock.confined.scope import JobScope
 from penstock.engine import messages
 from penstock.engine.async_client import AsyncEngineClient
-from penstock.protocol.delta import FinishReason
+from penstock.engine.outputs import outputs_of
 from penstock.protocol.errors import EngineDeadError, InputError, PenstockError, RequestFault
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.request import EngineRequest
@@ -215,34 +215,18 @@ class Service:
         `RequestFault` if one of them fails, `InputError` if it did so by itself or if they are too
         many at once, `Overloaded`, `RequestTimeout` and `EngineDeadError`.
         """
-        routes = {
-            child.request_id: index
-            for index, request in enumerate(requests)
-            for child in request.children
-        }
-        self.check_size(len(requests), len(routes))
-        self._check_queue(len(routes))  # again: now it is known how many they are
         children = [child for request in requests for child in request.children]
+        self.check_size(len(requests), len(children))
+        self._check_queue(len(children))  # again: now it is known how many they are
         if len(children) > 1:
             _check_weight(children, num_prompts=len(requests))
         stream = self.client.submit([self._as_tenants(child) for child in children])
         timer = self._start_timer(stream.fail, timeout_s)
         try:
-            async for deltas in stream:
-                changed: dict[int, None] = {}
-                for delta in deltas:
-                    index = routes[delta.request_id]
-                    assembler = requests[index].assembler
-                    assembler.add(delta)
-                    if stopped := assembler.stopped_children():
-                        stream.finish(stopped, FinishReason.STOP)
-                    changed[index] = None
-                for index in changed:
-                    output = requests[index].assembler.take()
-                    if output is not None:
-                        if output.error is not None:
-                            raise _error_of(output)
-                        yield index, output
+            async for index, output in outputs_of(stream, requests):
+                if output.error is not None:
+                    raise _error_of(output)
+                yield index, output
         finally:
             if timer is not None:
                 timer.cancel()

@@ -40,6 +40,8 @@ DEFAULTS_FROM_GENERATION_CONFIG = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
 )  # fmt: skip
 
+Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 PROMPT_TAIL = 32  # tokens in which it shows whether a prompt has begun the reasoning
 
 
@@ -338,3 +340,24 @@ def _default_params(config: ModelConfig, source: ModelSource) -> SamplingParams:
             f"{source.path}: generation_config.json is wrong: {error}; generation_config=none "
             "leaves it unread"
         ) from error
+
+
+def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
+    """A prompt's text or tokens, and its cache_salt."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, Mapping):
+        for name, value in prompt.items():
+            if name not in PROMPT_KEYS and value:
+                raise InputError(
+                    f"a prompt may hold {', '.join(PROMPT_KEYS)}, got {name!r}", "prompt"
+                )
+        if isinstance(prompt.get("prompt_token_ids"), (list, tuple)):
+            return prompt["prompt_token_ids"], prompt.get("cache_salt")
+        if isinstance(prompt.get("prompt"), str):
+            return prompt["prompt"], prompt.get("cache_salt")
+    raise InputError(
+        'a prompt must be a text, {"prompt": text} or {"prompt_token_ids": [...]}, '
+        f"got {prompt!r:.80}",
+        "prompt",
+    )

@@ -229,7 +229,7 @@ def assert_nothing_is_kept(llm: LLM) -> None:
     assert not core.has_work()
     assert (pool.num_free, pool.num_draining) == (pool.num_usable, 0)
     assert not scheduler._kv._holdings
-    assert not llm._routes
+    assert not llm._collector
     if isinstance(core.executor, InProcessExecutor):
         assert set(core.executor.runner.tables.request_ids) <= set(scheduler._released_ids)
     gc.collect()

@@ -1,0 +1,150 @@
+"""AsyncLLM: a model in a process of its own, driven from an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.config import EngineConfig
+from penstock.engine.async_client import AsyncEngineClient
+from penstock.engine.outputs import outputs_of, start_engine
+from penstock.observability.logs import setup_logging
+from penstock.protocol.errors import ConfigError, InputError
+from penstock.protocol.outputs import RequestOutput
+from penstock.protocol.sampling import SamplingParams
+from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt
+from penstock.text.tokenizer import Tokenizer
+
+
+class AsyncLLM:
+    """Loads a model in another process and generates from it, many requests at once.
+
+    `model` and the keywords are the engine options of the configuration reference. An engine that
+    dies is started again, and requests go on where they were, as behind the server. Use it as an
+    asynchronous context manager, or call `start` and `close`; all of it belongs to one event loop.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        if model is not None:
+            options["model"] = model
+        self.config = EngineConfig.from_options(options)
+        setup_logging(self.config.observability.log_level)
+        self._client = AsyncEngineClient()
+        self._frontend: Frontend | None = None
+        self._ids = itertools.count()
+        self._children: dict[str, list[str]] = {}  # of requests that run, by the caller's id
+
+    async def start(self) -> None:
+        """Load the model. Raises what keeps the engine from that."""
+        self._client.spawn()
+        try:
+            _, self._frontend = await start_engine(self._client, self.config)
+        except BaseException:
+            await self._client.close()
+            raise
+
+    async def close(self) -> None:
+        """Stop the engine; requests that are left get `EngineDeadError`."""
+        if self._frontend is not None:
+            self._frontend = None
+            await self._client.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    @property
+    def frontend(self) -> Frontend:
+        if self._frontend is None:
+            raise ConfigError("the engine is not running: `await llm.start()` first")
+        return self._frontend
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one prompt as they come; `output_kind` says what each holds.
+
+        Leaving the loop early aborts the request, as does `abort`. `InputError` says what is wrong
+        with it. A request that fails while it runs has the finish reason "error".
+        """
+        text, cache_salt = read_prompt(prompt)
+        async for output in self._run(
+            text, sampling_params, request_id, priority=priority, cache_salt=cache_salt
+        ):
+            yield output
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **template_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The same for a conversation; `template_options` go to the chat template."""
+        prompt = await asyncio.to_thread(
+            lambda: self.frontend.render_chat(messages, **template_options)
+        )
+        async for output in self._run(
+            prompt, sampling_params, request_id, add_special_tokens=False
+        ):
+            yield output
+
+    async def _run(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        request_id: str | None,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        frontend = self.frontend
+        if request_id is None:
+            request_id = f"request-{next(self._ids)}"
+        if request_id in self._children:
+            raise InputError(f"request_id {request_id!r} is running already", "request_id")
+        self._children[request_id] = []
+        try:
+            prepared: PreparedRequest = await asyncio.to_thread(
+                lambda: frontend.prepare(
+                    request_id, prompt, params or self.get_default_sampling_params(), **options
+                )
+            )
+            self._children[request_id] = [child.request_id for child in prepared.children]
+            with contextlib.closing(self._client.submit(prepared.children)) as stream:
+                async for _, output in outputs_of(stream, [prepared]):
+                    yield output
+        finally:
+            del self._children[request_id]
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its generator ends after what has come. Others are ignored."""
+        self._client.abort(self._children.get(request_id, []))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the prompts that are cached."""
+        await self._client.call("reset_prefix_cache")
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.frontend.tokenizer is None:
+            raise ConfigError("there is no tokenizer: skip_tokenizer_init is set")
+        return self.frontend.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; yours to change."""
+        return msgspec.structs.replace(self.frontend.default_params)
+
+    @property
+    def is_running(self) -> bool:
+        return self._frontend is not None and not self._client.is_lost

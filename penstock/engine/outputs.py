@@ -1,0 +1,76 @@
+"""Requests run by an engine in another process: its start, and outputs as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from penstock.config import EngineConfig
+from penstock.engine.async_client import AsyncEngineClient
+from penstock.engine.ledger import DeltaStream
+from penstock.protocol.delta import FinishReason
+from penstock.protocol.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from penstock.loading.source import ModelSource
+    from penstock.text.frontend import Frontend, PreparedRequest
+
+
+async def start_engine(
+    client: AsyncEngineClient,
+    config: EngineConfig,
+    seeds: random.Random | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> tuple[ModelSource, Frontend]:
+    """Have the engine load its model; text's part, and what `meanwhile` does, is done beside it.
+
+    See `Frontend` for seeds.
+    """
+
+    def find_source() -> ModelSource:
+        from penstock.loading.source import resolve_source
+
+        return resolve_source(config.model, config.load)
+
+    def load_frontend(source: ModelSource) -> Frontend:
+        from penstock.text.frontend import Frontend
+
+        # How long requests may be, the engine will say.
+        return Frontend(config.model, source, max_model_len=0, chat=config.chat, seeds=seeds)
+
+    # The model is fetched here, once, before the engine is told to load it.
+    source = await asyncio.to_thread(find_source)
+    loading = asyncio.ensure_future(client.load(config))
+    try:
+        frontend = await asyncio.to_thread(load_frontend, source)
+        meanwhile()
+        info = await loading
+    finally:
+        loading.cancel()
+    frontend.max_model_len = info.max_model_len
+    return source, frontend
+
+
+async def outputs_of(
+    stream: DeltaStream, requests: Sequence[PreparedRequest]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs of requests whose deltas `stream` brings, each with its request's index.
+
+    The stream is the caller's to close.
+    """
+    from penstock.text.collector import OutputCollector
+
+    collector = OutputCollector()
+    indexes = {request.request_id: index for index, request in enumerate(requests)}
+    for request in requests:
+        collector.add(request)
+    async for deltas in stream:
+        changed, stopped = collector.take(deltas)
+        if stopped:
+            stream.finish(stopped, FinishReason.STOP)
+        for request in changed:
+            output = request.assembler.take()
+            if output is not None:
+                yield indexes[request.request_id], output

@@ -1,0 +1,100 @@
+"""AsyncLLM: what LLM gives, from an event loop, through an engine's death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tiny_engine import OPTIONS
+from tiny_models import make_checkpoint
+
+from penstock import LLM, AsyncLLM, RequestOutput, SamplingParams
+from penstock.protocol.errors import ConfigError, InputError, ModelError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [7, 8]}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
+
+
+async def last(llm: AsyncLLM, prompt: dict[str, list[int]]) -> RequestOutput:
+    outputs = [output async for output in llm.generate(prompt, GREEDY)]
+    assert outputs[-1].finished
+    assert len(outputs) > 1
+    return outputs[-1]
+
+
+def test_requests_side_by_side_give_what_the_offline_engine_gives(model: str) -> None:
+    with LLM(model, **OPTIONS) as llm:
+        expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+
+    async def run() -> list[RequestOutput]:
+        async with AsyncLLM(model, **OPTIONS) as llm:
+            outputs = await asyncio.gather(*(last(llm, prompt) for prompt in PROMPTS))
+            await llm.reset_prefix_cache()
+            return list(outputs)
+
+    found = asyncio.run(run())
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+
+
+def test_a_request_outlives_its_engine(model: str) -> None:
+    async def run() -> tuple[list[int], list[int]]:
+        async with AsyncLLM(model, **OPTIONS) as llm:
+            undisturbed = await last(llm, PROMPTS[0])
+            found: list[int] = []
+            async for output in llm.generate(PROMPTS[0], GREEDY):
+                if not found:
+                    os.kill(llm._client._dispatch._engine.process.pid, signal.SIGKILL)
+                found = output.outputs[0].token_ids
+            return found, undisturbed.outputs[0].token_ids
+
+    found, expected = asyncio.run(run())
+    assert found == expected
+
+
+def test_a_request_that_is_aborted_ends_and_others_go_on(model: str) -> None:
+    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+    async def run() -> None:
+        async with AsyncLLM(model, **OPTIONS) as llm:
+            outputs = []
+            async for output in llm.generate(PROMPTS[0], long, "mine"):
+                outputs.append(output)
+                await llm.abort("mine")
+                await llm.abort("nobody's")
+            assert outputs[-1].outputs[0].finish_reason == "abort"
+            assert len(outputs[-1].outputs[0].token_ids) < 60
+            await last(llm, PROMPTS[1])
+            async for _ in llm.generate(PROMPTS[0], long):
+                break  # which aborts it too
+            await last(llm, PROMPTS[1])
+
+    asyncio.run(run())
+
+
+def test_what_is_wrong_is_said_at_once(model: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(model, **OPTIONS)
+        with pytest.raises(ConfigError, match="start"):
+            await anext(llm.generate("text"))
+        async with llm:
+            with pytest.raises(InputError, match="temperature"):
+                await anext(llm.generate(PROMPTS[0], SamplingParams(temperature=-1)))
+            running = llm.generate(PROMPTS[0], GREEDY, "mine")
+            await anext(running)
+            with pytest.raises(InputError, match="running already"):
+                await anext(llm.generate(PROMPTS[0], GREEDY, "mine"))
+            await running.aclose()
+        missing = AsyncLLM(str(tmp_path / "missing"), **OPTIONS)
+        with pytest.raises(ModelError, match="missing"):
+            await missing.start()
+
+    asyncio.run(run())
