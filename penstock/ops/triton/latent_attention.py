@@ -1,6 +1,6 @@
-"""Latent attention over the paged cache: absorbed for what has a past, expanded for prompts.
+"""Latent attention: absorbed over the paged cache, `latent_prompt_attention.py` for whole prompts.
 
-Absorbed, a tile's rows are heads, or a few tokens by heads: a latent vector is loaded once for all
+A tile's rows are heads, or a few tokens by heads: a latent vector is loaded once for all
 of them, and is their key and their value. Lengths are read on the device, so that a captured launch
 stays right as sequences grow. `penstock.ops.latent_attention` says what the two ways are.
 """
@@ -8,16 +8,14 @@ stays right as sequences grow. `penstock.ops.latent_attention` says what the two
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.latent_attention import absorb_keys, expand_values
+from penstock.ops.triton.latent_prompt_attention import LOG2_E, latent_prompt_attention, padded
 from penstock.ops.triton.lookup import find_request
-from penstock.ops.triton.tuning import latent_decode_plan, latent_prefill_tile, latent_prompt_tile
-
-LOG2_E = 1.4426950408889634
+from penstock.ops.triton.tuning import latent_decode_plan, latent_prefill_tile
 
 
 @triton.jit
@@ -214,105 +212,6 @@ def _prefill_kernel(
     tl.store(out_ptr + at_out, out, mask=row_mask[:, None] & (dims < RANK)[None, :])
 
 
-@triton.jit
-def _prompt_tiles(
-    acc, best, total, q, q_rope, key_ptr, key_rope_ptr, queries, length, low, high, scale,
-    both_stride, entry_stride,
-    MASKED: tl.constexpr, NOPE: tl.constexpr, NOPE_DIMS: tl.constexpr, ROPE: tl.constexpr,
-    ROPE_DIMS: tl.constexpr, VALUE: tl.constexpr, VALUE_DIMS: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The online softmax over a prompt's tokens low..high; unmasked where every row sees them."""
-    nope_dims, rope_dims = tl.arange(0, NOPE_DIMS), tl.arange(0, ROPE_DIMS)
-    value_dims = tl.arange(0, VALUE_DIMS)
-    for at in range(low, high, TILE):
-        tokens = at + tl.arange(0, TILE)
-        there = (tokens < length)[:, None]
-        both = key_ptr + tokens.to(tl.int64)[:, None] * both_stride
-        key = tl.load(
-            both + nope_dims[None, :], mask=there & (nope_dims < NOPE)[None, :], other=0.0
-        )
-        key_rope = tl.load(
-            key_rope_ptr + tokens.to(tl.int64)[:, None] * entry_stride + rope_dims[None, :],
-            mask=there & (rope_dims < ROPE)[None, :], other=0.0,
-        )  # fmt: skip
-        s = tl.dot(q, tl.trans(key), input_precision=PRECISION)
-        s = tl.dot(q_rope, tl.trans(key_rope), s, input_precision=PRECISION) * scale
-        if MASKED:
-            s = tl.where(tokens[None, :] <= queries[:, None], s, float("-inf"))
-        new_best = tl.maximum(best, tl.max(s, axis=1))
-        p = tl.exp2(s - new_best[:, None])
-        weight = tl.exp2(best - new_best)
-        total = total * weight + tl.sum(p, axis=1)
-        acc = acc * weight[:, None]
-        value = tl.load(
-            both + NOPE + value_dims[None, :],
-            mask=there & (value_dims < VALUE)[None, :], other=0.0,
-        )  # fmt: skip
-        acc = tl.dot(p.to(q.dtype), value, acc, input_precision=PRECISION)
-        best = new_best
-    return acc, best, total
-
-
-@triton.jit(do_not_specialize=["first_request", "num_requests", "first_row"])
-def _prompt_kernel(
-    q_ptr,  # [n, heads, NOPE], any strides but the last
-    q_rope_ptr,  # [n, heads, ROPE]
-    both_ptr,  # [prompt rows, heads, NOPE + VALUE]: keys and values, of rows from first_row on
-    key_rope_ptr,  # [n, ...]
-    query_starts_ptr,
-    out_ptr,  # [n, heads, VALUE]
-    q_stride, q_head_stride, entry_stride, first_request, num_requests, first_row, scale,
-    HEADS: tl.constexpr, QUERIES: tl.constexpr, NOPE: tl.constexpr, NOPE_DIMS: tl.constexpr,
-    ROPE: tl.constexpr, ROPE_DIMS: tl.constexpr, VALUE: tl.constexpr, VALUE_DIMS: tl.constexpr,
-    TILE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """QUERIES tokens of one prompt, one head."""
-    number = tl.num_programs(1) - 1 - tl.program_id(1)
-    head = tl.program_id(0)
-    request, tile = find_request(query_starts_ptr, number, first_request, num_requests, QUERIES)
-    start = tl.load(query_starts_ptr + request).to(tl.int64)
-    length = (tl.load(query_starts_ptr + request + 1) - start).to(tl.int32)
-    first = tile * QUERIES
-    if first >= length:
-        return
-    queries = first + tl.arange(0, QUERIES)
-    nope_dims, rope_dims = tl.arange(0, NOPE_DIMS), tl.arange(0, ROPE_DIMS)
-    value_dims = tl.arange(0, VALUE_DIMS)
-    row_mask = (queries < length)[:, None]
-    at = (start + queries)[:, None]
-    q = tl.load(
-        q_ptr + at * q_stride + head * q_head_stride + nope_dims[None, :],
-        mask=row_mask & (nope_dims < NOPE)[None, :], other=0.0,
-    )  # fmt: skip
-    q_rope = tl.load(
-        q_rope_ptr + (at * HEADS + head) * ROPE + rope_dims[None, :],
-        mask=row_mask & (rope_dims < ROPE)[None, :], other=0.0,
-    )  # fmt: skip
-    best = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    acc = tl.zeros([QUERIES, VALUE_DIMS], tl.float32)
-    both_stride = HEADS * (NOPE + VALUE)
-    key = both_ptr + (start - first_row) * both_stride + head * (NOPE + VALUE)
-    key_rope = key_rope_ptr + start * entry_stride
-    # Tokens before `clear` are seen by every row; from there on each row sees its own.
-    clear = (first + 1) // TILE * TILE
-    high = tl.minimum(first + QUERIES, length)
-    acc, best, total = _prompt_tiles(
-        acc, best, total, q, q_rope, key, key_rope, queries, length, 0, clear, scale,
-        both_stride, entry_stride, False, NOPE, NOPE_DIMS, ROPE, ROPE_DIMS, VALUE, VALUE_DIMS,
-        TILE, PRECISION,
-    )  # fmt: skip
-    acc, best, total = _prompt_tiles(
-        acc, best, total, q, q_rope, key, key_rope, queries, length, clear, high, scale,
-        both_stride, entry_stride, True, NOPE, NOPE_DIMS, ROPE, ROPE_DIMS, VALUE, VALUE_DIMS,
-        TILE, PRECISION,
-    )  # fmt: skip
-    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    at_out = (at * HEADS + head) * VALUE + value_dims[None, :]
-    tl.store(out_ptr + at_out, out, mask=row_mask & (value_dims < VALUE)[None, :])
-
-
 def latent_attention(
     nope: torch.Tensor,  # [num_tokens, heads, nope_dim]
     rope: torch.Tensor,  # [num_tokens, heads, rope_dim]
@@ -339,7 +238,7 @@ def latent_attention(
         step.absorbed(slice(0, num_tokens), decodes > 0, has_longer)
         return output
     end = decodes + metadata.num_prompt_rows
-    step.expanded(entries)
+    latent_prompt_attention(nope, rope, entries, metadata, up, scale, output)
     if decodes:
         step.absorbed(slice(0, decodes), True, False)
     if decodes + metadata.num_prompts < requests:
@@ -423,33 +322,9 @@ class _Step:
             num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
         )  # fmt: skip
 
-    def expanded(self, entries: torch.Tensor) -> None:
-        """The step's prompts that have nothing in the cache before them."""
-        metadata, nope = self.metadata, self.nope
-        num_heads, nope_dim = nope.shape[1:]
-        value_dim = self.up.shape[1] - nope_dim
-        first_row = metadata.num_decodes
-        own = entries[first_row : first_row + metadata.num_prompt_rows, : self.rank]
-        both = F.linear(own, self.up.flatten(0, 1))  # [prompt rows, heads * (nope + value)]
-        tile = latent_prompt_tile(nope.element_size(), _padded(max(nope_dim, value_dim)))
-        num_tiles = metadata.num_prompt_rows // tile.rows + metadata.num_prompts
-        _prompt_kernel[(num_heads, num_tiles)](
-            nope, self.rope, both, entries[:, self.rank :], metadata.query_starts, self.output,
-            nope.stride(0), nope.stride(1), entries.stride(0),
-            metadata.num_decodes, metadata.num_prompts, first_row, self.scale,
-            HEADS=num_heads, QUERIES=tile.rows, NOPE=nope_dim, NOPE_DIMS=_padded(nope_dim),
-            ROPE=self.rope_dim, ROPE_DIMS=_padded(self.rope_dim), VALUE=value_dim,
-            VALUE_DIMS=_padded(value_dim), TILE=tile.tokens, PRECISION=self.precision,
-            num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
-        )  # fmt: skip
-
     def _sizes(self) -> dict[str, int | str]:
         return {
-            "RANK": self.rank, "DIMS": _padded(self.rank), "ROPE": self.rope_dim,
-            "ROPE_DIMS": _padded(self.rope_dim), "BLOCK_SIZE": self.cache.shape[1],
+            "RANK": self.rank, "DIMS": padded(self.rank), "ROPE": self.rope_dim,
+            "ROPE_DIMS": padded(self.rope_dim), "BLOCK_SIZE": self.cache.shape[1],
             "PRECISION": self.precision,
         }  # fmt: skip
-
-
-def _padded(size: int) -> int:
-    return max(1 << (size - 1).bit_length(), 16)
