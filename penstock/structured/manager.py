@@ -218,10 +218,12 @@ class GrammarManager:
             return
         self._is_slow = False
         for index, (row, output) in enumerate(rows):
-            before = time.perf_counter()
+            before = time.perf_counter(), time.process_time()
             assert output.matcher is not None
             backend.fill([output.matcher], bits[index : index + 1])
-            seconds = time.perf_counter() - before
+            # Not wall time alone: on a busy machine, it is others who take it.
+            after = time.perf_counter(), time.process_time()
+            seconds = min(end - start for start, end in zip(before, after, strict=True))
             if seconds > STEP_LIMIT_S:
                 self._faults[row.request_id] = RequestFault(
                     f"{output.field} is too complex: one token took {seconds:.2f} s, where "
