@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import lanes
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -24,6 +25,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("penstock")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    lanes.mark_fast(items)
+    if config.option.markexpr == "fast":
+        lanes.skip_at_processes()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,88 @@
+"""Which tests make up the fast lane: those that start no process and load no real model.
+
+They get the marker `fast`. Membership is computed: a test starts processes if its module, or the
+module of one of its fixtures, imports `subprocess` or `multiprocessing`, or anything from a helper
+module that does.
+Processes that only the product starts cannot be seen that way: in the fast lane, a test skips
+itself when it comes to that point.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+REAL_MODELS = {"default_model", "default_gguf"}  # fixtures
+INTERPRETED = TESTS / "ops" / "gpu"  # kernels in Triton's interpreter, where there is no GPU
+NOTHING: dict[str, Any] = {}
+
+
+def mark_fast(items: list[pytest.Item]) -> None:
+    known: dict[int, bool] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and is_fast(item, known):
+            item.add_marker(pytest.mark.fast)
+
+
+def is_fast(item: pytest.Function, known: dict[int, bool]) -> bool:
+    if item.get_closest_marker("slow") is not None:
+        return False
+    if REAL_MODELS & set(item.fixturenames) or INTERPRETED in item.path.parents:
+        return False
+    fixtures = [each for defs in item._fixtureinfo.name2fixturedefs.values() for each in defs]
+    scopes = [vars(item.module), *(globals_of(fixture.func) for fixture in fixtures)]
+    return not any(starts_processes(scope, known) for scope in scopes)
+
+
+def starts_processes(scope: dict[str, Any], known: dict[int, bool]) -> bool:
+    """Whether a module of the tests can, by its globals; `known` are answers by their id."""
+    import multiprocessing  # as globals, these would be every test's
+    import subprocess
+
+    if id(scope) not in known:
+        known[id(scope)] = False  # while it is looked at
+        values = list(scope.values())
+        known[id(scope)] = any(
+            value is subprocess
+            or value is multiprocessing
+            or starts_processes(globals_of(value), known)
+            for value in values
+        )
+    return known[id(scope)]
+
+
+def globals_of(value: Any) -> dict[str, Any]:
+    """Of the module that something comes from; nothing unless it is one of the tests'."""
+    scope: dict[str, Any] = getattr(value, "__globals__", NOTHING)
+    if isinstance(value, ModuleType):
+        scope = vars(value)
+    elif isinstance(value, type) and value.__module__ in sys.modules:
+        scope = vars(sys.modules[value.__module__])
+    path = scope.get("__file__")
+    return scope if path is not None and TESTS in Path(path).parents else NOTHING
+
+
+def skip_at_processes() -> None:
+    """From now on, a test that starts another Python is skipped."""
+    main = threading.main_thread()
+
+    def skip(*_: object) -> None:
+        pytest.skip("starts a process: not in the fast lane")
+
+    def look(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "subprocess.Popen" or sys.executable not in map(str, arguments[1]):
+            return
+        if threading.current_thread() is main:
+            skip()
+        # The test may wait for what this thread does: it is the one to end.
+        signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
+
+    signal.signal(signal.SIGUSR1, skip)
+    sys.addaudithook(look)
