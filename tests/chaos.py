@@ -36,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).parent / "server"))
 from faults.saboteur import Fault, saboteur_options, seed_of
 from faults.streams import Body, Streams
 from faults.tiny_checkpoint import make_tiny_checkpoint
-from server_process import ServerProcess, eventually
+from server_process import ServerProcess
+from waiting import eventually
 
 from penstock.config.model import DEFAULT_MODEL
 

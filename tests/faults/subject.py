@@ -12,7 +12,8 @@ from typing import Any
 
 from faults.saboteur import Fault, Gate, saboteur_options, seed_of
 from faults.streams import Answer, Body, Streams
-from server_process import SMALL, ServerProcess, eventually
+from server_process import SMALL, ServerProcess
+from waiting import eventually
 
 GREEDY: Body = {"prompt": "Once", "max_tokens": 150, "temperature": 0, "ignore_eos": True}
 HELD: Body = {**GREEDY, "seed": seed_of(Fault.WAIT, 40)}

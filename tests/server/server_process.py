@@ -11,12 +11,12 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
+from waiting import eventually
 
 START_TIMEOUT_S = 120.0
 # For models that are tiny, and servers that nobody kills.
@@ -137,14 +137,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    """Wait until `condition` holds; fail if it does not, even on a machine under load."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"still not so after {timeout_s} s"
-        time.sleep(0.02)
 
 
 def name_of(pid: int) -> str:

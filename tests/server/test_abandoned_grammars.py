@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import ServerProcess, eventually, name_of
+from server_process import ServerProcess, name_of
+from waiting import eventually
 
 KEYS = ("attacker", "victim")
 KNOWN = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}

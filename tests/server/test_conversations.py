@@ -8,7 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from server_process import ServerProcess, eventually
+from server_process import ServerProcess
+from waiting import eventually
 
 
 def texts(client: openai.OpenAI, conversation_id: str) -> list[str]:

@@ -10,7 +10,8 @@ import pytest
 from faults.points import FaultPoints
 from faults.streams import Answer, Body, Streams
 from faults.tiny_checkpoint import make_tiny_checkpoint
-from server_process import ServerProcess, eventually
+from server_process import ServerProcess
+from waiting import eventually
 
 # In the engine: a step that cannot be launched is tried again, and what else goes wrong there
 # costs a restart. Nobody's answer changes.

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from faults.tiny_checkpoint import make_tiny_checkpoint
 from hostile import Attack, Report, resident_bytes
-from server_process import SMALL, ServerProcess, eventually
+from server_process import SMALL, ServerProcess
+from waiting import eventually
 
 MAX_BODY = 2**20
 FLAGS = (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import uvicorn
-from server_process import eventually
+from waiting import eventually
 
 from penstock.server.http import MAX_HEAD_BYTES, JsonH11Protocol, protocol_class
 from penstock.server.http_tools import JsonHttpToolsProtocol

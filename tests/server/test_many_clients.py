@@ -8,7 +8,8 @@ import random
 import httpx
 import openai
 import pytest
-from server_process import ServerProcess, eventually
+from server_process import ServerProcess
+from waiting import eventually
 
 NUM_TOKENS = 16
 

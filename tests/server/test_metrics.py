@@ -15,7 +15,8 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from faults.saboteur import Fault, Gate, saboteur_options, seed_of
 from prometheus_client.parser import text_string_to_metric_families
-from server_process import DUMMY, ServerProcess, eventually
+from server_process import DUMMY, ServerProcess
+from waiting import eventually
 
 from penstock.config import EngineConfig
 from penstock.engine.messages import EngineInfo, EngineStats

@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import DUMMY, ServerProcess, events, eventually
+from server_process import DUMMY, ServerProcess, events
+from waiting import eventually
 
 from penstock.server.run import PROBE_AFTER_S
 

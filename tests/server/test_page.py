@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
-from server_process import DUMMY, ServerProcess, eventually
+from server_process import DUMMY, ServerProcess
+from waiting import eventually
 
 from penstock.server.playground import load_files
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_process import DUMMY, ServerProcess, eventually
+from server_process import DUMMY, ServerProcess
+from waiting import eventually
 
 from penstock.server.access import KeyRing
 

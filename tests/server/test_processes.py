@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import ServerProcess, events, eventually, is_running
+from server_process import ServerProcess, events, is_running
+from waiting import eventually
 
 from penstock.config import EngineConfig
 from penstock.engine import messages

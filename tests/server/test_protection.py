@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from server_process import DUMMY, ServerProcess, eventually
+from server_process import DUMMY, ServerProcess
+from waiting import eventually
 
 KEYS = ("first-key", "second-key")
 LONG = {"prompt": "x", "max_tokens": 40, "ignore_eos": True}

@@ -18,7 +18,8 @@ from faults.saboteur import Fault, seed_of
 from faults.streams import Answer, Body, Streams
 from faults.subject import GREEDY, HELD, Subject, start_subject
 from faults.tiny_checkpoint import make_tiny_checkpoint
-from server_process import SMALL, ServerProcess, eventually, is_running
+from server_process import SMALL, ServerProcess, is_running
+from waiting import eventually
 
 SEEDED: Body = {**GREEDY, "temperature": 1.0, "seed": 11}
 KINDS: list[Body] = [

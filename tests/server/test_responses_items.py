@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 from response_events import CALL_EVENTS, MESSAGE_EVENTS, REASONING_EVENTS, TOOLS, types_of
-from server_process import ServerProcess, eventually
+from server_process import ServerProcess
+from waiting import eventually
 
 CALL = '<tool_call>{"name": "get_time", "arguments": {"zone": "utc"}}</tool_call>'
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import openai
 import pytest
-from server_process import ServerProcess, eventually
+from server_process import ServerProcess
+from waiting import eventually
 
 
 def test_a_response_that_is_deleted_or_not_stored_is_gone(scripted: openai.OpenAI) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import openai
 import pytest
 from scripted import make_scripted_model
-from server_process import DUMMY, ServerProcess, eventually, free_port
+from server_process import DUMMY, ServerProcess, free_port
+from waiting import eventually
 
 from penstock.config import ServerConfig
 from penstock.protocol.errors import ConfigError

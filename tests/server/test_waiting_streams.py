@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,23 +55,13 @@ def patient(tiny_model: Path) -> Iterator[ServerProcess]:
     process.close()
 
 
-@contextlib.contextmanager
-def stopped_engine(server: ServerProcess) -> Iterator[None]:
-    pid = server.engine_pid
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 @pytest.mark.parametrize("path", BODIES)
 def test_a_stream_that_waits_sends_headers_and_keep_alives(hasty: ServerProcess, path: str) -> None:
     body = {**BODIES[path], "temperature": 0, "stream": True}
     expected = PING if path == "/v1/messages" else COMMENT
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(contextlib.ExitStack())
-        engine.enter_context(stopped_engine(hasty))
+        engine.enter_context(hasty.engine_stopped())
         client = stack.enter_context(hasty.client())
         response = stack.enter_context(client.stream("POST", path, json=body))
         assert response.status_code == 200
@@ -92,7 +80,7 @@ def test_a_stream_that_waits_sends_headers_and_keep_alives(hasty: ServerProcess,
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_an_error_after_the_headers_is_an_event(hasty: ServerProcess, path: str) -> None:
     body = {**BODIES[path], "timeout": 0.05, "stream": True}
-    with stopped_engine(hasty):
+    with hasty.engine_stopped():
         response = hasty.post(path, body)
     assert response.status_code == 200
     told = [piece for piece in response.text.split("\n\n") if piece and piece != COMMENT]
@@ -109,7 +97,7 @@ def test_an_error_after_the_headers_is_an_event(hasty: ServerProcess, path: str)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_an_error_before_the_headers_has_its_status(patient: ServerProcess, path: str) -> None:
     body = {**BODIES[path], "timeout": 0.05, "stream": True}
-    with stopped_engine(patient):
+    with patient.engine_stopped():
         response = patient.post(path, body)
     assert response.status_code == 408
     assert response.json()["error"]["type"] == "RequestTimeoutError"
@@ -117,7 +105,7 @@ def test_an_error_before_the_headers_has_its_status(patient: ServerProcess, path
 
 def test_a_client_that_leaves_while_its_stream_waits_is_forgotten(hasty: ServerProcess) -> None:
     body = {**BODIES["/v1/completions"], "stream": True}
-    with stopped_engine(hasty):
+    with hasty.engine_stopped():
         with (
             hasty.client() as client,
             client.stream("POST", "/v1/completions", json=body) as response,
@@ -135,7 +123,7 @@ def test_the_official_clients_do_not_mind_keep_alives(hasty: ServerProcess) -> N
         anthropic.Anthropic(base_url=hasty.base_url, api_key="none") as other,
     ):
         whole = client.chat.completions.create(**asked).choices[0].message.content
-        with stopped_engine(hasty):  # all of them get their headers and a keep-alive at least
+        with hasty.engine_stopped():  # all of them get their headers and a keep-alive at least
             chunks = client.chat.completions.create(stream=True, **asked)
             response = client.responses.create(model="tiny", input="Hi", stream=True)
             message = other.messages.create(stream=True, **asked)

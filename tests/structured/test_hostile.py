@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import pytest
 from byte_model import open_llm
+from waiting import eventually
 
 from penstock import SamplingParams
 from penstock import StructuredOutputsParams as Structured
@@ -222,13 +223,6 @@ def test_compilations_end_at_once_when_the_engine_is_closed(make_compiler: MakeC
         eventually(lambda pids=pids: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_an_engine_refuses_it_and_goes_on(byte_model: str) -> None:
     """Others get their tokens meanwhile, and the same thing again is refused again."""
     with open_llm(byte_model, structured_outputs_timeout_s=TIMEOUT_S) as llm:
@@ -258,7 +252,9 @@ def test_masks_that_take_too_long_fail_their_request_alone(
         def fill_slowly(matchers: Any, bits: Any) -> None:
             fill(matchers, bits)
             if any(id(matcher) in slow_matchers for matcher in matchers):
-                time.sleep(0.4)
+                end = time.process_time() + 0.4
+                while time.process_time() < end:
+                    pass
 
         monkeypatch.setattr(backend, "fill", fill_slowly)
         params = SamplingParams(
