@@ -79,6 +79,41 @@ def config_of(tmp_path: Path, twin: str, **metadata: Any) -> dict[str, Any]:
     return config_from_gguf(read_gguf(path))
 
 
+HUGE = 2**30
+
+
+@pytest.mark.parametrize(
+    ("twin", "key", "tensor"),
+    [
+        ("deepseek2_v3", "expert_shared_count", "ffn_gate_shexp"),
+        ("deepseek2_v3", "expert_count", "ffn_gate_inp"),
+        ("deepseek2_v3", "attention.kv_lora_rank", "attn_kv_a_mqa"),
+        ("deepseek2_v3", "attention.q_lora_rank", "attn_q_a"),
+        ("deepseek2_v3", "attention.key_length_mla", "attn_q_b"),
+        ("deepseek2_v3", "attention.value_length_mla", "attn_output"),
+        ("deepseek2_v3", "feed_forward_length", "ffn_gate"),
+        ("qwen2moe", "expert_shared_feed_forward_length", "ffn_gate_shexp"),
+        ("llama4", "feed_forward_length", "ffn_gate"),
+        ("llama4", "expert_feed_forward_length", "ffn_down_exps"),
+        ("mamba2", "ssm.state_size", "ssm_conv1d"),
+        ("mamba2", "ssm.inner_size", "ssm_conv1d"),
+        ("mamba2", "ssm.time_step_rank", "ssm_dt"),
+        ("falcon-h1", "ssm.group_count", "ssm_conv1d"),
+        ("qwen3next", "ssm.conv_kernel", "ssm_conv1d"),
+        ("gemma3", "attention.key_length", "attn_q"),
+    ],
+)
+def test_sizes_that_the_tensors_do_not_have_are_refused_before_a_model_is_built(
+    twin: str, key: str, tensor: str, tmp_path: Path
+) -> None:
+    prefix = TWINS[twin].architecture
+    values: dict[str, Any] = {f"{prefix}.{key}": HUGE}
+    if key == "attention.key_length":
+        values[f"{prefix}.attention.value_length"] = HUGE
+    with pytest.raises(ModelError, match=rf"tensor 'blk\.\d\.{tensor}\.\w+' has the shape"):
+        config_of(tmp_path, twin, **values)
+
+
 def test_experts_of_another_size_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"'blk\.0\.ffn_down_exps\.weight' has the shape \[6, 64"):
         config_of(tmp_path, "qwen2moe", **{"qwen2moe.expert_feed_forward_length": 48})

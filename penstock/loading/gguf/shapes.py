@@ -76,12 +76,24 @@ def _mlp_shapes(
         experts = metadata.integer("expert_count")
         yield "ffn_gate_inp.weight", (experts, hidden)
         yield "ffn_down_exps.weight", (experts, hidden, metadata.expert_size())
-    has_dense = kind == "mixed" and config.get("first_k_dense_replace", 0) > 0
+        shared = _shared_size(metadata, config)
+        if shared:
+            yield "ffn_gate_shexp.weight", (shared, hidden)
+    has_dense = kind == "mixed" and (
+        config.get("first_k_dense_replace", 0) > 0 or config.get("interleave_moe_layer_step", 1) > 1
+    )
     if kind == "gated" or has_dense:
         yield "ffn_gate.weight", (metadata.integer("feed_forward_length"), hidden)
     elif kind in ("fused", "plain"):
         size = metadata.integer("feed_forward_length")
         yield "ffn_up.weight", (2 * size if kind == "fused" else size, hidden)
+
+
+def _shared_size(metadata: Metadata, config: Mapping[str, Any]) -> int:
+    """The intermediate size of the expert that every token goes through; 0: there is none."""
+    if "n_shared_experts" in config:
+        return int(config["n_shared_experts"]) * metadata.expert_size()
+    return int(config.get("shared_expert_intermediate_size", 0))
 
 
 def _recurrent_shapes(metadata: Metadata, config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
