@@ -117,7 +117,6 @@ def test_methods_that_are_gone_are_refused_with_what_to_use_instead(method: str)
         ({"quant_method": "bitsandbytes"}, "must have load_in_4bit or load_in_8bit"),
         ({**GPTQ, "group_size": 0}, "group_size must be -1 or at least 1, got 0"),
         ({**GPTQ, "group_size": "128"}, "group_size must be -1 or at least 1, got '128'"),
-        ({**GPTQ, "dynamic": {"+:(": {}}}, "quantization_config cannot be read: "),
         ({**GPTQ, "dynamic": [1]}, r"quantization_config's dynamic must be an object, got \[1\]"),
         ({**GPTQ, "dynamic": {"+:.*mlp": 3}}, r"dynamic's \+:\.\*mlp must be an object, got 3"),
         ({"config_groups": 7}, "quantization_config's config_groups must be an object, got 7"),

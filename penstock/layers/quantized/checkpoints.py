@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,13 @@ from penstock.config.quantization import CHECKPOINT, ONLINE, REFUSED
 from penstock.layers.quantized.bitsandbytes import LlmInt8Scheme, TableScheme
 from penstock.layers.quantized.compressed_tensors import CompressedTensors
 from penstock.layers.quantized.packed import AwqScheme, GptqScheme
-from penstock.layers.quantized.patterns import check_pattern, names_in, object_in
+from penstock.layers.quantized.patterns import (
+    Expression,
+    expression_of,
+    find_expressions,
+    names_in,
+    object_in,
+)
 from penstock.layers.quantized.plan import Kind, Quantization
 from penstock.layers.quantized.schemes import (
     Fp4Scheme,
@@ -49,7 +55,7 @@ def choose_quantization(
         raise ConfigError(
             f"quantization={option}, but the checkpoint is quantized with {method}: leave it out"
         )
-    readers = {
+    readers: dict[str, Callable[[Mapping[str, Any]], Uniform | Gptq | CompressedTensors]] = {
         "fp8": _read_fp8,
         "fbgemm_fp8": _read_fbgemm,
         "compressed-tensors": CompressedTensors.read,
@@ -61,11 +67,8 @@ def choose_quantization(
     try:
         if method == "mxfp4":
             return _read_mxfp4(raw, config, num_ranks)
-        found = readers[method](raw)
-        found.scheme("a name that no pattern is for", "linear")  # so that all patterns are read
-    except (
-        AttributeError, OverflowError, RecursionError, TypeError, ValueError, re.error
-    ) as error:  # fmt: skip
+        found = replace(readers[method](raw), expressions=find_expressions(raw))
+    except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ModelError(f"config.json: quantization_config cannot be read: {error}") from error
     return found
 
@@ -110,6 +113,7 @@ class Online:
 
     own: OnlineScheme
     ignored: tuple[str, ...] = ()
+    expressions: tuple[Expression, ...] = ()
 
     def scheme(self, name: str, kind: Kind) -> Scheme | None:
         is_head = name.rpartition(".")[2] == "lm_head"  # which transformers' models have as a layer
@@ -139,6 +143,7 @@ class Uniform:
     own: Scheme
     skipped: tuple[str, ...] = ()
     ignored: tuple[str, ...] = KV_SCALES
+    expressions: tuple[Expression, ...] = ()
 
     def scheme(self, name: str, kind: Kind) -> Scheme | None:
         return None if is_skipped(name, self.skipped) else self.own
@@ -167,7 +172,7 @@ def _skipped(raw: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
     return tuple(name for key in keys for name in names_in(raw, key))
 
 
-def _read_fp8(raw: Mapping[str, Any]) -> Quantization:
+def _read_fp8(raw: Mapping[str, Any]) -> Uniform:
     activations = _one_of(raw, "activation_scheme", ("dynamic", "static"), "dynamic")
     block = raw.get("weight_block_size")
     skipped = _skipped(raw, "modules_to_not_convert", "ignored_layers")
@@ -183,11 +188,11 @@ def _read_fp8(raw: Mapping[str, Any]) -> Quantization:
     return Uniform(Fp8Scheme("tensor", activations == "static"), skipped)
 
 
-def _read_fbgemm(raw: Mapping[str, Any]) -> Quantization:
+def _read_fbgemm(raw: Mapping[str, Any]) -> Uniform:
     return Uniform(Fp8Scheme("channel", False), _skipped(raw, "modules_to_not_convert"))
 
 
-def _read_modelopt(raw: Mapping[str, Any]) -> Quantization:
+def _read_modelopt(raw: Mapping[str, Any]) -> Uniform:
     algorithm = _one_of(raw, "quant_algo", ("FP8", "NVFP4"), None)
     skipped = _skipped(raw, "exclude_modules", "ignore")
     if algorithm == "FP8":
@@ -199,7 +204,7 @@ def _bits_and_bytes(raw: Mapping[str, Any], bits: int) -> bool:
     return _flag(raw, f"load_in_{bits}bit", _flag(raw, f"_load_in_{bits}bit", False))
 
 
-def _read_bitsandbytes(raw: Mapping[str, Any]) -> Quantization:
+def _read_bitsandbytes(raw: Mapping[str, Any]) -> Uniform:
     skipped = (*_skipped(raw, "llm_int8_skip_modules"), "embed_tokens")
     if _bits_and_bytes(raw, 4):
         kind = _one_of(raw, "bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")
@@ -217,6 +222,7 @@ class ExpertsOnly:
 
     own: Scheme
     ignored: tuple[str, ...] = KV_SCALES
+    expressions: tuple[Expression, ...] = ()
 
     def scheme(self, name: str, kind: Kind) -> Scheme | None:
         return self.own if ".experts" in name and kind == "linear" else None
@@ -231,7 +237,7 @@ def _read_mxfp4(
     return ExpertsOnly(scheme)
 
 
-def _read_awq(raw: Mapping[str, Any]) -> Quantization:
+def _read_awq(raw: Mapping[str, Any]) -> Uniform:
     bits = _one_of(raw, "bits", (4,), raw.get("w_bit", 4))
     _one_of(raw, "version", ("gemm", "GEMM"), "gemm")
     group = raw.get("group_size", raw.get("q_group_size", 128))
@@ -247,12 +253,13 @@ class Gptq:
     dynamic: tuple[tuple[str, Mapping[str, Any]], ...]
     skipped: tuple[str, ...]
     ignored: tuple[str, ...] = (*KV_SCALES, r"\.qzeros_extra$")
+    expressions: tuple[Expression, ...] = ()
 
     def scheme(self, name: str, kind: Kind) -> Scheme | None:
         if is_skipped(name, self.skipped):
             return None
         for pattern, changes in self.dynamic:
-            if re.match(_expression(pattern), name):
+            if re.match(expression_of(pattern), name):
                 if pattern.startswith("-:"):
                     return None
                 bits = _one_of(changes, "bits", (4, 8), self.own.bits)
@@ -262,12 +269,7 @@ class Gptq:
         return self.own
 
 
-def _expression(pattern: str) -> str:
-    """Of an entry of `dynamic`, whose sign says whether it changes or leaves out."""
-    return pattern[2:] if pattern[:2] in ("+:", "-:") else pattern
-
-
-def _read_gptq(raw: Mapping[str, Any]) -> Quantization:
+def _read_gptq(raw: Mapping[str, Any]) -> Gptq:
     bits = _one_of(raw, "bits", (4, 8), None)
     form = _one_of(raw, "checkpoint_format", ("gptq", "gptq_v2"), raw.get("format") or "gptq")
     scheme = GptqScheme(
@@ -279,8 +281,6 @@ def _read_gptq(raw: Mapping[str, Any]) -> Quantization:
     owner = "quantization_config's dynamic"
     changes = object_in(raw, "dynamic")
     dynamic = tuple((pattern, object_in(changes, pattern, owner)) for pattern in changes)
-    for pattern in changes:
-        check_pattern(owner, _expression(pattern))
     return Gptq(scheme, dynamic, _skipped(raw, "modules_to_not_convert"))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.layers.quantized.packed import PackedScheme
-from penstock.layers.quantized.patterns import names_in, object_in
+from penstock.layers.quantized.patterns import Expression, names_in, object_in
 from penstock.layers.quantized.plan import Kind
 from penstock.layers.quantized.schemes import Fp4Scheme, Fp8Scheme, Int8Scheme, Scheme
 from penstock.ops.quantized import BLOCK
@@ -40,6 +40,7 @@ class CompressedTensors:
         r"\.(k|v|q|kv|prob_output|output)_(scale|zero_point)$",
         r"\.(k|v|q)_(global_scale|observer.*)$",
     )
+    expressions: tuple[Expression, ...] = ()
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> CompressedTensors:

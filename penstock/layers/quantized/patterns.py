@@ -1,27 +1,24 @@
 """Regular expressions of a checkpoint: whoever wrote it must not decide how long a load takes.
 
-Python's matcher tries one way after another. How many there are at most follows from the pattern:
-a repetition ends at any character of a name, so several of them multiply, and one inside another
-doubles with every character.
+They are tried out on the names of the model's layers, in a confined process, before they are used.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from penstock.confined.errors import JobError, TooMuchMemory, TooMuchTime
+from penstock.confined.expressions import ExpressionTrials
 from penstock.protocol.errors import ModelError
 
-if sys.version_info >= (3, 11):
-    from re import _parser as parser
-else:
-    import sre_parse as parser
+MAX_EXPRESSIONS = 256  # fewer than Python keeps compiled
+MAX_TOTAL_S = 10.0  # CPU time of all together
 
-_NAME_LENGTH = 100  # about as long as layers' names get
-_MAX_WAYS = 10_000_000  # that one name is tried in: a tenth of a second
-_REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
+
+class Expression(NamedTuple):
+    field: str  # of quantization_config
+    pattern: str
 
 
 def names_in(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
@@ -29,9 +26,6 @@ def names_in(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
     names = raw.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"config.json: {key} must be a list of names, got {names!r:.80}")
-    for name in names:
-        if name.startswith("re:"):
-            check_pattern(f"quantization_config's {key}", name[3:])
     return tuple(names)
 
 
@@ -45,65 +39,54 @@ def object_in(
     return found
 
 
-def check_pattern(field: str, pattern: str) -> None:
-    """ModelError, which names the field of config.json, if matching a name may take long.
-
-    re.error if it is no regular expression.
-    """
-    items: list[tuple[Any, Any]] = parser.parse(pattern).data
-    try:
-        runs, ways = _count(items)
-        if items and str(items[-1][0]) == "MAX_REPEAT" and runs:
-            runs -= 1  # nothing comes after it that could fail
-    except _NestedError:
-        reason = "it has a repetition or alternatives inside a repetition"
-    else:
-        if ways * _NAME_LENGTH**runs / math.factorial(runs) <= _MAX_WAYS:
-            return
-        reason = f"it has {runs} repetitions and {ways} combinations of alternatives"
-    raise ModelError(
-        f"config.json: {field} has the pattern {pattern!r:.200}, which may take too long to match: "
-        f"{reason}. Write it in a simpler way, or as several patterns"
-    )
+def find_expressions(raw: Mapping[str, Any]) -> tuple[Expression, ...]:
+    """All patterns of a `quantization_config`: names that begin with ``re:``, keys of `dynamic`."""
+    return tuple(dict.fromkeys(_walk("", raw)))
 
 
-class _NestedError(Exception):
-    pass
+def expression_of(pattern: str) -> str:
+    """Of an entry of `dynamic`, whose sign says whether it changes or leaves out."""
+    return pattern[2:] if pattern[:2] in ("+:", "-:") else pattern
 
 
-def _count(items: Iterable[tuple[Any, Any]]) -> tuple[int, int]:
-    """Repetitions of any length, and in how many ways the rest may match."""
-    runs, ways = 0, 1
-    for operation, argument in items:
-        name = str(operation)
-        if name == "BRANCH":
-            found = [_count(each) for each in argument[1]]
-            runs += max(own for own, _ in found)
-            ways *= sum(own for _, own in found)
-        elif name in _REPEATS:
-            least, most, body = argument
-            own_runs, own_ways = _count(body)
-            if most <= 1:
-                runs, ways = runs + own_runs, ways * (own_ways + 1)
-            elif own_runs or own_ways > 1:
-                raise _NestedError
-            elif least != most:
-                runs += 1
-        else:
-            for body in _bodies(name, argument):
-                own_runs, own_ways = _count(body)
-                runs, ways = runs + own_runs, ways * own_ways
-    return runs, ways
+def _walk(field: str, value: Any) -> Iterator[Expression]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if field == "dynamic":
+                yield Expression(field, expression_of(str(key)))
+            yield from _walk(str(key), item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _walk(field, item)
+    elif isinstance(value, str) and value.startswith("re:"):
+        yield Expression(field, value[3:])
 
 
-def _bodies(name: str, argument: Any) -> list[Any]:
-    """What stands inside a group."""
-    if name == "SUBPATTERN":
-        return [argument[-1]]
-    if name in ("ASSERT", "ASSERT_NOT"):
-        return [argument[1]]
-    if name == "ATOMIC_GROUP":
-        return [argument]
-    if name == "GROUPREF_EXISTS":
-        return [body for body in argument[1:] if body is not None]
-    return []
+def try_expressions(expressions: Sequence[Expression], names: Sequence[str]) -> None:
+    """ModelError, which names the field, for what is no expression or takes too long to match."""
+    if not expressions:
+        return
+    if len(expressions) > MAX_EXPRESSIONS:
+        raise ModelError(
+            f"config.json: quantization_config has {len(expressions)} patterns, and may have "
+            f"{MAX_EXPRESSIONS}: write them as fewer"
+        )
+    total_s = 0.0
+    with ExpressionTrials() as trials:
+        for field, pattern in expressions:
+            where = f"config.json: quantization_config's {field} has the pattern {pattern!r:.200}"
+            try:
+                total_s += trials.match(pattern, names)
+            except ValueError as error:
+                raise ModelError(f"{where}, which is none: {error}") from error
+            except (TooMuchTime, TooMuchMemory) as error:
+                raise ModelError(
+                    f"{where}, which takes too long to match: {error}. Write it in a simpler way"
+                ) from error
+            except JobError as error:
+                raise ModelError(f"{where}, which could not be tried out: {error}") from error
+            if total_s > MAX_TOTAL_S:
+                raise ModelError(
+                    f"config.json: the patterns of quantization_config take more than "
+                    f"{MAX_TOTAL_S:g} s to match: write them in a simpler way"
+                )

@@ -16,6 +16,7 @@ from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantization import LinearMethod, Undecided
 from penstock.layers.quantized.experts import decide_experts
 from penstock.layers.quantized.linear import Finish, QuantizedMethod
+from penstock.layers.quantized.patterns import Expression, try_expressions
 from penstock.layers.quantized.schemes import Fp8Scheme, Scheme
 from penstock.protocol.errors import ModelError
 
@@ -32,6 +33,10 @@ class Quantization(Protocol):
     @property
     def ignored(self) -> tuple[str, ...]:
         """Patterns of tensors that have no place in the model."""
+
+    @property
+    def expressions(self) -> tuple[Expression, ...]:
+        """The regular expressions that `scheme` matches names with; they are to be tried before."""
 
     def scheme(self, name: str, kind: Kind) -> Scheme | None:
         """Of the layer that checkpoints call `name`; None: plain floats."""
@@ -81,19 +86,22 @@ def assign_methods(
     """Give every layer of a model that was built undecided its method.
 
     Layers that are stored as floats get `plain`. Without `stored` (weights that are made up) the
-    configuration alone decides. ModelError for fused layers whose parts are stored differently.
+    configuration alone decides. ModelError for fused layers whose parts are stored differently, and
+    for patterns that are wrong or take too long.
     """
+    if quantization.expressions:
+        try_expressions(quantization.expressions, _asked_names(model, stored))
     counts: Counter[str] = Counter()
     for path, module in list(model.named_modules()):
         if isinstance(module, Experts) and isinstance(module.experts, UndecidedExperts):
-            names = _expert_names(path, module.experts.config)
+            names = _part_names(path, module)
             own, present = _agreed(quantization, stored, f"{path}.experts", names, "linear")
             module.experts, module.choice = decide_experts(module.experts, plain, own, present)
             counts[own.label if own else "not quantized"] += 1
     for path, module in list(model.named_modules()):
         if not isinstance(module, MatrixLayer) or not isinstance(module.method, Undecided):
             continue
-        names = {part: _sibling(path, part) for part in module.part_rows}
+        names = _part_names(path, module)
         own, present = _agreed(quantization, stored, path, names, _kind(module))
         if own is None or (stored is None and not module.may_quantize):
             module.use(plain)
@@ -119,13 +127,10 @@ def _agreed(
     kind: Kind,
 ) -> tuple[Scheme | None, dict[str, Collection[str]]]:
     """The one scheme of all parts, and which of its tensors the checkpoint has of each."""
-    whole = stored.find(path) if stored is not None else None  # as one tensor, already fused
     schemes: dict[str, Scheme | None] = {}
     present: dict[str, Collection[str]] = {}
     for part, own_name in names.items():
-        layer = whole if whole is not None else stored.find(own_name) if stored else None
-        if stored is not None and layer is None:
-            layer = stored.find_stacked(own_name)
+        layer = _find_layer(stored, path, own_name)
         scheme = quantization.scheme(layer.name if layer is not None else own_name, kind)
         if scheme is not None and layer is not None:
             present[part] = layer.tensors
@@ -145,6 +150,33 @@ def _agreed(
         f"the parts of {path} are computed as one matrix, but the checkpoint has them quantized "
         f"differently ({said:.400}): quantize the model with the same scheme for all of them"
     )
+
+
+def _find_layer(stored: StoredLayers | None, path: str, own_name: str) -> StoredLayer | None:
+    """What the checkpoint has of a part: as one tensor with the others, already fused, or alone."""
+    if stored is None:
+        return None
+    return stored.find(path) or stored.find(own_name) or stored.find_stacked(own_name)
+
+
+def _asked_names(model: nn.Module, stored: StoredLayers | None) -> list[str]:
+    """All names that a configuration will be asked for."""
+    names: dict[str, None] = {}
+    for path, module in model.named_modules():
+        owner = f"{path}.experts" if isinstance(module, Experts) else path
+        for own_name in _part_names(path, module).values():
+            layer = _find_layer(stored, owner, own_name)
+            names[own_name if layer is None else layer.name] = None
+    return list(names)
+
+
+def _part_names(path: str, module: nn.Module) -> dict[str, str]:
+    """The names of a layer's matrices by part; none if it is no layer that is to be decided."""
+    if isinstance(module, Experts) and isinstance(module.experts, UndecidedExperts):
+        return _expert_names(path, module.experts.config)
+    if isinstance(module, MatrixLayer) and isinstance(module.method, Undecided):
+        return {part: _sibling(path, part) for part in module.part_rows}
+    return {}
 
 
 def _sibling(path: str, part: str) -> str:
