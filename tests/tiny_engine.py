@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock import LLM, SamplingParams
+from penstock.protocol.delta import EngineDelta
+from penstock.protocol.sampling import OutputKind
+from penstock.text.frontend import PreparedRequest
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -19,6 +25,22 @@ OPTIONS: dict[str, Any] = {
 
 def open_llm(checkpoint: Path | str, **options: Any) -> LLM:
     return LLM(str(checkpoint), **OPTIONS | options)
+
+
+def as_replay(request: PreparedRequest, seen: Sequence[int]) -> PreparedRequest:
+    """A request of one completion, sent again with tokens that came before an engine died."""
+    (child,) = request.children
+    if seen:
+        request.assembler.add(EngineDelta(request_id=child.request_id, token_ids=list(seen)))
+    child = msgspec.structs.replace(child, output_token_ids=list(seen))
+    return dataclasses.replace(request, children=[child])
+
+
+def prepare_replay(
+    llm: LLM, prompt: Any, params: SamplingParams, seen: Sequence[int]
+) -> PreparedRequest:
+    params = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
+    return as_replay(llm.frontend.prepare("replay", prompt, params), seen)
 
 
 def random_prompts(seed: int | str, *lengths: int) -> list[dict[str, list[int]]]:

@@ -101,7 +101,6 @@ class Frontend:
         add_special_tokens: bool = True,
         priority: int = 0,
         cache_salt: str | None = None,
-        output_token_ids: Sequence[int] = (),
         shown_tokens: Collection[str] = (),
     ) -> PreparedRequest:
         """Check and tokenize one request. `InputError` says what is wrong with it.
@@ -113,7 +112,6 @@ class Frontend:
         text, token_ids = self._tokenize(prompt, add_special_tokens)
         self._check_prompt(token_ids)
         self._check_params(params)
-        self._check_token_ids(output_token_ids, "output_token_ids")
         check_int("priority", priority, -(2**63), 2**63 - 1)
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise InputError(f"cache_salt must be a string, got {cache_salt!r:.80}", "cache_salt")
@@ -140,7 +138,6 @@ class Frontend:
                 arrival_time=time.monotonic(),  # the wall clock may jump
                 cache_salt=cache_salt,
                 read_prefix_cache=own.prompt_logprobs is None and not self.needs_every_row,
-                output_token_ids=list(output_token_ids),
                 thinking=thinking,
             )
             for index, own in enumerate(by_child)
@@ -152,7 +149,6 @@ class Frontend:
             params=params,
             tokenizer=self.tokenizer,
             child_ids=[child.request_id for child in children],
-            output_token_ids=output_token_ids,
             shown_tokens=shown_tokens,
         )
         return PreparedRequest(request_id, children, assembler)

@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 class OutputAssembler:
     """Collects the deltas of a request's children and shows them as `RequestOutput`s.
 
-    `output_token_ids` are tokens of each child that the client has seen already (a replay). Their
-    text counts as delivered: deltas go on exactly where it ended. Their logprobs stayed with the
-    client, so `logprobs` begin after them. `shown_tokens` are in the text even if they are special.
+    `shown_tokens` are in the text even if they are special.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class OutputAssembler:
         params: SamplingParams,
         tokenizer: Tokenizer | None,
         child_ids: Sequence[str],
-        output_token_ids: Sequence[int] = (),
         shown_tokens: Collection[str] = (),
     ) -> None:
         if params.stop_strings and tokenizer is None:
@@ -74,11 +71,6 @@ class OutputAssembler:
             )
             for index, child_id in enumerate(child_ids)
         }
-        for child_id, child in self._children.items():
-            child.add_tokens(output_token_ids, [])
-            child.mark_delivered()
-            if child.finished:  # the stop string was complete, but its end was never delivered
-                self._stopped.append(child_id)
 
     @property
     def finished(self) -> bool:

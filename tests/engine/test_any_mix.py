@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from drafters import Oracle
 from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
+from tiny_engine import as_replay
 from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
@@ -190,8 +191,9 @@ class Client:
             msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY),
             priority=self.rng.randrange(3),
             cache_salt=self.rng.choice([None, None, "salt"]),
-            output_token_ids=seen,
         )
+        if seen:
+            request = as_replay(request, seen)
         self.sent[request.request_id] = request, index
         self.llm._submit([request])
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from tiny_engine import open_llm
+from tiny_engine import open_llm, prepare_replay
 
 from penstock import LLM, SamplingParams
 from penstock.protocol.errors import InputError
@@ -27,7 +27,7 @@ def llm(tiny_llama: str) -> LLM:
 
 
 def finish(llm: LLM, params: SamplingParams, output: list[int]) -> Any:
-    request = llm.frontend.prepare("replay", PROMPT, params, output_token_ids=output)
+    request = prepare_replay(llm, PROMPT, params, output)
     return llm._run([request], use_tqdm=False)[0].outputs[0]
 
 
@@ -73,7 +73,7 @@ def test_a_stop_text_that_straddles_the_cut_is_found(default_model: str) -> None
         params = SamplingParams(temperature=0, max_tokens=24, stop=["9 10 1"])
 
         def run(output: list[int]) -> Any:
-            request = llm.frontend.prepare("r", prompt, params, output_token_ids=output)
+            request = prepare_replay(llm, prompt, params, output)
             return llm._run([request], use_tqdm=False)[0].outputs[0]
 
         whole = run([])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from byte_model import open_llm
 from drafters import Oracle
+from tiny_engine import prepare_replay
 
 from penstock import LLM, SamplingParams
 from penstock import StructuredOutputsParams as Structured
@@ -201,12 +202,8 @@ def test_reasoning_that_no_token_begins_is_begun_for_the_model(llm: LLM) -> None
         assert out.text.startswith("So: ")
         if out.finish_reason == "stop":
             assert re.fullmatch("So: .*[78]answer", out.text, re.DOTALL)
-        request = llm.frontend.prepare(
-            "replay",
-            "Some text: ",
-            SamplingParams(temperature=1.0, seed=seed, max_tokens=100, structured_outputs=spec),
-            output_token_ids=out.token_ids[:3],
-        )
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=100, structured_outputs=spec)
+        request = prepare_replay(llm, "Some text: ", params, out.token_ids[:3])
         (replayed,) = llm._run([request], use_tqdm=False)
         assert replayed.outputs[0].token_ids == out.token_ids
 
@@ -250,9 +247,7 @@ def test_a_replay_goes_on_as_the_original(llm: LLM) -> None:
         (whole,) = llm.generate(PROMPTS[0], params, use_tqdm=False)
         tokens = whole.outputs[0].token_ids
         for cut in (1, len(tokens) // 2, len(tokens) - 1):
-            request = llm.frontend.prepare(
-                "replay", PROMPTS[0], params, output_token_ids=tokens[:cut]
-            )
+            request = prepare_replay(llm, PROMPTS[0], params, tokens[:cut])
             (replayed,) = llm._run([request], use_tqdm=False)
             assert replayed.outputs[0].token_ids == tokens
             assert replayed.outputs[0].finish_reason == whole.outputs[0].finish_reason
@@ -261,7 +256,7 @@ def test_a_replay_goes_on_as_the_original(llm: LLM) -> None:
 def test_a_replay_of_a_complete_document_ends(llm: LLM) -> None:
     params = SamplingParams(max_tokens=40, structured_outputs=Structured(choice=["abc"]))
     done = llm.get_tokenizer().encode("abc", add_special_tokens=False)
-    request = llm.frontend.prepare("replay", "x", params, output_token_ids=done)
+    request = prepare_replay(llm, "x", params, done)
     (output,) = llm._run([request], use_tqdm=False)
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("abc", "stop")
 

@@ -10,6 +10,7 @@ from byte_model import open_llm
 from drafters import Oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_engine import prepare_replay
 
 from penstock import LLM, SamplingParams
 from penstock import StructuredOutputsParams as Structured
@@ -168,9 +169,7 @@ def test_the_same_tokens_with_drafts(byte_model: str, alone: list[list[int]]) ->
 def test_a_replay_goes_on_as_the_original(llm: LLM, alone: list[list[int]]) -> None:
     for (prompt, params), tokens in zip(requests()[:8], alone[:8], strict=True):
         for cut in (1, 6, len(tokens) // 2, len(tokens) - 1):
-            request = llm.frontend.prepare(
-                f"replay{cut}", prompt, params, output_token_ids=tokens[:cut]
-            )
+            request = prepare_replay(llm, prompt, params, tokens[:cut])
             (output,) = llm._run([request], use_tqdm=False)
             assert output.outputs[0].token_ids == tokens
 

@@ -285,14 +285,7 @@ def test_the_first_word_after_a_prompt_keeps_its_space() -> None:
     assert take(out).outputs[0].text == " cat"
 
 
-def test_a_replay_whose_tokens_already_hold_the_stop_string_is_finished() -> None:
-    out = assembler(SamplingParams(stop="END"), output_token_ids=ids("x END"))
-    assert out.finished
-    assert out.stopped_children() == ["r"]
-    assert take(out).outputs[0].text == "x "
-
-
-# However the engine cuts its deltas, and wherever a replay begins -----------------------------
+# However the engine cuts its deltas ------------------------------------------------------------
 
 token_lists = st.lists(
     st.one_of(st.sampled_from(ids("ab ")), st.integers(0, TOKENIZER.vocab_size - 1)), max_size=16
@@ -337,19 +330,3 @@ def test_the_result_does_not_depend_on_how_deltas_are_cut(
     pieces = final(assembler(params), chunks, kind)
     params.output_kind = OutputKind.FINAL_ONLY
     assert pieces == final(assembler(params), [[i] for i in tokens], OutputKind.FINAL_ONLY)
-
-
-@given(token_lists, params_strategy, st.data())
-def test_a_replay_goes_on_as_the_original_would_have(
-    tokens: list[int], params: SamplingParams, data: st.DataObject
-) -> None:
-    params.output_kind = OutputKind.DELTA
-    cut = data.draw(st.integers(0, len(tokens)))
-    original = assembler(params)
-    original.add(delta(tokens[:cut]))
-    if original.finished:
-        return
-    original.take()
-    replay = assembler(params, output_token_ids=tokens[:cut])
-    rest = [[i] for i in tokens[cut:]]
-    assert final(original, rest, OutputKind.DELTA)[:2] == final(replay, rest, OutputKind.DELTA)[:2]
