@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from penstock.config import EngineConfig
 from penstock.engine import messages
@@ -28,8 +27,9 @@ logger = logging.getLogger(__name__)
 SOCKET_NAME = "engine"
 CLOSE_TIMEOUT_S = 10.0
 LAST_WORDS_TIMEOUT_S = 1.0
-SILENCE_MS = 20  # after which a dead engine has said all that will arrive
+SILENCE_S = 0.02  # after which a dead engine has said all that will arrive
 LOOK_INTERVAL_S = 0.25
+POLLIN = int(zmq.POLLIN)  # the enumeration computes slowly
 LOADING_PATIENCE = 4  # times as much silence as of an engine that is ready
 
 
@@ -106,8 +106,7 @@ class EngineHandle:
         with contextlib.ExitStack() as on_failure:
             self._open(on_failure)
             self._give_back = on_failure.pop_all().close
-        self._receiver = asyncio.ensure_future(self._receive())
-        self._receiver.add_done_callback(self._on_deafness)
+        self._loop.add_reader(self._socket.fileno(), self._receive)
         self._looking = asyncio.ensure_future(self._look_for_hangs())
         threading.Thread(target=self._wait_for_exit, name="engine-watch", daemon=True).start()
 
@@ -119,9 +118,9 @@ class EngineHandle:
         stack.callback(self._box.close)
         address = f"ipc://{self._folder / SOCKET_NAME}"
         try:
-            context = zmq.asyncio.Context()
+            context = zmq.Context()
             stack.callback(context.destroy, linger=0)
-            self._socket = context.socket(zmq.DEALER)
+            self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
             self._socket.set_hwm(0)
             self._socket.bind(address)
         except zmq.ZMQError as error:  # an OSError by rights
@@ -157,12 +156,11 @@ class EngineHandle:
         """Send a message; an engine that is dead does not get it."""
         if self._has_exited:
             return
-        # To a peer that is there, without a high-water mark, a send never has to wait: its future
-        # is done already. Where it is not, the engine is gone, and its death is about to be seen.
-        future = self._socket.send_multipart(frames)
-        assert isinstance(future, asyncio.Future)
-        if not future.done():
-            future.cancel()
+        # To a peer that is there, without a high-water mark, a send never has to wait. Where it
+        # has to, the engine is gone, and its death is about to be seen.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(frames, zmq.DONTWAIT)
+        self._loop.call_soon(self._receive)  # a send may take away the sign that something came
 
     async def close(self) -> None:
         """Stop the process, politely if it listens."""
@@ -180,17 +178,22 @@ class EngineHandle:
 
     # -- what comes from it
 
-    async def _receive(self) -> None:
-        while True:
-            (frame,) = await self._socket.recv_multipart()
-            self._take(frame)
+    def _receive(self) -> None:
+        """Take in all that has come: there is one sign for any number of messages.
 
-    def _on_deafness(self, receiver: asyncio.Task[None]) -> None:
-        """An engine that nobody listens to would seem well, and its requests wait forever."""
-        if not receiver.cancelled() and (error := receiver.exception()) is not None:
+        An engine that nobody listens to would seem well, and its requests wait forever.
+        """
+        try:
+            while self._is_heard and not self._has_exited and (frame := self._next_frame()):
+                self._take(frame)
+        except Exception:
             self._is_heard = False  # what came later would not follow on what was taken in
-            logger.critical("What the engine sent was not taken in: it is killed", exc_info=error)
+            logger.critical("What the engine sent was not taken in: it is killed", exc_info=True)
             self.kill()
+
+    def _next_frame(self) -> bytes | None:
+        has_come = int(self._socket.get(zmq.EVENTS)) & POLLIN  # an exception would take longer
+        return self._socket.recv(zmq.DONTWAIT) if has_come else None
 
     def _take(self, frame: bytes) -> None:
         answer = messages.decode_answer(frame)
@@ -230,9 +233,9 @@ class EngineHandle:
 
     async def _on_exit(self, code: int) -> None:
         self._has_exited = True
+        self._loop.remove_reader(self._socket.fileno())
         self._looking.cancel()
-        self._receiver.cancel()
-        await asyncio.gather(self._looking, self._receiver, return_exceptions=True)
+        await asyncio.gather(self._looking, return_exceptions=True)
         if self._is_heard:
             await self._hear_last_words(may_have_some=code == 1)
         ready_at, now = self._ready_at, time.monotonic()
@@ -251,8 +254,11 @@ class EngineHandle:
         """Take in what it sent before it died and nobody has read yet."""
         deadline = time.monotonic() + LAST_WORDS_TIMEOUT_S
         while True:
-            if await self._socket.poll(SILENCE_MS):
-                (frame,) = await self._socket.recv_multipart()
+            frame = self._next_frame()
+            if frame is None:
+                await asyncio.sleep(SILENCE_S)
+                frame = self._next_frame()
+            if frame is not None:
                 self._take(frame)
             elif not may_have_some or self._failure or time.monotonic() > deadline:
                 return

@@ -32,18 +32,22 @@ class DeltaStream:
         self._unfinished = set(request_ids)
         self._deltas: list[EngineDelta] = []
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # who waits for news
 
     def push(self, delta: EngineDelta) -> None:
         if delta.finish_reason is not None:
             self._unfinished.discard(delta.request_id)
         self._deltas.append(delta)
-        self._news.set()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
         """Make whoever iterates get `error` in place of what would come next."""
         self._error = self._error or error
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def finish(self, request_ids: Sequence[str], reason: FinishReason) -> None:
         """End some of the requests early, for `reason`; no more deltas come for them."""
@@ -62,8 +66,8 @@ class DeltaStream:
         if not self._deltas and self._error is None:
             if not self._unfinished:
                 raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if self._error is not None:
             raise self._error
         deltas, self._deltas = self._deltas, []

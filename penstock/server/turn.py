@@ -92,7 +92,7 @@ class TurnRequest:
     options: RunOptions = field(default_factory=RunOptions)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TurnStep:
     """What is new about one of the `n` choices; `deltas` in the order they were written.
 

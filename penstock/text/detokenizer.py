@@ -127,10 +127,16 @@ class ByteDetokenizer:
             self._num_to_strip = 0
 
     def add(self, token_ids: Iterable[int]) -> str:
+        hidden_ids = self._hidden_ids
         spelled = b"".join(
-            self._vocabulary[token_id] for token_id in token_ids if token_id not in self._hidden_ids
+            [
+                self._vocabulary[token_id]
+                for token_id in token_ids
+                if token_id not in self._hidden_ids
+            ]
         )
-        return self._strip(self._utf8.decode(spelled))
+        text = self._utf8.decode(spelled)
+        return self._strip(text) if self._num_to_strip else text
 
     def flush(self) -> str:
         return self._strip(self._utf8.decode(b"", final=True))

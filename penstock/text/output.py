@@ -52,7 +52,9 @@ class OutputAssembler:
         self._error_field: str | None = None
         self._can_retry = False
         self._stopped: list[str] = []
-        self._prompt_logprobs = _PromptLogprobs(len(prompt_token_ids), params)
+        self._prompt_logprobs = (
+            _PromptLogprobs(len(prompt_token_ids)) if params.prompt_logprobs is not None else None
+        )
         stops = StopStrings(params.stop_strings) if params.stop_strings else None
         self._children = {
             child_id: _Child(
@@ -71,10 +73,11 @@ class OutputAssembler:
             )
             for index, child_id in enumerate(child_ids)
         }
+        self._num_unfinished = len(self._children)
 
     @property
     def finished(self) -> bool:
-        return all(child.finished for child in self._children.values())
+        return self._num_unfinished == 0
 
     def add(self, delta: EngineDelta) -> None:
         """Take in what is new about one child; ignored for a child that is finished."""
@@ -83,11 +86,13 @@ class OutputAssembler:
             return
         if child.index == 0:  # the others may find in the cache what the first one left there
             self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
-        if delta.prompt_logprobs is not None:
+        if delta.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs.place(delta.prompt_logprobs, self._tokenizer)
         child.add(delta)
-        if child.finished and delta.finish_reason is None:
-            self._stopped.append(delta.request_id)
+        if child.finished:
+            self._num_unfinished -= 1
+            if delta.finish_reason is None:
+                self._stopped.append(delta.request_id)
         if delta.error is not None and self._error is None:
             self._error, self._error_field = delta.error, delta.error_field
             self._can_retry = delta.can_retry
@@ -99,25 +104,27 @@ class OutputAssembler:
 
     def take(self) -> RequestOutput | None:
         """What there is to show now, or None."""
-        children = list(self._children.values())
-        changed = [child for child in children if child.changed]
-        if not changed or (self._kind is OutputKind.FINAL_ONLY and not self.finished):
+        changed = [child for child in self._children.values() if child.changed]
+        finished, delta_only = self.finished, self._kind is OutputKind.DELTA
+        if not changed or (self._kind is OutputKind.FINAL_ONLY and not finished):
             return None
-        if self._prompt_logprobs.is_awaited and self._error is None and not self.finished:
-            return None  # another child may be faster, by cached blocks: the prompt comes first
-        delta_only = self._kind is OutputKind.DELTA
+        prompt_logprobs = None
+        if self._prompt_logprobs is not None:
+            if self._prompt_logprobs.is_awaited and self._error is None and not finished:
+                return None  # another child may be faster, by cached blocks: the prompt comes first
+            prompt_logprobs = self._prompt_logprobs.show(finished, once=delta_only)
         completions = (
             [child.take_delta() for child in changed]
             if delta_only
-            else [child.take_everything() for child in children]
+            else [child.take_everything() for child in self._children.values()]
         )
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             outputs=completions,
-            finished=self.finished,
-            prompt_logprobs=self._prompt_logprobs.show(self.finished, once=delta_only),
+            finished=finished,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
             error=self._error,
             error_field=self._error_field,
@@ -125,7 +132,7 @@ class OutputAssembler:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class _Child:
     """One completion as it grows. The `shown_*` fields say how much of it deltas have shown."""
 
@@ -152,12 +159,15 @@ class _Child:
         return self.finish_reason is not None
 
     def add(self, delta: EngineDelta) -> None:
-        ends = delta.finish_reason is not None or delta.error is not None
-        self.changed = self.changed or bool(delta.token_ids) or ends
         if delta.routed_experts is not None:
             if self.routed_experts is None:
                 self.routed_experts = _RoutedExperts()
             self.routed_experts.place(delta.routed_experts)
+        if delta.finish_reason is None and delta.error is None:
+            self.changed = self.changed or bool(delta.token_ids)
+            self.add_tokens(delta.token_ids, delta.logprobs)
+            return
+        self.changed = True
         ends_with_stop_token = (
             delta.finish_reason is FinishReason.STOP
             and not delta.ends_in_text
@@ -165,7 +175,7 @@ class _Child:
             and not self.params.include_stop_str_in_output
         )
         self.add_tokens(delta.token_ids, delta.logprobs, hide_last=ends_with_stop_token)
-        if self.finished or (delta.finish_reason is None and delta.error is None):
+        if self.finished:
             return
         self._flush()
         if not self.finished:
@@ -222,7 +232,7 @@ class _Child:
         self.shown_tokens = len(self.token_ids)
         self.shown_texts = len(self.texts)
         self.shown_logprobs = len(self.logprobs)
-        self.changed = self.finished
+        self.changed = False
 
     def take_everything(self) -> CompletionOutput:
         self.changed = False
@@ -236,7 +246,6 @@ class _Child:
             self.logprobs[self.shown_logprobs :],
         )
         self.mark_delivered()
-        self.changed = False
         return output
 
     def _output(
@@ -282,8 +291,7 @@ class _RoutedExperts:
 class _PromptLogprobs:
     """The prompt's logprobs by position: pieces may come from any child, and more than once."""
 
-    def __init__(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        self._wanted = params.prompt_logprobs is not None
+    def __init__(self, num_prompt_tokens: int) -> None:
         self._by_position: list[LogprobsAtPosition | None] = [None] * num_prompt_tokens
         self._num_missing = max(num_prompt_tokens - 1, 0)  # nothing comes before the first
         self._shown = False
@@ -296,12 +304,12 @@ class _PromptLogprobs:
 
     @property
     def is_awaited(self) -> bool:
-        return self._wanted and self._num_missing > 0
+        return self._num_missing > 0
 
     def show(self, finished: bool, once: bool) -> list[LogprobsAtPosition | None] | None:
         """All of them once they are complete, or what there is when the request is finished."""
         nothing_came = self._num_missing and not any(self._by_position)
-        if not self._wanted or nothing_came or (self._num_missing and not finished):
+        if nothing_came or (self._num_missing and not finished):
             return None
         if once and self._shown:
             return None

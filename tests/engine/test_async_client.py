@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-import zmq.asyncio
 
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine import messages
@@ -348,7 +347,7 @@ def test_an_engine_that_cannot_be_started_leaves_nothing_behind(
         if num_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
         else:
-            monkeypatch.setattr(zmq.asyncio.Context, "socket", refuse)
+            monkeypatch.setattr(zmq.Context, "socket", refuse)
         try:
             return await supervisor._live(EngineConfig())
         finally:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -24,7 +25,7 @@ from penstock.server.openai.protocol import (
     ChatLogprobs,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import EVENT_STREAM, UsageOptions
+from penstock.server.openai.stream import EVENT_STREAM, TextChunks, UsageOptions
 from penstock.server.openai.tools import (
     FunctionCall,
     NamedToolChoice,
@@ -88,6 +89,7 @@ class ChatAnswer:
         )
         self._fingerprint = service.fingerprint
         self._usage = UsageOptions.of(body.stream_options, service.server_config)
+        self._texts = TextChunks()
         last = body.messages[-1]
         continues = bool(body.echo and body.continue_final_message)
         self._role = last.role if body.continue_final_message else "assistant"
@@ -121,7 +123,9 @@ class ChatAnswer:
                         self._add_prompt(opening)
                     opened.add(step.index)
                     yield opening.model_dump_json(exclude_unset=True)
-                if self._says_something(step):
+                if (text := self._only_text(step)) is not None:
+                    yield self._texts.write(step.index, text, partial(self._text_chunk, step.index))
+                elif self._says_something(step):
                     yield self._chunk(step).model_dump_json(exclude_unset=True)
                 if self._usage.in_every_chunk:
                     before = replace(self._turn.usage)
@@ -169,6 +173,17 @@ class ChatAnswer:
         shows_tokens = self._body.return_token_ids or step.logprobs is not None
         shows_tokens = shows_tokens or self._usage.in_every_chunk
         return bool(step.deltas or step.finish_reason or shows_tokens)
+
+    def _only_text(self, step: TurnStep) -> str | None:
+        """The content, where that is all there is to say."""
+        if len(step.deltas) != 1 or not isinstance(delta := step.deltas[0], ContentDelta):
+            return None
+        says_more = step.finish_reason is not None or step.logprobs is not None
+        says_more = says_more or self._body.return_token_ids or self._usage.in_every_chunk
+        return None if says_more else delta.text
+
+    def _text_chunk(self, index: int, text: str) -> ChatCompletionChunk:
+        return self._chunk(TurnStep(index, [ContentDelta(text)], [], None, None, None))
 
     def _chunk(self, step: TurnStep) -> ChatCompletionChunk:
         choice = ChatChunkChoice(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
@@ -25,7 +27,7 @@ from penstock.server.openai.protocol import (
     CompletionRequest,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import EVENT_STREAM, UsageCounter, UsageOptions
+from penstock.server.openai.stream import EVENT_STREAM, TextChunks, UsageCounter, UsageOptions
 from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.text.frontend import PreparedRequest
@@ -76,6 +78,7 @@ class CompletionAnswer:
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
         self._begun: set[int] = set()  # choices of which a piece is sent
         self._offsets: dict[int, TextOffsets] = {}  # by choice, if logprobs are asked for
+        self._texts = TextChunks()
         self._logprobs = LogprobFormat(
             service.frontend.tokenizer,
             body.logprobs or 0,
@@ -104,10 +107,24 @@ class CompletionAnswer:
                 output = self._visible(raw)
                 self._usage.count(index, output)
                 for item in output.outputs:
-                    choice = self._choice(index, output, item)
-                    yield self._reply([choice]).model_dump_json(exclude_unset=True)
+                    make = partial(self._chunk, index, output, item)
+                    if self._says_only_text(index, item):
+                        yield self._texts.write(self._number(index, item), item.text, make)
+                    else:
+                        yield make(item.text).model_dump_json(exclude_unset=True)
         if self._shows_usage.at_end:
             yield self._reply([], usage_now=True).model_dump_json(exclude_unset=True)
+
+    def _says_only_text(self, index: int, item: CompletionOutput) -> bool:
+        if self._number(index, item) not in self._begun:
+            return False
+        says_more = item.finish_reason is not None or item.logprobs is not None
+        return not (says_more or self._body.return_token_ids or self._shows_usage.in_every_chunk)
+
+    def _chunk(
+        self, index: int, output: RequestOutput, item: CompletionOutput, text: str
+    ) -> Completion:
+        return self._reply([self._choice(index, output, replace(item, text=text))])
 
     def _visible(self, output: RequestOutput) -> RequestOutput:
         """Without the token that an echo of the prompt alone had to compute."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from penstock.config import ServerConfig
 from penstock.protocol.outputs import RequestOutput
+from penstock.server.openai.base import Reply
 from penstock.server.openai.logprobs import usage
 from penstock.server.openai.protocol import StreamOptions, Usage
 
@@ -16,6 +20,32 @@ EVENT_STREAM: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {}},
     }
 }
+
+
+class TextChunks:
+    """Writes chunks that differ in nothing but their text: all but the first of a choice.
+
+    Most chunks are like that, and making and writing objects for each would take longer than all
+    else that is done for a token here.
+    """
+
+    _TEXT = "\0text\0"  # in its place, where the chunk is written once
+
+    def __init__(self) -> None:
+        self._around: dict[int, tuple[str, str]] = {}  # what stands around the text, by choice
+
+    def write(self, index: int, text: str, make: Callable[[str], Reply]) -> str:
+        """The JSON of the chunk of choice `index` that `make` would make of `text`."""
+        around = self._around.get(index)
+        if around is None:
+            written = make(self._TEXT).model_dump_json(exclude_unset=True)
+            before, after = written.split(_as_json(self._TEXT))
+            around = self._around[index] = before, after
+        return f"{around[0]}{_as_json(text)}{around[1]}"
+
+
+def _as_json(text: str) -> str:
+    return msgspec.json.encode(text).decode()
 
 
 @dataclass(frozen=True)

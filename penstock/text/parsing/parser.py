@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.protocol.errors import ConfigError
-from penstock.text.parsing.deltas import Delta
+from penstock.text.parsing.deltas import ContentDelta, Delta
 from penstock.text.parsing.detect import Detected, detect
 from penstock.text.parsing.emitter import Emitter
 from penstock.text.parsing.formats import CallGrammar, ReasoningFormat, Tool
@@ -132,6 +132,8 @@ def make_output_parser(
         return StreamParser(None, _tool_format(HARMONY)(tools_offered), context, is_free)
     tags: ReasoningTags | None = _load(REASONING_PARSERS[reasoning]) if reasoning else None
     if tools is None or not tools_offered:
+        if tags is None:
+            return ContentParser()
         from penstock.text.parsing.tool_format import PlainText
 
         return StreamParser(tags, PlainText(()), context, is_free)
@@ -210,6 +212,19 @@ def _tool_format(name: str) -> type[ToolFormat]:
 def _load(place: str) -> Any:
     module, name = place.split(":")
     return getattr(import_module(f"{_HERE}.{module}"), name)
+
+
+class ContentParser:
+    """Where there is neither reasoning nor a call to look for: all is content."""
+
+    markers: frozenset[str] = frozenset()
+    num_reasoning_tokens = 0
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
+        return [ContentDelta(text)] if text else []
+
+    def finish(self, is_whole: bool = False) -> list[Delta]:
+        return []
 
 
 class StreamParser:
