@@ -127,14 +127,8 @@ class ByteDetokenizer:
             self._num_to_strip = 0
 
     def add(self, token_ids: Iterable[int]) -> str:
-        hidden_ids = self._hidden_ids
-        spelled = b"".join(
-            [
-                self._vocabulary[token_id]
-                for token_id in token_ids
-                if token_id not in self._hidden_ids
-            ]
-        )
+        shown = [token_id for token_id in token_ids if token_id not in self._hidden_ids]
+        spelled = b"".join(map(self._vocabulary.__getitem__, shown))
         text = self._utf8.decode(spelled)
         return self._strip(text) if self._num_to_strip else text
 
