@@ -330,3 +330,8 @@ def test_the_result_does_not_depend_on_how_deltas_are_cut(
     pieces = final(assembler(params), chunks, kind)
     params.output_kind = OutputKind.FINAL_ONLY
     assert pieces == final(assembler(params), [[i] for i in tokens], OutputKind.FINAL_ONLY)
+
+
+def test_nothing_is_kept_of_a_prompt_whose_logprobs_nobody_wants() -> None:
+    assert assembler()._prompt_logprobs is None
+    assert assembler(SamplingParams(prompt_logprobs=0))._prompt_logprobs is not None

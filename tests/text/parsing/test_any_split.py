@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from replay import cut, feed_text, make_parser
 from transcripts import TRANSCRIPTS, Transcript
 
-from penstock.text.parsing.deltas import collect
-from penstock.text.parsing.parser import REASONING_PARSERS, TOOL_PARSERS
+from penstock.text.parsing.deltas import ContentDelta, collect
+from penstock.text.parsing.parser import REASONING_PARSERS, TOOL_PARSERS, make_output_parser
 
 MARKERS = sorted(
     {marker for name in TOOL_PARSERS for marker in make_parser(tools=name).markers}
@@ -84,3 +84,10 @@ test_many_heaps_of_markers = pytest.mark.slow(
 test_many_damaged_transcripts = pytest.mark.slow(
     settings(max_examples=8_000)(of_edits(check_edits))
 )
+
+
+def test_where_neither_calls_nor_reasoning_can_come_text_goes_out_as_it_is():
+    parser = make_output_parser(None, "hermes")  # no tools were offered
+    assert parser.feed("\n a <tool_call>\n", [1, 2]) == [ContentDelta("\n a <tool_call>\n")]
+    assert parser.feed("", [3]) == parser.finish(is_whole=True) == []
+    assert parser.num_reasoning_tokens == 0
