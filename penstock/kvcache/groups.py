@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -64,8 +63,8 @@ class KeepAllRules(GroupRules):
 
     def longest_prefix(self, cached: Sequence[object], limit: int) -> int:
         num_blocks = limit // self.block_size
-        with contextlib.suppress(ValueError):  # where none is missing
-            num_blocks = cached.index(None, 0, num_blocks)
+        if None in cached[:num_blocks]:
+            num_blocks = cached.index(None)
         return num_blocks * self.block_size
 
     def num_droppable(self, num_tokens: int) -> int:

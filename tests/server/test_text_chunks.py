@@ -64,8 +64,10 @@ class Turn:
     """A turn that says the texts one by one."""
 
     prompt_logprobs = None
-    prompt_token_ids = (1,)
     usage = TurnUsage(num_prompt=1)
+
+    def __init__(self) -> None:
+        self.prompt_token_ids = [1]
 
     async def steps(self) -> Any:
         for number, text in enumerate(TEXTS):
