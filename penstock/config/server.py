@@ -135,6 +135,9 @@ class ServerConfig:
     max_tool_rounds: int = option(
         10, "Most times that a model may call tool servers in one response; then it must answer."
     )
+    enable_tokenizer_info_endpoint: bool = option(
+        True, "Serve /tokenizer_info: the tokenizer's configuration and the chat template."
+    )
     return_tokens_as_token_ids: bool = option(
         False,
         "Write tokens in logprobs as token_id:ID, so that those that are no text can be told "

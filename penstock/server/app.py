@@ -9,8 +9,22 @@ from penstock.server import admin, errors, metrics, playground
 from penstock.server.access import AdminGuard, TenantLabel
 from penstock.server.anthropic import messages
 from penstock.server.anthropic.errors import AnthropicErrors
-from penstock.server.middleware import ApiKeyGuard, BodyLimit, Cors, HeadAsGet, RequestContext
-from penstock.server.openai import chat, completions, models, tokenize
+from penstock.server.middleware import (
+    ApiKeyGuard,
+    BodyLimit,
+    Cors,
+    HeadAsGet,
+    RequestContext,
+    TrailingSlash,
+)
+from penstock.server.openai import (
+    chat,
+    chat_batch,
+    completions,
+    invocations,
+    models,
+    tokenize,
+)
 from penstock.server.responses import conversations
 from penstock.server.responses import routes as responses
 from penstock.server.responses.desk import ResponseDesk
@@ -18,7 +32,9 @@ from penstock.server.service import Service
 
 ROUTERS = (
     chat.router,
+    chat_batch.router,
     completions.router,
+    invocations.router,
     messages.router,
     models.router,
     responses.router,
@@ -48,6 +64,8 @@ def build_app(service: Service) -> FastAPI:
     app.state.responses = ResponseDesk(service)
     for router in ROUTERS:
         app.include_router(router)
+    if config.enable_tokenizer_info_endpoint:
+        app.include_router(tokenize.info_router)
     errors.install(app)
     # The last one added is the first that a request meets.
     app.add_middleware(HeadAsGet)
@@ -69,4 +87,5 @@ def build_app(service: Service) -> FastAPI:
     )
     app.add_middleware(RequestContext)
     app.add_middleware(AnthropicErrors)
+    app.add_middleware(TrailingSlash)
     return app

@@ -19,7 +19,8 @@ from penstock.server.errors import error_response, response_of
 from penstock.server.service import current_body_bytes
 
 VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-PUBLIC_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/ping", "/favicon.ico"})
+PUBLIC_PATHS = frozenset({"/", "/docs", "/docs/", "/health", "/ready", "/ping", "/favicon.ico"})
+PAGES = frozenset({"", "/", "/docs"})
 PUBLIC_PREFIX = "/static/"  # of the pages' files
 
 
@@ -159,6 +160,24 @@ class BodyLimit:
             return part
 
         await self.app(scope, receive_some, send)
+
+
+class TrailingSlash:
+    """Takes a path that ends with a slash for the one without, before anybody looks at it.
+
+    A redirect would lose the body with many clients. Pages alone keep it: what they load is named
+    relative to where they are.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            bare = {**scope, "path": scope["path"].rstrip("/")}
+            if route_path(bare) not in PAGES:
+                scope = bare
+        await self.app(scope, receive, send)
 
 
 class HeadAsGet:

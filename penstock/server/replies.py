@@ -41,7 +41,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Non
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        await _cancel(task, leaving)
+        await cancel(task, leaving)
         del task, leaving  # else an error, this frame and the task keep each other
 
 
@@ -131,7 +131,7 @@ class EventStream(Response):
             if pump.done():
                 pump.result()
         finally:
-            await _cancel(pump, leaving)
+            await cancel(pump, leaving)
             await _close(self._first, self._chunks)
 
     async def _pump(self, send: Send) -> None:
@@ -163,7 +163,7 @@ class EventStream(Response):
         except Exception as error:
             await write(self._frame.error(error))
         finally:
-            await _cancel(keeping_alive)
+            await cancel(keeping_alive)
         end = self._frame.end().encode()
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
@@ -205,7 +205,7 @@ async def _first(chunks: AsyncGenerator[str, None]) -> str | None:
 
 
 async def _close(first: asyncio.Future[Any], chunks: AsyncGenerator[str, None]) -> None:
-    await _cancel(first)  # which may be using the generator
+    await cancel(first)  # which may be using the generator
     await chunks.aclose()
 
 
@@ -214,7 +214,7 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
     """Cancel what is not done, and wait until it has cleaned up."""
     for task in tasks:
         task.cancel()

@@ -139,6 +139,12 @@ class TurnUsage:
     def num_total(self) -> int:
         return self.num_prompt + self.num_completion
 
+    def add(self, other: TurnUsage) -> None:
+        self.num_prompt += other.num_prompt
+        self.num_cached += other.num_cached
+        self.num_completion += other.num_completion
+        self.num_reasoning += other.num_reasoning
+
 
 def render_turn(service: Service, request: TurnRequest) -> str:
     """The prompt of a turn. Takes time: call it in a thread."""

@@ -382,7 +382,7 @@ def test_the_docs_show_every_operation_and_the_schemas_it_uses(
     expect(contents).to_have_text(expected)
     expect(page.locator("#schemas details")).to_have_count(len(spec["components"]["schemas"]))
 
-    page.get_by_role("link", name="POST /v1/chat/completions").click()
+    page.get_by_role("link", name="POST /v1/chat/completions", exact=True).click()
     chat = page.locator("#post-v1-chat-completions")
     expect(chat).to_have_attribute("open", "")
     fields = spec["components"]["schemas"]["ChatCompletionRequest"]["properties"]
@@ -410,7 +410,7 @@ def test_operations_can_be_tried_in_the_docs(
     tokenize.get_by_role("button", name="Send").click()
     expect(tokenize.locator(".answer")).to_contain_text("not valid JSON")
 
-    page.get_by_role("link", name="POST /v1/chat/completions").click()
+    page.get_by_role("link", name="POST /v1/chat/completions", exact=True).click()
     chat = page.locator("#post-v1-chat-completions")
     chat.get_by_role("button", name="Send").click()  # the example, which streams
     expect(chat.locator(".answer")).to_contain_text("chat.completion.chunk")

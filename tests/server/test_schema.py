@@ -14,7 +14,9 @@ from server_process import DUMMY, ServerProcess
 
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/chat/completions/batch"),
     ("POST", "/v1/completions"),
+    ("POST", "/invocations"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/v1/responses"),
@@ -34,6 +36,7 @@ OPERATIONS = [
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model_id}"),
     ("POST", "/tokenize"),
+    ("GET", "/tokenizer_info"),
     ("POST", "/detokenize"),
     ("GET", "/health"),
     ("GET", "/ready"),

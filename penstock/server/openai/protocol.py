@@ -189,9 +189,13 @@ class ChatTemplateBody(Body):
     )
 
 
-class ChatCompletionRequest(GenerationBody, ChatTemplateBody):
+Messages = Annotated[Items[ChatMessage], Field(min_length=1)]
+
+
+class ChatFields(GenerationBody, ChatTemplateBody):
+    """How a conversation is answered, whichever it is."""
+
     model_config = ConfigDict(extra="allow")
-    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = Field(None, description="By default, as many as fit.")
     max_completion_tokens: int | None = Field(None, description="The same; this one counts.")
     logprobs: bool | None = None
@@ -209,6 +213,16 @@ class ChatCompletionRequest(GenerationBody, ChatTemplateBody):
     function_call: Text | dict[str, Any] | None = Field(None, description="Only none and auto.")
     modalities: Items[Text] | None = Field(None, description="Only text.")
     audio: dict[str, Any] | None = Field(None, description="Not supported.")
+
+
+class ChatCompletionRequest(ChatFields):
+    messages: Messages
+
+
+class ChatBatchRequest(ChatFields):
+    messages: Annotated[Items[Messages], Field(min_length=1)] = Field(
+        description="Conversations, each of which gets a choice of its own."
+    )
 
 
 class TokenizeRequest(ChatTemplateBody):

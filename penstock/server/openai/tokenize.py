@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.errors import InputError
@@ -18,9 +21,11 @@ from penstock.server.replies import gone, unless_gone
 from penstock.server.service import Service
 from penstock.server.turn import render_turn
 from penstock.text.frontend import Frontend
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.renderers.base import FamilyRenderer
+from penstock.text.tokenizer import Tokenizer, read_json_if_there
 
 router = APIRouter(tags=["Tokenizer"], route_class=JsonRoute)
+info_router = APIRouter(tags=["Tokenizer"])  # where the operator leaves it open
 
 
 @router.post(
@@ -34,6 +39,25 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     writing = service.in_thread(lambda: _tokenize(service, body).model_dump_json())
     content = await unless_gone(request, writing)
     return gone() if content is None else Response(content, media_type="application/json")
+
+
+@info_router.get(
+    "/tokenizer_info", response_model=dict[str, Any], responses=describe_errors(400, 401)
+)
+async def tokenizer_info(request: Request) -> Response:
+    """The tokenizer's configuration, its special tokens and the chat template."""
+    service: Service = request.app.state.service
+    tokenizer = _tokenizer(service.frontend)
+    info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if tokenizer.folder is not None:
+        info |= read_json_if_there(tokenizer.folder / "tokenizer_config.json")
+    info |= tokenizer.special_tokens
+    renderer = service.frontend.renderer
+    if renderer is not None and not isinstance(renderer, FamilyRenderer):
+        info["chat_template"] = renderer.source
+    info["vocab_size"] = tokenizer.vocab_size
+    info["max_model_len"] = service.frontend.max_model_len
+    return Response(json.dumps(info), media_type="application/json")
 
 
 @router.post("/detokenize", responses=describe_errors(400, 401, 404, 413))

@@ -13,6 +13,7 @@ from importlib import resources
 
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.responses import RedirectResponse
 
 router = APIRouter(include_in_schema=False)
 
@@ -72,6 +73,11 @@ async def page(request: Request) -> Response:
 @router.get("/docs")
 async def docs(request: Request) -> Response:
     return reply(request, "docs.html")
+
+
+@router.get("/docs/")
+async def docs_elsewhere(request: Request) -> Response:
+    return RedirectResponse("../docs")
 
 
 @router.get("/favicon.ico")

@@ -196,10 +196,7 @@ class ResponseRun:
         """Of all rounds: each reads the conversation anew, mostly from the cache."""
         total = TurnUsage()
         for turn in self._turns:
-            total.num_prompt += turn.usage.num_prompt
-            total.num_cached += turn.usage.num_cached
-            total.num_completion += turn.usage.num_completion
-            total.num_reasoning += turn.usage.num_reasoning
+            total.add(turn.usage)
         return total
 
     @property

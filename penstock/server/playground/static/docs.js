@@ -204,7 +204,7 @@ async function load() {
   const groups = new Map();
   const links = [];
   for (const [path, item] of Object.entries(spec.paths)) {
-    for (const method of METHODS.filter((name) => item[name])) {
+    for (const method of Object.keys(item).filter((name) => METHODS.includes(name))) {
       const operation = item[method];
       const tag = operation.tags?.[0] ?? "Other";
       const id = `${method}${path.replace(/[^a-zA-Z0-9]+/g, "-")}`;

@@ -1,0 +1,101 @@
+"""POST /v1/chat/completions/batch: several conversations, one answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.protocol.errors import InputError
+from penstock.server.bodies import JsonRoute
+from penstock.server.errors import describe_errors
+from penstock.server.openai.chat import ChatAnswer
+from penstock.server.openai.logprobs import chat_usage
+from penstock.server.openai.prompts import prepare_chat
+from penstock.server.openai.protocol import (
+    ChatBatchRequest,
+    ChatCompletion,
+    ChatCompletionRequest,
+)
+from penstock.server.replies import cancel, gone, json_response, unless_gone
+from penstock.server.service import Service
+from penstock.server.turn import Turn, TurnUsage
+
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+
+
+@router.post(
+    "/v1/chat/completions/batch",
+    response_model=ChatCompletion,
+    responses=describe_errors(400, 401, 404, 408, 413, 429, 500, 503),
+)
+async def create_chat_batch(body: ChatBatchRequest, request: Request) -> Response:
+    """Answer several conversations: choice i is the answer to the i-th one."""
+    service: Service = request.app.state.service
+    model = service.check_model(body.model)
+    service.check_capacity()
+    _check(service, body)
+    request_id = "chatcmpl-" + (body.request_id or request.state.request_id)
+    bodies = list(_single_bodies(body))
+
+    def prepare() -> list[Turn]:
+        return [prepare_chat(service, single, request_id) for single in bodies]
+
+    turns = await unless_gone(request, service.in_thread(prepare))
+    if turns is None:
+        return gone()
+    answers = [
+        ChatAnswer(service, single, turn, model, request_id)
+        for single, turn in zip(bodies, turns, strict=True)
+    ]
+    completions = await unless_gone(request, _run_all(answers))
+    if completions is None:
+        return gone()
+    return json_response(_join(service, completions, turns))
+
+
+def _check(service: Service, body: ChatBatchRequest) -> None:
+    if body.stream:
+        raise InputError("stream must be off: the answers of a batch come whole", "stream")
+    if body.n not in (None, 1):
+        raise InputError(f"n must be 1: each conversation has one choice, got {body.n}", "n")
+    num, most = len(body.messages), service.server_config.max_prompts
+    if num > most:
+        raise InputError(f"messages may hold at most {most} conversations, got {num}", "messages")
+    service.check_size(num, num)
+
+
+def _single_bodies(body: ChatBatchRequest) -> Sequence[ChatCompletionRequest]:
+    """What each conversation would be asked by itself."""
+    common = {name: value for name, value in body if name != "messages"}
+    names = body.model_fields_set
+    return [
+        ChatCompletionRequest.model_construct(names, messages=conversation, **common)
+        for conversation in body.messages
+    ]
+
+
+async def _run_all(answers: Sequence[ChatAnswer]) -> list[ChatCompletion]:
+    """All at once; the first that fails ends the others."""
+    tasks = [asyncio.ensure_future(answer.whole()) for answer in answers]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(*tasks)
+
+
+def _join(
+    service: Service, completions: Sequence[ChatCompletion], turns: Sequence[Turn]
+) -> ChatCompletion:
+    joined = completions[0]
+    for index, completion in enumerate(completions[1:], start=1):
+        (choice,) = completion.choices
+        choice.index = index
+        joined.choices.append(choice)
+    total = TurnUsage()
+    for turn in turns:
+        total.add(turn.usage)
+    joined.usage = chat_usage(total, service.server_config.enable_prompt_tokens_details)
+    joined.prompt_logprobs = joined.prompt_token_ids = None  # there are several prompts
+    return joined

@@ -1,0 +1,52 @@
+"""POST /invocations: what SageMaker sends to a container, by what the body holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Discriminator, RootModel, Tag
+
+from penstock.server.bodies import JsonRoute
+from penstock.server.errors import describe_errors
+from penstock.server.openai.chat import create_chat_completion
+from penstock.server.openai.completions import create_completion
+from penstock.server.openai.protocol import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+)
+from penstock.server.openai.stream import EVENT_STREAM
+
+router = APIRouter(tags=["Operations"], route_class=JsonRoute)
+
+# No part of the path of a field that is wrong, since they are no names.
+CHAT, TEXT = "chat-completion", "text-completion"
+
+
+def _kind(body: Any) -> str:
+    has_messages = "messages" in body if isinstance(body, Mapping) else hasattr(body, "messages")
+    return CHAT if has_messages else TEXT
+
+
+class Invocation(RootModel[Any]):
+    """The body of a chat completion if it has `messages`, else of a completion."""
+
+    root: Annotated[
+        Annotated[ChatCompletionRequest, Tag(CHAT)] | Annotated[CompletionRequest, Tag(TEXT)],
+        Discriminator(_kind),
+    ]
+
+
+@router.post(
+    "/invocations",
+    response_model=ChatCompletion | Completion,
+    responses={**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)},
+)
+async def invoke(body: Invocation, request: Request) -> Response:
+    """Answer a conversation if there are `messages`, or complete a `prompt`."""
+    if isinstance(body.root, ChatCompletionRequest):
+        return await create_chat_completion(body.root, request)
+    return await create_completion(body.root, request)
