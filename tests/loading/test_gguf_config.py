@@ -163,6 +163,21 @@ def test_a_table_of_rope_divisors_becomes_llama3_scaling(
     }
 
 
+def test_a_table_with_one_step_is_llama_4s() -> None:
+    """Scout's own settings: waves longer than the 8192 tokens it was trained on are stretched."""
+    theta, half = 5e5, 64
+    wavelengths = 2 * np.pi * theta ** (np.arange(half) / half)
+    table = np.where(wavelengths > 8192, 16.0, 1.0).astype(np.float32)
+    assert fit_llama3_scaling(table, theta) == {
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    }
+    assert fit_llama3_scaling(table[::-1], theta) is None
+
+
 def test_rope_freqs_in_a_file_set_the_scaling_and_are_no_parameter(tmp_path: Path) -> None:
     table = llama3_divisors(HEAD_DIM, 5e5, 32.0, 4.0, 8192)
     config = config_of(tmp_path, extra={"rope_freqs.weight": table})

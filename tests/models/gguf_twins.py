@@ -124,6 +124,14 @@ LLAMA4 = {
     "no_rope_layers": None,
     "num_hidden_layers": 5,
 }
+STEP = {  # as Scout's: no wave is between those that are kept and those that are stretched
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 500.0,
+}
 LLAMA4_KEYS = {
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
@@ -283,6 +291,14 @@ TWINS = {
         conversions=(split_stacked,),
         left_out=("intermediate_size",),
     ),
+    "llama4_stretched": Twin(
+        "llama4",
+        "llama4",
+        {**LLAMA4, "moe_layers": None, "rope_scaling": STEP},
+        keys=LLAMA4_KEYS,
+        conversions=(split_stacked,),
+        left_out=("intermediate_size",),
+    ),
     "mamba2": Twin(
         "mamba2",
         "mamba2",
@@ -437,9 +453,27 @@ def _rope(twin: Twin, config: dict[str, Any]) -> dict[str, Any]:
 
 def _factors(config: dict[str, Any]) -> dict[str, list[float]]:
     rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        return {"rope_freqs.weight": _llama3_factors(config, rope)}
     if rope.get("rope_type") != "longrope":
         return {}
     return {
         "rope_factors_long.weight": rope["long_factor"],
         "rope_factors_short.weight": rope["short_factor"],
     }
+
+
+def _llama3_factors(config: dict[str, Any], rope: dict[str, Any]) -> list[float]:
+    """What the frequency of each pair of dimensions is divided by."""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    original, factors = rope["original_max_position_embeddings"], []
+    for index in range(0, config["head_dim"], 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (index / config["head_dim"])
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (original / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return factors

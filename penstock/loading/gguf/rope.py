@@ -103,6 +103,8 @@ def fit_llama3_scaling(divisors: npt.NDArray[Any], rope_theta: float) -> dict[st
         return None
     half = len(divisors)
     turns = rope_theta ** (-np.arange(half) / half) / (2 * math.pi)  # a token: 1 / wavelength
+    if np.isin(divisors, (1.0, divisors.max())).all():
+        return _step(divisors, turns, factor)
     for candidate in (_PUBLISHED, _regress(divisors, turns, factor)):
         if candidate is None:
             continue
@@ -117,6 +119,29 @@ def fit_llama3_scaling(divisors: npt.NDArray[Any], rope_theta: float) -> dict[st
                 "original_max_position_embeddings": original,
             }
     return None
+
+
+def _step(
+    divisors: npt.NDArray[np.float64], turns: npt.NDArray[np.float64], factor: float
+) -> dict[str, Any] | None:
+    """Of Llama 4: fast waves are kept, slow ones stretched, and nothing lies between.
+
+    Every length between the wavelengths on both sides of the step is as good as the model's own.
+    """
+    is_slow = divisors > 1
+    first = int(is_slow.argmax())
+    if not is_slow[first:].all():
+        return None
+    low = 1 / turns[first - 1] if first else 0.5 / turns[0]
+    high = 1 / turns[first]
+    original = _PUBLISHED[1] if low < _PUBLISHED[1] < high else math.ceil(math.sqrt(low * high))
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 1.0,
+        "original_max_position_embeddings": original,
+    }
 
 
 def _regress(
