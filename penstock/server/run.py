@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LOST_EXIT_CODE = 3  # the engine kept dying
 GRACE_S = 5.0  # for responses to get out after the drain has ended
+CANCEL_S = 10  # after that, for handlers whose clients are gone, before uvicorn cancels them
 MAX_UNSENT_BYTES = 16 * 1024  # of a connection, that the kernel holds and may not send yet
 MAX_SEND_BUFFER_BYTES = 256 * 1024  # where it can only be told how much it holds in all
 PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 30, 10, 3  # of clients that nothing is heard of
@@ -135,7 +136,7 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
             ssl_cert_reqs=2 if config.ssl_ca_certs else 0,
             lifespan="off",
             server_header=False,
-            timeout_graceful_shutdown=int(config.shutdown_timeout + GRACE_S) + 1,
+            timeout_graceful_shutdown=int(config.shutdown_timeout + GRACE_S) + CANCEL_S,
         )
     )
     if config.access_log:  # its lines are below the level of the rest
