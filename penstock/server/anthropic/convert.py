@@ -13,9 +13,11 @@ from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.server.anthropic.protocol import (
     CountTokensRequest,
+    CustomTool,
     InputMessage,
     MessagesRequest,
     RedactedThinkingBlock,
+    ServerTool,
     TextBlock,
     ThinkingBlock,
     ToolChoiceParam,
@@ -32,9 +34,7 @@ from penstock.text.parsing.formats import Tool
 
 def turn_request(service: Service, body: CountTokensRequest) -> TurnRequest:
     """The turn that a body asks for; InputError says what is wrong with it."""
-    tools = [
-        Tool(tool.name, tool.input_schema, tool.description or "") for tool in body.tools or ()
-    ]
+    tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
     check_tools(tools)
     check_template_kwargs(body.chat_template_kwargs or {})
     messages = list(_messages(body))
@@ -87,6 +87,17 @@ def _params(service: Service, body: CountTokensRequest) -> SamplingParams:
             message = str(error).replace("stop", "stop_sequences", 1)
             raise InputError(message, "stop_sequences") from error
         raise
+
+
+def _tool(given: CustomTool | ServerTool, where: str) -> Tool:
+    if isinstance(given, ServerTool):
+        named = f"{given.name} ({given.type})" if given.name else given.type
+        raise InputError(
+            f"{where}: {named:.200} is a tool of Anthropic's own, which is not run here: leave it "
+            "out, or describe a tool of yours with name and input_schema",
+            where,
+        )
+    return Tool(given.name, given.input_schema, given.description or "")
 
 
 def _tool_choice(choice: ToolChoiceParam | None) -> ToolChoice:

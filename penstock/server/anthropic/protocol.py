@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from penstock.server.openai.base import Body, Items, Reply, Text
 from penstock.server.openai.tools import ToolName, Tools
@@ -53,11 +53,30 @@ class InputMessage(Body):
     content: Text | Items[Block]
 
 
-class ToolParam(Body):
+class CustomTool(Body):
     name: ToolName
     description: Text | None = None
     input_schema: dict[str, Any]
     type: Literal["custom"] | None = None
+
+
+class ServerTool(Body):
+    """A tool of Anthropic's own: none is run here."""
+
+    type: Text
+    name: Text | None = None
+
+
+def _kind_of_tool(value: Any) -> str:
+    """Tags are no identifiers: so they are left out of the path in an error."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "custom tool" if kind in (None, "custom") else "server tool"
+
+
+ToolParam = Annotated[
+    Annotated[CustomTool, Tag("custom tool")] | Annotated[ServerTool, Tag("server tool")],
+    Discriminator(_kind_of_tool),
+]
 
 
 class ToolChoiceParam(Body):

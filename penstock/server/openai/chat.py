@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.server.bodies import JsonRoute
 from penstock.server.errors import describe_errors
+from penstock.server.openai.calls import CallFormat, FunctionCall
 from penstock.server.openai.logprobs import LogprobFormat, chat_usage, prompt_logprobs
 from penstock.server.openai.prompts import prepare_chat
 from penstock.server.openai.protocol import (
@@ -27,10 +28,10 @@ from penstock.server.openai.protocol import (
 from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import EVENT_STREAM, TextChunks, UsageOptions
 from penstock.server.openai.tools import (
-    FunctionCall,
+    CustomToolDefinition,
+    NamedCustomChoice,
     NamedToolChoice,
-    ToolCallDelta,
-    ToolCallReply,
+    ToolReference,
 )
 from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
@@ -40,9 +41,7 @@ from penstock.text.parsing.deltas import (
     Delta,
     Message,
     ReasoningDelta,
-    ToolCallArguments,
     ToolCallBroken,
-    ToolCallStart,
 )
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -88,6 +87,7 @@ class ChatAnswer:
             service.shows_token_ids(body.return_tokens_as_token_ids),
         )
         self._fingerprint = service.fingerprint
+        self._calls = _call_format(body)
         self._usage = UsageOptions.of(body.stream_options, service.server_config)
         self._texts = TextChunks()
         last = body.messages[-1]
@@ -139,7 +139,7 @@ class ChatAnswer:
             index=answer.index,
             message=self._message(answer.message),
             logprobs=self._logprobs_of(answer),
-            finish_reason=self._finish_reason(answer),
+            finish_reason=self._calls.finish_reason(answer.finish_reason),
             stop_reason=answer.stop_reason,
         )
         self._add_tokens(choice, answer)
@@ -152,15 +152,11 @@ class ChatAnswer:
         )
         if said.reasoning and self._body.include_reasoning is not False:
             message.reasoning = said.reasoning
-        if said.tool_calls:
-            message.tool_calls = [
-                ToolCallReply(
-                    id=call.id,
-                    type="function",
-                    function=FunctionCall(name=call.name, arguments=call.arguments),
-                )
-                for call in said.tool_calls
-            ]
+        if said.tool_calls and self._calls.is_legacy:
+            call = said.tool_calls[0]
+            message.function_call = FunctionCall(name=call.name, arguments=call.arguments)
+        elif said.tool_calls:
+            message.tool_calls = self._calls.whole(said.tool_calls)
         return message
 
     def _opening(self, index: int, usage: TurnUsage) -> ChatCompletionChunk:
@@ -188,39 +184,30 @@ class ChatAnswer:
     def _chunk(self, step: TurnStep) -> ChatCompletionChunk:
         choice = ChatChunkChoice(
             index=step.index,
-            delta=self._delta(step.deltas),
+            delta=self._delta(step.index, step.deltas),
             logprobs=self._logprobs_of(step),
-            finish_reason=self._finish_reason(step),
+            finish_reason=self._calls.finish_reason(step.finish_reason),
         )
         if step.finish_reason is not None:
             choice.stop_reason = step.stop_reason
         self._add_tokens(choice, step)
         return self._make_chunk([choice])
 
-    def _delta(self, deltas: Sequence[Delta]) -> ChatDelta:
+    def _delta(self, index: int, deltas: Sequence[Delta]) -> ChatDelta:
         content, reasoning = "", ""
-        calls: list[ToolCallDelta] = []
+        calls = self._calls.pieces(index, deltas)
         for delta in deltas:
             match delta:
                 case ContentDelta(text) | ToolCallBroken(text=text):
                     content += text
                 case ReasoningDelta(text):
                     reasoning += text
-                case ToolCallStart(index, call_id, name):
-                    function = FunctionCall(name=name, arguments="")
-                    calls.append(
-                        ToolCallDelta(index=index, id=call_id, type="function", function=function)
-                    )
-                case ToolCallArguments(index, text):
-                    if calls and calls[-1].index == index:
-                        calls[-1].function.arguments += text
-                    else:
-                        function = FunctionCall(arguments=text)
-                        calls.append(ToolCallDelta(index=index, function=function))
         made = ChatDelta()
         if reasoning and self._body.include_reasoning is not False:
             made.reasoning = reasoning
-        if calls:
+        if calls and self._calls.is_legacy:
+            made.function_call = calls[0].function
+        elif calls:
             made.tool_calls = calls
         if content or not (reasoning or calls):
             made.content = content
@@ -244,11 +231,6 @@ class ChatAnswer:
             chunk.usage = None
         return chunk
 
-    def _finish_reason(self, item: TurnAnswer | TurnStep) -> str | None:
-        """OpenAI's API says "stop" after the call of a tool that the request named."""
-        is_named = isinstance(self._body.tool_choice, NamedToolChoice)
-        return "stop" if is_named and item.finish_reason == "tool_calls" else item.finish_reason
-
     def _logprobs_of(self, item: TurnAnswer | TurnStep) -> ChatLogprobs | None:
         return None if item.logprobs is None else self._logprobs.chat(item.logprobs)
 
@@ -266,3 +248,13 @@ class ChatAnswer:
         reply.prompt_token_ids = (
             self._turn.prompt_token_ids if self._body.return_token_ids else None
         )
+
+
+def _call_format(body: ChatCompletionRequest) -> CallFormat:
+    named = (NamedToolChoice, NamedCustomChoice)
+    return CallFormat(
+        custom={t.custom.name for t in body.tools or () if isinstance(t, CustomToolDefinition)},
+        is_named=isinstance(body.tool_choice, named)
+        or isinstance(body.function_call, ToolReference),
+        is_legacy=body.functions is not None,
+    )

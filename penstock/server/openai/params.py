@@ -109,16 +109,12 @@ def _refuse_unsupported(body: GenerationBody) -> None:
     if isinstance(body, CompletionRequest):
         unsupported["suffix"] = body.suffix
     if isinstance(body, ChatCompletionRequest):
-        unsupported["functions"] = body.functions
         unsupported["audio"] = body.audio
-        if body.function_call not in (None, "none", "auto"):
-            unsupported["function_call"] = True
         if set(body.modalities or []) - {"text"}:
             unsupported["modalities"] = True
     for name, value in unsupported.items():
         if value:
-            remedy = "use tools" if name.startswith("function") else "leave it out"
-            raise InputError(f"{name} is not supported by this model: {remedy}", name)
+            raise InputError(f"{name} is not supported by this model: leave it out", name)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InputError(
             f"best_of is not supported: leave it out or make it n ({body.n or 1}), "

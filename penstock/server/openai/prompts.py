@@ -16,11 +16,18 @@ from penstock.server.openai.protocol import (
     GenerationBody,
     Prompt,
 )
-from penstock.server.openai.tools import read_tool_choice, read_tools
+from penstock.server.openai.tools import (
+    plain_messages,
+    read_function_call,
+    read_functions,
+    read_tool_choice,
+    read_tools,
+)
 from penstock.server.prepare import RunOptions, Truncation, prepare_request
 from penstock.server.service import Service
-from penstock.server.turn import Turn, TurnRequest, prepare_turn
+from penstock.server.turn import ToolChoice, Turn, TurnRequest, prepare_turn
 from penstock.text.frontend import PreparedRequest
+from penstock.text.parsing.formats import Tool
 
 FIELDS_OF_THEIR_OWN = (
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -51,15 +58,16 @@ def turn_request(
     """The turn that a body asks for; of one that generates nothing, what its prompt depends on."""
     kwargs: dict[str, Any] = body.chat_template_kwargs or {}
     check_template_kwargs(kwargs)
-    tools = read_tools(body.tools)
     asks = body if isinstance(body, ChatCompletionRequest) else None
+    choice, tools = _tools(body)
+    parallel = asks is None or (asks.parallel_tool_calls is not False and not asks.functions)
     special = bool(body.add_special_tokens)
     return TurnRequest(
-        messages=[message.model_dump(exclude_unset=True) for message in messages],
+        messages=plain_messages([message.model_dump(exclude_unset=True) for message in messages]),
         params=params,
         tools=tools,
-        tool_choice=read_tool_choice(asks.tool_choice if asks else None, bool(tools)),
-        parallel_tool_calls=asks is None or asks.parallel_tool_calls is not False,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
         reasoning_effort=body.reasoning_effort,
         template_kwargs=kwargs,
         chat_template=body.chat_template,
@@ -68,6 +76,22 @@ def turn_request(
         continue_final_message=bool(body.continue_final_message),
         options=run_options(asks, special) if asks else RunOptions(special),
     )
+
+
+def _tools(body: ChatTemplateBody) -> tuple[ToolChoice, list[Tool]]:
+    """The choice of tools and those to choose from, also in the older form of functions."""
+    if not isinstance(body, ChatCompletionRequest):
+        return read_tool_choice(None, read_tools(body.tools))
+    if body.functions is None and body.function_call is None:
+        return read_tool_choice(body.tool_choice, read_tools(body.tools))
+    if body.tools is not None or body.tool_choice is not None:
+        raise InputError(
+            "functions and function_call are the older form of tools and tool_choice, and exclude "
+            "them: leave one or the other out",
+            "functions",
+        )
+    functions = read_functions(body.functions or ())
+    return read_function_call(body.function_call, functions), functions
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:

@@ -20,12 +20,14 @@ from penstock.server.openai.base import (
     Text,
     TokenId,
 )
+from penstock.server.openai.calls import FunctionCall, ToolCallDelta, ToolCallReply
 from penstock.server.openai.tools import (
+    CalledFunction,
+    FunctionDefinition,
     MessageToolCall,
-    NamedToolChoice,
-    ToolCallDelta,
-    ToolCallReply,
+    ToolChoiceParam,
     ToolDefinition,
+    ToolReference,
     Tools,
 )
 
@@ -166,6 +168,9 @@ class ChatMessage(Body):
         None, description="Of an assistant's message."
     )
     tool_call_id: Text | None = Field(None, description="Of a tool's: the call that it answers.")
+    function_call: CalledFunction | None = Field(
+        None, description="An assistant's call as it was before tool_calls."
+    )
 
 
 class ChatTemplateBody(Body):
@@ -183,7 +188,9 @@ class ChatTemplateBody(Body):
     chat_template: Text | None = Field(
         None, description="A Jinja template, where the server trusts requests with that."
     )
-    tools: Tools[ToolDefinition] | None = Field(None, description="Functions the model may call.")
+    tools: Tools[ToolDefinition] | None = Field(
+        None, description="Functions and custom tools that the model may call."
+    )
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         Field(None, description="For the chat template; none: do not think, where it can be told.")
     )
@@ -201,7 +208,7 @@ class ChatFields(GenerationBody, ChatTemplateBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, description="How many most likely tokens to report.")
     echo: bool | None = Field(None, description="Begin with the last message if it is continued.")
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+    tool_choice: ToolChoiceParam | None = Field(
         None, description="auto by default: the model decides. required and a function: enforced."
     )
     parallel_tool_calls: bool | None = Field(None, description="Off: at most one call.")
@@ -209,8 +216,12 @@ class ChatFields(GenerationBody, ChatTemplateBody):
     thinking_token_budget: int | None = Field(
         None, description="Most tokens of reasoning: then it is brought to its end; -1: no limit."
     )
-    functions: Items[dict[str, Any]] | None = Field(None, description="Not supported.")
-    function_call: Text | dict[str, Any] | None = Field(None, description="Only none and auto.")
+    functions: Tools[FunctionDefinition] | None = Field(
+        None, description="The older form of tools; calls then come as function_call."
+    )
+    function_call: Literal["none", "auto"] | ToolReference | None = Field(
+        None, description="The older form of tool_choice."
+    )
     modalities: Items[Text] | None = Field(None, description="Only text.")
     audio: dict[str, Any] | None = Field(None, description="Not supported.")
 
@@ -319,7 +330,7 @@ class AssistantMessage(Reply):
     refusal: str | None = None
     annotations: None = None
     audio: None = None
-    function_call: None = None
+    function_call: FunctionCall | None = None
     reasoning: str | None = None
     tool_calls: list[ToolCallReply] | None = None
 
@@ -352,6 +363,7 @@ class ChatDelta(Reply):
     role: str | None = None
     content: str | None = None
     reasoning: str | None = None
+    function_call: FunctionCall | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

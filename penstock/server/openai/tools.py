@@ -1,15 +1,16 @@
-"""Tools in the form of OpenAI's chat: what requests say about them, and what calls look like."""
+"""Tools in the form of OpenAI's chat: what requests say about them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from penstock.protocol.errors import InputError
-from penstock.server.openai.base import Body, Reply, Text
+from penstock.server.custom_tools import InputFormat, arguments_of, custom_tool
+from penstock.server.openai.base import Body, Text
 from penstock.server.turn import NamedTool, ToolChoice
 from penstock.text.parsing.formats import Tool
 
@@ -31,18 +32,77 @@ class FunctionDefinition(Body):
     strict: bool | None = Field(None, description="Accepted: calls that are enforced always are.")
 
 
-class ToolDefinition(Body):
+class FunctionToolDefinition(Body):
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class FunctionName(Body):
+class CustomDefinition(Body):
+    name: ToolName
+    description: Text | None = None
+    format: InputFormat | None = Field(None, description="What its input matches; any text.")
+
+
+class CustomToolDefinition(Body):
+    type: Literal["custom"]
+    custom: CustomDefinition
+
+
+class ToolReference(Body):
     name: Text
 
 
 class NamedToolChoice(Body):
     type: Literal["function"]
-    function: FunctionName
+    function: ToolReference
+
+
+class NamedCustomChoice(Body):
+    type: Literal["custom"]
+    custom: ToolReference
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Tools[dict[str, Any]] = Field(description="As in tools; a name is enough.")
+
+
+class AllowedToolsChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _kind(value: Any) -> str | None:
+    """Tags are no identifiers: so they are left out of the path in an error."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"{kind} tool" if isinstance(kind, str) else None
+
+
+def _kind_of_choice(value: Any) -> str | None:
+    return "a text" if isinstance(value, str) else _kind(value)
+
+
+ToolDefinition = Annotated[
+    Annotated[FunctionToolDefinition, Tag("function tool")]
+    | Annotated[CustomToolDefinition, Tag("custom tool")],
+    Discriminator(
+        _kind,
+        custom_error_type="tool",
+        custom_error_message="must be an object of type function or custom",
+    ),
+]
+ToolChoiceParam = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a text")]
+    | Annotated[NamedToolChoice, Tag("function tool")]
+    | Annotated[NamedCustomChoice, Tag("custom tool")]
+    | Annotated[AllowedToolsChoice, Tag("allowed_tools tool")],
+    Discriminator(
+        _kind_of_choice,
+        custom_error_type="tool_choice",
+        custom_error_message="must be none, auto or required, or an object of type function, "
+        "custom or allowed_tools",
+    ),
+]
 
 
 class CalledFunction(Body):
@@ -51,42 +111,47 @@ class CalledFunction(Body):
     arguments: Text | dict[str, Any] | None = Field(None, description="JSON text.")
 
 
+class CalledCustomTool(Body):
+    name: Text
+    input: Text
+
+
 class MessageToolCall(Body):
     """A call that the assistant made earlier in the conversation."""
 
     model_config = ConfigDict(extra="allow")
     id: Text | None = None
-    type: Literal["function"] | None = None
-    function: CalledFunction
+    type: Literal["function", "custom"] | None = None
+    function: CalledFunction | None = None
+    custom: CalledCustomTool | None = Field(None, description="For type custom.")
 
 
-class FunctionCall(Reply):
-    name: str | None = None
-    arguments: str
-
-
-class ToolCallReply(Reply):
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
-
-
-class ToolCallDelta(Reply):
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionCall
-
-
-def read_tools(given: Sequence[ToolDefinition] | None) -> list[Tool]:
+def read_tools(
+    given: Sequence[FunctionToolDefinition | CustomToolDefinition] | None,
+) -> list[Tool]:
     """The tools of a request; InputError for what `check_tools` refuses."""
     tools = []
     for definition in given or ():
-        function = definition.function
-        parameters = function.parameters or {"type": "object", "properties": {}}
-        tools.append(Tool(function.name, parameters, function.description or ""))
+        if isinstance(definition, CustomToolDefinition):
+            custom = definition.custom
+            grammar = custom.format.grammar if custom.format is not None else None
+            tools.append(custom_tool(custom.name, custom.description, grammar))
+        else:
+            tools.append(_function(definition.function))
     check_tools(tools)
     return tools
+
+
+def read_functions(given: Sequence[FunctionDefinition]) -> list[Tool]:
+    """Functions as requests named them before there were tools."""
+    tools = [_function(function) for function in given]
+    check_tools(tools)
+    return tools
+
+
+def _function(function: FunctionDefinition) -> Tool:
+    parameters = function.parameters or {"type": "object", "properties": {}}
+    return Tool(function.name, parameters, function.description or "")
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
@@ -130,10 +195,76 @@ def _length(tool: Tool) -> int:
         ) from None
 
 
-def read_tool_choice(given: str | NamedToolChoice | None, has_tools: bool) -> ToolChoice:
-    """By default the model decides, if there is anything to decide."""
-    if isinstance(given, NamedToolChoice):
-        return NamedTool(given.function.name)
-    if given in ("none", "auto", "required"):
-        return given  # type: ignore[return-value]
-    return "auto" if has_tools else "none"
+def read_tool_choice(given: Any, tools: Sequence[Tool]) -> tuple[ToolChoice, list[Tool]]:
+    """What is chosen, and the tools that it leaves. By default the model decides, if there is
+    anything to decide."""
+    match given:
+        case NamedToolChoice():
+            return NamedTool(given.function.name), list(tools)
+        case NamedCustomChoice():
+            return NamedTool(given.custom.name), list(tools)
+        case AllowedToolsChoice(allowed_tools=allowed):
+            return allowed.mode, _allowed(allowed, tools)
+        case "none" | "auto" | "required":
+            return given, list(tools)
+    return "auto" if tools else "none", list(tools)
+
+
+def _allowed(allowed: AllowedTools, tools: Sequence[Tool]) -> list[Tool]:
+    names = set()
+    for entry in allowed.tools:
+        kind = entry.get("type", "function")
+        inner = entry.get(kind) if isinstance(kind, str) else None
+        name = inner.get("name") if isinstance(inner, dict) else entry.get("name")
+        if not isinstance(name, str) or all(tool.name != name for tool in tools):
+            offered = ", ".join(tool.name for tool in tools) or "none"
+            raise InputError(
+                f"tool_choice allows {name!r:.80}, which is not among the tools: {offered}",
+                "tool_choice",
+            )
+        names.add(name)
+    if not names:
+        raise InputError("tool_choice allows none of the tools", "tool_choice")
+    return [tool for tool in tools if tool.name in names]
+
+
+def read_function_call(given: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """`function_call`, the choice of a function before there were tools."""
+    if isinstance(given, ToolReference):
+        return NamedTool(given.name)
+    if given in ("none", "auto"):
+        return given  # type: ignore[no-any-return]
+    return "auto" if tools else "none"
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in which every call is a function's in `tool_calls`, and every result a tool's."""
+    plain: list[dict[str, Any]] = []
+    last_id: str | None = None  # of the last call that had none, since functions have no ids
+    for index, given in enumerate(messages):
+        message = dict(given)
+        if message.get("tool_calls"):
+            message["tool_calls"] = [
+                _plain_call(call, f"messages[{index}].tool_calls[{number}]")
+                for number, call in enumerate(message["tool_calls"])
+            ]
+        function = message.pop("function_call", None)
+        if function is not None and not message.get("tool_calls"):
+            last_id = f"call_{index}"
+            call = {"id": last_id, "type": "function", "function": function}
+            message["tool_calls"] = [call]
+        if message["role"] == "function":
+            message |= {"role": "tool", "tool_call_id": last_id or f"call_{index}"}
+        plain.append(message)
+    return plain
+
+
+def _plain_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+    custom = call.get("custom")
+    if custom is not None:
+        function = {"name": custom["name"], "arguments": arguments_of(custom["input"])}
+        kept = {key: value for key, value in call.items() if key != "custom"}
+        return {**kept, "type": "function", "function": function}
+    if call.get("function") is None:
+        raise InputError(f"{where} must be an object with function.name", where)
+    return dict(call)
