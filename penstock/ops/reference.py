@@ -13,17 +13,19 @@ from penstock.ops.gguf import gguf_embed, gguf_experts, gguf_linear, prepare_ggu
 from penstock.ops.latent_attention import latent_attention, write_latent
 from penstock.ops.mamba2 import mamba2_scan
 from penstock.ops.quantized import (
-    fp4_experts,
     fp4_linear,
-    fp8_experts,
     fp8_linear,
     int8_linear,
-    table_experts,
     table_linear,
-    w4_experts,
     w4_linear,
-    w8_experts,
     w8_linear,
+)
+from penstock.ops.quantized_experts import (
+    fp4_experts,
+    fp8_experts,
+    table_experts,
+    w4_experts,
+    w8_experts,
 )
 from penstock.ops.recurrent import causal_conv
 from penstock.ops.sampling import choose_tokens

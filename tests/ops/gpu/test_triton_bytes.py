@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.ops import quantized as plain
+from penstock.ops import reference
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -139,7 +140,7 @@ def test_experts_with_weights_from_a_table_are_the_references(
     gate_up, gate_up_scales, values = table_weight(5, 192, 160, group=group, device=device)
     down, down_scales, _ = table_weight(5, 160, 96, group=group, device=device)
     rest = (values, "silu", *biases)
-    theirs = plain.table_experts(*inputs, gate_up, gate_up_scales, down, down_scales, *rest)
+    theirs = reference.table_experts(*inputs, gate_up, gate_up_scales, down, down_scales, *rest)
     prepare = byte_weights.prepare_table
     ours = byte_experts.table_experts(
         *inputs, prepare(gate_up), gate_up_scales, prepare(down), down_scales, *rest
@@ -157,4 +158,4 @@ def test_experts_with_weights_of_8_bits_are_the_references(
     first = int_weight(5, 192, 160, group=group, zeros=zeros, device=device)
     second = int_weight(5, 160, 96, group=group, zeros=zeros, device=device)
     rest = (*first, *second, group or 160, "swiglu_clamped", *biases)
-    close(byte_experts.w8_experts(*inputs, *rest), plain.w8_experts(*inputs, *rest), dtype)
+    close(byte_experts.w8_experts(*inputs, *rest), reference.w8_experts(*inputs, *rest), dtype)

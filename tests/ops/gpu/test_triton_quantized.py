@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from penstock.ops import quantized as plain
+from penstock.ops import reference
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -328,7 +329,7 @@ def test_experts_in_fp8_are_the_references(
     rest = (*matrices, static, None, "silu", *biases)
     ours = quantized_experts.fp8_experts(*inputs, *rest)
     # What is rounded a second time may fall to the other side.
-    close(ours, plain.fp8_experts(*inputs, *rest), max(10 * tolerance_of(dtype), 1e-2))
+    close(ours, reference.fp8_experts(*inputs, *rest), max(10 * tolerance_of(dtype), 1e-2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -350,7 +351,7 @@ def test_experts_with_weights_of_4_bits_are_the_references(
     first, second = stacked(192, 160), stacked(160, 96)
     size = group or 160
     rest = ("swiglu_clamped", *biases)
-    theirs = plain.w4_experts(*inputs, *first, *second, size, *rest)  # type: ignore[arg-type]
+    theirs = reference.w4_experts(*inputs, *first, *second, size, *rest)  # type: ignore[arg-type]
     prepared = [*w4_layout.prepare_w4(*first, size), *w4_layout.prepare_w4(*second, min(size, 96))]  # type: ignore[arg-type]
     ours = quantized_experts.w4_experts(*inputs, *prepared, size, *rest)  # type: ignore[arg-type]
     close(ours, theirs, 2 * tolerance_of(dtype))
@@ -371,7 +372,7 @@ def test_experts_with_weights_of_4_floating_point_bits_are_the_references(
 
     first = (numbers(5, 192, 80), scales(5, 192, 10), torch.rand(5, 192, device=device))
     second = (numbers(5, 160, 48), scales(5, 160, 6), None)
-    theirs = plain.fp4_experts(*inputs, *first, *second, 16, "silu", *biases)
+    theirs = reference.fp4_experts(*inputs, *first, *second, 16, "silu", *biases)
     prepared = (*w4_layout.prepare_fp4(*first, 16), *w4_layout.prepare_fp4(*second, 16))
     ours = quantized_experts.fp4_experts(*inputs, *prepared, 16, "silu", *biases)
     close(ours, theirs, 2 * tolerance_of(dtype))

@@ -1,0 +1,184 @@
+"""Mixtures of experts with quantized weights in plain torch.
+
+The layouts are those of `quantized.py`, with all experts' matrices in one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from penstock.ops.experts import ACTIVATIONS, run_by_expert
+from penstock.ops.quantized import fp4_linear, fp8_linear, table_linear, w4_linear
+
+
+def fp8_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] float8_e4m3fn: gate above up
+    gate_up_scale: torch.Tensor,  # [experts, as fp8_linear's: by row or by block]
+    down: torch.Tensor,  # [experts, hidden, intermediate] float8_e4m3fn
+    down_scale: torch.Tensor,
+    gate_up_input_scale: torch.Tensor | None,  # scalar; None: dynamic
+    down_input_scale: torch.Tensor | None,
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,  # [experts, 2 * intermediate]
+    down_bias: torch.Tensor | None = None,  # [experts, hidden]
+) -> torch.Tensor:
+    """Each token through its experts, summed by weight: [n, hidden]."""
+
+    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return fp8_linear(rows, gate_up[expert], gate_up_scale[expert], gate_up_input_scale, bias)
+
+    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return fp8_linear(rows, down[expert], down_scale[expert], down_input_scale, bias)
+
+    return _experts(
+        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
+    )
+
+
+def w4_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden * bits / 8] uint8: gate above up
+    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
+    gate_up_zeros: torch.Tensor | None,
+    down: torch.Tensor,  # [experts, hidden, intermediate * bits / 8] uint8
+    down_scales: torch.Tensor,
+    down_zeros: torch.Tensor | None,
+    group_size: int,  # as long as a row, where a row has one scale
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    bits: int = 4,
+) -> torch.Tensor:
+    """Each token through its experts, summed by weight: [n, hidden]."""
+
+    def linear(
+        rows: torch.Tensor,
+        packed: torch.Tensor,
+        scales: torch.Tensor,
+        zeros: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        group = min(group_size, rows.shape[1])
+        return w4_linear(rows, packed, scales, zeros, group, bias, bits)
+
+    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        zeros = None if gate_up_zeros is None else gate_up_zeros[expert]
+        return linear(rows, gate_up[expert], gate_up_scales[expert], zeros, bias)
+
+    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        zeros = None if down_zeros is None else down_zeros[expert]
+        return linear(rows, down[expert], down_scales[expert], zeros, bias)
+
+    return _experts(
+        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
+    )
+
+
+def w8_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] uint8: gate above up
+    gate_up_scales: torch.Tensor,
+    gate_up_zeros: torch.Tensor | None,
+    down: torch.Tensor,  # [experts, hidden, intermediate] uint8
+    down_scales: torch.Tensor,
+    down_zeros: torch.Tensor | None,
+    group_size: int,
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`w4_experts` of 8 bits."""
+    return w4_experts(
+        x, weights, ids, gate_up, gate_up_scales, gate_up_zeros, down, down_scales, down_zeros,
+        group_size, activation, gate_up_bias, down_bias, 8,
+    )  # fmt: skip
+
+
+def fp4_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden / 2] uint8: gate above up
+    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
+    gate_up_global: torch.Tensor | None,  # [experts, 2 * intermediate]
+    down: torch.Tensor,  # [experts, hidden, intermediate / 2] uint8
+    down_scales: torch.Tensor,
+    down_global: torch.Tensor | None,
+    group_size: int,
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each token through its experts, summed by weight: [n, hidden]."""
+
+    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        own = None if gate_up_global is None else gate_up_global[expert]
+        return fp4_linear(rows, gate_up[expert], gate_up_scales[expert], own, group_size, bias)
+
+    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        own = None if down_global is None else down_global[expert]
+        return fp4_linear(rows, down[expert], down_scales[expert], own, group_size, bias)
+
+    return _experts(
+        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
+    )
+
+
+def table_experts(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden / 2] uint8: gate above up
+    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, groups]
+    down: torch.Tensor,  # [experts, hidden, intermediate / 2] uint8
+    down_scales: torch.Tensor,
+    values: torch.Tensor,  # [16] float32, of all of them
+    activation: str,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Each token through its experts, summed by weight: [n, hidden]."""
+
+    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return table_linear(rows, gate_up[expert], gate_up_scales[expert], values, bias)
+
+    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return table_linear(rows, down[expert], down_scales[expert], values, bias)
+
+    return _experts(
+        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
+    )
+
+
+_ExpertLinear = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def _experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    first: _ExpertLinear,
+    second: _ExpertLinear,
+    activation: str,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> torch.Tensor:
+    activate = ACTIVATIONS[activation]
+
+    def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        gate, up = first(expert, rows, bias).chunk(2, dim=-1)
+        bias = None if down_bias is None else down_bias[expert]
+        return second(expert, activate(gate, up), bias)
+
+    return run_by_expert(x, weights, ids, num_experts, run)
