@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from server_process import make_tiny_model
 from torch import Tensor
 
 from penstock.protocol.step import NewRequest
@@ -39,6 +38,7 @@ TEMPLATE = """\
 
 def make_scripted_model(folder: Path) -> Path:
     """The tiny model, with the added tokens of a reasoning model that calls tools."""
+    from server_process import make_tiny_model  # which engines that load `Script` need not find
     from tokenizers import AddedToken, Tokenizer
 
     make_tiny_model(folder)
