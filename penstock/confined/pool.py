@@ -59,6 +59,7 @@ class Job:
         self.future: Future[bytes] = Future()
         self.cpu_s = 0.0  # that it took, once it has a result
         self.num_losses = 0
+        self.was_put_off = False
         self.is_abandoned = False
 
     def result(self) -> bytes:
@@ -78,6 +79,7 @@ class _Worker:
         self.job: Job | None = None
         self.is_starting = False
         self.is_slow = False
+        self.has_low_priority = False  # for good: no process may raise its own
         self.killed_for: str | None = None
         self.cpu_before = 0.0  # of the process, when the job began
         self.last_cpu = 0.0
@@ -87,7 +89,8 @@ class _Worker:
     def begin(self, is_starting: bool) -> None:
         now = time.monotonic()
         cpu = (self.process.cpu_time() if self.process else None) or 0.0
-        self.is_starting, self.is_slow, self.killed_for = is_starting, False, None
+        self.is_starting, self.killed_for = is_starting, None
+        self.is_slow = self.job is not None and self.job.was_put_off
         self.cpu_before = self.last_cpu = cpu
         self.last_progress = self.started = now
 
@@ -181,10 +184,9 @@ class ConfinedPool:
                         worker.begin(is_starting=worker.process is None)
                         self._changed.notify_all()  # the monitor has something to look at
                         return job
-                    if not self._changed.wait(max(deadline - time.monotonic(), 0.0)) and (
-                        time.monotonic() >= deadline
-                    ):
+                    if (left_s := deadline - time.monotonic()) <= 0.0:
                         break
+                    self._changed.wait(left_s)
                 self._workers.remove(worker)
                 self._changed.notify_all()
                 return None
@@ -192,9 +194,10 @@ class ConfinedPool:
                 self._num_idle -= 1
 
     def _next(self) -> Job | None:
+        """New jobs first; but one slow job always runs, where there is one."""
         if len(self._put_off) and not any(each.is_slow for each in self._workers):
             return self._put_off.pop()
-        return self._queue.pop()
+        return self._queue.pop() or self._put_off.pop()
 
     def _run(self, worker: _Worker, job: Job) -> None:
         try:
@@ -211,9 +214,11 @@ class ConfinedPool:
         else:
             with self._changed:
                 worker.job = None  # nobody kills it for this job any more
-                is_spent = worker.is_slow or worker.killed_for is not None
+                worker.is_slow = False
+                is_spent = worker.has_low_priority or worker.killed_for is not None
             if is_spent:
                 self._discard(worker)
+            job.payload = b""
             if not job.future.done():
                 job.future.set_result(result)
 
@@ -233,7 +238,7 @@ class ConfinedPool:
     def _discard(self, worker: _Worker) -> None:
         with self._changed:
             process, worker.process = worker.process, None
-            worker.is_slow = False
+            worker.is_slow = worker.has_low_priority = False
         if process is not None:
             process.close()
 
@@ -244,11 +249,8 @@ class ConfinedPool:
         elif why == "abandoned" or job.is_abandoned:
             _drop(job)
         elif why == "put off":
-            with self._changed:
-                dropped = self._put_off.push(job.tenant, job)
-                self._changed.notify_all()
-            if dropped is not None:
-                _refuse(dropped)
+            job.was_put_off = True
+            self._queue_again(self._put_off, job)
         elif death.is_time_up:
             _fail(job, TooMuchTime(f"it takes more than {limits.cpu_s:g} s of CPU time"))
         else:
@@ -256,7 +258,7 @@ class ConfinedPool:
             how = "stood still" if why == "stalled" else f"ended with {death.returncode}"
             logger.warning("A confined process (%s) %s", self._start.entry, how)
             if job.num_losses < MAX_LOSSES:
-                self._retry(job)
+                self._queue_again(self._queue, job)
             elif death.is_crash and why is None:
                 _fail(
                     job,
@@ -268,9 +270,9 @@ class ConfinedPool:
             else:
                 _fail(job, WorkerLost(f"its process {how}, {MAX_LOSSES} times"))
 
-    def _retry(self, job: Job) -> None:
+    def _queue_again(self, queue: FairQueue[Job], job: Job) -> None:
         with self._changed:
-            dropped = self._queue.push(job.tenant, job)
+            dropped = queue.push(job.tenant, job)
             self._changed.notify_all()
         if dropped is not None:
             _refuse(dropped)
@@ -304,12 +306,13 @@ class ConfinedPool:
         limit_s = START_STALL_S if worker.is_starting else self.limits.stall_s
         if now - worker.last_progress > limit_s:
             worker.kill("stalled")
-        if worker.is_starting or cpu - worker.cpu_before < self.limits.quantum_s:
+        if worker.is_starting:
             return
-        if not worker.is_slow:
-            worker.is_slow = True
+        worker.is_slow |= cpu - worker.cpu_before >= self.limits.quantum_s
+        if worker.is_slow and not worker.has_low_priority:
+            worker.has_low_priority = True
             worker.process.lower_priority()
-        if job.is_abandoned:
+        if worker.is_slow and job.is_abandoned:
             worker.kill("abandoned")
 
     def _make_room(self, running: list[tuple[_Worker, Job]]) -> None:
@@ -326,6 +329,7 @@ class ConfinedPool:
 
 
 def _fail(job: Job, error: Exception) -> None:
+    job.payload = b""
     if not job.future.done():
         job.future.set_exception(error)
 

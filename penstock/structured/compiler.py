@@ -53,8 +53,8 @@ class TryAgain(RequestFault):
 class Compilation:
     """A grammar on its way, for all requests that ask for it. `future` has it in the end."""
 
-    def __init__(self, params: StructuredOutputsParams, tenant: str) -> None:
-        self.params = params
+    def __init__(self, kind: str, tenant: str) -> None:
+        self.kind = kind
         self.tenant = tenant
         self.future: Future[Grammar] = Future()
         self.waiting_ids: set[str] = set()  # requests
@@ -132,7 +132,7 @@ class GrammarCompiler:
         key = hashlib.sha256(spec).digest()
         found = self._compilations.get(key)
         if found is None or found.is_forgotten:
-            found = self._compilations[key] = Compilation(shared, tenant)
+            found = self._compilations[key] = Compilation(shared.kind, tenant)
             self._matchers.submit(self._try, found, spec)
             if len(self._compilations) > MAX_GRAMMARS:
                 self._compilations.popitem(last=False)
@@ -195,7 +195,7 @@ class GrammarCompiler:
             compiling.add_done_callback(lambda _: self._on_compiled(compilation, compiling))
         else:
             compilation.is_forgotten = True
-            compilation.future.set_exception(self._explain(error, compilation.params.kind))
+            compilation.future.set_exception(self._explain(error, compilation.kind))
 
     def _compile(self, compilation: Compilation, lowered: str) -> None:
         started = time.perf_counter()
@@ -204,16 +204,14 @@ class GrammarCompiler:
         except Exception as error:
             compilation.future.set_exception(error)
             return
-        logger.debug(
-            "Compiled %s in %.3f s", compilation.params.kind, time.perf_counter() - started
-        )
+        logger.debug("Compiled %s in %.3f s", compilation.kind, time.perf_counter() - started)
         compilation.future.set_result(grammar)
 
     def _on_compiled(self, compilation: Compilation, compiling: Future[None]) -> None:
         """There was no room to compile it, if it has no result by now."""
         if not compiling.cancelled() and (error := compiling.exception()) is not None:
             compilation.is_forgotten = True
-            compilation.future.set_exception(self._explain(error, compilation.params.kind))
+            compilation.future.set_exception(self._explain(error, compilation.kind))
 
     def _explain(self, error: BaseException, kind: str) -> BaseException:
         """Why a trial has no verdict, to whoever asked for it."""

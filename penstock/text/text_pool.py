@@ -16,8 +16,9 @@ from penstock.protocol.errors import InputError
 from penstock.text.text_worker import ENCODE, ENTRY, ID_TYPE, RENDER, RenderReply
 from penstock.text.tokenizer import Tokenizer
 
-# What one piece of a text, or one template, may take.
-LIMITS = Limits(cpu_s=10.0, memory_bytes=192 * 2**20, max_queued=64)
+# What one piece of a text, or one template, may take. A large vocabulary takes a process some
+# hundred MB, so they are few.
+LIMITS = Limits(cpu_s=10.0, memory_bytes=192 * 2**20, num_workers=2, max_queued=64)
 MAX_PIECE_LENGTH = 2**20  # characters without a place to cut
 
 _read_reply = msgspec.json.Decoder(RenderReply).decode
