@@ -85,7 +85,6 @@ class KVCacheManager:
         self._max_step_tokens = layout.max_step_tokens
         self._hash_root = lru_cache(1024)(partial(hash_root, model_fingerprint, kv_dtype))
         self._holdings: dict[str, _Holding] = {}
-        self._kept: dict[str, list[Block]] = {}
 
     # -- what is there
 
@@ -208,14 +207,6 @@ class KVCacheManager:
     def free(self, request: CacheableRequest) -> None:
         """Give up all blocks; those that steps in flight use come back once they are collected."""
         self.pool.free(self._let_go(request), request.last_step_id)
-
-    def keep(self, request: CacheableRequest) -> None:
-        """As `free`, but the blocks stay taken until `free_kept`."""
-        self._kept.setdefault(request.request_id, []).extend(self._let_go(request))
-
-    def free_kept(self, request_id: str, busy_until: int) -> None:
-        """Give up blocks that were kept; unknown ids are ignored."""
-        self.pool.free(self._kept.pop(request_id, ()), busy_until)
 
     def collect(self, step_id: int) -> None:
         """The step is collected: blocks that were freed while it used them may be reused."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.kvcache.connector import BlockFate, Connector
-from penstock.kvcache.manager import CachedPrefix, KVCacheManager
+from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import ConfigError, InputError, waited_too_long
 from penstock.protocol.request import EngineRequest
@@ -52,7 +51,6 @@ class Scheduler:
         limits: SchedulerLimits,
         kv_manager: KVCacheManager,
         gates: Sequence[Gate] = (),
-        connector: Connector | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         if not kv_manager.can_ever_hold(limits.max_model_len):
@@ -63,7 +61,6 @@ class Scheduler:
         self.limits = limits
         self.num_scheduled_tokens = 0  # since the start
         self._kv = kv_manager
-        self._connector = connector
         self._grammars = grammars
         self._policy = POLICIES[limits.policy]()
         self._requests: dict[str, RequestState] = {}  # unfinished
@@ -107,11 +104,6 @@ class Scheduler:
         """End requests with an error; unknown ids are ignored."""
         known = self._known(request_ids)
         return [self._end(state, FinishReason.ERROR, error=error) for state in known]
-
-    def release_kept(self, request_ids: Iterable[str]) -> None:
-        """Free the blocks of finished requests that the connector chose to keep."""
-        for request_id in request_ids:
-            self._kv.free_kept(request_id, self._last_step_id)
 
     def reset_prefix_cache(self) -> None:
         """Forget what is cached; requests that run keep what they have."""
@@ -211,16 +203,12 @@ class Scheduler:
 
     def _admit_waiting(self, step: Step, waiting: WaitingQueue) -> None:
         """Let waiting requests in, in order, while the budget and the blocks last."""
-        undecided = []
         while waiting and step.budget > 0 and len(self._running) < self.limits.max_num_seqs:
             state = waiting.peek()
             if self._refused is state and self._kv.pool.num_free <= self._num_free_when_refused:
                 break  # no room then, no more now: spare the search for its prefix
             prefix = self._kv.match(state)
-            num_computed = self._num_at_hand(state, prefix)
-            if num_computed is None:
-                undecided.append(waiting.pop())
-                continue
+            num_computed = prefix.num_tokens
             num_known = len(state.token_ids)
             num_tokens = self.limits.chunk(num_known - num_computed, step.budget)
             if num_tokens == 0:
@@ -237,22 +225,11 @@ class Scheduler:
             assert new_block_ids is not None, "there was room for all of the request"
             step.add_new(state, num_tokens, self._kv.block_ids(state))
             self._make_ready(state)
-        for state in undecided:
-            waiting.put_back(state)
 
     def _make_ready(self, state: RequestState) -> None:
         """Let a request that decodes do so without being planned anew while nothing changes."""
         if state.has_sampled and state.is_plain and not self.limits.num_speculative_tokens:
             state.make_ready(self._kv.num_slots(state))
-
-    def _num_at_hand(self, state: RequestState, prefix: CachedPrefix) -> int | None:
-        """Tokens that need not be computed, with those the connector brings; None: not known."""
-        if self._connector is None:
-            return prefix.num_tokens
-        num_remote = self._connector.match(state, prefix.num_tokens)
-        if num_remote is None:
-            return None
-        return min(prefix.num_tokens + num_remote, len(state.token_ids) - 1)
 
     def _make_room(
         self, state: RequestState, num_tokens: int, num_drafts: int
@@ -436,13 +413,4 @@ class Scheduler:
             self._gatekeeper.remove(state)
             self._waiting.remove(state)
         state.finish(reason, stop_reason)
-        if self._is_kept(state):
-            self._kv.keep(state)
-        else:
-            self._kv.free(state)
-
-    def _is_kept(self, state: RequestState) -> bool:
-        if self._connector is None:
-            return False
-        block_ids = self._kv.block_ids(state)
-        return any(block_ids) and self._connector.on_finish(state, block_ids) is BlockFate.KEEP
+        self._kv.free(state)

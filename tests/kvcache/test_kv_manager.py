@@ -179,17 +179,6 @@ def test_after_a_reset_running_requests_share_nothing_more():
     assert manager.match(FakeRequest("d", list(range(10)))).num_tokens == 8
 
 
-def test_kept_blocks_stay_taken_until_they_are_freed():
-    manager = manager_of()
-    request = FakeRequest("a", list(range(10)))
-    run(manager, request)
-    manager.keep(request)
-    assert manager.pool.num_free == 19 - 3
-    manager.free_kept("a", 0)
-    manager.free_kept("never seen", 0)
-    assert manager.pool.num_free == 19
-
-
 def test_a_model_without_kv_groups_allocates_nothing():
     manager = manager_of([], num_blocks=1)
     request = FakeRequest("a", [1, 2, 3])

@@ -126,7 +126,6 @@ class FakeDevice:
         self.launched_rows = {}  # as of the last plan launched
         self.rows = {}  # as of the last plan executed
         self.in_flight = deque()
-        self.loads_remote_kv = False
 
     # -- launch: tables change at once, computation comes later
 
@@ -215,8 +214,6 @@ class FakeDevice:
             self._release(self.rows, request_id)
         for row in launched.new_rows:
             self.rows[row.request_id] = row
-            if self.loads_remote_kv:
-                self._write(row, 0, row.digests)
         results = [self._run(self.rows[item.request_id], item) for item in plan.scheduled]
         return StepResult(step_id=plan.step_id, results=results)
 
@@ -290,7 +287,5 @@ class FakeDevice:
                 continue
             for position, digest in enumerate(digests, start):
                 slot = slot_of(group, row.tables[group_index], position)
-                if self.loads_remote_kv and slot[0] == 0:
-                    continue
                 assert slot[0] != 0
                 self.memory[slot] = (group_index, digest)

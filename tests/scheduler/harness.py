@@ -35,15 +35,13 @@ class ListGate:
 class Engine:
     """Keeps at most `depth` steps in flight and everything that clients were told."""
 
-    def __init__(
-        self, *, depth=1, groups=ONE_GROUP, num_blocks=64, caching=True, connector=None, **limits
-    ):
+    def __init__(self, *, depth=1, groups=ONE_GROUP, num_blocks=64, caching=True, **limits):
         self.depth = depth
         self.limits = limits_of(**limits)
         self.gate = ListGate()
         layout = layout_of(groups, num_blocks, self.limits.max_num_batched_tokens)
         self.kv = KVCacheManager(layout, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.limits, self.kv, [self.gate], connector)
+        self.scheduler = Scheduler(self.limits, self.kv, [self.gate])
         self.device = FakeDevice(groups, self.limits.max_model_len)
         self.requests = {}
         self.tokens = defaultdict(list)

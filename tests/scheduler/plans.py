@@ -11,9 +11,9 @@ from penstock.protocol.step import RequestResult, StepResult
 from penstock.scheduler.scheduler import Scheduler
 
 
-def scheduler_of(num_blocks=64, connector=None, gates=(), **limits):
+def scheduler_of(num_blocks=64, gates=(), **limits):
     kv = KVCacheManager(layout_of(ONE_GROUP, num_blocks))
-    return Scheduler(limits_of(**limits), kv, gates, connector)
+    return Scheduler(limits_of(**limits), kv, gates)
 
 
 def long_request(request_id, prompt=(2, 3), **kwargs):
