@@ -12,6 +12,7 @@ from tiny_models import make_checkpoint
 
 from penstock.llm import LLM
 from penstock.protocol.errors import ConfigError
+from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import SamplingParams
 from penstock.runner.sampling_graphs import SamplingGraphs
 
@@ -26,6 +27,15 @@ MIXED = [
     sampling(temperature=1.1, seed=7, top_p=0.8, repetition_penalty=1.3),
     sampling(logit_bias={5: 4.0}),
     sampling(temperature=0.9, seed=8, min_p=0.1, logprobs=3),
+]
+# What changes logits first, each in its own way.
+CHANGED = [
+    sampling(allowed_token_ids=[3, 5, 8, 13], logprobs=2),
+    sampling(ignore_eos=False, min_tokens=25, stop_token_ids=list(range(0, 256, 2))),
+    sampling(frequency_penalty=0.7, presence_penalty=0.3),
+    sampling(temperature=0.8, seed=9, allowed_token_ids=list(range(50)), top_p=0.9),
+    sampling(temperature=0.8, seed=10, logit_bias={7: 9.0, 9: -100.0}, logprobs=1),
+    sampling(),
 ]
 
 
@@ -59,10 +69,30 @@ def test_seeded_draws_are_the_cpus(qwen3: Path, settings: dict[str, Any]) -> Non
         assert tokens(run(qwen3, params, device="cuda", enforce_eager=eager)) == expected
 
 
-def test_requests_of_every_kind_of_sampling_run_side_by_side(qwen3: Path) -> None:
-    expected = tokens(run(qwen3, MIXED, device="cpu"))
+def logprobs_of(outputs: list[RequestOutput]) -> list[list[tuple[int, float]]]:
+    """The tokens listed at each place of each output, with what they are given."""
+    found = []
+    for output in outputs:
+        for place in output.outputs[0].logprobs or []:
+            found.append([(token, entry.logprob) for token, entry in place.items()])
+    return found
+
+
+@pytest.mark.parametrize("params", [MIXED, CHANGED])
+def test_requests_of_every_kind_of_sampling_run_side_by_side(
+    qwen3: Path, params: list[SamplingParams]
+) -> None:
+    expected = run(qwen3, params, device="cpu")
     for eager in (False, True):
-        assert tokens(run(qwen3, MIXED, device="cuda", enforce_eager=eager)) == expected
+        found = run(qwen3, params, device="cuda", enforce_eager=eager)
+        assert tokens(found) == tokens(expected)
+        pairs = zip(logprobs_of(found), logprobs_of(expected), strict=True)
+        for ours, theirs in pairs:
+            assert [token for token, _ in ours] == [token for token, _ in theirs]
+            assert [value for _, value in ours] == pytest.approx(
+                [value for _, value in theirs], abs=1e-3
+            )
+    assert logprobs_of(expected)
 
 
 def test_long_prompts_are_the_cpus_whole_and_in_chunks(qwen3: Path) -> None:
