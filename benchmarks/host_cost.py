@@ -122,7 +122,7 @@ def measure_steps() -> dict[str, float]:
         for turnover in (False, True):
             for collector in (False, True):
                 crowd = Crowd(num_running, turnover)
-                num_steps = 200 if num_running < 4000 else 100
+                num_steps = 100 if num_running < 4000 else 48
                 for _ in range(num_steps // 4):
                     crowd.step()
                 # A collection comes once in many steps: with the collector on, the mean counts.

@@ -165,13 +165,11 @@ class KVCacheManager:
         missing = self._missing(holding, num_slots)
         if sum(missing) > self.pool.num_free:
             return None
-        new_block_ids = []
-        for table, num_blocks in zip(holding.tables, missing, strict=True):
-            blocks = self.pool.take(num_blocks)
+        new_blocks = [self.pool.take(num_blocks) for num_blocks in missing]
+        for table, blocks in zip(holding.tables, new_blocks, strict=True):
             table += blocks
-            new_block_ids.append([block.id for block in blocks])
         self._count_slots(holding)
-        return new_block_ids
+        return [[block.id for block in blocks] for blocks in new_blocks]
 
     def num_slots(self, request: CacheableRequest) -> int:
         """Up to how many tokens, computed ones included, `allocate` takes nothing."""

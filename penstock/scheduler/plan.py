@@ -8,11 +8,6 @@ from penstock.protocol.step import NewRequest, RequestResult, ScheduledRequest, 
 from penstock.scheduler.request import RequestState
 
 
-def is_plain(result: RequestResult) -> bool:
-    """Whether a token is all that a step brought a plain request."""
-    return len(result.token_ids) == 1 and result.fault is None and result.routed_experts is None
-
-
 class Step:
     """Collects rows until its budget is spent; kept until its result is in."""
 
@@ -21,6 +16,7 @@ class Step:
         self.budget = budget  # tokens left
         self.states: list[RequestState] = []
         self._rows: list[ScheduledRequest] = []  # of these requests
+        self._planned: list[ScheduledRequest] = []  # the same, new blocks of decoding ones aside
         self._ids: list[str] = []
         self._new_requests: list[NewRequest] = []
         self._is_masked = False
@@ -30,6 +26,7 @@ class Step:
         assert state.decode_row is not None
         self.states.append(state)
         self._rows.append(state.decode_row)
+        self._planned.append(state.decode_row)
         self._ids.append(state.request_id)
         state.last_step_id = self.step_id
         state.num_computed_tokens += 1
@@ -50,6 +47,8 @@ class Step:
         )
         self.states.append(state)
         self._rows.append(row)
+        decodes = samples and num_tokens == 1
+        self._planned.append((state.decode_row or row) if decodes else row)
         self._ids.append(state.request_id)
         self._is_masked = self._is_masked or (samples and state.is_masked)
         self.budget -= num_tokens
@@ -92,4 +91,4 @@ class Step:
                 or RequestResult(request_id=row.request_id, incarnation=row.incarnation)
                 for row in self._rows
             ]
-        return zip(self.states, self._rows, results, strict=True)
+        return zip(self.states, self._planned, results, strict=True)

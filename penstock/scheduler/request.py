@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.request import EngineRequest
-from penstock.protocol.step import ScheduledRequest
+from penstock.protocol.step import RequestResult, ScheduledRequest
 
 
 class RequestStatus(enum.Enum):
@@ -145,17 +145,22 @@ class RequestState(_EveryStep):
         if self.decode_row is None:
             self.decode_row = ScheduledRequest(self.request_id, self.incarnation, 1, True)
 
-    def take_token(self, token_id: int) -> bool:
+    def take_token(self, result: RequestResult) -> bool:
         """Take in the token of a plain decode step; False, and no change, if more follows from it.
 
-        As `confirm`, for a step that does not end it, nor fill a block.
+        As `confirm`, for a step that brings a token and nothing else, does not end the request,
+        and fills no block.
         """
-        num_confirmed = self.num_confirmed_tokens + 1
-        if num_confirmed >= self.quiet_until or token_id in self.stop_ids:
+        num_confirmed, token_ids = self.num_confirmed_tokens + 1, result.token_ids
+        if num_confirmed >= self.quiet_until or len(token_ids) != 1:
+            return False
+        if result.fault is not None or result.routed_experts is not None:
+            return False
+        if token_ids[0] in self.stop_ids:
             return False
         self.num_confirmed_tokens = num_confirmed
         self.num_placeholders -= 1
-        self.token_ids.append(token_id)
+        self.token_ids += token_ids
         return True
 
     def rest_until(self, num_confirmed_tokens: int) -> None:

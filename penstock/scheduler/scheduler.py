@@ -18,7 +18,7 @@ from penstock.scheduler.gates import Gate, Gatekeeper
 from penstock.scheduler.grammars import Grammars
 from penstock.scheduler.limits import SchedulerLimits, check_length
 from penstock.scheduler.newcomers import Newcomers
-from penstock.scheduler.plan import Step, is_plain
+from penstock.scheduler.plan import Step
 from penstock.scheduler.policy import POLICIES, WaitingQueue
 from penstock.scheduler.request import RequestState, RequestStatus
 from penstock.scheduler.running import RunningRequests
@@ -320,11 +320,7 @@ class Scheduler:
         self._kv.collect(step.step_id)
         deltas = self.take_deltas()
         for state, planned, item in step.match(result.results):
-            if (
-                planned is state.decode_row
-                and is_plain(item)
-                and state.take_token(item.token_ids[0])
-            ):
+            if planned is state.decode_row and state.take_token(item):
                 delta = EngineDelta(request_id=item.request_id, token_ids=item.token_ids)
                 deltas.append(delta)
             elif state.incarnation == planned.incarnation and not state.is_finished:
