@@ -7,7 +7,6 @@ process does; `hold_at` makes a coroutine wait until `release`.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from server.server_process import eventually
@@ -21,9 +20,8 @@ class FaultPoints:
     def __init__(self, folder: Path, *points: str) -> None:
         self._folder = folder
         self._points = points
-        paths = [str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.env = {
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": str(INJECT),
             "FAULT_FOLDER": str(folder),
             "FAULT_POINTS": " ".join(points),
         }

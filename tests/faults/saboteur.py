@@ -39,8 +39,7 @@ def seed_of(fault: Fault, position: int) -> int:
 
 def saboteur_options(flag_path: Path) -> tuple[list[str], dict[str, Any]]:
     """Flags and keywords for a `ServerProcess` with a saboteur in its engine."""
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {"PYTHONPATH": path, "SABOTEUR_FLAG": str(flag_path)}
+    env = {"PYTHONPATH": str(TESTS), "SABOTEUR_FLAG": str(flag_path)}
     return ["--logits-processors", "faults.saboteur:Saboteur"], {"env": env}
 
 

@@ -55,7 +55,7 @@ class ServerProcess:
                 stdout=stack.enter_context(banner_to.open("w")) if banner_to else subprocess.PIPE,
                 stderr=stack.enter_context(log_to.open("w")) if log_to else subprocess.PIPE,
                 text=True,
-                env={**os.environ, **(env or {})},
+                env=environment(env or {}),
             )
         self.log: list[str] = []
         if (lines := self.process.stderr) is not None:
@@ -131,6 +131,13 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def environment(more: Mapping[str, str]) -> dict[str, str]:
+    """This process's with more in it; folders of modules come on top of those that it has."""
+    paths = [each["PYTHONPATH"] for each in (more, os.environ) if each.get("PYTHONPATH")]
+    path = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+    return {**os.environ, **more, **path}
 
 
 def free_port() -> int:
