@@ -13,6 +13,7 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from response_events import types_of
 from server_process import ServerProcess, events
 from test_tool_choice import CHAT_TOOLS, FUNCTIONS, HERMES, MESSAGE_TOOLS, PARIS
 
@@ -107,6 +108,55 @@ def test_arguments_of_another_form_are_the_input() -> None:
     assert input_of('{"code": 1}', is_complete=True) == '{"code": 1}'
     assert input_of('{"code": 1', is_complete=False) == ""
     assert input_of('{"input": "\\ud83d"}', is_complete=True).isprintable() is True
+
+
+RUN: Any = {"type": "custom", "name": "run", "description": "Runs code."}
+CUSTOM_EVENTS = [
+    "response.output_item.added",
+    "response.custom_tool_call_input.delta",
+    "response.custom_tool_call_input.done",
+    "response.output_item.done",
+]
+
+
+@pytest.mark.parametrize("choice", ["auto", {"type": "custom", "name": "run"}])
+def test_responses_call_custom_tools_with_a_text(scripted: openai.OpenAI, choice: Any) -> None:
+    options: Any = {
+        "model": "scripted", "input": f"[[{call_of('run', {'input': PROGRAM})}]]", "tools": [RUN],
+        "tool_choice": choice, "max_output_tokens": 300,
+    }  # fmt: skip
+    whole = scripted.responses.create(**options)
+    (item,) = whole.output
+    assert item.type == "custom_tool_call"
+    assert (item.name, item.input) == ("run", PROGRAM)
+    told = list(scripted.responses.create(stream=True, **options))
+    of_call = [event for event in told if event.type in CUSTOM_EVENTS]
+    assert types_of(of_call) == CUSTOM_EVENTS
+    deltas = [event.delta for event in told if event.type == CUSTOM_EVENTS[1]]
+    assert "".join(deltas) == PROGRAM
+    output = {"type": "custom_tool_call_output", "call_id": item.call_id, "output": "done"}
+    after = scripted.responses.create(
+        model="scripted", previous_response_id=whole.id, tools=[RUN],
+        input=[output, {"role": "user", "content": "[[Thanks.]]"}],  # type: ignore[list-item]
+    )  # fmt: skip
+    assert after.output_text == "Thanks."
+
+
+def test_responses_hold_custom_tools_to_a_regular_expression(scripted: openai.OpenAI) -> None:
+    form: Any = {"type": "grammar", "syntax": "regex", "definition": "[0-9]{3}"}
+    options: Any = {"model": "scripted", "tool_choice": "required", "max_output_tokens": 200}
+    answer = scripted.responses.create(
+        input=f"[[{call_of('dial', {'input': '12x45'})}]]", parallel_tool_calls=False,
+        tools=[{"type": "custom", "name": "dial", "format": form}], **options,
+    )  # fmt: skip
+    (item,) = answer.output
+    assert item.type == "custom_tool_call"
+    assert re.fullmatch("[0-9]{3}", item.input)
+    del form["definition"]
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\].format"):
+        scripted.responses.create(
+            input="x", tools=[{"type": "custom", "name": "dial", "format": form}], **options
+        )
 
 
 # -- allowed tools

@@ -12,6 +12,7 @@ import msgspec
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
+from penstock.server.custom_tools import InputGrammar, custom_tool
 from penstock.server.openai.prompts import check_template_kwargs
 from penstock.server.openai.tools import check_tools
 from penstock.server.prepare import RunOptions
@@ -19,6 +20,7 @@ from penstock.server.responses.items import Item, as_messages
 from penstock.server.responses.protocol import (
     AllowedChoice,
     BuiltInTool,
+    CustomTool,
     FunctionChoice,
     FunctionTool,
     McpChoice,
@@ -50,10 +52,12 @@ CURRENT_NAMES = {"web_search_preview": "web_search", "computer_use_preview": "co
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """What the model may call; `servers` has those that are run here, by name."""
+    """What the model may call; `servers` has those that are run here, by name, and `custom` the
+    names of those that take a text."""
 
     tools: tuple[Tool, ...]
     servers: dict[str, ToolServer]
+    custom: frozenset[str] = frozenset()
 
 
 def check_body(body: ResponseRequest) -> None:
@@ -98,6 +102,9 @@ def offer_tools(body: ResponseRequest, known: ToolServers) -> OfferedTools:
             parameters = given.parameters or {"type": "object", "properties": {}}
             tools.append(Tool(given.name, parameters, given.description or ""))
             continue
+        if isinstance(given, CustomTool):
+            tools.append(_custom(given, where))
+            continue
         if isinstance(given, McpTool):
             server, offered = _tools_of_server(given, known, where)
         else:
@@ -105,7 +112,20 @@ def offer_tools(body: ResponseRequest, known: ToolServers) -> OfferedTools:
         tools += offered
         servers |= {tool.name: server for tool in offered}
     check_tools(tools)
-    return _allowed(body, OfferedTools(tuple(tools), servers))
+    custom = frozenset(given.name for given in body.tools or () if isinstance(given, CustomTool))
+    return _allowed(body, OfferedTools(tuple(tools), servers, custom))
+
+
+def _custom(given: CustomTool, where: str) -> Tool:
+    form = given.format
+    if form is None or form.type == "text":
+        return custom_tool(given.name, given.description, None)
+    if form.definition is None or form.syntax is None:
+        raise InputError(
+            f"{where}.format of type grammar needs definition and syntax", f"{where}.format"
+        )
+    grammar = InputGrammar(definition=form.definition, syntax=form.syntax)
+    return custom_tool(given.name, given.description, grammar)
 
 
 def _tools_of_server(
@@ -166,7 +186,7 @@ def _allowed(body: ResponseRequest, offered: OfferedTools) -> OfferedTools:
     if not kept:
         raise InputError("tool_choice allows none of the tools", "tool_choice")
     servers = {name: server for name, server in offered.servers.items() if name in names}
-    return OfferedTools(kept, servers)
+    return OfferedTools(kept, servers, offered.custom)
 
 
 def _tool_choice(body: ResponseRequest, offered: OfferedTools) -> ToolChoice:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from penstock.server.custom_tools import arguments_of
 from penstock.server.openai.base import Body
 
 Item = dict[str, Any]
@@ -83,11 +84,14 @@ def as_messages(
             case "function_call":
                 call = as_call(item["call_id"], item["name"], item["arguments"])
                 assistant().setdefault("tool_calls", []).append(call)
+            case "custom_tool_call":
+                call = as_call(item["call_id"], item["name"], arguments_of(item["input"]))
+                assistant().setdefault("tool_calls", []).append(call)
             case "mcp_call":
                 call = as_call(item["id"], item["name"], item["arguments"])
                 assistant().setdefault("tool_calls", []).append(call)
                 results.append(as_result(item["id"], _mcp_output(item)))
-            case "function_call_output":
+            case "function_call_output" | "custom_tool_call_output":
                 add(as_result(item["call_id"], _text(item["output"])))
     return messages + results
 

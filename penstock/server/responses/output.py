@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.protocol.outputs import LogprobsAtPosition
+from penstock.server.custom_tools import InputReader
 from penstock.server.openai.logprobs import LogprobFormat
 from penstock.server.responses.items import Item, new_id
 from penstock.server.responses.tool_servers import CallResult, ToolServer
@@ -21,17 +22,32 @@ from penstock.text.parsing.deltas import (
 )
 
 Event = dict[str, Any]
+CUSTOM = "custom_tool_call"
+# What events say of a call's arguments, by the item's type.
+ARGUMENT_EVENTS = {
+    "function_call": "function_call_arguments",
+    "mcp_call": "mcp_call_arguments",
+    CUSTOM: "custom_tool_call_input",
+}
 
 
 class Output:
     """All output items of one response, over all rounds of calls.
 
     Methods give events in the order in which clients expect them. `servers` has the tools that are
-    called here, by name; calls of other tools are the client's.
+    called here, by name; calls of other tools are the client's. `custom` names those that take a
+    text.
     """
 
-    def __init__(self, servers: Mapping[str, ToolServer], logprobs: LogprobFormat) -> None:
+    def __init__(
+        self,
+        servers: Mapping[str, ToolServer],
+        logprobs: LogprobFormat,
+        custom: Collection[str] = (),
+    ) -> None:
         self._servers = servers
+        self._custom = custom
+        self._input = InputReader()  # of the custom call that grows
         self._logprobs = logprobs
         self._items: list[Item] = []
         self._broken: list[Item] = []
@@ -98,11 +114,9 @@ class Output:
                     yield from self.close()
                     yield from self._begin_call(call_id, name)
                 case ToolCallArguments(_, text):
-                    assert self._open is not None
-                    self._open["arguments"] += text
-                    kind = _arguments_event(self._open)
-                    yield self._event(f"{kind}.delta", self._open, delta=text)
+                    yield from self._go_on_with_call(text)
                 case ToolCallEnd():
+                    yield from self._go_on_with_call("", is_end=True)
                     yield from self.close()
 
     def end_round(self, is_cut_off: bool) -> Iterator[Event]:
@@ -136,14 +150,16 @@ class Output:
             yield self._event("response.content_part.done", item, **place, part=dict(part))
             yield self._done(item)
             return
-        if status == "completed":
+        if status == "completed" and item["type"] == CUSTOM:
+            yield self._event(f"{_arguments_event(item)}.done", item, input=item["input"])
+        elif status == "completed":
             yield self._event(
                 f"{_arguments_event(item)}.done",
                 item,
                 name=item["name"],
                 arguments=item["arguments"],
             )
-        if item["type"] == "function_call" or status != "completed":
+        if item["type"] != "mcp_call" or status != "completed":
             yield self._done(item)
         else:
             item["status"] = "in_progress"
@@ -192,7 +208,11 @@ class Output:
     def _begin_call(self, call_id: str, name: str) -> Iterator[Event]:
         server = self._servers.get(name)
         item: Item = {"status": "in_progress", "name": name, "arguments": ""}
-        if server is None:
+        if name in self._custom:
+            self._input = InputReader()
+            item = {"id": new_id("ctc"), "type": CUSTOM, "status": "in_progress"}
+            item |= {"call_id": call_id, "name": name, "input": ""}
+        elif server is None:
             item |= {"id": new_id("fc"), "type": "function_call", "call_id": call_id}
         else:
             item |= {
@@ -208,9 +228,21 @@ class Output:
         if server is not None:
             yield self._event("response.mcp_call.in_progress", item)
 
+    def _go_on_with_call(self, text: str, is_end: bool = False) -> Iterator[Event]:
+        """Add a piece of a call's arguments, or of what they say to a custom tool."""
+        item = self._open
+        assert item is not None
+        key = "arguments"
+        if item["type"] == CUSTOM:
+            key = "input"
+            text = self._input.finish() if is_end else self._input.feed(text)
+        if text:
+            item[key] += text
+            yield self._event(f"{_arguments_event(item)}.delta", item, delta=text)
+
     def _break_call(self) -> Iterator[Event]:
         """End a call that is none. Who has seen its beginning sees that it is incomplete."""
-        if self._open is not None and self._open["type"] in ("function_call", "mcp_call"):
+        if self._open is not None and self._open["type"] in ARGUMENT_EVENTS:
             self._broken.append(self._open)
             if self._open["type"] == "mcp_call":
                 yield self._event("response.mcp_call.failed", self._open)
@@ -242,5 +274,4 @@ class Output:
 
 
 def _arguments_event(item: Item) -> str:
-    kind = "mcp_call_arguments" if item["type"] == "mcp_call" else "function_call_arguments"
-    return f"response.{kind}"
+    return f"response.{ARGUMENT_EVENTS[item['type']]}"

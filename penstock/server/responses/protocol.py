@@ -89,6 +89,23 @@ class FunctionCallOutputItem(Body):
     status: Status | None = None
 
 
+class CustomCallItem(Body):
+    type: Literal["custom_tool_call"]
+    call_id: Text
+    name: Text
+    input: Text
+    id: Text | None = None
+    status: Status | None = None
+
+
+class CustomCallOutputItem(Body):
+    type: Literal["custom_tool_call_output"]
+    call_id: Text
+    output: Content
+    id: Text | None = None
+    status: Status | None = None
+
+
 class ReasoningItem(Body):
     type: Literal["reasoning"]
     id: Text | None = None
@@ -118,6 +135,7 @@ class McpListToolsItem(Body):
 
 ITEM_TYPES = (
     "message", "function_call", "function_call_output", "reasoning", "mcp_call", "mcp_list_tools",
+    "custom_tool_call", "custom_tool_call_output",
 )  # fmt: skip
 
 
@@ -133,7 +151,9 @@ InputItem = Annotated[
     | Annotated[FunctionCallOutputItem, Tag("function_call_output item")]
     | Annotated[ReasoningItem, Tag("reasoning item")]
     | Annotated[McpCallItem, Tag("mcp_call item")]
-    | Annotated[McpListToolsItem, Tag("mcp_list_tools item")],
+    | Annotated[McpListToolsItem, Tag("mcp_list_tools item")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call item")]
+    | Annotated[CustomCallOutputItem, Tag("custom_tool_call_output item")],
     Discriminator(
         _kind_of_item,
         custom_error_type="item",
@@ -174,9 +194,22 @@ class McpTool(Body):
     require_approval: Literal["never"] | None = Field(None, description="Calls are never held up.")
 
 
+class CustomFormat(Body):
+    type: Literal["text", "grammar"]
+    definition: Text | None = Field(None, description="For type grammar.")
+    syntax: Literal["lark", "regex"] | None = Field(None, description="For type grammar.")
+
+
+class CustomTool(Body):
+    type: Literal["custom"]
+    name: ToolName
+    description: Text | None = None
+    format: CustomFormat | None = Field(None, description="What its input matches; any text.")
+
+
 BuiltInType = Literal[
     "web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation",
-    "computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "custom",
+    "computer", "computer_use_preview", "local_shell", "shell", "apply_patch",
 ]  # fmt: skip
 
 
@@ -186,7 +219,7 @@ class BuiltInTool(Body):
 
 def _kind_of_tool(value: Any) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    if kind in ("function", "mcp"):
+    if kind in ("function", "mcp", "custom"):
         return f"{kind} tool"
     return "other tool" if isinstance(kind, str) and kind in get_args(BuiltInType) else None
 
@@ -194,17 +227,18 @@ def _kind_of_tool(value: Any) -> str | None:
 ToolParam = Annotated[
     Annotated[FunctionTool, Tag("function tool")]
     | Annotated[McpTool, Tag("mcp tool")]
+    | Annotated[CustomTool, Tag("custom tool")]
     | Annotated[BuiltInTool, Tag("other tool")],
     Discriminator(
         _kind_of_tool,
         custom_error_type="tool",
-        custom_error_message="must be an object of type function or mcp",
+        custom_error_message="must be an object of type function, custom or mcp",
     ),
 ]
 
 
 class FunctionChoice(Body):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Text
 
 

@@ -58,7 +58,9 @@ class ResponseRun:
         self._echo = _echo(job)
         num_top = job.body.top_logprobs or 0
         self._output = Output(
-            job.offered.servers, LogprobFormat(service.frontend.tokenizer, num_top, False)
+            job.offered.servers,
+            LogprobFormat(service.frontend.tokenizer, num_top, False),
+            job.offered.custom,
         )
 
     async def events(self) -> AsyncGenerator[Event, None]:
@@ -169,7 +171,7 @@ class ResponseRun:
         that the client has to make first."""
         said = self._output.round_items()
         kinds = {item["type"] for item in said}
-        if "mcp_call" not in kinds or "function_call" in kinds:
+        if "mcp_call" not in kinds or kinds & {"function_call", "custom_tool_call"}:
             return None
         # A call that was demanded has been made. From here on the model decides, as far as this
         # one can; in the last round it has to answer.
