@@ -15,7 +15,7 @@ from penstock.engine.handle import Death, EngineHandle
 from penstock.engine.ledger import Ledger
 from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.observer import RequestRecord
-from penstock.engine.supervisor import Aftermath, Quarantine, Supervisor
+from penstock.engine.supervisor import Quarantine, RestartDecision, Supervisor
 from penstock.protocol.calls import encode_args
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import CrashFault, EngineDeadError, waited_too_long
@@ -219,7 +219,7 @@ class Dispatch:
         self._fail_calls(error)
         self._ledger.fail_all(error)
 
-    def _on_death(self, death: Death) -> Aftermath:
+    def _on_death(self, death: Death) -> RestartDecision:
         """Find who may have killed the engine; everyone will be sent again."""
         self._fail_calls(EngineDeadError(f"the engine died ({death.how}); try again later"))
         records = self._ledger.records
@@ -251,7 +251,7 @@ class Dispatch:
                 observer.on_quarantine(len(accused))
         if convict is not None:
             self._convict(records[convict], death)
-        return Aftermath(had_progress, is_explained=was_alone)
+        return RestartDecision(had_progress, is_explained=was_alone)
 
     def _convict(self, record: RequestRecord, death: Death) -> None:
         logger.error("Request %s fails: it keeps killing the engine", record.request_id)

@@ -29,7 +29,7 @@ SPARE_DELAY_S = 10.0
 
 
 @dataclass(frozen=True)
-class Aftermath:
+class RestartDecision:
     """What a death meant, as far as restarts are concerned."""
 
     had_progress: bool  # tokens came since the engine was started
@@ -48,13 +48,13 @@ class RestartPolicy:
         self._max_failures = max_failures
         self.num_failures = 0  # in a row
 
-    def delay_after(self, death: Death, aftermath: Aftermath) -> float | None:
+    def delay_after(self, death: Death, decision: RestartDecision) -> float | None:
         if not self._restart_engine:
             return None
-        if aftermath.is_explained:
+        if decision.is_explained:
             return 0.0
         is_quick = death.uptime_s is None or death.uptime_s < QUICK_DEATH_S
-        if aftermath.had_progress or not is_quick:
+        if decision.had_progress or not is_quick:
             self.num_failures = 0
             return 0.0
         self.num_failures += 1
@@ -132,7 +132,7 @@ class Supervisor:
         self,
         config: ServerConfig,
         on_outputs: Callable[[Outputs], None],
-        on_death: Callable[[Death], Aftermath],
+        on_death: Callable[[Death], RestartDecision],
         on_ready: Callable[[EngineInfo], None],
         on_loss: Callable[[EngineDeadError], None],
     ) -> None:

@@ -18,7 +18,7 @@ from penstock.layers.build import Build
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.loadable import Expected, Shape
-from penstock.layers.quantization import DenseMethod, LinearMethod, Undecided
+from penstock.layers.quantization import DeferredQuantization, DenseMethod, LinearMethod
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, run_by_expert, sigmoid
@@ -130,7 +130,7 @@ class Router(Linear):
 def _float32_method(build: Build) -> LinearMethod:
     """Keeps weights in float32. The C++ library's rows do not depend on those beside them."""
     method = build.linear_method
-    if build.device.type == "cpu" and method.packs and not isinstance(method, Undecided):
+    if build.device.type == "cpu" and method.packs and not isinstance(method, DeferredQuantization):
         from penstock.layers.native import NativeMethod  # needs the library, which is there
 
         return NativeMethod(float_dtype=torch.float32)
@@ -248,7 +248,7 @@ class Implementation:
 
 
 def _refuse_undecided(build: Build, config: ExpertsConfig) -> str | None:
-    if not isinstance(build.linear_method, Undecided):
+    if not isinstance(build.linear_method, DeferredQuantization):
         return "the checkpoint is not quantized"
     if build.device.type == "cpu":
         return "on a CPU each expert's matrices are quantized by themselves"

@@ -133,7 +133,7 @@ class DenseMethod:
         return embedded
 
 
-class Undecided:
+class DeferredQuantization:
     """Stands in for the methods of a quantized checkpoint's layers until the plan has chosen."""
 
     packs = True

@@ -12,7 +12,7 @@ import torch
 from penstock.config import EngineConfig
 from penstock.distributed.group import Group
 from penstock.layers.build import Build
-from penstock.layers.quantization import Undecided
+from penstock.layers.quantization import DeferredQuantization
 from penstock.layers.quantized.plan import StoredLayers, assign_methods
 from penstock.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.loading.load import fill_dummy, load_weights, own_name
@@ -47,7 +47,7 @@ def load_model(
         max_model_len=runtime.max_model_len,
         ops=backend.ops,
         tp=group,
-        linear_method=Undecided() if backend.quantization else backend.linear_method,
+        linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
     )
     try:
         model = build_model(source.config, build, config.model.model_impl)

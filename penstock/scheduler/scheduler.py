@@ -17,12 +17,12 @@ from penstock.protocol.step import RequestResult, ScheduledRequest, StepPlan, St
 from penstock.scheduler.gates import Gate, Gatekeeper
 from penstock.scheduler.grammars import Grammars
 from penstock.scheduler.limits import SchedulerLimits, check_length
-from penstock.scheduler.newcomers import Newcomers
 from penstock.scheduler.plan import Step
 from penstock.scheduler.policy import POLICIES, WaitingQueue
+from penstock.scheduler.queue_timeouts import QueueTimeouts
 from penstock.scheduler.request import RequestState, RequestStatus
 from penstock.scheduler.running import RunningRequests
-from penstock.scheduler.setbacks import Setbacks
+from penstock.scheduler.step_retries import StepRetries
 from penstock.scheduler.stopping import StopRules
 
 
@@ -66,14 +66,14 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}  # unfinished
         self._gatekeeper = Gatekeeper(gates if grammars is None else [grammars, *gates])
         self._waiting = WaitingQueue(self._policy)
-        self._setbacks = Setbacks(self._policy, limits)
+        self._retries = StepRetries(self._policy, limits)
         self._running = RunningRequests()
         self._stops = StopRules(grammars, limits.vocab_size)
         self._in_flight: deque[Step] = deque()
         self._released_ids: list[str] = []  # rows of the runner that the next plan gives up
         self._deltas: list[EngineDelta] = []  # of requests that ended outside of a step
         self._sequence = itertools.count()
-        self._newcomers = Newcomers(limits.queue_timeout_s)
+        self._queue_timeouts = QueueTimeouts(limits.queue_timeout_s)
         self._last_step_id = 0
         self._refused: RequestState | None = None  # the last that found no room
         self._num_free_when_refused = 0
@@ -89,7 +89,7 @@ class Scheduler:
         state = RequestState(request, next(self._sequence), self.limits.max_model_len)
         self._requests[request.request_id] = state
         self._gatekeeper.push(state)
-        self._newcomers.add(state)
+        self._queue_timeouts.add(state)
 
     def finish(
         self,
@@ -118,7 +118,7 @@ class Scheduler:
         return self._kv.pool.num_usable
 
     def stats(self) -> SchedulerStats:
-        num_held = sum(state.status is RequestStatus.WAITING for state in self._setbacks)
+        num_held = sum(state.status is RequestStatus.WAITING for state in self._retries)
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._gatekeeper) + num_held,
@@ -138,9 +138,9 @@ class Scheduler:
         """
         self._pass_gates()
         self._end_long_waits()
-        budget = self._setbacks.num_tokens
+        budget = self._retries.num_tokens
         step = Step(self._last_step_id + 1, budget)
-        if self._setbacks:
+        if self._retries:
             self._try_alone(step)
         elif self._continue_running(step):
             self._admit_waiting(step, self._waiting)
@@ -170,9 +170,9 @@ class Scheduler:
 
     def _end_long_waits(self) -> None:
         """Send away requests that have waited for too long, before anything is done for them."""
-        for state in self._newcomers.take_late():
-            assert self._newcomers.timeout_s is not None
-            error = waited_too_long(self._newcomers.timeout_s)
+        for state in self._queue_timeouts.take_late():
+            assert self._queue_timeouts.timeout_s is not None
+            error = waited_too_long(self._queue_timeouts.timeout_s)
             delta = self._end(state, FinishReason.ERROR, error=error)
             self._deltas.append(msgspec.structs.replace(delta, can_retry=True))
 
@@ -276,15 +276,15 @@ class Scheduler:
         failed = self._in_flight[0]
         suspects = [state for state in failed.states if not state.is_finished]
         deltas = []
-        error = self._setbacks.take_in(failed, suspects, out_of_memory)
+        error = self._retries.take_in(failed, suspects, out_of_memory)
         if error is not None:
             deltas = [self._end(state, FinishReason.ERROR, error=error) for state in suspects]
-        for state in self._setbacks:
+        for state in self._retries:
             self._waiting.remove(state)  # if it was preempted since
         for state in reversed(self._running.in_order()):  # the most deserving comes first again
             self._take_back(state)
             state.rank = self._policy.rank_preempted(state)
-            if state not in self._setbacks:
+            if state not in self._retries:
                 self._waiting.put_back(state)
         self._running.clear()
         self._released_ids.clear()
@@ -299,14 +299,14 @@ class Scheduler:
         if self._running:  # a prompt in chunks
             self._continue_running(step)
         else:
-            self._admit_waiting(step, self._setbacks.queue())
+            self._admit_waiting(step, self._retries.queue())
 
     def _end_trial(self, step: Step) -> None:
         """If a suspect has got its token in this step, it waits for the others from now on."""
-        state = self._setbacks.on_trial
+        state = self._retries.on_trial
         if state is None or state not in step.states or not state.has_sampled:
             return
-        self._setbacks.acquit(state)
+        self._retries.acquit(state)
         self._running.remove(state)
         self._take_back(state)
         self._waiting.put_back(state)
@@ -327,7 +327,7 @@ class Scheduler:
                 deltas += self._apply(state, planned, item)
         self._end_trial(step)
         if result.results:
-            self._setbacks.count_good_step()
+            self._retries.count_good_step()
         return deltas
 
     def _apply(
@@ -397,7 +397,7 @@ class Scheduler:
     ) -> None:
         """Take a request out of everything; steps in flight may go on for it unheard."""
         del self._requests[state.request_id]
-        self._setbacks.acquit(state)
+        self._retries.acquit(state)
         if self._refused is state:
             self._refused = None
         if self._grammars is not None:

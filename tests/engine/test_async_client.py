@@ -22,7 +22,7 @@ from penstock.engine.dispatch import Dispatch
 from penstock.engine.handle import Death, EngineHandle, HangWatch
 from penstock.engine.ledger import DeltaStream, Ledger
 from penstock.engine.messages import EngineInfo, Outputs
-from penstock.engine.supervisor import Aftermath, Supervisor
+from penstock.engine.supervisor import RestartDecision, Supervisor
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import CrashFault, EngineDeadError
 from penstock.protocol.request import EngineRequest
@@ -339,9 +339,9 @@ def test_an_engine_that_cannot_be_started_leaves_nothing_behind(
         raise zmq.ZMQError(errno.EMFILE)  # which is no OSError
 
     async def start() -> Death:
-        aftermath = Aftermath(had_progress=False, is_explained=False)
+        decision = RestartDecision(had_progress=False, is_explained=False)
         supervisor = Supervisor(
-            ServerConfig(), lambda _: None, lambda _: aftermath, lambda _: None, lambda _: None
+            ServerConfig(), lambda _: None, lambda _: decision, lambda _: None, lambda _: None
         )
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if num_files is not None:

@@ -30,7 +30,7 @@ from penstock.runner.layout import StepLayout
 from penstock.scheduler.gates import READY
 from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.setbacks import STEPS_UNTIL_LARGER
+from penstock.scheduler.step_retries import STEPS_UNTIL_LARGER
 
 PROMPTS = [{"prompt_token_ids": [index + 1, 2, 3, index + 5]} for index in range(5)]
 

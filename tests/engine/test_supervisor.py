@@ -15,13 +15,13 @@ from penstock.engine.supervisor import (
     FIRST_DELAY_S,
     LONGEST_DELAY_S,
     QUICK_DEATH_S,
-    Aftermath,
     Quarantine,
+    RestartDecision,
     RestartPolicy,
 )
 from penstock.protocol.step import ScheduledRequest, StepPlan
 
-NO_PROGRESS = Aftermath(had_progress=False, is_explained=False)
+NO_PROGRESS = RestartDecision(had_progress=False, is_explained=False)
 
 
 def death(uptime_s: float | None = 0.1) -> Death:
@@ -39,8 +39,8 @@ def plan(*request_ids: str) -> StepPlan:
 def test_only_quick_deaths_without_a_token_are_waited_for() -> None:
     policy = RestartPolicy(restart_engine=True, max_failures=3)
     assert policy.delay_after(death(QUICK_DEATH_S + 1), NO_PROGRESS) == 0
-    assert policy.delay_after(death(), Aftermath(had_progress=True, is_explained=False)) == 0
-    assert policy.delay_after(death(), Aftermath(had_progress=False, is_explained=True)) == 0
+    assert policy.delay_after(death(), RestartDecision(had_progress=True, is_explained=False)) == 0
+    assert policy.delay_after(death(), RestartDecision(had_progress=False, is_explained=True)) == 0
     assert policy.delay_after(death(), NO_PROGRESS) == FIRST_DELAY_S
     assert policy.delay_after(death(uptime_s=None), NO_PROGRESS) == 2 * FIRST_DELAY_S
 
@@ -50,7 +50,7 @@ def test_a_restart_loop_ends_and_progress_begins_it_anew() -> None:
     for _ in range(3):
         assert policy.delay_after(death(), NO_PROGRESS) is not None
         assert policy.delay_after(death(), NO_PROGRESS) is not None
-        assert policy.delay_after(death(), Aftermath(True, False)) == 0
+        assert policy.delay_after(death(), RestartDecision(True, False)) == 0
     assert [policy.delay_after(death(), NO_PROGRESS) is None for _ in range(3)] == [0, 0, 1]
 
 
@@ -62,7 +62,7 @@ def test_delays_are_bounded() -> None:
 
 def test_without_restarts_every_death_is_the_last() -> None:
     policy = RestartPolicy(restart_engine=False, max_failures=5)
-    assert policy.delay_after(death(1e6), Aftermath(True, False)) is None
+    assert policy.delay_after(death(1e6), RestartDecision(True, False)) is None
 
 
 # -- blame

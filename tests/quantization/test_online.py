@@ -15,7 +15,7 @@ from penstock.distributed.group import Group
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import column_linear
-from penstock.layers.quantization import DenseMethod, Undecided
+from penstock.layers.quantization import DeferredQuantization, DenseMethod
 from penstock.layers.quantized.checkpoints import choose_quantization
 from penstock.layers.quantized.plan import assign_methods
 from penstock.loading.load import load_weights
@@ -61,7 +61,9 @@ NUM_LAYERS, SIZE = 24, 1024
 
 
 def _model() -> torch.nn.Module:
-    build = Build(torch.float32, torch.device("cpu"), 16, Ops("cpu"), Group(), Undecided())
+    build = Build(
+        torch.float32, torch.device("cpu"), 16, Ops("cpu"), Group(), DeferredQuantization()
+    )
     model = torch.nn.Module()
     layers = [column_linear(build, SIZE, {"": SIZE}) for _ in range(NUM_LAYERS)]
     model.layers = torch.nn.ModuleList(layers)

@@ -13,7 +13,7 @@ from test_formats import EXACT, FORMATS, own_logits, reference_logits, relative_
 from penstock.distributed.group import Group
 from penstock.layers.build import Build
 from penstock.layers.experts import Experts, ExpertsConfig, StackedExperts, UndecidedExperts
-from penstock.layers.quantization import DenseMethod, Undecided
+from penstock.layers.quantization import DeferredQuantization, DenseMethod
 from penstock.layers.quantized.checkpoints import choose_quantization
 from penstock.layers.quantized.dummy import fill_quantized
 from penstock.layers.quantized.experts import QuantizedExperts
@@ -29,7 +29,7 @@ STACKED = [name for name in FORMATS if "act-order" not in name]
 
 def build_for(rank: int = 0, ranks: int = 1) -> Build:
     group = Group(rank, ranks)
-    return Build(torch.float32, torch.device("cpu"), 16, Ops("cpu"), group, Undecided())
+    return Build(torch.float32, torch.device("cpu"), 16, Ops("cpu"), group, DeferredQuantization())
 
 
 def random_weights() -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from penstock.distributed.group import Group
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.native import NativeMethod
-from penstock.layers.quantization import LinearMethod, Shard, Undecided
+from penstock.layers.quantization import DeferredQuantization, LinearMethod, Shard
 from penstock.layers.quantized.checkpoints import choose_quantization
 from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.layers.quantized.native import NativeFinish
@@ -41,7 +41,12 @@ def load(
     quantization = choose_quantization({"quantization_config": config}, None)
     assert quantization is not None
     build = Build(
-        torch.float32, torch.device("cpu"), 16, Ops("cpu"), Group(rank, ranks), Undecided()
+        torch.float32,
+        torch.device("cpu"),
+        16,
+        Ops("cpu"),
+        Group(rank, ranks),
+        DeferredQuantization(),
     )
     model = torch.nn.Module()
     model.layer = make(build)

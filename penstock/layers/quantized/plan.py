@@ -13,7 +13,7 @@ from torch import nn
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import Experts, ExpertsConfig, UndecidedExperts
 from penstock.layers.matrix import MatrixLayer
-from penstock.layers.quantization import LinearMethod, Undecided
+from penstock.layers.quantization import DeferredQuantization, LinearMethod
 from penstock.layers.quantized.experts import decide_experts
 from penstock.layers.quantized.linear import Finish, QuantizedMethod
 from penstock.layers.quantized.patterns import Expression, try_expressions
@@ -99,7 +99,9 @@ def assign_methods(
             module.experts, module.choice = decide_experts(module.experts, plain, own, present)
             counts[own.label if own else "not quantized"] += 1
     for path, module in list(model.named_modules()):
-        if not isinstance(module, MatrixLayer) or not isinstance(module.method, Undecided):
+        if not isinstance(module, MatrixLayer) or not isinstance(
+            module.method, DeferredQuantization
+        ):
             continue
         names = _part_names(path, module)
         own, present = _agreed(quantization, stored, path, names, _kind(module))
@@ -174,7 +176,7 @@ def _part_names(path: str, module: nn.Module) -> dict[str, str]:
     """The names of a layer's matrices by part; none if it is no layer that is to be decided."""
     if isinstance(module, Experts) and isinstance(module.experts, UndecidedExperts):
         return _expert_names(path, module.experts.config)
-    if isinstance(module, MatrixLayer) and isinstance(module.method, Undecided):
+    if isinstance(module, MatrixLayer) and isinstance(module.method, DeferredQuantization):
         return {part: _sibling(path, part) for part in module.part_rows}
     return {}
 

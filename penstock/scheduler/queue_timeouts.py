@@ -1,4 +1,4 @@
-"""Newcomers: requests that wait for their first turn, and how long they may."""
+"""QueueTimeouts: requests that wait for their first turn, and how long they may."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from penstock.scheduler.request import RequestState, RequestStatus
 
 
-class Newcomers:
+class QueueTimeouts:
     """Finds requests that have waited for too long, before anything is done for them.
 
     Time counts from a request's arrival, also that which it spent before it came to this engine.

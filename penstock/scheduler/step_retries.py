@@ -13,7 +13,7 @@ from penstock.scheduler.request import RequestState
 STEPS_UNTIL_LARGER = 64  # that must go well before steps may have twice as many tokens again
 
 
-class Setbacks:
+class StepRetries:
     """Finds the request that makes steps fail, and the size of steps that memory suffices for.
 
     Suspects are those of a step that failed. Each is run alone until it gets a token; one for

@@ -13,7 +13,7 @@ from penstock.protocol.delta import FinishReason
 def now(monkeypatch):
     """A clock that a test moves on."""
     now = [100.0]
-    monkeypatch.setattr("penstock.scheduler.newcomers.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("penstock.scheduler.queue_timeouts.time.monotonic", lambda: now[0])
     return now
 
 
