@@ -21,6 +21,7 @@ from penstock.server.service import Service, is_large_request
 # No request of good faith comes near this; millions of objects take Python's parser, and then its
 # garbage collector, seconds in which no other thread runs.
 MAX_JSON_PARTS = 512 * 1024
+MAX_JSON_VALUES = 2 * 1024 * 1024  # of any kind, at some 40 bytes each
 PIECE_LENGTH = 1024 * 1024
 
 
@@ -93,8 +94,8 @@ class JsonRequest(Request):
 def read_body(kind: type[BaseModel], body: bytearray) -> BaseModel:
     """The request that `body` holds, which is emptied.
 
-    Raises `InputError` if it has too many parts, what `json.loads` raises if it is not JSON, and
-    the framework's own error if it is no such request.
+    Raises `InputError` if it has too many parts or values, what `json.loads` raises if it is not
+    JSON, and the framework's own error if it is no such request.
     """
     text = body.decode(json.detect_encoding(body), "surrogatepass")  # as json.loads does
     body.clear()
@@ -102,6 +103,11 @@ def read_body(kind: type[BaseModel], body: bytearray) -> BaseModel:
         raise InputError(
             f"the body may hold at most {MAX_JSON_PARTS} objects, lists and fields together: "
             "send less at a time"
+        )
+    if num_values(text) > MAX_JSON_VALUES:
+        raise InputError(
+            f"the body may hold at most {MAX_JSON_VALUES} values, such as token ids: send less at "
+            "a time"
         )
     # The parser lets other threads run when it calls Python.
     value = json.loads(text, object_hook=lambda made: made, parse_int=lambda digits: int(digits))
@@ -117,19 +123,29 @@ def num_parts(body: str) -> int:
 
     Ends soon after `MAX_JSON_PARTS`.
     """
-    num_at_most = _count(body)
-    if num_at_most <= MAX_JSON_PARTS:
+    return _count(body, "{[:", MAX_JSON_PARTS)
+
+
+def num_values(body: str) -> int:
+    """About how many values JSON has, numbers among them; ends soon after `MAX_JSON_VALUES`."""
+    return _count(body, ",", MAX_JSON_VALUES)
+
+
+def _count(body: str, characters: str, limit: int) -> int:
+    """How many of these stand outside of texts; more than `limit` are not counted to the end."""
+
+    def count(text: str) -> int:
+        return sum(map(text.count, characters))
+
+    num_at_most = count(body)
+    if num_at_most <= limit:
         return num_at_most
     bare = body.replace(r"\\", "").replace(r"\"", "")
     num, in_text = 0, False
     for start in range(0, len(bare), PIECE_LENGTH):
-        if num > MAX_JSON_PARTS:
+        if num > limit:
             break
         pieces = bare[start : start + PIECE_LENGTH].split('"')
-        num += sum(map(_count, pieces[in_text::2]))
+        num += sum(map(count, pieces[in_text::2]))
         in_text ^= len(pieces) % 2 == 0
     return num
-
-
-def _count(text: str) -> int:
-    return text.count("{") + text.count("[") + text.count(":")

@@ -19,7 +19,7 @@ from penstock.config import EngineConfig, ServerConfig
 from penstock.protocol.errors import InputError
 from penstock.server import bodies, errors
 from penstock.server.app import ROUTERS
-from penstock.server.bodies import MAX_JSON_PARTS, JsonRoute, num_parts, read_body
+from penstock.server.bodies import MAX_JSON_PARTS, MAX_JSON_VALUES, JsonRoute, num_parts, read_body
 from penstock.server.middleware import BodyLimit, RequestContext
 from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.service import LARGE_BODY_BYTES, Service
@@ -193,8 +193,17 @@ def test_the_client_is_told_that_there_are_too_many_parts(app: FastAPI) -> None:
     assert answer.json()["error"]["type"] == "BadRequestError"
 
 
+def test_more_token_ids_than_any_context_holds_are_refused_unparsed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(json, "loads")
+    body = bytearray(b'{"prompt": [' + b"1," * (MAX_JSON_VALUES + 2) + b"1]}")
+    with pytest.raises(InputError, match=f"at most {MAX_JSON_VALUES} values, such as token ids"):
+        read_body(CompletionRequest, body)
+
+
 def test_brackets_and_colons_within_texts_do_not_count() -> None:
-    text = '{"a": ["' * 300_000 + '\\"' * 5
+    text = '{"a": ["' * 300_000 + '\\"' * 5 + "," * MAX_JSON_VALUES
     body = bytearray(json.dumps({"prompt": [text, text], "n": 1}).encode())
     assert num_parts(body.decode()) == 4
     made = read_body(CompletionRequest, body)

@@ -88,8 +88,8 @@ class ResponseDesk:
             offered = offer_tools(body, self._tool_servers)
             items = [*history.items.read(), *input_items(body.input)]
             prompt = render_turn(self.service, turn_request(self.service, body, items, offered))
-            assert self.service.frontend.tokenizer is not None
-            return len(self.service.frontend.tokenizer.encode(prompt, add_special_tokens=False))
+            limit = self.service.max_counted_tokens
+            return len(self.service.frontend.encode(prompt, False, limit))
 
         return await self.service.in_thread(count)
 
