@@ -206,11 +206,14 @@ TWINS = {
         "olmo2",
         "olmo3",
         {
-            "rope_scaling": {
-                "rope_type": "yarn",
-                "factor": 4.0,
-                "original_max_position_embeddings": 128,
-                "rope_theta": 10000.0,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                    "rope_theta": 10000.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             }
         },
         keys=WINDOW,
@@ -411,14 +414,17 @@ def _is_matrix(name: str) -> bool:
 
 def _metadata(twin: Twin, config: dict[str, Any]) -> dict[str, Any]:
     prefix = twin.architecture
+    common = {name: key for name, key in COMMON_KEYS.items() if name not in twin.left_out}
     values = {
         f"{prefix}.{key}": config[name]
-        for name, key in {**COMMON_KEYS, **twin.keys}.items()
-        if config.get(name) is not None and (name in twin.keys or name not in twin.left_out)
+        for name, key in (*common.items(), *twin.keys.items())
+        if config.get(name) is not None
     }
     if twin.architecture in ("exaone4", "olmo2") and config.get("sliding_window") is not None:
         flags = [kind == "sliding_attention" for kind in config["layer_types"]]
         values[f"{prefix}.attention.sliding_window_pattern"] = flags
+    if f"{prefix}.attention.key_length" in values:
+        values[f"{prefix}.attention.value_length"] = values[f"{prefix}.attention.key_length"]
     values |= {f"{prefix}.{key}": value for key, value in _rope(twin, config).items()}
     return values | {f"{prefix}.{key}": value for key, value in twin.metadata.items()}
 

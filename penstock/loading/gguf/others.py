@@ -8,6 +8,7 @@ from penstock.loading.gguf.architecture import Architecture, biases
 from penstock.loading.gguf.dense import DENSE, windowed_layers
 from penstock.loading.gguf.experts import num_experts
 from penstock.loading.gguf.metadata import Metadata
+from penstock.loading.gguf.rope import rope_scaling
 from penstock.loading.gguf.rules import (
     ATTENTION,
     DECODER,
@@ -45,7 +46,15 @@ def _stablelm(metadata: Metadata) -> dict[str, Any]:
 
 
 def _olmo3(metadata: Metadata) -> dict[str, Any]:
+    """Positions are stretched in the layers that see everything alone."""
+    theta = {"rope_theta": metadata.number("rope.freq_base", default=10000.0)}
+    stretched = rope_scaling(metadata, {}, DENSE["olmo2"]) or {"rope_type": "default"}
     return biases(metadata) | {
+        "rope_scaling": None,
+        "rope_parameters": {
+            "full_attention": theta | stretched,
+            "sliding_attention": theta | {"rope_type": "default"},
+        },
         "sliding_window": metadata.integer("attention.sliding_window"),
         "layer_types": windowed_layers(metadata, default=4),
     }
