@@ -15,6 +15,7 @@ from penstock.server.responses.convert import (
     offer_tools,
     plain_json,
     prepare,
+    renamed_fields,
     turn_request,
 )
 from penstock.server.responses.items import input_items
@@ -81,17 +82,18 @@ class ResponseDesk:
 
     async def count(self, owner: str, body: ResponseRequest) -> int:
         """How many tokens the model would read."""
-        await self.service.in_thread(check_body, body)
+        service = self.service
+        await service.in_thread(check_body, body)
         history = await self._history(owner, body)
 
         def count() -> int:
             offered = offer_tools(body, self._tool_servers)
             items = [*history.items.read(), *input_items(body.input)]
-            prompt = render_turn(self.service, turn_request(self.service, body, items, offered))
-            limit = self.service.max_counted_tokens
-            return len(self.service.frontend.encode(prompt, False, limit))
+            with renamed_fields():
+                prompt = render_turn(service, turn_request(service, body, items, offered))
+                return len(service.frontend.encode(prompt, False, service.max_counted_tokens))
 
-        return await self.service.in_thread(count)
+        return await service.in_thread(count)
 
     async def _history(self, owner: str, body: ResponseRequest) -> History:
         """What the request continues. It counts as a part of the request's size."""
