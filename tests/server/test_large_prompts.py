@@ -71,6 +71,8 @@ BODIES: dict[str, Any] = {
     "/tokenize": {"prompt": LARGE},
     "/v1/completions": {"prompt": LARGE, "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": LARGE}]},
+    "/v1/responses": {"input": LARGE},
+    "/v1/responses/input_tokens": {"input": LARGE},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": LARGE}], "model": "x"},
 }
 
