@@ -30,7 +30,7 @@ from penstock.text.parsing.parser import (
 from penstock.text.pieces import Encode
 from penstock.text.renderers.base import Renderer
 from penstock.text.renderers.choose import choose_renderer
-from penstock.text.renderers.generic_tools import PARSER, GenericToolRenderer
+from penstock.text.renderers.generic_tools import GenericToolRenderer
 from penstock.text.tokenizer import Tokenizer, TooManyTokens, eos_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def choose_parsers(config: ChatConfig, renderer: Renderer | None) -> Detected:
     that read calls as a template which shows no tools was helped to ask for."""
     found = detect(renderer.source) if renderer is not None else Detected(None, None)
     if isinstance(renderer, GenericToolRenderer):
-        found = found._replace(tools=PARSER)
+        found = found._replace(tools=renderer.parser)
     reasoning, tools = config.reasoning_parser, config.tool_call_parser
     reasoning = found.reasoning if reasoning is None else reasoning
     tools = found.tools if tools is None else tools

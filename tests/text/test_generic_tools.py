@@ -104,3 +104,20 @@ def test_the_parser_follows_from_the_renderer_unless_the_operator_names_one() ->
     assert choose_parsers(ChatConfig(tool_call_parser="none"), renderer).tools is None
     plain = ChatTemplate({"default": PLAIN})
     assert choose_parsers(ChatConfig(), plain).tools is None
+
+
+def test_a_template_that_writes_calls_keeps_its_way_and_is_shown_tools() -> None:
+    source = """{% for m in messages %}<{{ m.role }}>{{ m.content or "" }}
+{%- for c in m.tool_calls or [] %}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.function.name }}
+```json
+{{ c.function.arguments | tojson }}
+```{% endfor %}
+{% endfor %}"""
+    renderer = GenericToolRenderer(ChatTemplate({"default": source}))
+    assert choose_parsers(ChatConfig(), renderer).tools == "deepseek_v3"
+    prompt = renderer.render(LOOP, tools=TOOLS)
+    assert '"name": "get_weather"' in prompt.split("<user>")[0]
+    assert "<｜tool▁sep｜>FUNCTION\n```json\n{ARGUMENTS}\n```" in prompt.split("<user>")[0]
+    assert '<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```' in prompt
+    assert "<tool>rain" in prompt
+    assert "<tool_call>" not in prompt

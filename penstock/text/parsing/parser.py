@@ -36,6 +36,7 @@ __all__ = [
     "make_output_parser",
     "reasoning_format",
     "thinking_is_open",
+    "writes_json",
 ]
 
 _HERE = "penstock.text.parsing"
@@ -178,6 +179,11 @@ def call_grammar(
         grammar = _tool_format("json").grammar(tools_offered, parallel)
     assert grammar is not None
     return grammar
+
+
+def writes_json(tools: str) -> bool:
+    """Whether the family's own calls have their arguments as JSON."""
+    return _tool_format(tools).grammar((), parallel=True) is not None
 
 
 def reasoning_format(reasoning: str, chat_template: str = "") -> ReasoningFormat:

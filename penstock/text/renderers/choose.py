@@ -7,7 +7,7 @@ from penstock.protocol.errors import ConfigError
 from penstock.text.chat import load_chat_template
 from penstock.text.renderers.base import Renderer
 from penstock.text.renderers.deepseek import DeepSeekRenderer
-from penstock.text.renderers.generic_tools import PARSER, GenericToolRenderer, shows_tools
+from penstock.text.renderers.generic_tools import GenericToolRenderer, shows_tools
 from penstock.text.renderers.harmony import HarmonyRenderer
 from penstock.text.renderers.mistral import MistralRenderer
 from penstock.text.tekken import read_tekken, special_tokens_of, version_of
@@ -37,8 +37,9 @@ def choose_renderer(
     if name == "mistral":
         return _mistral(tokenizer)
     template = load_chat_template(source, tokenizer, chat_template)
-    if name == "auto" and not template.is_empty and tool_parser in (None, PARSER):
-        return template if shows_tools(template) else GenericToolRenderer(template)
+    if name == "auto" and not template.is_empty and not shows_tools(template):
+        generic = GenericToolRenderer(template)
+        return generic if tool_parser in (None, generic.parser) else template
     if name == "template" or not template.is_empty:
         return template
     if tokenizer.folder is not None and read_tekken(tokenizer.folder) is not None:

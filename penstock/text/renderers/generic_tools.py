@@ -1,7 +1,8 @@
 """Tools for models whose chat template knows none: in the system prompt, as Hermes has them.
 
 Calls of earlier turns and their results are written into the messages likewise, so that any
-template that shows messages will do. The tool-call parser that goes with it is `PARSER`.
+template that shows messages will do. A template that writes calls in its family's way, and only
+leaves out the tools, keeps that way.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 from penstock.protocol.errors import InputError
 from penstock.text.chat import ChatTemplate, check_conversation
 from penstock.text.parsing.detect import detect
+from penstock.text.parsing.formats import Tool
+from penstock.text.parsing.parser import call_grammar, writes_json
 from penstock.text.renderers.base import Message, Tools, calls_of, text_of
-
-PARSER = "hermes"
 
 _PROBE = "penstock_probe"
 _PROBE_TOOL = {
@@ -36,11 +37,9 @@ You can call functions to help with what the user asks. These are the functions,
 {}
 </tools>
 
-To call a function, write its name and arguments as a JSON object between <tool_call> tags:
-<tool_call>
-{{"name": "<function name>", "arguments": {{<arguments>}}}}
-</tool_call>
-The result follows between <tool_response> tags. If no function helps, answer without a call."""
+To call a function, write its name and its arguments as JSON, like this:
+{}
+If no function helps, answer without a call."""
 
 
 def shows_tools(template: ChatTemplate) -> bool:
@@ -64,10 +63,14 @@ def _try(template: ChatTemplate, messages: list[Message], tools: Tools | None) -
 
 
 class GenericToolRenderer:
-    """A model's chat template, with tools, calls and results in the texts of messages."""
+    """A model's chat template, with tools, calls and results in the texts of messages. `parser` is
+    the tool-call parser that goes with it."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        own = detect(template.source).tools
+        self._writes_calls = own is not None and writes_json(own)
+        self.parser = own if own is not None and self._writes_calls else "hermes"
         self._takes_system: bool | None = None  # found out when there are tools to show
 
     @property
@@ -86,10 +89,10 @@ class GenericToolRenderer:
     ) -> str:
         chat: Sequence[Mapping[str, Any]] = messages
         if tools or any(map(_is_about_calls, messages)):
-            checked = check_conversation(messages, add_generation_prompt, continue_final_message)
-            chat = _spell_out_calls(checked)
+            plain = check_conversation(messages, add_generation_prompt, continue_final_message)
+            chat = plain = plain if self._writes_calls else _spell_out_calls(plain)
             if tools:
-                self._describe(tools, chat)
+                self._describe(tools, plain)
         return self._template.render(
             chat,
             add_generation_prompt=add_generation_prompt,
@@ -102,7 +105,10 @@ class GenericToolRenderer:
         """Put the tools behind the system prompt; before the first message of a template that
         takes no system prompt."""
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        text = _INSTRUCTIONS.format(listed)
+        grammar = call_grammar(self.parser, [Tool("FUNCTION")], False, self.source)
+        (call,) = grammar.calls
+        example = f"{grammar.begin}{call.prefix}{{ARGUMENTS}}{call.suffix}{grammar.end}"
+        text = _INSTRUCTIONS.format(listed, example)
         if chat[0]["role"] in ("system", "developer"):
             chat[0]["content"] = _joined(text_of(chat[0]), text)
         elif self._has_system_prompts():
