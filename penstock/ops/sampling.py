@@ -45,7 +45,8 @@ class Truncation:
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """Log-probabilities of one token a row, its rank, and the row's most likely tokens."""
+    """Log-probabilities of one token a row, its rank, and the row's most likely tokens, or those
+    that were named for it."""
 
     token_ids: Tensor  # [rows] int64
     logprobs: Tensor  # [rows] float32
@@ -219,10 +220,13 @@ def choose_tokens(
     return tokens.masked_fill_(faulted, 0), faulted
 
 
-def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
+def top_logprobs(
+    logits: Tensor, token_ids: Tensor, k: int, named: tuple[Tensor, Tensor] | None = None
+) -> TopLogprobs:
     """Log-probabilities under the logits as they are, in float32.
 
-    logits: [rows, vocab], token_ids: [rows]; k = 0 gives only the tokens' own.
+    logits: [rows, vocab], token_ids: [rows]; k = 0 gives only the tokens' own. `named`: some rows,
+    [n] int64, and the tokens, [n, width] int64, that come first there in place of the top ones.
     """
     vocab_size = logits.shape[1]
     logprobs = logits.to(torch.float32).log_softmax(-1)
@@ -238,6 +242,10 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> TopLogprobs:
         ids = torch.arange(vocab_size, device=logits.device)
         keys = (order << 32) + (vocab_size - 1 - ids)
         top_ids = keys.topk(min(k, vocab_size), dim=-1).indices
+    if named is not None:
+        rows, ids = named
+        top_ids = torch.nn.functional.pad(top_ids, (0, max(ids.shape[1] - top_ids.shape[1], 0)))
+        top_ids[rows, : ids.shape[1]] = ids
     return TopLogprobs(
         token_ids=token_ids,
         logprobs=chosen[:, 0],

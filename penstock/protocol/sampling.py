@@ -20,6 +20,7 @@ MAX_TEXT_LENGTH = 4096  # of a stop string or a bad word, in characters
 MAX_TEXTS_LENGTH = 32 * 1024  # of all stop strings, or of all bad words
 MAX_BIAS_ENTRIES = 1024
 MAX_BIAS = 100
+MAX_LOGPROB_TOKEN_IDS = 128
 FLAGS = (
     "ignore_eos",
     "detokenize",
@@ -79,6 +80,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     -1: all."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt."""
+    logprob_token_ids: list[int] | None = None
+    """Return log-probabilities of these tokens, at most 128, in place of the most likely ones."""
     detokenize: bool = True
     """Turn tokens into text; off leaves `text` empty and stop strings unusable."""
     skip_special_tokens: bool = True
@@ -109,6 +112,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether outputs have log-probabilities of their tokens."""
+        return self.logprobs is not None or bool(self.logprob_token_ids)
 
     @property
     def is_masked(self) -> bool:
@@ -180,6 +188,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def _validate_token_sets(self) -> None:
         _check_items("allowed_token_ids", self.allowed_token_ids)
         _check_items("bad_words", self.bad_words)
+        _check_items("logprob_token_ids", self.logprob_token_ids)
+        named = self.logprob_token_ids or []
+        if len(named) > MAX_LOGPROB_TOKEN_IDS:
+            raise InputError(
+                f"logprob_token_ids may hold at most {MAX_LOGPROB_TOKEN_IDS} token ids, "
+                f"got {len(named)}",
+                "logprob_token_ids",
+            )
+        for token_id in named:
+            check_int("logprob_token_ids", token_id, 0, 2**31 - 1)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InputError("allowed_token_ids must not be empty", "allowed_token_ids")
         for token_id in self.allowed_token_ids or []:

@@ -62,7 +62,8 @@ class StepMasks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probabilities at one position: the chosen token first, then the most likely ones."""
+    """Log-probabilities at one position: the chosen token first, then the most likely ones
+    or those that the request names."""
 
     token_ids: list[int]
     logprobs: list[float]

@@ -32,7 +32,7 @@ from penstock.runner.logits_processors import LogitsProcessor, ProcessorHost
 from penstock.runner.logprobs import RowLogprobs
 from penstock.runner.sampling_tables import Feature, SamplingTables, to_device
 
-CHANGES = ~int(Feature.RANDOM | Feature.TRUNCATION | Feature.LOGPROBS)
+CHANGES = ~int(Feature.RANDOM | Feature.TRUNCATION | Feature.LOGPROBS | Feature.NAMED_LOGPROBS)
 """Features that change logits before the draw."""
 
 
@@ -269,5 +269,13 @@ class Sampler:
         if len(users) < len(rows):
             index = to_device(users, self._device)
             logits, tokens = logits[index], tokens[index]
-        values = reference.top_logprobs(logits, tokens, int(counts.max()))
+        is_named = (features[users] & Feature.NAMED_LOGPROBS) != 0
+        if not is_named.any():
+            values = reference.top_logprobs(logits, tokens, int(counts.max()))
+            return RowLogprobs(users, counts, values)
+        own = np.flatnonzero(is_named)
+        ids = self._params.logprob_ids.take(rows.host_slots[users[own]])
+        named = (to_device(own, self._device), ids)
+        num_top = int(counts[~is_named].max(initial=0))
+        values = reference.top_logprobs(logits, tokens, num_top, named)
         return RowLogprobs(users, counts, values)

@@ -37,6 +37,7 @@ class Feature(enum.IntFlag):
     LOGIT_BIAS = enum.auto()
     PROCESSORS = enum.auto()
     LOGPROBS = enum.auto()
+    NAMED_LOGPROBS = enum.auto()  # of tokens that the request names
 
 
 def to_device(values: HostArray, device: torch.device) -> Tensor:
@@ -139,6 +140,7 @@ class SamplingTables:
             return PaddedTable(num_slots, num_dims, dtype, padding, device)
 
         self.allowed_ids = lists(torch.int64)
+        self.logprob_ids = lists(torch.int64, padding=0)
         self.stop_ids = lists(torch.int64)
         self.bias_ids = lists(torch.int64, padding=0)
         self.bias_values = lists(torch.float32, padding=0.0)
@@ -158,7 +160,11 @@ class SamplingTables:
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         if penalties != (1.0, 0.0, 0.0):
             features |= Feature.PENALTIES
-        if params.logprobs is not None:
+        if params.logprob_token_ids:
+            features |= Feature.LOGPROBS | Feature.NAMED_LOGPROBS
+            self.logprob_ids.put(slot, np.array(params.logprob_token_ids, dtype=np.int64))
+            self.num_logprobs[slot] = len(params.logprob_token_ids)
+        elif params.logprobs is not None:
             features |= Feature.LOGPROBS
             asked = self.vocab_size if params.logprobs < 0 else params.logprobs
             self.num_logprobs[slot] = min(asked, self.vocab_size)
@@ -179,6 +185,7 @@ class SamplingTables:
         self.num_logprobs[slot] = 0
         for table in (
             self.allowed_ids,
+            self.logprob_ids,
             self.stop_ids,
             self.bias_ids,
             self.bias_values,

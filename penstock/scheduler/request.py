@@ -99,7 +99,7 @@ class RequestState(_EveryStep):
         self.num_prompt_logprobs = 0  # positions delivered
         params = request.params
         self.is_masked = params.is_masked
-        wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
         self.is_plain = not (self.is_masked or wants_logprobs)
         eos_token_ids = [] if params.ignore_eos else request.eos_token_ids
         self.stop_ids = _set_of((*eos_token_ids, *(params.stop_token_ids or ())))

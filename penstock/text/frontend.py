@@ -220,15 +220,17 @@ class Frontend:
 
     def _check_params(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):
-            asked = getattr(params, name)
-            if asked is not None and self.max_logprobs != -1:
-                most = self.max_logprobs
-                if not 0 <= asked <= most:
-                    raise InputError(
-                        f"{name} must be from 0 to {most} (the engine's max_logprobs), got {asked}",
-                        name,
-                    )
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            asked, most = getattr(params, name), self.max_logprobs
+            if asked is None or most == -1:
+                continue
+            if (self.vocab_size if asked == -1 else asked) > most:
+                all_of_them = f"; -1 are all {self.vocab_size}" if asked == -1 else ""
+                raise InputError(
+                    f"{name} must be from 0 to {most} (the engine's max_logprobs), "
+                    f"got {asked}{all_of_them}",
+                    name,
+                )
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "logprob_token_ids"):
             token_ids = getattr(params, name) or ()
             if len(token_ids) > self.vocab_size:
                 raise InputError(

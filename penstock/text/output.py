@@ -203,9 +203,10 @@ class _Child:
                 if self.finished:
                     logprobs = logprobs[: position + 1]
                     break
-        for entry in logprobs if self.params.logprobs is not None else ():
+        for entry in logprobs if self.params.wants_logprobs else ():
             self.cumulative_logprob += entry.logprobs[0]
-            self.logprobs.append(_by_token(entry, self.tokenizer))
+            is_ranked = not self.params.logprob_token_ids
+            self.logprobs.append(_by_token(entry, self.tokenizer, is_ranked))
 
     def _scan(self, text: str) -> None:
         assert self.scanner is not None
@@ -251,7 +252,7 @@ class _Child:
     def _output(
         self, text: str, token_ids: list[int], logprobs: list[LogprobsAtPosition]
     ) -> CompletionOutput:
-        wants_logprobs = self.params.logprobs is not None
+        wants_logprobs = self.params.wants_logprobs
         routed_experts = None
         if self.routed_experts is not None and self.finished:
             # The last token was sampled, but no step computed with it.
@@ -317,12 +318,15 @@ class _PromptLogprobs:
         return list(self._by_position)
 
 
-def _by_token(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> LogprobsAtPosition:
-    """The chosen token first, then the most likely ones in order."""
+def _by_token(
+    entry: TokenLogprobs, tokenizer: Tokenizer | None, is_ranked: bool = True
+) -> LogprobsAtPosition:
+    """The chosen token first, then the most likely ones in order, if these are ranked so."""
     by_token: LogprobsAtPosition = {}
     pairs = zip(entry.token_ids, entry.logprobs, strict=True)
     for place, (token_id, logprob) in enumerate(pairs):
         if token_id not in by_token:
             text = tokenizer.token_text(token_id) if tokenizer is not None else None
-            by_token[token_id] = Logprob(logprob, entry.rank if place == 0 else place, text)
+            rank = place if is_ranked else None
+            by_token[token_id] = Logprob(logprob, entry.rank if place == 0 else rank, text)
     return by_token

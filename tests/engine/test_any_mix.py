@@ -69,6 +69,7 @@ def some_params(rng: random.Random, most: int) -> SamplingParams:
         **perhaps(0.2, stop_token_ids=rng.sample(range(5, VOCAB_SIZE), 20)),
         **perhaps(0.3, stop=letters(), include_stop_str_in_output=rng.random() < 0.5),
         **perhaps(0.4, logprobs=rng.choice([0, 3])),
+        **perhaps(0.2, logprob_token_ids=rng.sample(range(VOCAB_SIZE), rng.choice([1, 5]))),
         **perhaps(0.2, prompt_logprobs=rng.choice([0, 2])),
         **perhaps(0.2, n=2),
     }

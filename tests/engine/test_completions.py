@@ -143,6 +143,20 @@ def test_a_prompt_that_was_never_seen_counts_as_computed_for_all_its_completions
     assert output.num_cached_tokens == 0
 
 
+def test_named_tokens_have_the_logprobs_that_they_have_among_all(llm: LLM) -> None:
+    options: Any = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+    (named,) = generate(llm, logprob_token_ids=[9, 4], **options)
+    (plain,) = generate(llm, logprobs=20, **options)
+    assert named.token_ids == plain.token_ids
+    assert named.cumulative_logprob == pytest.approx(plain.cumulative_logprob)
+    for token_id, ours, theirs in zip(named.token_ids, named.logprobs, plain.logprobs, strict=True):
+        assert list(ours) == list(dict.fromkeys([token_id, 9, 4]))
+        for other in {9, 4} & set(theirs):
+            assert ours[other].logprob == pytest.approx(theirs[other].logprob)
+        assert ours[token_id].rank == 1
+        assert all(entry.rank is None for other, entry in ours.items() if other != token_id)
+
+
 def test_the_logprobs_of_a_prompt_are_computed_once_for_all_its_completions(llm: LLM) -> None:
     params = SamplingParams(n=3, prompt_logprobs=1)
     prepared = llm.frontend.prepare("r", PROMPT["prompt_token_ids"], params)

@@ -264,6 +264,39 @@ def test_logprobs_are_of_the_raw_logits_and_cut_to_what_each_row_asked_for() -> 
         assert entry.rank == order.index(token) + 1
 
 
+def test_named_logprobs_stand_beside_the_most_likely_of_other_rows() -> None:
+    asked: list[dict[str, Any]] = [
+        {"logprob_token_ids": [7, 3, 11]},
+        {"logprobs": 2},
+        {},
+        {"logprob_token_ids": [0], "logprobs": 5},  # which do not count then
+    ]
+    cases = [make_case(index, **fields) for index, fields in enumerate(asked)]
+    sampler, logits, rows = set_up(cases)
+    sampled = sampler.sample(logits, rows)
+    assert sampled.logprobs is not None
+    found = sampled.logprobs.by_row()
+    assert set(found) == {0, 1, 3}
+    raw = logits.double().log_softmax(-1)
+    for row, entry in found.items():
+        assert entry.token_ids[0] == int(sampled.token_ids[row])
+        expected = [float(raw[row, token_id]) for token_id in entry.token_ids]
+        assert entry.logprobs == pytest.approx(expected, abs=1e-5)
+    assert found[0].token_ids[1:] == [7, 3, 11]
+    assert found[1].token_ids[1:] == raw[1].topk(2).indices.tolist()
+    assert found[3].token_ids[1:] == [0]
+
+
+def test_named_logprobs_change_no_choice() -> None:
+    plain, named = make_case(0), make_case(0, logprob_token_ids=[1])
+    tokens = []
+    for case in (plain, named):
+        sampler, logits, rows = set_up([case])
+        assert sampler.kind_of(rows) is not None  # nor how it is made
+        tokens.append(sampler.sample(logits, rows).token_ids.tolist())
+    assert tokens[0] == tokens[1]
+
+
 def test_logprobs_alone_leave_a_greedy_row_greedy() -> None:
     case = make_case(0, temperature=0.0, logprobs=1)
     sampler, logits, rows = set_up([case])

@@ -146,3 +146,63 @@ def test_chunks_have_null_for_token_ids_that_nobody_asked_for(
     assert first["prompt_token_ids"] is None
     for chunk in chunks[1:]:
         assert chunk["choices"][0]["token_ids"] is None
+
+
+# -- logprobs
+
+
+@pytest.fixture(scope="module")
+def unlimited(tiny_model: Path) -> Iterator[ServerProcess]:
+    """A server that reports as many log-probabilities as there are tokens."""
+    process = ServerProcess(str(tiny_model), *DUMMY, "--max-logprobs", "257")  # the vocabulary
+    yield process
+    process.close()
+
+
+def test_minus_one_asks_for_all_logprobs(unlimited: ServerProcess) -> None:
+    fields: dict[str, Any] = {"max_tokens": 2, "prompt_logprobs": -1, "ignore_eos": True}
+    reply = answer(unlimited, CHAT, logprobs=True, top_logprobs=-1, **fields)
+    content = reply["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in content] == [257, 257]
+    values = [entry["logprob"] for entry in content[0]["top_logprobs"]]
+    assert values == sorted(values, reverse=True)
+    first, *others = reply["prompt_logprobs"]
+    assert first is None
+    assert all(len(position) == 257 for position in others)
+    choice = answer(unlimited, TEXT, logprobs=-1, **fields)["choices"][0]
+    assert all(len(position) == 257 for position in choice["prompt_logprobs"][1:])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_can_be_named_whose_logprobs_are_reported(
+    unlimited: ServerProcess, stream: bool
+) -> None:
+    named = [65, 97, 98]
+    fields: dict[str, Any] = {"logprob_token_ids": named, "temperature": 0, "max_tokens": 2}
+    fields |= {"return_tokens_as_token_ids": True, "ignore_eos": True}
+    everything = answer(unlimited, CHAT, **{**fields, "logprob_token_ids": None}, logprobs=True,
+                        top_logprobs=-1)["choices"][0]["logprobs"]["content"]  # fmt: skip
+    asked = answer(unlimited, CHAT, stream=stream, **fields)
+    replies = asked if stream else [asked]
+    content = [
+        entry
+        for reply in replies
+        for choice in reply["choices"]
+        for entry in (choice["logprobs"] or {"content": []})["content"]
+    ]
+    assert len(content) == 2
+    for ours, all_of_them in zip(content, everything, strict=True):
+        expected = {entry["token"]: entry["logprob"] for entry in all_of_them["top_logprobs"]}
+        tokens = {entry["token"]: entry["logprob"] for entry in ours["top_logprobs"]}
+        assert set(tokens) == {ours["token"], *(f"token_id:{token_id}" for token_id in named)}
+        for token, logprob in tokens.items():
+            assert logprob == pytest.approx(expected[token])
+    replies = answer(unlimited, TEXT, stream=stream, **fields)
+    tops = [
+        top
+        for reply in (replies if stream else [replies])
+        for choice in reply["choices"]
+        for top in choice["logprobs"]["top_logprobs"]
+    ]
+    assert len(tops) == 2
+    assert all({f"token_id:{token_id}" for token_id in named} <= set(top) for top in tops)

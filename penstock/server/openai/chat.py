@@ -83,7 +83,7 @@ class ChatAnswer:
         self._created = int(time.time())
         self._logprobs = LogprobFormat(
             service.frontend.tokenizer,
-            body.top_logprobs or 0,
+            -1 if body.logprob_token_ids else body.top_logprobs or 0,
             service.shows_token_ids(body.return_tokens_as_token_ids),
         )
         self._fingerprint = service.fingerprint

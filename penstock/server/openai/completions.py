@@ -81,7 +81,7 @@ class CompletionAnswer:
         self._texts = TextChunks()
         self._logprobs = LogprobFormat(
             service.frontend.tokenizer,
-            body.logprobs or 0,
+            -1 if body.logprob_token_ids else body.logprobs or 0,
             service.shows_token_ids(body.return_tokens_as_token_ids),
         )
 
@@ -148,7 +148,7 @@ class CompletionAnswer:
         first = number not in self._begun
         self._begun.add(number)
         echo = self._prompt_text(output) if first and self._body.echo else None
-        if first and self._body.logprobs is not None:
+        if first and item.logprobs is not None:
             self._offsets[number] = self._text_offsets(output, start=len(echo or ""))
         choice = CompletionChoice(
             index=number,

@@ -81,7 +81,7 @@ class LogprobFormat:
         """The most likely tokens, the most likely first."""
         if self._num_top == 0:
             return []
-        ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+        ranked = sorted(position.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
         return ranked if self._num_top < 0 else ranked[: self._num_top]
 
     def _text(self, token_id: int, entry: Logprob) -> str:

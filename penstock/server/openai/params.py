@@ -20,7 +20,7 @@ SAME_NAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
     "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
-    "allowed_token_ids", "bad_words", "prompt_logprobs",
+    "allowed_token_ids", "bad_words", "prompt_logprobs", "logprob_token_ids",
 )  # fmt: skip
 
 STRUCTURED = "use structured_outputs: {}"
@@ -34,7 +34,6 @@ REMEDIES = {
     "guided_whitespace_pattern": STRUCTURED.format('{"whitespace_pattern": PATTERN, ...}'),
     "guided_decoding_backend": "start the server with --structured-outputs-backend",
     "prompt_embeds": "send the prompt as text or token ids",
-    "logprob_token_ids": "ask for the most likely tokens with logprobs",
     "logits_processors": "start the server with --logits-processors",
     "repetition_detection": "leave it out, or limit max_tokens",
     "kv_transfer_params": "leave it out",

@@ -118,6 +118,9 @@ class GenerationBody(Body):
     allowed_token_ids: Items[int] | None = Field(None, description="Only these may be chosen.")
     bad_words: Items[Text] | None = Field(None, description="Words that must not be said.")
     prompt_logprobs: int | None = Field(None, description="As logprobs, for the prompt's tokens.")
+    logprob_token_ids: Items[int] | None = Field(
+        None, description="Report these tokens, at most 128, in place of the most likely ones."
+    )
     truncate_prompt_tokens: int | None = Field(
         None, description="Keep so many tokens of the prompt; -1: as many as the model takes."
     )
