@@ -77,6 +77,12 @@ _DEEPSEEK3_PATTERN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Letters that have cases, but for those that DeepSeek's list of them leaves out.
+_DEEPSEEK_LETTERS = (
+    "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c88\u2d00-\u2d2d"
+    "\ua790-\ua7fa\uab30-\uab68\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001d7cb"
+    "\U0001df00-\U0001df1e]]"
+)
 # Chinese, Japanese and Korean, and what lies between, as DeepSeek's first models cut it out.
 _DEEPSEEK_EAST = "[\u0800-\u9fa5\uac00-\ud7ff]+"
 _DEEPSEEK_PUNCTUATION = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
@@ -107,7 +113,7 @@ _BY_NAMES: dict[tuple[str, ...], PreTokenizer] = {
     ("deepseek-llm",): PreTokenizer(
         (
             r"[\r\n]",
-            r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+            rf"\s?{_DEEPSEEK_LETTERS}+",
             _DEEPSEEK_PUNCTUATION,
             r"\s+$",
             _DEEPSEEK_EAST,

@@ -179,6 +179,7 @@ def test_deepseek_and_kimi_split_as_their_own_patterns_do() -> None:
     assert pieces("deepseek-llm", "Hi there，1234你好 x") == [
         "Hi", " there", "，", "1234", "你好", " x"
     ]  # fmt: skip
+    assert pieces("deepseek-llm", "xա") == ["x", "ա"]  # no letter of DeepSeek's list
     assert pieces("deepseek-llm", "a\nb  ") == ["a", "\n", "b", "  "]
     assert pieces("deepseek-coder", "x1 = y2;\n") == ["x", "1", " =", " y", "2", ";", "\n"]
     assert pieces("kimi-k2", "Hello世界World's 12345") == [
