@@ -9,6 +9,7 @@ open, and so does what a condition (`not`, `if`) looks at.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -107,8 +108,8 @@ class _Closer:
         found: Any = self._root
         for step in ref.split("/")[1:]:
             key = unquote(step).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-                found = found[int(key)]
+            if isinstance(found, list) and re.fullmatch("[0-9]{1,9}", key):
+                found = found[int(key)] if int(key) < len(found) else None
             else:
                 found = _dict(found).get(key)
         return found
@@ -158,10 +159,10 @@ def _can_be_closed(schema: Schema, parts: list[Schema]) -> bool:
         if not isinstance(part.get("properties", {}), dict):
             return False
     names = {name for part in parts for name in part.get("properties", ())}
-    needed = {name for part in parts for name in _list(part.get("required"))}
+    needed: set[str] = set()
     for part in parts:
-        for others in _dict(part.get("dependentRequired")).values():
-            needed.update(_list(others))
+        for listed in (part.get("required"), *_dict(part.get("dependentRequired")).values()):
+            needed.update(name for name in _list(listed) if isinstance(name, str))
     fewest = max((_int(part.get("minProperties")) for part in parts), default=0)
     return needed <= names and fewest <= len(names)
 

@@ -191,6 +191,7 @@ def test_only_allowed_tools_can_be_called(scripted_server: ServerProcess) -> Non
         ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name"),
         ({"functions": FUNCTIONS}, "functions"),
+        ({"tools": None, "function_call": {"name": "x"}}, "function_call"),
     ],
 )
 def test_what_is_no_tool_is_refused_by_name(

@@ -170,3 +170,21 @@ def test_what_is_closed_takes_less_and_not_nothing(root: Schema, one: Schema, tw
     after = taken(closed(schema))
     assert all(value in before for value in after)
     assert bool(after) == bool(before)
+
+
+words = st.sampled_from(
+    [*KEYS, "properties", "required", "allOf", "anyOf", "oneOf", "items", "not", "if", "then",
+     "$ref", "$defs", "additionalProperties", "patternProperties", "minProperties", "prefixItems",
+     "dependentSchemas", "dependentRequired", "type", "#", "#/$defs/a", "#/allOf/0", "#/items/9"]
+)  # fmt: skip
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | words | st.just("#/allOf/" + "9" * 5000),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(anything)
+@settings(deadline=None)
+def test_nothing_that_a_client_sends_as_a_schema_is_too_much(schema: Any) -> None:
+    close_objects(schema)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.config import ChatConfig
+from penstock.protocol.errors import InputError
 from penstock.text.chat import ChatTemplate
 from penstock.text.frontend import choose_parsers
 from penstock.text.renderers.generic_tools import GenericToolRenderer, shows_tools
@@ -121,3 +122,10 @@ def test_a_template_that_writes_calls_keeps_its_way_and_is_shown_tools() -> None
     assert '<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```' in prompt
     assert "<tool>rain" in prompt
     assert "<tool_call>" not in prompt
+
+
+@pytest.mark.parametrize("messages", [None, 7, "hello", {}, [], [None], [{"role": "tool"}]])
+def test_what_is_no_conversation_is_the_clients_error(messages: Any) -> None:
+    renderer = GenericToolRenderer(ChatTemplate({"default": PLAIN}))
+    with pytest.raises(InputError, match="messages"):
+        renderer.render(messages, tools=TOOLS)

@@ -231,6 +231,13 @@ def _allowed(allowed: AllowedTools, tools: Sequence[Tool]) -> list[Tool]:
 def read_function_call(given: Any, tools: Sequence[Tool]) -> ToolChoice:
     """`function_call`, the choice of a function before there were tools."""
     if isinstance(given, ToolReference):
+        names = [tool.name for tool in tools]
+        if given.name not in names:
+            raise InputError(
+                f"function_call names {given.name!r:.80}, which is not among the functions: "
+                f"{', '.join(names) or 'none'}",
+                "function_call",
+            )
         return NamedTool(given.name)
     if given in ("none", "auto"):
         return given  # type: ignore[no-any-return]

@@ -88,7 +88,8 @@ class GenericToolRenderer:
         **template_kwargs: Any,
     ) -> str:
         chat: Sequence[Mapping[str, Any]] = messages
-        if tools or any(map(_is_about_calls, messages)):
+        is_list = isinstance(messages, Sequence)  # else the template's own check says so
+        if is_list and (tools or any(map(_is_about_calls, messages))):
             plain = check_conversation(messages, add_generation_prompt, continue_final_message)
             chat = plain = plain if self._writes_calls else _spell_out_calls(plain)
             if tools:
