@@ -13,7 +13,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_twins import TWINS, write_twin
+from gguf_twin_files import write_twin
+from gguf_twins import TWINS
 from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import Reference, make_checkpoint
 
