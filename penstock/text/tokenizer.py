@@ -97,7 +97,13 @@ class Tokenizer:
             if limit is not None and num_tokens > limit:
                 raise TooManyTokens(num_tokens, limit, is_exact)
 
-        check(self.fewest_tokens(text))
+        def foresee(num_tokens: int, rest: str) -> None:
+            if (
+                limit is not None and num_tokens + len(rest) > limit
+            ):  # else its length tells nothing
+                check(num_tokens + self.fewest_tokens(rest))
+
+        foresee(0, text)
         frame = self._frame(add_special_tokens) if len(text) > PIECE_LENGTH else None
         if frame is None:
             ids = self._encode(text, add_special_tokens)
@@ -105,7 +111,7 @@ class Tokenizer:
             before, after = frame
             ids = [*before]
             for piece in self._cuts.pieces(text):
-                check(len(ids) + self.fewest_tokens(piece))
+                foresee(len(ids), piece)
                 ids += (encode_piece or self.encode_piece)(piece)
                 check(len(ids))
             ids += after
