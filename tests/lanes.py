@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
-REAL_MODELS = {"default_model", "default_gguf"}  # fixtures
+REAL_MODELS = {"default_model", "default_gguf", "gemma_model"}  # fixtures
 INTERPRETED = TESTS / "ops" / "gpu"  # kernels in Triton's interpreter, where there is no GPU
 NOTHING: dict[str, Any] = {}
 
