@@ -73,7 +73,6 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "by itself"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
     (
