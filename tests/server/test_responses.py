@@ -203,7 +203,7 @@ def test_an_answer_at_its_limit_is_incomplete(client: openai.OpenAI, default_mod
         ({"input": []}, "input", "at least one"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search is not built in here"),
         ({"tools": [{"type": "code_interpreter"}]}, "tools[0]", "--tool-server"),
-        ({"tools": [{"type": "magic"}]}, "tools[0]", "function or mcp"),
+        ({"tools": [{"type": "magic"}]}, "tools[0]", "function, custom or mcp"),
         (
             {"tools": [{"type": "mcp", "server_label": "x", "server_url": "http://10.0.0.1/mcp"}]},
             "tools[0]",
