@@ -10,13 +10,15 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_level_backend, sentencepiece_like_backend, word_backend
-from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 
 from penstock.config import EngineConfig
 from penstock.loading.source import resolve_source
 from penstock.protocol.errors import InputError
 from penstock.text import pieces as pieces_module
 from penstock.text import tokenizer as tokenizer_module
+from penstock.text.detokenizer import byte_level_alphabet
+from penstock.text.gguf_tokenizer import PRE_TOKENIZERS, PreTokenizer
 from penstock.text.pieces import Cuts
 from penstock.text.tokenizer import Tokenizer, TooManyTokens, load_tokenizer
 
@@ -136,6 +138,34 @@ def test_pieces_of_the_default_model_have_the_tokens_of_the_whole(
     default_tokenizer: Tokenizer, text: str, keep: int
 ) -> None:
     check_same(default_tokenizer, text, keep)
+
+
+def split_as(how: PreTokenizer) -> Tokenizer:
+    """With the words of a published family. Tokens are bytes, each word's last one marked: which
+    words a text is split into shows in its tokens."""
+    alphabet = byte_level_alphabet()
+    ids = dict(alphabet)
+    ids |= {f"{char}</w>": 256 + byte for char, byte in alphabet.items()}
+    backend = tokenizers.Tokenizer(models.BPE(ids, [], end_of_word_suffix="</w>"))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in how.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
+    if how.nfc:
+        backend.normalizer = normalizers.NFC()
+    return Tokenizer(backend)
+
+
+FAMILIES = [split_as(how) for how in dict.fromkeys(PRE_TOKENIZERS.values())]
+
+
+@settings(max_examples=100)
+@given(text=TEXTS)
+@pytest.mark.parametrize("number", range(len(FAMILIES)))
+def test_pieces_have_the_words_of_the_whole_in_every_family(number: int, text: str) -> None:
+    tokenizer = FAMILIES[number]
+    assert tokenizer.encode(text, False) == tokenizer.encode_piece(text)
+    assert tokenizer.encode_part(text, 9, "last", False) == tokenizer.encode_piece(text)[-9:]
+    assert len(list(tokenizer._cuts.pieces("the cat sat " * 30))) > 5
 
 
 def test_real_prose_and_code_are_cut_often(default_tokenizer: Tokenizer) -> None:
