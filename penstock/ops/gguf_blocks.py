@@ -20,7 +20,7 @@ from penstock.ops.gguf_grids import GRIDS, grid_numbers, scale_grid
 
 # Elements dequantized at a time: several passes go over them, which should hit the cache, but each
 # pass is a parallel region, and on a busy machine those are dear.
-_CHUNK_ELEMENTS = 2**20
+CHUNK_ELEMENTS = 2**20
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -40,7 +40,7 @@ def dequantize_blocks(
     numbers, scale = FORMATS[type_name]
     blocks = source.reshape(-1, block_bytes)
     rows = out.view(len(blocks), -1)
-    step = max(_CHUNK_ELEMENTS // rows.shape[1], 1)
+    step = max(CHUNK_ELEMENTS // rows.shape[1], 1)
     for start in range(0, len(blocks), step):
         own, floats = blocks[start : start + step], rows[start : start + step]
         floats.copy_(numbers(own))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.ops.blocks import BlockTensor
-from penstock.ops.gguf_blocks import E2M1_DOUBLED, FORMATS, IQ4_VALUES
+from penstock.ops.gguf_blocks import CHUNK_ELEMENTS, E2M1_DOUBLED, FORMATS, IQ4_VALUES
 from penstock.ops.gguf_fields import half
 
 # Blocks of 32 numbers with a float16 scale.
@@ -38,17 +38,24 @@ def recode(weight: BlockTensor, types: Collection[str]) -> BlockTensor | None:
     scales = found.scales(blocks)
     if scales is None:
         return None
-    numbers = FORMATS[weight.type_name].numbers(blocks)
+    ratio, block_bytes = weight.block_size // TARGET_SIZE, TARGET_BYTES[found.target]
+    packed = blocks.new_empty(len(blocks) * ratio, block_bytes)
+    step = max(CHUNK_ELEMENTS // weight.block_size, 1)
+    for start in range(0, len(blocks), step):
+        own = slice(start, start + step)
+        signed = _signed(weight.type_name, found, blocks[own]).view(-1, TARGET_SIZE)
+        repeated = scales[own].repeat_interleave(ratio, dim=0)
+        packed[start * ratio : (start + step) * ratio] = _pack(found.target, repeated, signed)
+    return BlockTensor(found.target, TARGET_SIZE, block_bytes, packed.view(len(weight.data), -1))
+
+
+def _signed(type_name: str, found: Recoding, blocks: torch.Tensor) -> torch.Tensor:
+    """What blocks stand for before they are scaled: [num_blocks, block_size] int8."""
+    numbers = FORMATS[type_name].numbers(blocks)
     if found.values is None:
-        signed = numbers.to(torch.int8) - 1
-    else:
-        table = torch.tensor(found.values, dtype=torch.int8, device=blocks.device)
-        signed = table[numbers.int()]
-    repeated = scales.repeat_interleave(weight.block_size // TARGET_SIZE, dim=0)
-    packed = _pack(found.target, repeated, signed.view(-1, TARGET_SIZE))
-    return BlockTensor(
-        found.target, TARGET_SIZE, TARGET_BYTES[found.target], packed.view(len(weight.data), -1)
-    )
+        return numbers.to(torch.int8) - 1
+    table = torch.tensor(found.values, dtype=torch.int8, device=blocks.device)
+    return table.index_select(0, numbers.view(-1).int())
 
 
 def _pack(target: str, scales: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
@@ -59,8 +66,10 @@ def _pack(target: str, scales: torch.Tensor, signed: torch.Tensor) -> torch.Tens
     numbers = (signed + (8 if target == "Q4_0" else 16)).view(torch.uint8)
     if target == "Q5_0":  # bit i of byte j: element 8 j + i
         fifth = (numbers >> 4).view(-1, 4, 8)
-        powers = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
-        parts.append((fifth * powers.to(fifth.device)).sum(-1, dtype=torch.uint8))
+        byte = fifth[..., 0]
+        for bit in range(1, 8):
+            byte = byte | (fifth[..., bit] << bit)
+        parts.append(byte)
     low, high = (numbers & 15).chunk(2, dim=1)  # (element i, element i + 16)
     return torch.cat([*parts, low | (high << 4)], dim=1)
 

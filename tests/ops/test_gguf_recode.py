@@ -8,6 +8,7 @@ import torch
 from gguf_builder import random_blocks
 
 from penstock.loading.gguf.file import GGML_TYPES
+from penstock.ops import gguf_recode
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.cpu.dtypes import NATIVE_TYPES
 from penstock.ops.gguf_blocks import dequantize
@@ -29,6 +30,17 @@ def test_nothing_is_rounded(type_name: str) -> None:
     assert recoded.type_name in NATIVE_TYPES
     assert recoded.shape == weight.shape == (7, 512)
     assert torch.equal(dequantize(recoded), dequantize(weight))
+
+
+@pytest.mark.parametrize("type_name", RECODINGS)
+def test_chunks_leave_no_seam(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = matrix(type_name, rows=11, columns=768)
+    whole = recode(weight, NATIVE_TYPES)
+    monkeypatch.setattr(gguf_recode, "CHUNK_ELEMENTS", 512)
+    parts = recode(weight, NATIVE_TYPES)
+    assert whole is not None
+    assert parts is not None
+    assert torch.equal(parts.data, whole.data)
 
 
 @pytest.mark.parametrize("target", TARGET_BYTES)
