@@ -115,6 +115,7 @@ class GrammarManager:
             reasoning=reasoning_of(request, vocabulary.tokens, opening),
             start_id=start_id,
             field=FIELD if params is None else params.field,
+            end_ids=vocabulary.end_ids,
         )
         output.accept(request.output_token_ids)  # of a replay
         return output

@@ -24,7 +24,9 @@ class OutputGrammar:
     """Follows the tokens of one output: its `reasoning`, and then its answer.
 
     Without a `matcher` the answer is free. With one, and where the reasoning may be left out, the
-    output either begins with the token `start_id` or is the answer from its first token on.
+    output either begins with the token `start_id` or is the answer from its first token on. Then
+    `end_ids`, the tokens that end an output, do not end it within the reasoning: the answer has yet
+    to come.
     """
 
     def __init__(
@@ -33,12 +35,16 @@ class OutputGrammar:
         reasoning: Reasoning | None = None,
         start_id: int | None = None,
         field: str = FIELD,
+        end_ids: Sequence[int] = (),
     ) -> None:
         self.matcher = matcher
         self.field = field  # what the client calls the grammar
         self.drafts: list[int] = []  # tokens that are proposed to come next
         self._reasoning = reasoning
         self._start_id = start_id
+        self._withheld: list[int] = []
+        if reasoning is not None and matcher is not None:
+            self._withheld = [i for i in end_ids if not reasoning.is_ended_by(i)]
         self._state = State(Phase.OVER) if reasoning is None else reasoning.begin()
         self._took_answer = False  # whether the last token was the matcher's
 
@@ -47,7 +53,7 @@ class OutputGrammar:
         """Whether any token may come next."""
         if self._state.phase is Phase.OVER or self._may_begin_answer:
             return self.matcher is None
-        return self._state.phase not in (Phase.OPENING, Phase.CLOSING)
+        return not self._withheld and self._state.phase not in (Phase.OPENING, Phase.CLOSING)
 
     @property
     def is_answer(self) -> bool:
@@ -112,6 +118,10 @@ class OutputGrammar:
             bits[:] = 0
             _allow(bits, forced)
             return
+        if self._state.phase is not Phase.OVER and not self._may_begin_answer:
+            for token_id in self._withheld:
+                _forbid(bits, token_id)
+            return
         assert self.matcher is not None
         backend.fill([self.matcher], bits)
         if self._may_begin_answer:
@@ -127,6 +137,12 @@ class OutputGrammar:
         assert self._reasoning is not None
         self._state = self._reasoning.after(self._state, token_id)
         return True
+
+
+def _forbid(bits: Bits, token_id: int) -> None:
+    """Clear one token's bit in the one row."""
+    words = bits.view("uint32")
+    words[0, token_id // 32] &= ~(1 << (token_id % 32)) & 0xFFFFFFFF
 
 
 def _allow(bits: Bits, token_id: int) -> None:

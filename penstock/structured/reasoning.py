@@ -79,6 +79,10 @@ class Reasoning:
             return self.opening[state.num_tokens]
         return self.closing[state.num_tokens] if state.phase is Phase.CLOSING else None
 
+    def is_ended_by(self, token_id: int) -> bool:
+        """Whether this token alone ends it."""
+        return self._has_ended(self.tokens[token_id])
+
     def _has_ended(self, text: bytes) -> bool:
         return any(end in text for end in self.ends)
 

@@ -223,3 +223,17 @@ def test_a_call_that_max_tokens_cuts_off_leaves_no_markup_in_the_content(
         assert reason == reply["finish_reason"]
         if max_tokens < 60:
             assert reason == "length"
+
+
+def test_a_model_that_would_end_while_it_thinks_still_makes_the_call(
+    scripted_server: ServerProcess,
+) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "[[<think>hm]]"}], "tools": CHAT_TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": "get_time"}},
+        "thinking_token_budget": 6, "max_tokens": 300, "seed": 1,
+    }  # fmt: skip
+    choice = scripted_server.post("/v1/chat/completions", body).json()["choices"][0]
+    assert choice["message"]["reasoning"].startswith("hm")
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["name"], choice["finish_reason"]) == ("get_time", "stop")
