@@ -98,3 +98,8 @@ def test_two_split_models_in_a_folder_are_listed_by_their_first_files(split: Pat
         shutil.copy(other, other.with_name(other.name.replace("model", "other")))
     with pytest.raises(ModelError, match=r"one of: \S+model-00001\S+ \S+other-00001\S+$"):
         resolve(split)
+
+
+def test_what_reads_images_beside_a_model_is_not_taken_for_one(split: Path) -> None:
+    shutil.copy(part(split, 1), split / "mmproj-model-f16.gguf")
+    assert resolve(split).path == part(split, 1)

@@ -70,8 +70,12 @@ def _name(stem: str, number: int, count: int) -> str:
 
 
 def choose_gguf(folder: Path, paths: Sequence[Path]) -> Path:
-    """The one model among .gguf files, by its first file. ModelError where there are several."""
-    matches = {path: _NAME.fullmatch(path.name) for path in paths}
+    """The one model among .gguf files, by its first file. ModelError where there are several.
+
+    What reads images (`mmproj-...`) lies beside a model, and is none.
+    """
+    texts = [path for path in paths if not path.name.startswith("mmproj")]
+    matches = {path: _NAME.fullmatch(path.name) for path in texts or paths}
     firsts = [
         path
         for path, match in matches.items()
