@@ -26,7 +26,7 @@ from penstock.confined.errors import (
     WorkerLost,
 )
 from penstock.confined.fair_queue import FairQueue
-from penstock.confined.process import ConfinedProcess, Death
+from penstock.confined.process import Activity, ConfinedProcess, Death
 from penstock.confined.worker import Start
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Limits:
     num_workers: int = 4
     max_queued: int = 256
     quantum_s: float = 0.25  # CPU time after which a job is slow
-    stall_s: float = 5.0  # without any CPU time, after which a process counts as stopped
+    stall_s: float = 5.0  # after which a process that is not even runnable counts as stopped
     idle_s: float = 60.0  # after which a process without jobs ends
 
 
@@ -88,7 +88,8 @@ class _Worker:
 
     def begin(self, is_starting: bool) -> None:
         now = time.monotonic()
-        cpu = (self.process.cpu_time() if self.process else None) or 0.0
+        activity = self.process.activity() if self.process else None
+        cpu = activity.cpu_s if activity else 0.0
         self.is_starting, self.killed_for = is_starting, None
         self.is_slow = self.job is not None and self.job.was_put_off
         self.cpu_before = self.last_cpu = cpu
@@ -298,10 +299,11 @@ class ConfinedPool:
     def _look(self, worker: _Worker, job: Job) -> None:
         if worker.process is None:
             return
-        now, cpu = time.monotonic(), worker.process.cpu_time()
-        if cpu is None:  # the system does not tell: time that has passed counts
-            cpu = worker.cpu_before + now - worker.started
-        if cpu > worker.last_cpu:
+        now, activity = time.monotonic(), worker.process.activity()
+        if activity is None:  # the system does not tell: time that has passed counts
+            activity = Activity(worker.cpu_before + now - worker.started, is_runnable=True)
+        cpu = activity.cpu_s
+        if cpu > worker.last_cpu or activity.is_runnable:
             worker.last_cpu, worker.last_progress = cpu, now
         limit_s = START_STALL_S if worker.is_starting else self.limits.stall_s
         if now - worker.last_progress > limit_s:

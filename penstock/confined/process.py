@@ -10,6 +10,7 @@ import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +45,11 @@ class Death(Exception):
     def is_crash(self) -> bool:
         """Whether it ended by itself. Nobody can tell who sends a SIGKILL."""
         return self.returncode not in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+
+
+class Activity(NamedTuple):
+    cpu_s: float  # that it has run so far
+    is_runnable: bool  # it runs, or would if it were its turn
 
 
 class ConfinedProcess:
@@ -98,14 +104,15 @@ class ConfinedProcess:
         self._process.wait()
         return 1
 
-    def cpu_time(self) -> float | None:
-        """Seconds that it has run so far; None where the system does not tell."""
+    def activity(self) -> Activity | None:
+        """What it does; None where the system does not tell."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
             return None
         fields = text.rpartition(")")[2].split()  # what comes after its name, which may hold spaces
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return Activity(cpu_s, is_runnable=fields[0] == "R")
 
     def lower_priority(self) -> None:
         """Let everything else on this machine go first, from now on."""
