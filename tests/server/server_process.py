@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -44,10 +45,7 @@ class ServerProcess:
     ) -> None:
         self.uds = uds
         self.tls_ca = tls_ca
-        self.port = free_port()
-        scheme = "https" if tls_ca else "http"
-        self.base_url = f"{scheme}://localhost:{self.port}"
-        where = ["--uds", str(uds)] if uds else ["--host", "127.0.0.1", "--port", str(self.port)]
+        where = ["--uds", str(uds)] if uds else ["--host", "127.0.0.1", "--port", "0"]
         limited = ["prlimit", f"--nofile={max_open_files}"] if max_open_files else []
         with contextlib.ExitStack() as stack:
             self.process = subprocess.Popen(
@@ -62,8 +60,13 @@ class ServerProcess:
             threading.Thread(target=self.log.extend, args=(lines,), daemon=True).start()
         if banner_to is None:
             self._read_banner()
+            told = "".join(self.banner)
         else:
             eventually(lambda: any("Serving at" in line for line in self.log), START_TIMEOUT_S)
+            told = "".join(self.log)
+        found = re.search(r"://127\.0\.0\.1:(\d+)", told)
+        self.port = int(found[1]) if found else 0
+        self.base_url = f"{'https' if tls_ca else 'http'}://localhost:{self.port}"
 
     def _read_banner(self) -> None:
         assert self.process.stdout is not None
@@ -78,7 +81,7 @@ class ServerProcess:
             options["transport"] = httpx.HTTPTransport(uds=str(self.uds))
         if self.tls_ca:
             options["verify"] = ssl.create_default_context(cafile=str(self.tls_ca))
-        return httpx.Client(base_url=self.base_url, timeout=60, **options)
+        return httpx.Client(base_url=self.base_url, timeout=240, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         with self.client() as client:
