@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +12,9 @@ import msgspec
 from tqdm import tqdm
 
 from penstock.config import EngineConfig
+from penstock.conversation.output import join_steps
+from penstock.conversation.prepare import prepare_turn
+from penstock.conversation.request import TurnRequest, read_tool_choice, read_tools
 from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
@@ -60,9 +64,9 @@ class LLM:
         source = resolve_source(self.config.model, self.config.load)
         classes = [item for item in logits_processors if not isinstance(item, str)]
         self.engine: EngineCore = build_engine(self.config, source, classes, drafter)
-        self.frontend = Frontend(
-            self.config.model, source, self.engine.max_model_len, self.config.chat
-        )
+        # Whoever calls brings templates of their own, and may.
+        chat = dataclasses.replace(self.config.chat, trust_request_chat_template=True)
+        self.frontend = Frontend(self.config.model, source, self.engine.max_model_len, chat)
         self._ids = itertools.count()
         self._collector = OutputCollector()
 
@@ -106,12 +110,16 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        parse_output: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several.
 
         `chat_template`, a Jinja file or the template itself, is used in place of the model's own.
         `tools` are shown to the model. Outputs are what it wrote, with calls and reasoning as they
-        stand in the text; `penstock.text.parsing.parser` reads them.
+        stand in the text. With `parse_output`, each output has a `message` too: content,
+        reasoning and tool calls apart, as the chat APIs give them; `tool_choice` is then "none",
+        "auto", "required" or {"function": {"name": ...}}.
         """
         several = _is_list(messages) and bool(messages) and _is_list(messages[0])
         conversations: Sequence[Any] = messages if several else [messages]
@@ -129,6 +137,30 @@ class LLM:
                     f"chat_template_kwargs must not hold {name}, which is an argument by itself",
                     "chat_template_kwargs",
                 )
+        if parse_output:
+            offered, choice = read_tools(tools or ()), read_tool_choice(tool_choice)
+            turns = [
+                prepare_turn(
+                    self.frontend,
+                    TurnRequest(
+                        conversation,
+                        msgspec.structs.replace(own, output_kind=OutputKind.FINAL_ONLY),
+                        offered,
+                        choice,
+                        template_kwargs=chat_template_kwargs or {},
+                        chat_template=template,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                    ),
+                    str(next(self._ids)),
+                )
+                for conversation, own in zip(conversations, params, strict=True)
+            ]
+            outputs = self._run([turn.request for turn in turns], use_tqdm)
+            for turn, output in zip(turns, outputs, strict=True):
+                for step in turn.reader.steps(output):
+                    output.outputs[step.index].message = join_steps([step]).message
+            return outputs
         prepared = []
         for conversation, own in zip(conversations, params, strict=True):
             prompt = self.frontend.render_chat(

@@ -23,6 +23,23 @@ LogprobsAtPosition = dict[int, Logprob]  # by token id
 
 
 @dataclass
+class ToolCall:
+    id: str
+    name: str
+    arguments: str  # JSON text; only its beginning if not `complete`
+    complete: bool = False
+
+
+@dataclass(frozen=True)
+class Message:
+    """A whole output of a chat, read. `content` and `reasoning` are empty where there was none."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+
+@dataclass
 class CompletionOutput:
     """One completion of a prompt."""
 
@@ -36,6 +53,7 @@ class CompletionOutput:
     # With enable_return_routed_experts, once the completion is finished: [tokens, layers, top_k],
     # the experts of every token but the last, which is never computed with, prompt included.
     routed_experts: npt.NDArray[np.int16] | None = None
+    message: Message | None = None  # of `LLM.chat(..., parse_output=True)`
 
     def finished(self) -> bool:
         return self.finish_reason is not None

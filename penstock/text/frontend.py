@@ -69,7 +69,7 @@ class Frontend:
         chat: ChatConfig | None = None,
         seeds: random.Random | None = None,
     ) -> None:
-        chat = chat or ChatConfig()
+        self.chat = chat = chat or ChatConfig()
         self.max_model_len = max_model_len
         self.vocab_size = int(source.config["vocab_size"])
         self.max_logprobs = config.max_logprobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,39 @@ def test_what_is_no_conversation_is_refused(llm: LLM) -> None:
     for name in ("messages", "tools", "add_generation_prompt"):
         with pytest.raises(InputError, match=f"chat_template_kwargs must not hold {name}"):
             llm.chat([message], use_tqdm=False, chat_template_kwargs={name: []})
+
+
+def test_a_chat_offline_can_be_read_into_messages(default_model: str) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"enum": ["Paris", "Rome"]}},
+                "required": ["city"],
+            },
+        },
+    }
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+    params = SamplingParams(temperature=0, max_tokens=64)
+    with LLM(default_model, max_model_len=1024, cpu_threads=1) as llm:
+        (called,) = llm.chat(
+            messages, params, tools=[tool], tool_choice="required", parse_output=True,
+            use_tqdm=False,
+        )  # fmt: skip
+        (said,) = llm.chat(messages, params, parse_output=True, use_tqdm=False)
+        (raw,) = llm.chat(messages, params, use_tqdm=False)
+        choice = {"type": "function", "function": {"name": "nothing"}}
+        with pytest.raises(InputError, match="tool_choice names 'nothing'"):
+            llm.chat(messages, params, tools=[tool], tool_choice=choice, parse_output=True)
+        with pytest.raises(InputError, match=r"tools\[0\] must be"):
+            llm.chat(messages, params, tools=[{"name": "f"}], parse_output=True)
+    message = called.outputs[0].message
+    assert message is not None
+    (call,) = message.tool_calls
+    assert (call.name, call.complete) == ("get_weather", True)
+    assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
+    assert said.outputs[0].message is not None
+    assert said.outputs[0].message.content == said.outputs[0].text == raw.outputs[0].text
+    assert raw.outputs[0].message is None

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.config import ServerConfig
+from penstock.conversation.output import TurnStep, TurnUsage
 from penstock.protocol.outputs import CompletionOutput, RequestOutput
 from penstock.server.openai.chat import ChatAnswer
 from penstock.server.openai.completions import CompletionAnswer
@@ -22,7 +23,6 @@ from penstock.server.openai.protocol import (
     CompletionRequest,
 )
 from penstock.server.openai.stream import TextChunks
-from penstock.server.turn import TurnStep, TurnUsage
 from penstock.text.parsing.deltas import ContentDelta
 
 TEXTS = ["Hello", " there", ', "you"\n', "\\\x00\x1f", "é\u2028🙂"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.conversation.request import NamedTool, RunOptions, ToolChoice, TurnRequest
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
@@ -26,9 +27,7 @@ from penstock.server.anthropic.protocol import (
 )
 from penstock.server.openai.prompts import check_template_kwargs
 from penstock.server.openai.tools import check_tools
-from penstock.server.prepare import RunOptions
 from penstock.server.service import Service
-from penstock.server.turn import NamedTool, ToolChoice, TurnRequest
 from penstock.text.parsing.formats import Tool
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.server.anthropic.convert import turn_request
 from penstock.server.anthropic.errors import AnthropicFrame, describe_errors
@@ -24,7 +25,7 @@ from penstock.server.bodies import JsonRoute
 from penstock.server.openai.stream import EVENT_STREAM
 from penstock.server.replies import gone, json_response, send_answer, unless_gone
 from penstock.server.service import Service
-from penstock.server.turn import Turn, prepare_turn, render_turn
+from penstock.server.turn import Turn, prepare_turn
 from penstock.text.parsing.deltas import (
     ContentDelta,
     Delta,
@@ -79,7 +80,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     service.check_model(body.model)
 
     def count() -> int:
-        prompt = render_turn(service, turn_request(service, body))
+        prompt = render_turn(service.frontend, turn_request(service, body))
         return len(service.frontend.encode(prompt, False, service.max_counted_tokens))
 
     num_tokens = await unless_gone(request, service.in_thread(count))

@@ -6,15 +6,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
+from penstock.protocol.outputs import ToolCall
 from penstock.server.custom_tools import InputReader, input_of
 from penstock.server.openai.base import Reply
-from penstock.text.parsing.deltas import (
-    Delta,
-    ToolCall,
-    ToolCallArguments,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from penstock.text.parsing.deltas import Delta, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 
 class FunctionCall(Reply):

@@ -10,6 +10,8 @@ from functools import partial
 
 from fastapi import APIRouter, Request, Response
 
+from penstock.conversation.output import TurnAnswer, TurnStep, TurnUsage
+from penstock.protocol.outputs import Message
 from penstock.server.bodies import JsonRoute
 from penstock.server.errors import describe_errors
 from penstock.server.openai.calls import CallFormat, FunctionCall
@@ -35,14 +37,8 @@ from penstock.server.openai.tools import (
 )
 from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
-from penstock.server.turn import Turn, TurnAnswer, TurnStep, TurnUsage
-from penstock.text.parsing.deltas import (
-    ContentDelta,
-    Delta,
-    Message,
-    ReasoningDelta,
-    ToolCallBroken,
-)
+from penstock.server.turn import Turn
+from penstock.text.parsing.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallBroken
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 

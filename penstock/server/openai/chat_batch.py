@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
+from penstock.conversation.output import TurnUsage
 from penstock.protocol.errors import InputError
 from penstock.server.bodies import JsonRoute
 from penstock.server.errors import describe_errors
@@ -20,7 +21,7 @@ from penstock.server.openai.protocol import (
 )
 from penstock.server.replies import cancel, gone, json_response, unless_gone
 from penstock.server.service import Service
-from penstock.server.turn import Turn, TurnUsage
+from penstock.server.turn import Turn
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.conversation.output import TurnUsage
 from penstock.protocol.outputs import Logprob, LogprobsAtPosition
 from penstock.server.openai.protocol import (
     ChatLogprobs,
@@ -16,7 +17,6 @@ from penstock.server.openai.protocol import (
     TopLogprob,
     Usage,
 )
-from penstock.server.turn import TurnUsage
 from penstock.text.detokenizer import Detokenizer
 from penstock.text.tokenizer import Tokenizer
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.conversation.prepare import prepare_request
+from penstock.conversation.request import RunOptions, ToolChoice, Truncation, TurnRequest
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import SamplingParams
 from penstock.server.openai.params import chat_params, completion_params
@@ -23,9 +25,8 @@ from penstock.server.openai.tools import (
     read_tool_choice,
     read_tools,
 )
-from penstock.server.prepare import RunOptions, Truncation, prepare_request
 from penstock.server.service import Service
-from penstock.server.turn import ToolChoice, Turn, TurnRequest, prepare_turn
+from penstock.server.turn import Turn, prepare_turn
 from penstock.text.frontend import PreparedRequest
 from penstock.text.parsing.formats import Tool
 
@@ -117,7 +118,10 @@ def prepare_completions(
     options = run_options(body, add_special_tokens=body.add_special_tokens is not False)
     try:
         prepared = [
-            prepare_request(service, prompt, params, request_id, options) for prompt in prompts
+            prepare_request(
+                service.frontend, prompt, params, service.engine_id(request_id), options
+            )
+            for prompt in prompts
         ]
     except InputError as error:
         if error.field == "prompt_token_ids":  # which are a prompt, too, in this API

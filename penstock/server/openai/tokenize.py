@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import InputError
 from penstock.server.bodies import JsonRoute
 from penstock.server.errors import describe_errors
@@ -19,7 +20,6 @@ from penstock.server.openai.protocol import (
 )
 from penstock.server.replies import gone, unless_gone
 from penstock.server.service import Service
-from penstock.server.turn import render_turn
 from penstock.text.frontend import Frontend
 from penstock.text.renderers.base import FamilyRenderer
 from penstock.text.tokenizer import Tokenizer, read_json_if_there
@@ -74,7 +74,9 @@ def _tokenize(service: Service, body: TokenizeRequest) -> TokenizeReply:
     if (body.prompt is None) == (body.messages is None):
         raise InputError("give either prompt or messages", "prompt")
     if body.messages is not None:
-        text = render_turn(service, turn_request(body, body.messages, frontend.default_params))
+        text = render_turn(
+            service.frontend, turn_request(body, body.messages, frontend.default_params)
+        )
         token_ids = frontend.encode(text, bool(body.add_special_tokens), service.max_counted_tokens)
     else:
         assert body.prompt is not None

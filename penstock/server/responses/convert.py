@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from penstock.conversation.prepare import render_turn
+from penstock.conversation.request import NamedTool, RunOptions, ToolChoice, TurnRequest
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.server.custom_tools import InputGrammar, custom_tool
 from penstock.server.openai.prompts import check_template_kwargs
 from penstock.server.openai.tools import check_tools
-from penstock.server.prepare import RunOptions
 from penstock.server.responses.items import Item, as_messages
 from penstock.server.responses.protocol import (
     AllowedChoice,
@@ -30,7 +31,7 @@ from penstock.server.responses.protocol import (
 )
 from penstock.server.responses.tool_servers import ToolServer, ToolServers
 from penstock.server.service import Service
-from penstock.server.turn import NamedTool, ToolChoice, Turn, TurnRequest, prepare_turn, render_turn
+from penstock.server.turn import Turn, prepare_turn
 from penstock.text.parsing.formats import Tool
 from penstock.text.tokenizer import TooManyTokens
 
@@ -277,7 +278,7 @@ def _fit(service: Service, request: TurnRequest) -> TurnRequest:
 
     def fits(candidate: TurnRequest) -> bool:
         try:
-            frontend.encode(render_turn(service, candidate), False, limit=room)
+            frontend.encode(render_turn(service.frontend, candidate), False, limit=room)
         except TooManyTokens:
             return False
         return True

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import InputError
 from penstock.server.responses.conversations import Conversations
 from penstock.server.responses.convert import (
@@ -30,7 +31,6 @@ from penstock.server.responses.store import (
 )
 from penstock.server.responses.tool_servers import ToolServers
 from penstock.server.service import Service, current_body_bytes
-from penstock.server.turn import render_turn
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class ResponseDesk:
             offered = offer_tools(body, self._tool_servers)
             items = [*history.items.read(), *input_items(body.input)]
             with renamed_fields():
-                prompt = render_turn(service, turn_request(service, body, items, offered))
+                prompt = render_turn(service.frontend, turn_request(service, body, items, offered))
                 return len(service.frontend.encode(prompt, False, service.max_counted_tokens))
 
         return await service.in_thread(count)

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from penstock.conversation.output import TurnUsage
+from penstock.conversation.request import TurnRequest
 from penstock.protocol.errors import InputError
 from penstock.server.errors import Overloaded, body_of
 from penstock.server.openai.logprobs import LogprobFormat
@@ -21,7 +23,7 @@ from penstock.server.responses.output import Event, Output
 from penstock.server.responses.protocol import FunctionTool, ResponseRequest
 from penstock.server.responses.tool_servers import CallResult, ToolServers
 from penstock.server.service import Service
-from penstock.server.turn import Turn, TurnRequest, TurnUsage
+from penstock.server.turn import Turn
 
 
 @dataclass

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
+
+from penstock.protocol.outputs import Message, ToolCall
 
 
 @dataclass(frozen=True)
@@ -60,23 +62,6 @@ class ToolCallBroken:
 Delta = (
     ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | ToolCallEnd | ToolCallBroken
 )
-
-
-@dataclass
-class ToolCall:
-    id: str
-    name: str
-    arguments: str  # JSON text; only its beginning if not `complete`
-    complete: bool = False
-
-
-@dataclass(frozen=True)
-class Message:
-    """A whole output. `content` and `reasoning` are empty where there was none."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 Part = ContentDelta | ReasoningDelta | ToolCall

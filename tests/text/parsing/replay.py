@@ -7,7 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.text.parsing.deltas import Delta, Message, ToolCall, collect
+from penstock.protocol.outputs import Message, ToolCall
+from penstock.text.parsing.deltas import Delta, collect
 from penstock.text.parsing.formats import Tool
 from penstock.text.parsing.parser import OutputParser, ParserContext, make_output_parser
 from penstock.text.tokenizer import Tokenizer

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replay import call, calls_in, cut, feed_text, make_parser, parse
 
-from penstock.text.parsing.deltas import Message, collect
+from penstock.protocol.outputs import Message
+from penstock.text.parsing.deltas import collect
 from penstock.text.parsing.parser import REASONING_PARSERS, reasoning_format
 
 SECRET = "Between us, four."

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from real_tokenizers import real_template, real_templates, real_tokenizer
 from replay import TOOLS, calls_in, cut, feed_tokens, make_parser
 
-from penstock.text.parsing.deltas import Message, collect
+from penstock.protocol.outputs import Message
+from penstock.text.parsing.deltas import collect
 from penstock.text.parsing.parser import detect
 
 

@@ -9,9 +9,10 @@ from real_tokenizers import real_tokenizer
 from replay import feed_tokens, make_parser, parse
 from transcripts import BY_NAME
 
+from penstock.conversation.grammar import after_reasoning
+from penstock.protocol.outputs import Message
 from penstock.protocol.structured import StructuredOutputsParams
-from penstock.server.turn_grammar import after_reasoning
-from penstock.text.parsing.deltas import Message, ReasoningDelta
+from penstock.text.parsing.deltas import ReasoningDelta
 from penstock.text.parsing.parser import (
     REASONING_PARSERS,
     ParserContext,

@@ -1,0 +1,104 @@
+"""What is asked of a turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.protocol.errors import InputError
+from penstock.protocol.sampling import SamplingParams
+from penstock.text.parsing.formats import Tool
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Keep `keep` tokens of a prompt, -1: as many as the model takes; cut the others off `side`."""
+
+    keep: int
+    side: Literal["left", "right"] = "left"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a request is run, apart from its prompt and its sampling."""
+
+    add_special_tokens: bool = False
+    priority: int = 0
+    cache_salt: str | None = None
+    truncation: Truncation | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class NamedTool:
+    """The tool that must be called."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """What an API asks for.
+
+    `messages` have the form of OpenAI's chat: `role` and `content` (a text, or parts of type
+    text); an assistant's may have `tool_calls` (`id`, `type`, `function` with `name` and
+    `arguments` as JSON text) and `reasoning`; the results of calls are messages of role "tool"
+    with `tool_call_id`. `params.structured_outputs` is the form of the answer, if it must have
+    one; it holds after the reasoning, and does not keep the model from calling tools.
+
+    `tool_choice` "auto" lets the model decide, "required" and `NamedTool` are enforced, the
+    latter as exactly one call. Without tools it counts for nothing. `thinking` asks the template
+    to have the model think or not; None leaves it alone. `template_kwargs` win over everything
+    that is derived.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams
+    tools: Sequence[Tool] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = None
+    thinking: bool | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None  # in place of the model's own, if the operator allows it
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    options: RunOptions = field(default_factory=RunOptions)
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
+    """Tools in the form of OpenAI's chat: {"type": "function", "function": {...}}."""
+    return [_read_tool(tool, index) for index, tool in enumerate(tools)]
+
+
+def _read_tool(tool: Mapping[str, Any], index: int) -> Tool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise InputError(
+            f'tools[{index}] must be {{"type": "function", "function": {{"name": ...}}}}, '
+            f"got {tool!r:.80}",
+            "tools",
+        )
+    assert isinstance(function, Mapping)
+    return Tool(name, function.get("parameters") or {}, function.get("description") or "")
+
+
+def read_tool_choice(choice: str | Mapping[str, Any]) -> ToolChoice:
+    """A choice in the form of OpenAI's chat."""
+    if choice in ("none", "auto", "required"):
+        return choice  # type: ignore[return-value]
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str):
+        raise InputError(
+            'tool_choice must be "none", "auto", "required" or {"type": "function", "function": '
+            f'{{"name": ...}}}}, got {choice!r:.80}',
+            "tool_choice",
+        )
+    return NamedTool(name)
