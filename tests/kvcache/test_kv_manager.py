@@ -136,6 +136,24 @@ def test_a_window_needs_only_its_last_blocks_and_gets_gaps_for_the_rest():
     assert manager.block_ids(second)[0][:3] == [0] * 3
 
 
+@pytest.mark.parametrize("groups", [ONE_GROUP, THREE_GROUPS], ids=["one group", "three"])
+def test_a_hit_of_any_length_asks_the_pool_once_a_group(monkeypatch, groups):
+    manager = manager_of(groups, num_blocks=200)
+    tokens = list(range(161))
+    run(manager, FakeRequest("a", tokens))
+    calls = Counter()
+    for name in ("lookup", "touch"):
+        method = getattr(manager.pool, name)
+
+        def counting(*args, name=name, method=method):
+            calls[name] += 1
+            return method(*args)
+
+        monkeypatch.setattr(manager.pool, name, counting)
+    assert run(manager, FakeRequest("b", tokens), publish=False) == 160
+    assert calls == {"lookup": len(groups), "touch": len(groups)}
+
+
 def test_a_hit_is_the_longest_prefix_that_every_group_can_serve():
     manager = manager_of(THREE_GROUPS, num_blocks=40)
     first = FakeRequest("a", list(range(21)))
