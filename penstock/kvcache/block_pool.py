@@ -65,9 +65,9 @@ class BlockPool:
 
     def touch(self, *blocks: Block) -> None:
         """Add a holder to blocks whose content is to be shared."""
-        assert self.null_block not in blocks, "the null block has no holders"
-        free = self._free
+        free, null_block = self._free, self.null_block
         for block in blocks:
+            assert block is not null_block, "the null block has no holders"
             if block.ref_count == 0:
                 if block in free:
                     del free[block]

@@ -63,7 +63,7 @@ class KeepAllRules(GroupRules):
 
     def longest_prefix(self, cached: Sequence[object], limit: int) -> int:
         num_blocks = limit // self.block_size
-        if None in cached[:num_blocks]:
+        if not all(cached[:num_blocks]):
             num_blocks = cached.index(None)
         return num_blocks * self.block_size
 

@@ -35,21 +35,21 @@ class HashChain:
 
     def __init__(self, root: bytes, unit: int, media: Mapping[int, bytes] | None = None) -> None:
         self.hashes: list[bytes] = []  # one for each full unit
-        self._digest = hashlib.sha256(root)  # of all units so far
+        self._hash = hashlib.sha256(root)  # of all units so far
         self._unit = unit
         self._media = sorted(media.items()) if media else ()
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Hash the units of `token_ids` that are full and not hashed yet."""
-        unit, digest, hashes = self._unit, self._digest, self.hashes
-        start = len(hashes) * unit
-        end = len(token_ids) // unit * unit
+        start = len(self.hashes) * self._unit
+        end = len(token_ids) // self._unit * self._unit
         packed = struct.pack(f"<{max(end - start, 0)}i", *token_ids[start:end])
-        for at in range(0, len(packed), INT32_BYTES * unit):
-            digest.update(packed[at : at + INT32_BYTES * unit])
+        update, digest, append = self._hash.update, self._hash.digest, self.hashes.append
+        for (tokens,) in struct.iter_unpack(f"{INT32_BYTES * self._unit}s", packed):
+            update(tokens)
             if self._media:
-                digest.update(self._media_within(start + at // INT32_BYTES))
-            hashes.append(digest.digest())
+                update(self._media_within(len(self.hashes) * self._unit))
+            append(digest())
 
     def _media_within(self, start: int) -> bytes:
         """Where media begin in the unit from position `start` on, each with its hash."""

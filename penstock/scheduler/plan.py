@@ -56,10 +56,11 @@ class Step:
     def add_new(self, state: RequestState, num_tokens: int, block_ids: list[list[int]]) -> None:
         """The same for a request that the runner does not hold."""
         request = state.request
+        has_output = len(state.token_ids) > state.num_prompt_tokens
         self._new_requests.append(
             NewRequest(
                 request_id=state.request_id,
-                token_ids=list(state.token_ids),
+                token_ids=list(state.token_ids) if has_output else request.prompt_token_ids,
                 num_prompt_tokens=state.num_prompt_tokens,
                 num_computed_tokens=state.num_computed_tokens,
                 params=request.params,
