@@ -146,5 +146,5 @@ def describe(summary: BatchSummary, elapsed_s: float, output_path: Path, is_done
     if (num_more := summary.num_failed - len(summary.first_errors)) > 0:
         lines.append(f"  and {num_more} more")
     if not is_done:
-        lines.append("Not finished: the same command goes on from here.")
+        lines.append("Not finished: run the same command again to continue.")
     return "\n".join(lines)

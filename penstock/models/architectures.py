@@ -38,7 +38,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "deepseek_v3",
         "DeepSeek V3, V3.1 and R1, Kimi K2, Moonlight",
         ("deepseek_v3", "deepseek_v3_halves"),
-        "Layers that foretell further tokens (MTP) are not loaded.",
+        "Multi-token-prediction (MTP) layers are not loaded.",
     ),
     **_own("Exaone4ForCausalLM", "exaone4", "EXAONE 4", ("exaone4", "exaone4_windowed")),
     **_own(
@@ -62,14 +62,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         "glm4_moe",
         "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
         ("glm4_moe", "glm4_moe_unnormed"),
-        "Layers that foretell further tokens (MTP) are not loaded.",
+        "Multi-token-prediction (MTP) layers are not loaded.",
     ),
     **_own(
         "Glm4MoeLiteForCausalLM",
         "glm4_moe_lite",
         "GLM-4.7-Flash",
         ("glm4_moe_lite",),
-        "Layers that foretell further tokens (MTP) are not loaded.",
+        "Multi-token-prediction (MTP) layers are not loaded.",
     ),
     **_own(
         "GptOssForCausalLM",
@@ -137,7 +137,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "qwen3_next",
         "Qwen3-Next-80B-A3B",
         ("qwen3_next",),
-        "Layers that foretell further tokens (MTP) are not loaded.",
+        "Multi-token-prediction (MTP) layers are not loaded.",
     ),
     **_own("SmolLM3ForCausalLM", "smollm3", "SmolLM3", ("smollm3", "smollm3_windowed")),
     **_own(

@@ -39,6 +39,6 @@ def corrected_experts(config: DecoderConfig) -> ExpertsConfig:
 
 
 def without_extra_layers(weights: WeightTable, config: DecoderConfig) -> WeightTable:
-    """Ignores layers behind the last: they foretell further tokens, for drafts."""
+    """Ignores layers behind the last: multi-token-prediction (MTP) layers, for drafts."""
     extra = "|".join(str(config.num_layers + index) for index in range(NUM_EXTRA_LAYERS))
     return replace(weights, ignored=(*weights.ignored, rf"^model\.layers\.({extra})\."))

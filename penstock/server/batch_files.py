@@ -214,7 +214,7 @@ class BatchOutput:
         except OSError as error:  # such as a full disk
             self._failure = OutputError(
                 f"cannot write {self.path}: {error.strerror}. The results in it are whole: make "
-                "room, and the same command goes on from there"
+                "room, then run the same command again to continue"
             )
             with contextlib.suppress(OSError):  # else the next run does it
                 self._file.truncate(end)

@@ -81,7 +81,7 @@ class StopScanner:
                 self.matched = stops.stops[index]
                 return self._cut(text[:position])
             while node != _ROOT and not stops.children[node]:
-                node = stops.fallback[node]  # nothing goes on from here
+                node = stops.fallback[node]  # no longer match continues here
         self._node = node
         available = self._held + text
         num_held = 0 if self._include else stops.depth[node]

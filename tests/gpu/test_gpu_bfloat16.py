@@ -103,7 +103,7 @@ def test_logits_of_decoded_tokens_are_as_near_to_exact_as_another_paths(checkpoi
 
 
 def _rows(flat: list[float], num_prompt_tokens: int, vocab_size: int = 256) -> list[list[float]]:
-    """The rows that foretell what follows the prompt, of `logprobs`' list for one text."""
+    """The rows that predict what follows the prompt, of `logprobs`' list for one text."""
     rows = [flat[start : start + vocab_size] for start in range(0, len(flat), vocab_size)]
     return rows[num_prompt_tokens - 1 :]
 

@@ -216,7 +216,7 @@ def test_a_state_is_given_back_when_the_next_one_is_kept():
     request.token_ids += [11, 12]
     manager.allocate(request, 2)
     manager.publish(request, 12)
-    assert manager.block_ids(request)[0][2] != 0  # token 12 goes on from it
+    assert manager.block_ids(request)[0][2] != 0  # token 12 continues it
     manager.publish(request, 13)
     assert manager.block_ids(request)[0][2] == 0
 

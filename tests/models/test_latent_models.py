@@ -91,7 +91,7 @@ def test_no_second_copy_of_a_matrix_is_kept(backend: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("variant", ["deepseek_v3", pytest.param("glm4_moe", marks=SLOW)])
-def test_layers_that_foretell_further_tokens_are_left_out(variant: str, tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_left_out(variant: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, variant)
     with open_llm(checkpoint) as llm:
         expected = greedy_tokens(llm, PROMPTS)

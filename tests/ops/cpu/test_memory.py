@@ -1,4 +1,4 @@
-"""Want of memory inside the library is an error of the call, not the end of the process."""
+"""Running out of memory inside the library is an error of the call, not the end of the process."""
 
 from __future__ import annotations
 
