@@ -27,7 +27,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> None:
     """Relative to the whole result; a NaN is never close."""
     error = (ours.double() - theirs.double()).norm() / theirs.double().norm().clamp_min(1e-30)
     assert ours.shape == theirs.shape
-    assert float(error) < (1e-5 if dtype == torch.float32 else 1e-2)
+    assert float(error) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def table_weight(
