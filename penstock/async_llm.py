@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,6 +38,7 @@ class AsyncLLM:
         self._frontend: Frontend | None = None
         self._ids = itertools.count()
         self._children: dict[str, list[str]] = {}  # of requests that run, by the caller's id
+        self._early_aborts: set[str] = set()  # of those, while they are prepared
 
     async def start(self) -> None:
         """Load the model. Raises what keeps the engine from that."""
@@ -81,10 +82,14 @@ class AsyncLLM:
         with it. A request that fails while it runs has the finish reason "error".
         """
         text, cache_salt = read_prompt(prompt)
-        async for output in self._run(
-            text, sampling_params, request_id, priority=priority, cache_salt=cache_salt
-        ):
-            yield output
+
+        def prepare(frontend: Frontend, own_id: str) -> PreparedRequest:
+            params = sampling_params or self.get_default_sampling_params()
+            return frontend.prepare(own_id, text, params, priority=priority, cache_salt=cache_salt)
+
+        async with contextlib.aclosing(self._run(prepare, request_id)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self,
@@ -94,46 +99,54 @@ class AsyncLLM:
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The same for a conversation; `template_options` go to the chat template."""
-        prompt = await asyncio.to_thread(
-            lambda: self.frontend.render_chat(messages, **template_options)
-        )
-        async for output in self._run(
-            prompt, sampling_params, request_id, add_special_tokens=False
-        ):
-            yield output
+
+        def prepare(frontend: Frontend, own_id: str) -> PreparedRequest:
+            params = sampling_params or self.get_default_sampling_params()
+            prompt = frontend.render_chat(messages, **template_options)
+            return frontend.prepare(own_id, prompt, params, add_special_tokens=False)
+
+        async with contextlib.aclosing(self._run(prepare, request_id)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def _run(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None,
-        request_id: str | None,
-        **options: Any,
+        self, prepare: Callable[[Frontend, str], PreparedRequest], request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        frontend = self.frontend
+        frontend, number = self.frontend, next(self._ids)
         if request_id is None:
-            request_id = f"request-{next(self._ids)}"
+            request_id = f"request-{number}"
         if request_id in self._children:
             raise InputError(f"request_id {request_id!r} is running already", "request_id")
+        # The engine never sees an id twice: what it still says of a request that was aborted must
+        # not be taken for the next one's.
+        own_id = f"{request_id}@{number}"
         self._children[request_id] = []
         try:
-            prepared: PreparedRequest = await asyncio.to_thread(
-                lambda: frontend.prepare(
-                    request_id, prompt, params or self.get_default_sampling_params(), **options
-                )
-            )
-            self._children[request_id] = [child.request_id for child in prepared.children]
+            prepared = await asyncio.to_thread(prepare, frontend, own_id)
+            children = [child.request_id for child in prepared.children]
             with contextlib.closing(self._client.submit(prepared.children)) as stream:
+                self._children[request_id] = children
+                if request_id in self._early_aborts:
+                    self._client.abort(children)
                 async for _, output in outputs_of(stream, [prepared]):
+                    output.request_id = request_id
                     yield output
         finally:
             del self._children[request_id]
+            self._early_aborts.discard(request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its generator ends after what has come. Others are ignored."""
-        self._client.abort(self._children.get(request_id, []))
+        children = self._children.get(request_id)
+        if children:
+            self._client.abort(children)
+        elif children is not None:
+            self._early_aborts.add(request_id)
 
     async def reset_prefix_cache(self) -> None:
         """Forget the prompts that are cached."""
+        if not self.is_running:
+            raise ConfigError("the engine is not running: `await llm.start()` first")
         await self._client.call("reset_prefix_cache")
 
     def get_tokenizer(self) -> Tokenizer:

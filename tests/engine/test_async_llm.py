@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_engine import OPTIONS
@@ -13,6 +15,7 @@ from tiny_models import make_checkpoint
 
 from penstock import LLM, AsyncLLM, RequestOutput, SamplingParams
 from penstock.protocol.errors import ConfigError, InputError, ModelError
+from penstock.text.frontend import PreparedRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [7, 8]}]
@@ -85,6 +88,9 @@ def test_what_is_wrong_is_said_at_once(model: str, tmp_path: Path) -> None:
         llm = AsyncLLM(model, **OPTIONS)
         with pytest.raises(ConfigError, match="start"):
             await anext(llm.generate("text"))
+        with pytest.raises(ConfigError, match="start"):
+            await llm.reset_prefix_cache()
+        await llm.abort("nobody's")
         async with llm:
             with pytest.raises(InputError, match="temperature"):
                 await anext(llm.generate(PROMPTS[0], SamplingParams(temperature=-1)))
@@ -96,5 +102,52 @@ def test_what_is_wrong_is_said_at_once(model: str, tmp_path: Path) -> None:
         missing = AsyncLLM(str(tmp_path / "missing"), **OPTIONS)
         with pytest.raises(ModelError, match="missing"):
             await missing.start()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_aborted_while_it_is_prepared_ends(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_preparing, may_go_on = threading.Event(), threading.Event()
+
+    async def run() -> None:
+        async with AsyncLLM(model, **OPTIONS) as llm:
+            prepare = llm.frontend.prepare
+
+            def prepare_late(*args: Any, **options: Any) -> PreparedRequest:
+                is_preparing.set()
+                may_go_on.wait()
+                return prepare(*args, **options)
+
+            monkeypatch.setattr(llm.frontend, "prepare", prepare_late)
+            outputs = llm.generate(PROMPTS[0], GREEDY, "mine")
+            first = asyncio.ensure_future(anext(outputs))
+            await asyncio.to_thread(is_preparing.wait)
+            await llm.abort("mine")
+            may_go_on.set()
+            output = await first
+            assert output.finished
+            assert output.request_id == "mine"
+            assert output.outputs[0].finish_reason == "abort"
+            assert not llm._client.records
+
+    asyncio.run(run())
+
+
+def test_an_id_is_free_again_once_its_generator_is_closed(model: str) -> None:
+    other = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+    async def run() -> None:
+        async with AsyncLLM(model, **OPTIONS) as llm:
+            expected = await last(llm, PROMPTS[0])
+            for _ in range(5):
+                left = llm.generate(PROMPTS[1], other, "mine")
+                await anext(left)
+                await left.aclose()
+                assert not llm._client.records
+                # What the engine still says of the one before is not taken for this one's.
+                outputs = [output async for output in llm.generate(PROMPTS[0], GREEDY, "mine")]
+                assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
 
     asyncio.run(run())
