@@ -10,6 +10,8 @@ from penstock.protocol.delta import FinishReason
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import RequestResult, ScheduledRequest
 
+MAX_SHARED_IDS = 64  # stop tokens: more are a request's own, since clients may send millions
+
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"  # for its gates, or for its turn
@@ -201,7 +203,11 @@ class RequestState(_EveryStep):
         self.ready_until = self.quiet_until = 0
 
 
-@lru_cache(maxsize=256)
 def _set_of(token_ids: tuple[int, ...]) -> frozenset[int]:
-    """One set for all requests of a model that stop at the same tokens."""
+    """One set for all requests of a model that stop at the same few tokens."""
+    return _shared_set(token_ids) if len(token_ids) <= MAX_SHARED_IDS else frozenset(token_ids)
+
+
+@lru_cache(maxsize=256)
+def _shared_set(token_ids: tuple[int, ...]) -> frozenset[int]:
     return frozenset(token_ids)

@@ -42,6 +42,7 @@ DEFAULTS_FROM_GENERATION_CONFIG = (
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+MAX_SALT_LENGTH = 1024  # characters: the engine remembers salts
 PROMPT_TAIL = 32  # tokens in which it shows whether a prompt has begun the reasoning
 
 
@@ -113,8 +114,7 @@ class Frontend:
         self._check_prompt(token_ids)
         self._check_params(params)
         check_int("priority", priority, -(2**63), 2**63 - 1)
-        if cache_salt is not None and not isinstance(cache_salt, str):
-            raise InputError(f"cache_salt must be a string, got {cache_salt!r:.80}", "cache_salt")
+        _check_salt(cache_salt)
         room = self.max_model_len - len(token_ids)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -359,3 +359,16 @@ def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
         f"got {prompt!r:.80}",
         "prompt",
     )
+
+
+def _check_salt(cache_salt: str | None) -> None:
+    if cache_salt is None:
+        return
+    if not isinstance(cache_salt, str):
+        raise InputError(f"cache_salt must be a string, got {cache_salt!r:.80}", "cache_salt")
+    if len(cache_salt) > MAX_SALT_LENGTH:
+        raise InputError(
+            f"cache_salt may have at most {MAX_SALT_LENGTH} characters, got {len(cache_salt)}: "
+            "send a hash of it",
+            "cache_salt",
+        )

@@ -44,6 +44,7 @@ def llm(tiny_llama: str) -> LLM:
         ({}, "a prompt must be a text"),
         ({"prompt_token_ids": [True]}, "token ids from 0 to 255, got True"),
         ({"prompt_token_ids": [1], "cache_salt": 5}, "cache_salt must be a string, got 5"),
+        ({**GOOD, "cache_salt": "x" * 1025}, "cache_salt may have at most 1024 characters"),
         ({**GOOD, "multi_modal_data": {"image": 1}}, "a prompt may hold .* got 'multi_modal_data'"),
         (7, "a prompt must be a text"),
         (None, "a prompt must be a text"),

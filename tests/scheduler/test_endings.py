@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import msgspec
 import pytest
@@ -49,6 +50,15 @@ def test_a_request_ends_at(params, tokens, ending):
         seen += delta.token_ids
     assert (seen, delta.finish_reason, delta.stop_reason) == ending
     assert not scheduler.has_unfinished()
+
+
+def test_stop_tokens_of_a_request_that_has_many_go_with_it():
+    state = RequestState(make_request("a", [2], stop_token_ids=list(range(1000))), 0, 64)
+    many = weakref.ref(state.stop_ids)
+    assert 999 in state.stop_ids
+    del state
+    gc.collect()
+    assert many() is None
 
 
 def test_a_request_ends_at_max_model_len():
