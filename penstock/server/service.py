@@ -152,14 +152,14 @@ class Service:
                 f"would exceed the {share} that are its share; try again later"
             )
 
-    def check_size(self, num_prompts: int, num_new: int) -> None:
+    def check_size(self, num_new: int, field: str) -> None:
         """Refuse for good what would find no room on an idle server either."""
         if num_new > (limit := self._share):
             whose = ", shared by the API keys" if limit < self._capacity else ""
             raise InputError(
                 f"prompts times n must be at most {limit} here (--max-num-seqs and "
                 f"--max-queued-requests together{whose}), got {num_new}: send several requests",
-                "prompt" if num_prompts > 1 else "n",
+                field,
             )
 
     def check_health(self) -> None:
@@ -216,10 +216,10 @@ class Service:
         many at once, `Overloaded`, `RequestTimeout` and `EngineDeadError`.
         """
         children = [child for request in requests for child in request.children]
-        self.check_size(len(requests), len(children))
+        field = "prompt" if len(requests) > 1 else "n"
+        self.check_size(len(children), field)
         self._check_queue(len(children))  # again: now it is known how many they are
-        if len(children) > 1:
-            _check_weight(children, num_prompts=len(requests))
+        check_weight(children[0], len(children), field)
         stream = self.client.submit([self._as_tenants(child) for child in children])
         timer = self._start_timer(stream.fail, timeout_s)
         try:
@@ -254,15 +254,16 @@ class Service:
         return asyncio.get_running_loop().call_later(min(allowed), fail, error)
 
 
-def _check_weight(children: Sequence[EngineRequest], num_prompts: int) -> None:
+def check_weight(child: EngineRequest, num: int, field: str) -> None:
     """Refuse long fields of many completions: each goes to the engine with all of the fields."""
-    fields = msgspec.structs.replace(children[0], prompt_token_ids=[])
-    num_bytes = len(messages.encode(fields)) * len(children)
+    if num == 1:
+        return
+    num_bytes = len(messages.encode(msgspec.structs.replace(child, prompt_token_ids=[]))) * num
     if num_bytes > MAX_FIELDS_BYTES:
         raise InputError(
-            f"prompts times n must be lower for fields as long as these: {len(children)} times, "
-            f"they take {num_bytes} bytes, and may take {MAX_FIELDS_BYTES}",
-            "prompt" if num_prompts > 1 else "n",
+            f"prompts times n must be lower for fields as long as these: {num} times, they take "
+            f"{num_bytes} bytes, and may take {MAX_FIELDS_BYTES}",
+            field,
         )
 
 

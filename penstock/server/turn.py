@@ -21,7 +21,7 @@ from penstock.conversation import prepare
 from penstock.conversation.output import TurnAnswer, TurnStep, TurnUsage, join_steps
 from penstock.conversation.request import TurnRequest
 from penstock.protocol.outputs import LogprobsAtPosition
-from penstock.server.service import Service
+from penstock.server.service import Service, check_weight
 
 
 def prepare_turn(service: Service, request: TurnRequest, request_id: str) -> Turn:
@@ -41,6 +41,10 @@ class Turn:
         self._reader = prepared.reader
         self._timeout_s = timeout_s
         self.prompt_token_ids = prepared.request.children[0].prompt_token_ids
+
+    def check_weight(self, num: int, field: str) -> None:
+        """Refuse to run `num` turns with the fields of this one, if those are too long for that."""
+        check_weight(self._request.children[0], num, field)
 
     @property
     def usage(self) -> TurnUsage:

@@ -96,6 +96,7 @@ def test_fields_of_a_batch_hold_for_each_conversation(scripted_server: ServerPro
         ({"stream": True}, "stream"),
         ({"n": 2}, "n"),
         ({"messages": [say("a")] * 1025}, "messages"),
+        ({"messages": [say("a")] * 128, "structured_outputs": {"regex": "x" * 2**19}}, "messages"),
         ({"guided_json": {}}, "guided_json"),
         ({"temperature": -1}, "temperature"),
     ],

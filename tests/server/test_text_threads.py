@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.config import EngineConfig, ServerConfig
 from penstock.server.middleware import BodyLimit
+from penstock.server.openai import chat_batch
 from penstock.server.service import LARGE_BODY_BYTES, Service, current_body_bytes
 
 
@@ -60,3 +62,34 @@ def test_small_requests_do_not_wait_for_large_ones(service: Service) -> None:
     finally:
         release.set()
     assert current_body_bytes.get() == 0
+
+
+def test_of_a_batch_nothing_more_is_prepared_once_its_client_has_left(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, release = threading.Event(), threading.Event()
+    prepared: list[Any] = []
+
+    def prepare(_: Service, body: Any, request_id: str) -> Any:
+        prepared.append(body)
+        if len(prepared) == 2:
+            begun.set()
+            release.wait()
+        return SimpleNamespace(check_weight=lambda num, field: None)
+
+    monkeypatch.setattr(chat_batch, "prepare_chat", prepare)
+    bodies: Any = ["first", "second", "third"]
+
+    async def run() -> None:
+        preparing = asyncio.ensure_future(chat_batch._prepare_all(service, bodies, "r"))
+        await asyncio.to_thread(begun.wait)
+        preparing.cancel()
+        await asyncio.gather(preparing, return_exceptions=True)
+
+    try:
+        asyncio.run(run())
+    finally:
+        release.set()
+    service.close()
+    service._threads.shutdown(wait=True)
+    assert prepared == ["first", "second"]

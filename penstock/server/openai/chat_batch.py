@@ -38,12 +38,8 @@ async def create_chat_batch(body: ChatBatchRequest, request: Request) -> Respons
     service.check_capacity()
     _check(service, body)
     request_id = "chatcmpl-" + (body.request_id or request.state.request_id)
-    bodies = list(_single_bodies(body))
-
-    def prepare() -> list[Turn]:
-        return [prepare_chat(service, single, request_id) for single in bodies]
-
-    turns = await unless_gone(request, service.in_thread(prepare))
+    bodies = _single_bodies(body)
+    turns = await unless_gone(request, _prepare_all(service, bodies, request_id))
     if turns is None:
         return gone()
     answers = [
@@ -64,7 +60,7 @@ def _check(service: Service, body: ChatBatchRequest) -> None:
     num, most = len(body.messages), service.server_config.max_prompts
     if num > most:
         raise InputError(f"messages may hold at most {most} conversations, got {num}", "messages")
-    service.check_size(num, num)
+    service.check_size(num, "messages")
 
 
 def _single_bodies(body: ChatBatchRequest) -> Sequence[ChatCompletionRequest]:
@@ -75,6 +71,18 @@ def _single_bodies(body: ChatBatchRequest) -> Sequence[ChatCompletionRequest]:
         ChatCompletionRequest.model_construct(names, messages=conversation, **common)
         for conversation in body.messages
     ]
+
+
+async def _prepare_all(
+    service: Service, bodies: Sequence[ChatCompletionRequest], request_id: str
+) -> list[Turn]:
+    """One by one: each takes as long as a request of its own, and others have their turn."""
+    first: Turn = await service.in_thread(prepare_chat, service, bodies[0], request_id)
+    first.check_weight(len(bodies), "messages")
+    others = [
+        await service.in_thread(prepare_chat, service, body, request_id) for body in bodies[1:]
+    ]
+    return [first, *others]
 
 
 async def _run_all(answers: Sequence[ChatAnswer]) -> list[ChatCompletion]:

@@ -114,7 +114,8 @@ def prepare_completions(
         raise InputError(
             f"prompt may hold at most {most} prompts here, got {len(prompts)}", "prompt"
         )
-    service.check_size(len(prompts), len(prompts) * params.n)  # before each is made ready
+    field = "prompt" if len(prompts) > 1 else "n"
+    service.check_size(len(prompts) * params.n, field)  # before each is made ready
     options = run_options(body, add_special_tokens=body.add_special_tokens is not False)
     try:
         prepared = [
