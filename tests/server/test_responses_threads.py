@@ -18,7 +18,7 @@ from penstock.server.middleware import BodyLimit, RequestContext
 from penstock.server.responses import conversations, routes
 from penstock.server.responses.desk import History, OwnedRun, ResponseDesk
 from penstock.server.responses.items import Item
-from penstock.server.responses.store import StoredItems
+from penstock.server.responses.store import MemoryStore, StoredItems, StoreLimits
 from penstock.server.service import LARGE_BODY_BYTES, Service, current_body_bytes
 
 LARGE_TEXT = "x" * LARGE_BODY_BYTES
@@ -114,5 +114,77 @@ def test_what_is_continued_counts_as_a_part_of_the_request(desk: ResponseDesk) -
         with pytest.raises(AttributeError):  # of a frontend that is not there
             await desk.prepare("anna", body, "m", "r")
         assert current_body_bytes.get() > LARGE_BODY_BYTES
+
+    asyncio.run(run())
+
+
+class SlowToWrite(FakeRun):
+    """A response in the background, whose end takes long to write."""
+
+    is_background = True
+
+    def __init__(self, ends: bool) -> None:
+        super().__init__()
+        self.status = "queued"
+        self._ends = ends
+        self.is_writing, self.may_write = threading.Event(), threading.Event()
+
+    def snapshot(self) -> dict[str, Any]:
+        if self.status != "queued":
+            self.is_writing.set()
+            self.may_write.wait()
+        return {"id": self.id}
+
+    async def steps(self) -> Any:
+        if not self._ends:
+            await asyncio.Event().wait()
+        self.status = "completed"
+        return
+        yield
+
+    def cancel(self) -> None:
+        self.status = "cancelled"
+
+
+@pytest.mark.parametrize(("ends", "status"), [(True, "completed"), (False, "cancelled")])
+def test_how_a_response_ended_is_kept_however_often_it_is_cancelled(
+    desk: ResponseDesk, ends: bool, status: str
+) -> None:
+    slow: Any = SlowToWrite(ends)
+
+    async def run() -> None:
+        current_body_bytes.set(LARGE_BODY_BYTES + 1)
+        await desk.start(OwnedRun(desk, slow, "anna", History(), StoredItems()))
+        stops = [] if ends else [asyncio.ensure_future(desk.stop("anna", slow.id))]
+        await asyncio.to_thread(slow.is_writing.wait)
+        stops += [asyncio.ensure_future(desk.stop("anna", slow.id)) for _ in range(2)]
+        await asyncio.wait(stops, timeout=0)  # they have begun
+        slow.may_write.set()
+        await asyncio.gather(*stops)
+        stored = await desk.response("anna", slow.id)
+        assert stored is not None
+        assert stored.status == status
+
+    try:
+        asyncio.run(run())
+    finally:
+        slow.may_write.set()
+
+
+def test_a_response_that_has_become_too_large_to_keep_does_not_seem_to_run_on(
+    desk: ResponseDesk,
+) -> None:
+    store = MemoryStore(StoreLimits(10, max_bytes=999, max_bytes_per_owner=999, max_items=10))
+    desk = ResponseDesk(desk.service, store)
+
+    async def run() -> None:
+        fake: Any = FakeRun()
+        owned = OwnedRun(desk, fake, "anna", History(), StoredItems())
+        fake.status = "in_progress"
+        await owned.save()
+        assert await desk.response("anna", fake.id) is not None
+        fake.status, fake.output = "completed", [{**user("x" * 999), "id": "msg_1"}]
+        await owned.save()
+        assert await desk.response("anna", fake.id) is None
 
     asyncio.run(run())

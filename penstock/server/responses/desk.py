@@ -54,7 +54,7 @@ class ResponseDesk:
         self._tool_servers = service.tool_servers or ToolServers([], 0, 0)
         self.store = store or _memory_store(service)
         self.conversations = Conversations(self.store)
-        self._background: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._background: dict[tuple[str, str], tuple[OwnedRun, asyncio.Task[None]]] = {}
 
     async def prepare(
         self, owner: str, body: ResponseRequest, model: str, request_id: str
@@ -157,16 +157,18 @@ class ResponseDesk:
             )
         key = (owned.owner, owned.run.id)
         task = asyncio.ensure_future(owned.run_to_end())
-        self._background[key] = task
+        self._background[key] = owned, task
         task.add_done_callback(lambda _: self._background.pop(key, None))
         return queued
 
     async def stop(self, owner: str, response_id: str) -> None:
         """End a response that runs in the background, if it does."""
-        task = self._background.get((owner, response_id))
-        if task is not None:
+        owned, task = self._background.get((owner, response_id), (None, None))
+        if owned is None or task is None:
+            return
+        if is_open(owned.run.status):  # else it is about to be kept
             task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait({task})
 
 
 class OwnedRun:
@@ -229,8 +231,8 @@ class OwnedRun:
             )
 
         stored = await self._desk.service.in_thread_if_large(write)
-        if run.is_stored:
-            await self._desk.store.put(self.owner, stored)
+        if run.is_stored and not await self._desk.store.put(self.owner, stored):
+            await self._desk.store.delete(self.owner, run.id)  # else it would never seem to end
         return stored.response
 
     async def _finish(self) -> bytes:
