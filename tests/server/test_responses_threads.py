@@ -111,11 +111,46 @@ def test_what_is_continued_counts_as_a_part_of_the_request(desk: ResponseDesk) -
         items = StoredItems.of([{**user(LARGE_TEXT), "id": "msg_1"}])
         made = await desk.conversations.create("anna", {}, items)
         body = routes.ResponseRequest.model_validate({"conversation": made.id})
-        with pytest.raises(AttributeError):  # of a frontend that is not there
-            await desk.prepare("anna", body, "m", "r")
+        assert (await desk.history("anna", body)).items == items
         assert current_body_bytes.get() > LARGE_BODY_BYTES
 
     asyncio.run(run())
+
+
+def test_of_a_client_that_left_nothing_more_is_prepared(
+    desk: ResponseDesk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = FastAPI()
+    app.state.service, app.state.responses = desk.service, desk
+    app.include_router(routes.router)
+    app.add_middleware(RequestContext)
+    preparing, ended, sent = asyncio.Event(), asyncio.Event(), []
+
+    async def prepare(*_: Any) -> None:
+        preparing.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def receive() -> dict[str, Any]:
+        if not preparing.is_set():
+            return {"type": "http.request", "body": b'{"input": "Hi"}', "more_body": False}
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    monkeypatch.setattr(desk, "prepare", prepare)
+    monkeypatch.setattr(desk.service, "check_capacity", lambda: None)
+    headers = [(b"content-type", b"application/json")]
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/responses", "headers": headers,
+        "query_string": b"",
+    }  # fmt: skip
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 60))
+    assert ended.is_set()
+    assert sent[0]["status"] == 499
 
 
 class SlowToWrite(FakeRun):

@@ -57,11 +57,9 @@ class ResponseDesk:
         self._background: dict[tuple[str, str], tuple[OwnedRun, asyncio.Task[None]]] = {}
 
     async def prepare(
-        self, owner: str, body: ResponseRequest, model: str, request_id: str
+        self, owner: str, body: ResponseRequest, model: str, request_id: str, history: History
     ) -> OwnedRun:
-        """Check a request, and make it ready to run; InputError says what is wrong with it."""
-        await self.service.in_thread(check_body, body)  # it may hold a great deal to look at
-        history = await self._history(owner, body)
+        """Make a request ready to run; InputError says what is wrong with it."""
         return await self.service.in_thread(self._prepare, owner, body, model, request_id, history)
 
     def _prepare(
@@ -83,8 +81,7 @@ class ResponseDesk:
     async def count(self, owner: str, body: ResponseRequest) -> int:
         """How many tokens the model would read."""
         service = self.service
-        await service.in_thread(check_body, body)
-        history = await self._history(owner, body)
+        history = await self.history(owner, body)
 
         def count() -> int:
             offered = offer_tools(body, self._tool_servers)
@@ -95,8 +92,9 @@ class ResponseDesk:
 
         return await service.in_thread(count)
 
-    async def _history(self, owner: str, body: ResponseRequest) -> History:
-        """What the request continues. It counts as a part of the request's size."""
+    async def history(self, owner: str, body: ResponseRequest) -> History:
+        """Check a request; what it continues, which counts as a part of the request's size."""
+        await self.service.in_thread(check_body, body)  # it may hold a great deal to look at
         history = History()
         if body.conversation is not None:
             given = body.conversation

@@ -64,7 +64,12 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     model = service.check_model(body.model)
     service.check_capacity()
     request_id = request.state.request_id
-    owned = await desk.prepare(current_tenant.get(), body, model, f"resp-{request_id}")
+    owner = current_tenant.get()
+    history = await desk.history(owner, body)
+    preparing = desk.prepare(owner, body, model, f"resp-{request_id}", history)
+    owned = await unless_gone(request, preparing)
+    if owned is None:
+        return gone()
     if body.stream:
         return await event_stream(request, owned.events(), ResponsesFrame(request_id))
     if body.background:
