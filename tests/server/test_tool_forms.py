@@ -91,6 +91,14 @@ def test_earlier_calls_of_custom_tools_reach_the_template(scripted_server: Serve
     assert '"name": "run", "arguments": {"input": ' in prompt
 
 
+def test_a_grammar_that_is_announced_has_to_be_there(scripted_server: ServerProcess) -> None:
+    tool = {"type": "custom", "custom": {"name": "run", "format": {"type": "grammar"}}}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": [tool]}
+    response = scripted_server.post("/v1/chat/completions", body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools[0].custom.format"
+
+
 @given(st.text(), st.lists(st.integers(0, 400), max_size=8), st.booleans())
 def test_the_input_is_the_same_however_its_arguments_are_split(
     text: str, cuts: list[int], is_ascii: bool

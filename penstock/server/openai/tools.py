@@ -131,15 +131,22 @@ def read_tools(
 ) -> list[Tool]:
     """The tools of a request; InputError for what `check_tools` refuses."""
     tools = []
-    for definition in given or ():
+    for index, definition in enumerate(given or ()):
         if isinstance(definition, CustomToolDefinition):
-            custom = definition.custom
-            grammar = custom.format.grammar if custom.format is not None else None
-            tools.append(custom_tool(custom.name, custom.description, grammar))
+            tools.append(_custom(definition.custom, f"tools[{index}].custom.format"))
         else:
             tools.append(_function(definition.function))
     check_tools(tools)
     return tools
+
+
+def _custom(given: CustomDefinition, where: str) -> Tool:
+    form = given.format
+    if form is None or form.type == "text":
+        return custom_tool(given.name, given.description, None)
+    if form.grammar is None:
+        raise InputError(f"{where} of type grammar needs grammar", where)
+    return custom_tool(given.name, given.description, form.grammar)
 
 
 def read_functions(given: Sequence[FunctionDefinition]) -> list[Tool]:
