@@ -82,6 +82,8 @@ class EngineCore:
             raise
 
     def _step(self) -> list[EngineDelta]:
+        if self._must_reset:
+            return self._recover(out_of_memory=False)
         plan = self.scheduler.schedule()
         deltas = self.scheduler.take_deltas()
         if plan is not None:
@@ -106,19 +108,19 @@ class EngineCore:
         if plan.masked and not self._in_flight:
             masks = self._start_masks(plan)
         self._in_flight.append(plan.step_id)
+        deltas: list[EngineDelta] = []
         try:
             self.executor.launch(plan)
+            if plan.masked:
+                while len(self._in_flight) > 1:
+                    deltas += self._update()
+                if self._in_flight:  # else a step before failed, and this one was skipped
+                    self.executor.sample(self._masks_of(plan, masks))
         except BaseException:  # an interrupt, or the engine is dead: who knows how far it got
-            self._must_reset = True
+            self._must_reset = bool(self._in_flight)
             if masks is not None:
                 wait([masks])  # grammars must not be looked at beside what comes next
             raise
-        deltas: list[EngineDelta] = []
-        if plan.masked:
-            while len(self._in_flight) > 1:
-                deltas += self._update()
-            if self._in_flight:  # else a step before failed, and this one was skipped
-                self.executor.sample(self._masks_of(plan, masks))
         return deltas
 
     def _start_masks(self, plan: StepPlan) -> Future[StepMasks] | None:
@@ -140,8 +142,6 @@ class EngineCore:
 
     def _update(self) -> list[EngineDelta]:
         """Take in the oldest step in flight."""
-        if self._must_reset:
-            return self._recover(out_of_memory=False)
         result = self.executor.collect()
         if result.failure is not None:
             return self._recover(result.failure is StepFailure.OUT_OF_MEMORY)

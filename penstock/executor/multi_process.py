@@ -6,13 +6,16 @@ closes, so no child outlives the engine.
 
 from __future__ import annotations
 
+import os
+import select
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,12 @@ CLOSE_TIMEOUT_S = 10.0
 FAILURE_GRACE_S = 1.0
 """How long the other ranks have to answer once a step failed on one. Where they fail alike, they do
 so at the same time; where they do not, they wait for it in a collective for ever."""
+SEND_TIMEOUT_S = 0.001
+"""How long a rank has to make room for a message. One that computes reads nothing meanwhile, and
+one that waits for a rank that failed never will: the rest is sent while answers are waited for."""
+
+FRAME = struct.Struct("!i")  # before a message, as `Connection.recv_bytes` reads it
+TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
 
 
 class MultiProcessExecutor:
@@ -39,9 +48,11 @@ class MultiProcessExecutor:
         size = config.parallel.tensor_parallel_size
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._connections: list[Connection] = []
+        self._connections: list[Connection] = []  # to receive from
+        self._sockets: list[socket.socket] = []  # the same, to send to
+        self._unsent: list[bytearray] = []  # by rank
         self._results: dict[int, Any] = {}  # by rank, of the call that is not yet gathered
-        self._is_due = False  # whether there is such a call
+        self._due: str | None = None  # that call's method
         self._decoder = msgspec.msgpack.Decoder(CallAnswer)
         try:
             for _ in range(size):
@@ -49,7 +60,7 @@ class MultiProcessExecutor:
             store_path = str(Path(self._folder.name) / "store")
             for rank, connection in enumerate(self._connections):
                 connection.send_bytes(encode(Hello(config, rank, size, store_path)))
-            self.capabilities = merge_capabilities(self._gather(Worker.capabilities))
+            self.capabilities = merge_capabilities(self._gather("capabilities"))
         except BaseException:
             self.close()
             raise
@@ -65,7 +76,11 @@ class MultiProcessExecutor:
         )
         theirs.close()
         self._processes.append(process)
-        self._connections.append(Connection(ours.detach()))
+        timeout = TIMEVAL.pack(0, int(SEND_TIMEOUT_S * 1e6))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self._sockets.append(ours)
+        self._unsent.append(bytearray())
+        self._connections.append(Connection(os.dup(ours.fileno())))
 
     def launch(self, plan: StepPlan) -> None:
         self._send("launch", (plan,))
@@ -85,14 +100,13 @@ class MultiProcessExecutor:
         return self._call(method, *args)[0]
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """Results of all ranks. If the wait for them is interrupted, the next call goes on with
-        it instead of calling again."""
-        if not self._is_due:
+        """Results of all ranks. If the wait for them is interrupted, calling it again goes on with
+        that; another call first waits for the end of it."""
+        if self._due not in (None, method):
+            self._gather(self._due)
+        if self._due is None:
             self._send(method, args, is_answered=True)
-            self._is_due = True
-        results = self._gather(getattr(Worker, method))
-        self._is_due = False
-        return results
+        return self._gather(method)
 
     def check_alive(self) -> None:
         for rank, process in enumerate(self._processes):
@@ -100,45 +114,72 @@ class MultiProcessExecutor:
                 raise self._death(rank)
 
     def close(self) -> None:
-        for connection in self._connections:
+        for connection, end in zip(self._connections, self._sockets, strict=True):
             connection.close()
+            end.close()
         for process in self._processes:
             try:
                 process.wait(CLOSE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._connections, self._processes = [], []
+        self._connections, self._sockets, self._processes = [], [], []
         self._folder.cleanup()
 
     def _send(self, method: str, args: tuple[Any, ...], is_answered: bool = False) -> None:
         message = encode(Call(method, [*map(msgspec.Raw, encode_args(args))], is_answered))
-        for rank, connection in enumerate(self._connections):
+        for unsent in self._unsent:
+            unsent += FRAME.pack(len(message))
+            unsent += message
+        if is_answered:
+            self._due = method
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what the ranks take."""
+        for rank, unsent in enumerate(self._unsent):
             try:
-                connection.send_bytes(message)
+                while unsent:
+                    del unsent[: self._sockets[rank].send(unsent)]
+            except BlockingIOError:
+                pass
             except OSError:
                 raise self._death(rank) from None
 
-    def _gather(self, method: Callable[..., Any]) -> list[Any]:
+    def _gather(self, method: str) -> list[Any]:
         """One result from every rank; the death of any is seen at once."""
-        ranks = {id(connection): rank for rank, connection in enumerate(self._connections)}
         deadline: float | None = None
         while len(self._results) < len(self._connections):
-            missing = [c for c in self._connections if ranks[id(c)] not in self._results]
-            timeout = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            ready = wait(missing, timeout)
-            if not ready:
-                late = [ranks[id(connection)] for connection in missing]
-                raise self._kill(f"a step failed, and workers {late} did not come back from it")
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = ranks[id(connection)]
-                result = self._receive(rank, method)
+            for rank in self._wait(deadline):
+                result = self._receive(rank, getattr(Worker, method))
                 self._results[rank] = result
                 if isinstance(result, StepResult) and result.failure and deadline is None:
                     deadline = time.monotonic() + FAILURE_GRACE_S
-        results, self._results = self._results, {}
+        results, self._results, self._due = self._results, {}, None
         return [results[rank] for rank in range(len(self._connections))]
+
+    def _wait(self, deadline: float | None) -> list[int]:
+        """Ranks that have answered, of those that are waited for."""
+        missing = {
+            connection.fileno(): rank
+            for rank, connection in enumerate(self._connections)
+            if rank not in self._results
+        }
+        while True:
+            poll = select.poll()
+            for fd in missing:
+                poll.register(fd, select.POLLIN)
+            for end, unsent in zip(self._sockets, self._unsent, strict=True):
+                if unsent:
+                    poll.register(end, select.POLLOUT)
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0) * 1000
+            events = poll.poll(left)
+            if ready := [missing[fd] for fd, _ in events if fd in missing]:
+                return ready
+            if not events:
+                late = list(missing.values())
+                raise self._kill(f"a step failed, and workers {late} did not come back from it")
+            self._flush()
 
     def _receive(self, rank: int, method: Callable[..., Any]) -> Any:
         try:

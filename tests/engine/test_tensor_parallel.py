@@ -53,10 +53,11 @@ def executor_of(llm: LLM) -> MultiProcessExecutor:
     return executor
 
 
-def plan_of(step_id: int, request_id: str, masked: bool = False) -> StepPlan:
+def plan_of(step_id: int, request_id: str, masked: bool = False, num_known: int = 3) -> StepPlan:
     """A request's first step."""
     request = NewRequest(
-        request_id=request_id, token_ids=[1, 2, 3], num_prompt_tokens=3, num_computed_tokens=0,
+        request_id=request_id, token_ids=[1, 2, 3, *[4] * (num_known - 3)],
+        num_prompt_tokens=num_known, num_computed_tokens=0,
         params=SamplingParams(temperature=0), seed=1,
     )  # fmt: skip
     scheduled = ScheduledRequest(request_id, 0, 3, True, [[step_id]])
@@ -100,6 +101,83 @@ def test_a_step_that_fails_on_one_rank_alone_ends_the_group(
         with pytest.raises(EngineDeadError, match=r"did not come back|not on others"):
             llm.generate(prompt, SamplingParams(max_tokens=4), use_tqdm=False)
         assert [process.wait(60) for process in processes] == [-signal.SIGKILL] * 2
+
+
+def test_a_rank_that_reads_no_more_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even with a message that is larger than what fits between two processes."""
+    model = make_checkpoint(tmp_path, "llama")
+    point = "penstock.runner.forward:forward"
+    points = FaultPoints(tmp_path, point)
+    for name, value in points.env.items():
+        monkeypatch.setenv(name, value)
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+        executor = executor_of(llm)
+        points.raise_at(point)  # whoever comes first; the other waits for it in a collective
+        executor.launch(plan_of(1, "a"))
+        executor.launch(plan_of(2, "b", num_known=4_000_000))
+        with pytest.raises(EngineDeadError, match=r"did not come back|not on others"):
+            executor.collect()
+
+
+def test_a_message_larger_than_what_fits_between_processes_arrives(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+        executor = executor_of(llm)
+        executor.launch(plan_of(1, "a"))
+        executor.launch(plan_of(2, "b", num_known=4_000_000))
+        executor.launch(plan_of(3, "c"))
+        failures = [executor.collect().failure for _ in range(3)]
+        assert failures == [None, StepFailure.ERROR, StepFailure.SKIPPED]
+
+
+def test_a_call_after_one_whose_wait_was_interrupted_gets_its_own_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+        executor = executor_of(llm)
+
+        def interrupt(*args: object) -> None:
+            raise KeyboardInterrupt
+
+        executor.launch(plan_of(1, "a"))
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "_wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                executor.collect()
+        executor.call("reset")
+        executor.launch(plan_of(2, "b"))
+        assert executor.collect().step_id == 2
+
+
+def test_ranks_are_in_step_after_two_interrupts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in a step, and one while the ranks are made to forget it."""
+    model = make_checkpoint(tmp_path, "llama")
+    prompt = {"prompt_token_ids": [1, 2, 3]}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS, async_scheduling=True) as llm:
+        executor = executor_of(llm)
+        (expected,) = llm.generate(prompt, params, use_tqdm=False)
+        send = executor._send
+
+        def interrupted(method: str, *args: Any, **options: Any) -> None:
+            send(method, *args, **options)
+            if method in interrupts:
+                interrupts.remove(method)
+                raise KeyboardInterrupt
+
+        interrupts = ["launch", "reset"]
+        monkeypatch.setattr(executor, "_send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompt, params, use_tqdm=False)
+        assert not interrupts
+        for _ in range(2):
+            (found,) = llm.generate(prompt, params, use_tqdm=False)
+            assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_ranks_that_do_not_divide_the_model_are_refused() -> None:
