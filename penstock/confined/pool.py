@@ -260,7 +260,7 @@ class ConfinedPool:
             logger.warning("A confined process (%s) %s", self._start.entry, how)
             if job.num_losses < MAX_LOSSES:
                 self._queue_again(self._queue, job)
-            elif death.is_crash and why is None:
+            elif death.is_crash and why is None and not worker.is_starting:
                 _fail(
                     job,
                     TooMuchMemory(

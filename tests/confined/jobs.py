@@ -11,6 +11,8 @@ from pathlib import Path
 def make(setup: bytes) -> Callable[[bytes], bytes]:
     if setup == b"broken":
         raise ValueError("there is no such setup")
+    if setup == b"abort":
+        os.abort()
 
     def run(payload: bytes) -> bytes:
         what, _, argument = payload.decode().partition(" ")

@@ -102,6 +102,11 @@ def test_a_job_that_loses_its_process_twice_is_told_so(make_pool: MakePool) -> N
     assert ask(pool, "echo again") == "again"
 
 
+def test_a_process_that_cannot_start_says_nothing_about_its_job(make_pool: MakePool) -> None:
+    with pytest.raises(WorkerLost, match="2 times"):
+        ask(make_pool(b"abort"), "echo x")
+
+
 def test_a_quick_job_never_waits_behind_slow_ones(make_pool: MakePool, tmp_path: Path) -> None:
     """Not behind those of the same tenant either, however many there are."""
     pool = make_pool(quantum_s=0.05)
