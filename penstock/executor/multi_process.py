@@ -6,6 +6,7 @@ closes, so no child outlives the engine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -191,7 +192,13 @@ class MultiProcessExecutor:
         assert isinstance(answer, Returned)
         return decode_result(method, answer.value)
 
-    def _death(self, rank: int) -> EngineDeadError:
+    def _death(self, rank: int) -> PenstockError:
+        """What a rank that is gone said last, or how it ended."""
+        with contextlib.suppress(EOFError, OSError):
+            while self._connections[rank].poll():
+                answer = self._decoder.decode(self._connections[rank].recv_bytes())
+                if isinstance(answer, Raised):
+                    return _revive(answer, rank)
         code = self._processes[rank].poll()
         return EngineDeadError(f"worker {rank} of {len(self._processes)} died (exit code {code})")
 

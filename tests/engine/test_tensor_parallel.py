@@ -203,3 +203,14 @@ def test_the_death_of_a_rank_is_seen_at_once(tmp_path: Path) -> None:
             llm.generate(
                 {"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=4), use_tqdm=False
             )
+
+
+def test_what_a_rank_said_last_is_told_though_a_message_to_it_fails_first(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+        executor = executor_of(llm)
+        executor._send("no_such_method", ())  # which nobody waits for
+        for process in executor._processes:
+            process.wait(60)
+        with pytest.raises(EngineDeadError, match="no_such_method"):
+            executor.launch(plan_of(1, "a"))
