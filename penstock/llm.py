@@ -137,6 +137,11 @@ class LLM:
                     f"chat_template_kwargs must not hold {name}, which is an argument by itself",
                     "chat_template_kwargs",
                 )
+        if tool_choice != "auto" and not parse_output:
+            raise InputError(
+                "tool_choice is for messages that are parsed: set parse_output, or leave it out",
+                "tool_choice",
+            )
         if parse_output:
             offered, choice = read_tools(tools or ()), read_tool_choice(tool_choice)
             turns = [

@@ -73,6 +73,8 @@ class TurnRequest:
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     """Tools in the form of OpenAI's chat: {"type": "function", "function": {...}}."""
+    if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
+        raise InputError(f"tools must be a list, got {tools!r:.80}", "tools")
     return [_read_tool(tool, index) for index, tool in enumerate(tools)]
 
 
@@ -86,7 +88,18 @@ def _read_tool(tool: Mapping[str, Any], index: int) -> Tool:
             "tools",
         )
     assert isinstance(function, Mapping)
-    return Tool(name, function.get("parameters") or {}, function.get("description") or "")
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    description = function.get("description") or ""
+    if not isinstance(parameters, Mapping):
+        raise InputError(
+            f"tools[{index}].function.parameters must be a JSON schema, got {parameters!r:.80}",
+            "tools",
+        )
+    if not isinstance(description, str):
+        raise InputError(
+            f"tools[{index}].function.description must be a text, got {description!r:.80}", "tools"
+        )
+    return Tool(name, parameters, description)
 
 
 def read_tool_choice(choice: str | Mapping[str, Any]) -> ToolChoice:
