@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import msgspec
 
 from penstock.confined.errors import JobError, TooMuchMemory
 from penstock.confined.worker import BROKEN, HEAD, OUT_OF_MEMORY, Start
+from penstock.protocol.processes import module_command
 
 # One thread and one heap, which keeps no large blocks: what libraries would start or keep is
 # neither needed nor cheap here.
@@ -57,7 +57,7 @@ class ConfinedProcess:
 
     def __init__(self, start: Start) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "penstock.confined.worker", str(theirs.fileno())]
+        command = module_command("penstock.confined.worker", str(theirs.fileno()))
         with ours, theirs:
             self._process = subprocess.Popen(
                 command,

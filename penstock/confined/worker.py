@@ -1,4 +1,4 @@
-"""A confined process: ``python -m penstock.confined.worker FD`` answers jobs on that socket.
+"""A confined process: `main` answers jobs on the socket whose number it is given.
 
 Its limits are the kernel's, so that native code keeps them too. The address space is limited for
 good once the process is set up. CPU time is limited for each job by a timer that counts the time
@@ -95,7 +95,3 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(connection)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from penstock.config import EngineConfig
 from penstock.engine import messages
 from penstock.engine.black_box import BlackBox, Reading
 from penstock.engine.messages import EngineInfo, Outputs
+from penstock.protocol.processes import module_command
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class EngineHandle:
         except zmq.ZMQError as error:  # an OSError by rights
             raise OSError(error.errno, f"no socket to an engine: {error}") from error
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "penstock.engine.process", address, str(self._box.fd)],
+            module_command("penstock.engine.process", address, str(self._box.fd)),
             stdin=subprocess.PIPE,  # it ends when this pipe closes, however we end
             pass_fds=[self._box.fd],
             start_new_session=True,  # Ctrl-C in a terminal is for us alone

@@ -1,8 +1,8 @@
-"""The engine's process: ``python -m penstock.engine.process ADDRESS FD`` serves that socket.
+"""The engine's process: `main` serves a socket, whose address it is given with a file's number.
 
-FD is the black box that it keeps up to date with what it is doing. Standard input is a pipe that
-nothing is ever written to: when it closes, whoever started the engine is gone, and this process
-ends at once, in the middle of a step if need be.
+The file is the black box that it keeps up to date with what it is doing. Standard input is a pipe
+that nothing is ever written to: when it closes, whoever started the engine is gone, and this
+process ends at once, in the middle of a step if need be.
 """
 
 from __future__ import annotations
@@ -243,7 +243,3 @@ def main() -> int:
     finally:
         context.destroy(linger=LINGER_MS)
     return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

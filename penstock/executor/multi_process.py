@@ -12,7 +12,6 @@ import select
 import socket
 import struct
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned
 from penstock.executor.worker import Worker
 from penstock.protocol.calls import decode_result, encode, encode_args
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, PenstockError
+from penstock.protocol.processes import module_command
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
 CLOSE_TIMEOUT_S = 10.0
@@ -68,7 +68,7 @@ class MultiProcessExecutor:
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "penstock.executor.rank", str(theirs.fileno())]
+        command = module_command("penstock.executor.rank", str(theirs.fileno()))
         process = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],

@@ -1,4 +1,4 @@
-"""A rank's process: ``python -m penstock.executor.rank FD`` serves commands from that socket."""
+"""A rank's process: `main` serves commands from the socket whose number it is given."""
 
 from __future__ import annotations
 
@@ -76,7 +76,3 @@ def main() -> None:
         logger.exception("Rank failed")
         connection.send_bytes(encode(Raised(repr(error), type(error).__name__)))
         raise
-
-
-if __name__ == "__main__":
-    main()

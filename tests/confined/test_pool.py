@@ -187,6 +187,17 @@ def test_what_is_broken_says_so(make_pool: MakePool) -> None:
         ask(make_pool(), "what is this")
 
 
+def test_no_file_of_the_working_directory_is_run(
+    make_pool: MakePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "seen"
+    for name in ("msgspec", "penstock", "runpy"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(seen)!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    assert ask(make_pool(b"hello "), "echo you") == "hello you"
+    assert not seen.exists()
+
+
 def test_a_confined_process_has_no_torch() -> None:
     code = "import sys, penstock.confined.worker; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "False\n"
