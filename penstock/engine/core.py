@@ -105,11 +105,11 @@ class EngineCore:
         collected, and masks are filled meanwhile.
         """
         masks = None
-        if plan.masked and not self._in_flight:
-            masks = self._start_masks(plan)
-        self._in_flight.append(plan.step_id)
         deltas: list[EngineDelta] = []
+        self._in_flight.append(plan.step_id)
         try:
+            if plan.masked and len(self._in_flight) == 1:
+                masks = self._start_masks(plan)
             self.executor.launch(plan)
             if plan.masked:
                 while len(self._in_flight) > 1:

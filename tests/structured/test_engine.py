@@ -319,6 +319,29 @@ def test_a_grammar_that_fails_on_the_way_fails_its_request_alone(
     assert complete(llm, SPECS["choice"]).outputs[0].text == plain
 
 
+@pytest.mark.parametrize("method", ["start_masks", "masks"])
+def test_an_interrupt_while_masks_are_filled_leaves_the_engine_usable(
+    byte_model: str, alone: list[Any], monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    with open_llm(byte_model, async_scheduling=True) as llm:
+        original = getattr(llm.engine.grammars, method)
+        calls: list[str] = []
+
+        def interrupted(*args: Any) -> Any:
+            calls.append(method)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        monkeypatch.setattr(llm.engine.grammars, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm)
+        assert not llm.engine.has_work()
+        assert llm.engine.stats().num_steps_in_flight == 0
+        assert llm.engine.stats().kv_cache_usage == 0.0
+        assert run(llm) == alone
+
+
 def test_a_grammar_that_leads_nowhere_is_the_clients_fault(llm: LLM) -> None:
     endless = {"$ref": "#/$defs/a"}
     schema = {
