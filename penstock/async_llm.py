@@ -35,24 +35,29 @@ class AsyncLLM:
         self.config = EngineConfig.from_options(options)
         setup_logging(self.config.observability.log_level)
         self._client = AsyncEngineClient()
-        self._frontend: Frontend | None = None
+        self._is_started = False
+        self._frontend: Frontend | None = None  # once it has a model
         self._ids = itertools.count()
         self._children: dict[str, list[str]] = {}  # of requests that run, by the caller's id
         self._early_aborts: set[str] = set()  # of those, while they are prepared
 
     async def start(self) -> None:
         """Load the model. Raises what keeps the engine from that."""
+        if self._is_started:
+            raise ConfigError("the engine is running already: close it first")
+        self._is_started = True
         self._client.spawn()
         try:
             _, self._frontend = await start_engine(self._client, self.config)
         except BaseException:
+            self._is_started = False
             await self._client.close()
             raise
 
     async def close(self) -> None:
         """Stop the engine; requests that are left get `EngineDeadError`."""
         if self._frontend is not None:
-            self._frontend = None
+            self._frontend, self._is_started = None, False
             await self._client.close()
 
     async def __aenter__(self) -> AsyncLLM:

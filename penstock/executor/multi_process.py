@@ -38,9 +38,6 @@ SEND_TIMEOUT_S = 0.001
 """How long a rank has to make room for a message. One that computes reads nothing meanwhile, and
 one that waits for a rank that failed never will: the rest is sent while answers are waited for."""
 
-FRAME = struct.Struct("!i")  # before a message, as `Connection.recv_bytes` reads it
-TIMEVAL = struct.Struct("@ll")  # seconds, microseconds
-
 
 class MultiProcessExecutor:
     """Sends every call to all ranks; the first rank's results count."""
@@ -59,8 +56,9 @@ class MultiProcessExecutor:
             for _ in range(size):
                 self._spawn()
             store_path = str(Path(self._folder.name) / "store")
-            for rank, connection in enumerate(self._connections):
-                connection.send_bytes(encode(Hello(config, rank, size, store_path)))
+            for rank, unsent in enumerate(self._unsent):
+                unsent += _framed(encode(Hello(config, rank, size, store_path)))
+            self._flush()
             self.capabilities = merge_capabilities(self._gather("capabilities"))
         except BaseException:
             self.close()
@@ -77,7 +75,7 @@ class MultiProcessExecutor:
         )
         theirs.close()
         self._processes.append(process)
-        timeout = TIMEVAL.pack(0, int(SEND_TIMEOUT_S * 1e6))
+        timeout = struct.pack("@ll", 0, int(SEND_TIMEOUT_S * 1e6))  # seconds, microseconds
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         self._sockets.append(ours)
         self._unsent.append(bytearray())
@@ -115,8 +113,9 @@ class MultiProcessExecutor:
                 raise self._death(rank)
 
     def close(self) -> None:
-        for connection, end in zip(self._connections, self._sockets, strict=True):
+        for connection in self._connections:
             connection.close()
+        for end in self._sockets:
             end.close()
         for process in self._processes:
             try:
@@ -128,10 +127,10 @@ class MultiProcessExecutor:
         self._folder.cleanup()
 
     def _send(self, method: str, args: tuple[Any, ...], is_answered: bool = False) -> None:
-        message = encode(Call(method, [*map(msgspec.Raw, encode_args(args))], is_answered))
+        call = Call(method, [*map(msgspec.Raw, encode_args(args))], is_answered)
+        framed = _framed(encode(call))
         for unsent in self._unsent:
-            unsent += FRAME.pack(len(message))
-            unsent += message
+            unsent += framed
         if is_answered:
             self._due = method
         self._flush()
@@ -207,6 +206,11 @@ class MultiProcessExecutor:
         for process in self._processes:
             process.kill()
         return EngineDeadError(reason)
+
+
+def _framed(message: bytes) -> bytes:
+    """As `Connection.recv_bytes` reads it."""
+    return struct.pack("!i", len(message)) + message
 
 
 def _revive(raised: Raised, rank: int) -> PenstockError:

@@ -92,6 +92,8 @@ def test_what_is_wrong_is_said_at_once(model: str, tmp_path: Path) -> None:
             await llm.reset_prefix_cache()
         await llm.abort("nobody's")
         async with llm:
+            with pytest.raises(ConfigError, match="running already"):
+                await llm.start()
             with pytest.raises(InputError, match="temperature"):
                 await anext(llm.generate(PROMPTS[0], SamplingParams(temperature=-1)))
             running = llm.generate(PROMPTS[0], GREEDY, "mine")
