@@ -91,7 +91,8 @@ class MultiProcessExecutor:
         results: list[StepResult] = self._call("collect")
         failures = {result.failure for result in results}
         if len(failures) > 1:
-            raise self._kill(f"a step failed on some of {len(results)} workers and not on others")
+            reason = f"a step failed on some of {len(results)} workers and not on others"
+            raise self._kill(EngineDeadError(reason))
         assert len({result.step_id for result in results}) == 1, "ranks are out of step"
         return results[0]
 
@@ -178,7 +179,8 @@ class MultiProcessExecutor:
                 return ready
             if not events:
                 late = list(missing.values())
-                raise self._kill(f"a step failed, and workers {late} did not come back from it")
+                reason = f"a step failed, and workers {late} did not come back from it"
+                raise self._kill(EngineDeadError(reason))
             self._flush()
 
     def _receive(self, rank: int, method: Callable[..., Any]) -> Any:
@@ -187,7 +189,7 @@ class MultiProcessExecutor:
         except (EOFError, OSError):
             raise self._death(rank) from None
         if isinstance(answer, Raised):
-            raise _revive(answer, rank)
+            raise self._kill(_revive(answer, rank))
         assert isinstance(answer, Returned)
         return decode_result(method, answer.value)
 
@@ -197,15 +199,16 @@ class MultiProcessExecutor:
             while self._connections[rank].poll():
                 answer = self._decoder.decode(self._connections[rank].recv_bytes())
                 if isinstance(answer, Raised):
-                    return _revive(answer, rank)
+                    return self._kill(_revive(answer, rank))
         code = self._processes[rank].poll()
-        return EngineDeadError(f"worker {rank} of {len(self._processes)} died (exit code {code})")
+        reason = f"worker {rank} of {len(self._processes)} died (exit code {code})"
+        return self._kill(EngineDeadError(reason))
 
-    def _kill(self, reason: str) -> EngineDeadError:
-        """End all ranks at once: some of them may never answer again."""
+    def _kill(self, error: PenstockError) -> PenstockError:
+        """End all ranks at once: some of them may wait for another for ever."""
         for process in self._processes:
             process.kill()
-        return EngineDeadError(reason)
+        return error
 
 
 def _framed(message: bytes) -> bytes:

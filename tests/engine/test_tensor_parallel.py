@@ -15,10 +15,12 @@ from tiny_models import config_of, make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.distributed.group import Group
-from penstock.executor.multi_process import MultiProcessExecutor
+from penstock.executor.calls import Call
+from penstock.executor.multi_process import MultiProcessExecutor, _framed
 from penstock.layers.build import Build
 from penstock.models.registry import build_model
 from penstock.ops.registry import Ops
+from penstock.protocol.calls import encode
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError
 from penstock.protocol.step import NewRequest, ScheduledRequest, StepFailure, StepPlan
 
@@ -214,3 +216,14 @@ def test_what_a_rank_said_last_is_told_though_a_message_to_it_fails_first(tmp_pa
             process.wait(60)
         with pytest.raises(EngineDeadError, match="no_such_method"):
             executor.launch(plan_of(1, "a"))
+
+
+def test_with_one_rank_all_end_at_once(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+        executor = executor_of(llm)
+        processes = list(executor._processes)
+        executor._unsent[1] += _framed(encode(Call("no_such_method", [])))
+        with pytest.raises(EngineDeadError, match="no_such_method"):
+            executor.call("reset")
+        assert processes[0].wait(60) == -signal.SIGKILL  # though it could go on
