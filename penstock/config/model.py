@@ -62,7 +62,9 @@ class ModelConfig:
         [], "Names of the model in the API; default: the model as it was given to the server."
     )
     logits_processors: list[str] = option(
-        [], "Custom logits processors to load, each as module:Class."
+        [],
+        "Custom logits processors to load, each as module:Class. The module must be installed or "
+        "on PYTHONPATH.",
     )
 
     enable_return_routed_experts: bool = option(
