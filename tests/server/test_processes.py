@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,14 @@ def test_when_the_server_is_killed_the_engine_ends_too(serve_tiny: ServeTiny) ->
     server.process.kill()
     server.process.wait()
     eventually(lambda: not is_running(engine))
+
+
+@pytest.fixture(autouse=True)
+def heeds_hangups() -> Iterator[None]:
+    """Servers inherit it: they heed SIGHUP though the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
