@@ -76,8 +76,11 @@ def plan_groups(
 
     `block_size` is the block size of the spec with the most bytes a token; the others' are scaled
     up by powers of two while they fit its page, and what is left of the page is padding. If a
-    recurrent state is larger than that page, the page grows first.
+    recurrent state is larger than that page, the page grows first. A model that keeps nothing has
+    no groups.
     """
+    if not specs:
+        return [], 0
     page_bytes = _choose_page(specs.values(), block_size)
     sizes = {
         spec: _fill_page(spec, block_size, page_bytes)

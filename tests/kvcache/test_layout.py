@@ -16,6 +16,7 @@ from penstock.kvcache.layout import (
     longest_request,
     make_layout,
     padding,
+    plan_groups,
 )
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import (
@@ -53,9 +54,12 @@ def test_a_count_of_blocks_overrides_the_memory():
 
 
 def test_a_model_without_kv_needs_no_memory():
-    layout = make_layout({}, 16, 100, memory_bytes=0)
-    assert layout.groups == []
-    assert layout.total_bytes == 0
+    assert plan_groups({}, 16, 100) == ([], 0)
+    for size in ({"memory_bytes": 0}, {"num_blocks": 9}):
+        layout = make_layout({}, 16, 100, **size)
+        assert layout.groups == []
+        assert layout.total_bytes == 0
+        assert longest_request(layout, 100) == 100
 
 
 def test_the_block_size_is_scaled_before_the_page_is_padded():

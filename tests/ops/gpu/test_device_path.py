@@ -3,12 +3,14 @@ under an engine whose tokens must be those of the plain path."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import make_checkpoint
+from without_kv import encode, forget
 
 from penstock import LLM, SamplingParams
 from penstock.executor.in_process import InProcessExecutor
@@ -41,8 +43,8 @@ OPTIONS: dict[str, Any] = {
 PROMPTS = [{"prompt_token_ids": [1 + (index * 7) % 60 for index in range(n)]} for n in (1, 9)]
 
 
-def sampling(**settings: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=3, ignore_eos=True, **settings)
+def sampling(max_tokens: int = 3, **settings: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **settings)
 
 
 KINDS = {
@@ -146,3 +148,21 @@ def test_other_kinds_of_layers_give_the_plain_paths_tokens(
     with LLM(checkpoint, **options) as llm:
         take_device_path(llm)
         assert generate(llm, KINDS["greedy"]) == expected
+
+
+@pytest.mark.parametrize(("change", "num_tokens"), [(forget, 3), (encode, 1)])
+def test_models_without_kv_groups_give_the_plain_paths_tokens(
+    change: Callable[[pytest.MonkeyPatch], None],
+    num_tokens: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    change(monkeypatch)
+    checkpoint = str(make_checkpoint(tmp_path, "llama", **SHAPE))
+    params = [sampling(temperature=0.0, max_tokens=num_tokens)] * 2
+    with LLM(checkpoint, **OPTIONS) as llm:
+        expected = generate(llm, params)
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    with LLM(checkpoint, **OPTIONS) as llm:
+        take_device_path(llm)
+        assert generate(llm, params) == expected
