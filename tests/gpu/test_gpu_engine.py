@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu_runs import PROMPTS, SETTINGS, as_inputs, run, sampling, tokens
 from tiny_models import make_checkpoint
+from without_kv import encode, forget
 
 from penstock.llm import LLM
 from penstock.protocol.errors import ConfigError
@@ -189,3 +190,19 @@ def test_routed_experts_are_the_cpus(tmp_path: Path) -> None:
     cpu, gpu = (run(checkpoint, GREEDY, device=device, **options) for device in ("cpu", "cuda"))
     for ours, theirs in zip(gpu, cpu, strict=True):
         assert (ours.outputs[0].routed_experts == theirs.outputs[0].routed_experts).all()
+
+
+def test_models_without_kv_groups_give_the_cpus_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = make_checkpoint(tmp_path, "llama")
+    # Without a given size of the cache, the largest step is measured.
+    measured: dict[str, Any] = {"device": "cuda", "kv_cache_memory_bytes": None}
+    with monkeypatch.context() as patched:
+        forget(patched)
+        expected = tokens(run(checkpoint, GREEDY, device="cpu"))
+        assert tokens(run(checkpoint, GREEDY, **measured)) == expected
+    encode(monkeypatch)
+    expected = tokens(run(checkpoint, sampling(max_tokens=1), device="cpu"))
+    found = run(checkpoint, sampling(max_tokens=1), enforce_eager=True, **measured)
+    assert tokens(found) == expected
