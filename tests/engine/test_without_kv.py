@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def test_a_model_that_keeps_nothing_generates(
         assert found == greedy_tokens(llm, last) == greedy_tokens(llm, PROMPTS)
         follower = {7: found[-1][0]}
         for tokens in found:
-            for token, following in zip(tokens, tokens[1:], strict=False):
+            for token, following in itertools.pairwise(tokens):
                 assert follower.setdefault(token, following) == following
     assert len(follower) > 10
 
