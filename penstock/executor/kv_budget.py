@@ -6,7 +6,6 @@ import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,20 +20,13 @@ from penstock.protocol.kv import KVCacheLayout, KVCacheSpec, LatentSpec
 from penstock.runner.forward import ForwardInputs, forward
 from penstock.runner.kv_memory import KVMemory
 
-if TYPE_CHECKING:
-    from penstock.models.registry import LanguageModel
-
 FIXED_BYTES = 2 * GIB  # captured graphs, their logits, the request tables and the step's buffers
-
-
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 
 logger = logging.getLogger(__name__)
 
 
-def kv_budget(
-    config: EngineConfig, platform: Platform, model: LanguageModel, runtime: Runtime
-) -> int:
+def kv_budget(config: EngineConfig, platform: Platform, model: Model, runtime: Runtime) -> int:
     """Bytes the KV cache may take on this rank."""
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
@@ -45,9 +37,7 @@ def kv_budget(
     return _gpu_kv_budget(config, platform, model, runtime)
 
 
-def _gpu_kv_budget(
-    config: EngineConfig, platform: Platform, model: LanguageModel, runtime: Runtime
-) -> int:
+def _gpu_kv_budget(config: EngineConfig, platform: Platform, model: Model, runtime: Runtime) -> int:
     """What a step of the largest size leaves of the share of memory that may be used."""
     share = config.cache.gpu_memory_utilization
     total = torch.cuda.get_device_properties(platform.device).total_memory

@@ -50,7 +50,7 @@ class Worker:
         """Allocate the cache and the tables."""
         self.runner = ModelRunner(
             self.model,
-            self.model.config.vocab_size,
+            self.model.vocab_size,
             layout,
             self.platform.device,
             self.runtime.max_num_seqs,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,14 +17,12 @@ from penstock.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.loading.load import fill_dummy, load_weights, own_name
 from penstock.loading.source import ModelSource
 from penstock.models.backend import Backend, choose_backend
+from penstock.models.base import Model
 from penstock.models.registry import build_model
 from penstock.models.runtime import Runtime, resolve_runtime
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import GIB, Platform, is_out_of_memory
 from penstock.protocol.errors import ConfigError
-
-if TYPE_CHECKING:
-    from penstock.models.registry import LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +30,7 @@ logger = logging.getLogger(__name__)
 @torch.inference_mode()
 def load_model(
     config: EngineConfig, source: ModelSource, platform: Platform, group: Group
-) -> tuple[LanguageModel, Runtime, Ops]:
+) -> tuple[Model, Runtime, Ops]:
     """This rank's share of the model, the settings it runs with, and its ops."""
     started = time.perf_counter()
     runtime = resolve_runtime(config, source.config, platform)
@@ -83,7 +80,7 @@ def load_model(
     return model, runtime, backend.ops
 
 
-def _quantize(model: LanguageModel, backend: Backend, checkpoint: Checkpoint | None) -> None:
+def _quantize(model: Model, backend: Backend, checkpoint: Checkpoint | None) -> None:
     """Let the layers of a quantized model know how they are stored."""
     if backend.quantization is None:
         return

@@ -1,12 +1,16 @@
-"""The interface between the runner and a model."""
+"""The interface between a model and its callers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 import torch
+from torch import nn
 
+from penstock.layers.attention import CachedLayer
+from penstock.ops.blocks import Weight
 from penstock.protocol.kv import KVCacheSpec
 
 
@@ -26,21 +30,36 @@ class WeightTable:
     renamed: dict[str, str] = field(default_factory=dict)  # regular expression -> replacement
 
 
-class Model(Protocol):
-    """A model as the runner sees it."""
+class Model(nn.Module):
+    """All that assembly (`models/assembly.py`), executor and runner ask of a model."""
 
-    weights: WeightTable
+    weights: WeightTable  # assembly
+    vocab_size: int  # executor
+    can_capture: ClassVar[bool] = True  # executor: whether a GPU may capture its steps in graphs
+
+    def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, Weight]]:
+        """Assembly: a checkpoint's tensors, as `load_weights` takes them."""
+        return tensors
+
+    def check(self) -> None:
+        """Assembly, once weights are loaded: refuse what can only be seen then."""
+
+    def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
+        """Executor: what each layer keeps in the KV cache, by the layer's name, in order."""
+        layers = [module for module in self.modules() if isinstance(module, CachedLayer)]
+        specs = {layer.name: layer.kv_spec(dtype) for layer in layers}
+        return {name: spec for name, spec in specs.items() if spec is not None}
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Token ids [n] -> [n, hidden_size]."""
+        """Runner: token ids [n] -> [n, hidden_size]."""
+        raise NotImplementedError
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
-        """Embedded tokens at their positions, through all layers."""
+        """Runner: embedded tokens at their positions, through all layers."""
+        raise NotImplementedError
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Logits [len(rows), vocab_size] of the given rows, in any type; in `out` if given."""
-
-    def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
-        """What each layer keeps in the KV cache, by the layer's name, in order."""
+        """Runner: logits [len(rows), vocab_size] of these rows, in any type; in `out` if given."""
+        raise NotImplementedError

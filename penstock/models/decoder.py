@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
-from penstock.layers.attention import CachedLayer
 from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import Experts
 from penstock.layers.norm import Norm, RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
-from penstock.models.base import Hidden, WeightTable
+from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import DecoderConfig
-from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
-from penstock.protocol.kv import KVCacheSpec
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +75,7 @@ class Decoder(nn.Module):
         self.norm = norm
 
 
-class DecoderLM(nn.Module):
+class DecoderLM(Model):
     """A decoder with a language-model head. Architectures override `attention`, and `mlp`, `norm`
     or the whole `layer` where theirs is not the usual one."""
 
@@ -87,7 +84,6 @@ class DecoderLM(nn.Module):
     nullable: ClassVar[tuple[str, ...]] = ()  # settings whose null does not mean their default
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # that `mlp` can compute
     interleaved_rotary: ClassVar[bool] = False
-    can_capture: ClassVar[bool] = True  # whether a GPU may record its steps and replay them
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,6 +101,7 @@ class DecoderLM(nn.Module):
             )
         self.build = build
         self.config = config
+        self.vocab_size = config.vocab_size
         self.rotary = Rotary(
             build,
             config.head_dim,
@@ -171,13 +168,6 @@ class DecoderLM(nn.Module):
             has_sinks,
         )
 
-    def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, Weight]]:
-        """A checkpoint's tensors as `load_weights` takes them."""
-        return tensors
-
-    def check(self) -> None:
-        """Called once, with the weights loaded: refuse what only then can be seen."""
-
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.model.embed_tokens(token_ids)
         return x
@@ -195,8 +185,3 @@ class DecoderLM(nn.Module):
     ) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return head.project(hidden.states[rows], out)
-
-    def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
-        layers = [module for module in self.modules() if isinstance(module, CachedLayer)]
-        specs = {layer.name: layer.kv_spec(dtype) for layer in layers}
-        return {name: spec for name, spec in specs.items() if spec is not None}

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.models.architectures import ARCHITECTURES
 from penstock.models.config import DecoderConfig
@@ -16,19 +16,15 @@ from penstock.protocol.errors import ModelError
 
 if TYPE_CHECKING:
     from penstock.layers.build import Build
+    from penstock.models.base import Model
     from penstock.models.decoder import DecoderLM
-    from penstock.models.transformers_model import TransformersLM
-
-    LanguageModel: TypeAlias = DecoderLM | TransformersLM
 
 logger = logging.getLogger(__name__)
 
 ModelImpl = Literal["auto", "penstock", "transformers"]
 
 
-def build_model(
-    raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "auto"
-) -> LanguageModel:
+def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "auto") -> Model:
     """The model that a config.json describes, its weights still to be loaded.
 
     Architectures that are not known here are run by transformers' code, if it knows them and

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from penstock.layers.attention import Attention
 from penstock.layers.build import Build
-from penstock.models.base import Hidden, WeightTable
+from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.transformers_modules import (
     make_loadable,
     materialize,
@@ -32,14 +32,13 @@ from penstock.models.transformers_probe import (
 from penstock.models.transformers_weights import CheckpointNames
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ConfigError, ModelError
-from penstock.protocol.kv import KVCacheSpec
 
 PAGED, ALONE = "penstock", "penstock_alone"
 NUM_CHECKED = 8  # tokens
 LARGEST_DIFFERENCE = 0.05  # of a token's hidden state to itself elsewhere in a batch
 
 
-class TransformersLM(nn.Module):
+class TransformersLM(Model):
     """A model as the runner sees it, around one of transformers.
 
     Refused, with the reason: what cannot be probed (`transformers_probe`), rotary frequencies that
@@ -59,8 +58,9 @@ class TransformersLM(nn.Module):
         model = _construct(build, name, raw)
         self.name = name
         self.device, self.max_model_len = build.device, build.max_model_len
-        self.config = model.config.get_text_config()
-        _check_positions(self.config, name, build.max_model_len)
+        config = model.config.get_text_config()
+        self.vocab_size = config.vocab_size
+        _check_positions(config, name, build.max_model_len)
         probe = probe_model(model, name)
         self.names = CheckpointNames(model)
         self.weights = WeightTable(ignored=_ignored(model))
@@ -90,11 +90,6 @@ class TransformersLM(nn.Module):
         logits = self.whole.logits(hidden.states[rows])
         return logits if out is None else out.copy_(logits)
 
-    def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
-        attentions = [module for module in self.modules() if isinstance(module, Attention)]
-        specs = {attention.name: attention.kv_spec(dtype) for attention in attentions}
-        return {name: spec for name, spec in specs.items() if spec is not None}
-
     @torch.inference_mode()
     def check(self) -> None:
         """Refuse a loaded model whose tokens reach each other on other ways than attention.
@@ -102,7 +97,7 @@ class TransformersLM(nn.Module):
         Without attention, a token's hidden state depends on itself and its position alone, not on
         where in a batch it stands.
         """
-        ids = torch.arange(1, NUM_CHECKED + 1, device=self.device) % self.config.vocab_size
+        ids = torch.arange(1, NUM_CHECKED + 1, device=self.device) % self.vocab_size
         positions = torch.arange(NUM_CHECKED, device=self.device) * 5 % self.max_model_len
         config = self.whole.model.config
         config._attn_implementation = ALONE

@@ -15,6 +15,7 @@ from tiny_models import VARIANTS, architecture_of, make_checkpoint
 from penstock import SamplingParams
 from penstock.cli.main import main
 from penstock.models.architectures import ARCHITECTURES
+from penstock.models.base import Model
 from penstock.models.docs import render
 from penstock.models.plugins import find_plugins
 from penstock.models.registry import find_model
@@ -75,7 +76,9 @@ def test_every_architecture_is_verified_by_all_of_its_checkpoints() -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_has_its_class(name: str) -> None:
-    assert find_model(["Nothing", name]).__name__ == name
+    found = find_model(["Nothing", name])
+    assert found.__name__ == name
+    assert issubclass(found, Model)
 
 
 def test_the_table_is_read_without_torch_and_a_model_without_the_others() -> None:

@@ -24,7 +24,7 @@ from penstock.ops.attention import AttentionMetadata
 from penstock.ops.registry import Ops
 
 if TYPE_CHECKING:
-    from penstock.models.registry import LanguageModel
+    from penstock.models.base import Model
 
 BLOCK_SIZE = 16
 SETTINGS = {
@@ -56,7 +56,7 @@ def make_reference(kind: str) -> Any:
     return model
 
 
-def load(folder: Path) -> LanguageModel:
+def load(folder: Path) -> Model:
     source = resolve_source(ModelConfig(model=str(folder)), LoadConfig())
     build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
     model = build_model(source.config, build, "transformers")
@@ -70,7 +70,7 @@ def load(folder: Path) -> LanguageModel:
 class Steps:
     """Runs single steps of a model on a cache of its own."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
         self.caches = {
             name: torch.zeros(7, 2, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
