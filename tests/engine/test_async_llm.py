@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.saboteur import Fault, Gate, seed_of
 from tiny_engine import OPTIONS
 from tiny_models import make_checkpoint
 
@@ -18,7 +19,10 @@ from penstock.protocol.errors import ConfigError, InputError, ModelError
 from penstock.text.frontend import PreparedRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+# Waits at the gate when it has 12 tokens, however fast steps are.
+HELD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, seed=seed_of(Fault.WAIT, 12))
 PROMPTS = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [7, 8]}]
+WITH_GATE = {**OPTIONS, "logits_processors": ["faults.saboteur:Saboteur"]}
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +30,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
 
 
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Closed; for engines that are opened `WITH_GATE`."""
+    monkeypatch.setenv("SABOTEUR_FLAG", str(tmp_path / "flag"))
+    gate = Gate(tmp_path / "flag")
+    gate.close()
+    return gate
+
+
 async def last(llm: AsyncLLM, prompt: dict[str, list[int]]) -> RequestOutput:
     outputs = [output async for output in llm.generate(prompt, GREEDY)]
     assert outputs[-1].finished
-    assert len(outputs) > 1
     return outputs[-1]
 
 
@@ -48,14 +60,15 @@ def test_requests_side_by_side_give_what_the_offline_engine_gives(model: str) ->
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
 
 
-def test_a_request_outlives_its_engine(model: str) -> None:
+def test_a_request_outlives_its_engine(model: str, gate: Gate) -> None:
     async def run() -> tuple[list[int], list[int]]:
-        async with AsyncLLM(model, **OPTIONS) as llm:
+        async with AsyncLLM(model, **WITH_GATE) as llm:
             undisturbed = await last(llm, PROMPTS[0])
             found: list[int] = []
-            async for output in llm.generate(PROMPTS[0], GREEDY):
+            async for output in llm.generate(PROMPTS[0], HELD):
                 if not found:
                     os.kill(llm._client._dispatch._engine.process.pid, signal.SIGKILL)
+                    gate.open()  # for the engine that comes
                 found = output.outputs[0].token_ids
             return found, undisturbed.outputs[0].token_ids
 
@@ -63,21 +76,30 @@ def test_a_request_outlives_its_engine(model: str) -> None:
     assert found == expected
 
 
-def test_a_request_that_is_aborted_ends_and_others_go_on(model: str) -> None:
-    long = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-
+def test_a_request_that_is_aborted_ends_and_others_go_on(model: str, gate: Gate) -> None:
     async def run() -> None:
-        async with AsyncLLM(model, **OPTIONS) as llm:
+        async with AsyncLLM(model, **WITH_GATE) as llm:
             outputs = []
-            async for output in llm.generate(PROMPTS[0], long, "mine"):
+            async for output in llm.generate(PROMPTS[0], HELD, "mine"):
                 outputs.append(output)
                 await llm.abort("mine")
                 await llm.abort("nobody's")
             assert outputs[-1].outputs[0].finish_reason == "abort"
-            assert len(outputs[-1].outputs[0].token_ids) < 60
+            assert len(outputs[-1].outputs[0].token_ids) <= 12
+            gate.open()
             await last(llm, PROMPTS[1])
-            async for _ in llm.generate(PROMPTS[0], long):
-                break  # which aborts it too
+
+    asyncio.run(run())
+
+
+def test_a_loop_that_is_left_aborts_its_request(model: str, gate: Gate) -> None:
+    async def run() -> None:
+        async with AsyncLLM(model, **WITH_GATE) as llm:
+            async for _ in llm.generate(PROMPTS[0], HELD):
+                break
+            while llm._client.records:
+                await asyncio.sleep(0.01)
+            gate.open()
             await last(llm, PROMPTS[1])
 
     asyncio.run(run())
