@@ -10,29 +10,52 @@ _INTRODUCTION = """\
 <!-- Written by `python -m penstock.observability.docs > docs/metrics.md`; edit the table in
 penstock/observability/metrics.py. -->
 
-`penstock serve` answers `GET /metrics` in Prometheus's text format. A server with API keys wants
-one here too:
+`penstock serve` exposes Prometheus metrics at `GET /metrics`.
+
+## Setting up Prometheus and Grafana
 
 ```yaml
 scrape_configs:
   - job_name: penstock
-    authorization: {credentials: KEY}  # where the server has keys
+    authorization: {credentials: KEY}  # if the server requires an API key
     static_configs: [{targets: ["localhost:8000"]}]
 ```
 
-[deploy/grafana/penstock.json](../deploy/grafana/penstock.json) is a Grafana dashboard: import it
-and choose the Prometheus data source. The server's own page, at `/`, draws the same numbers
-without either.
+[deploy/grafana/penstock.json](../deploy/grafana/penstock.json) is a Grafana dashboard. Import it
+and choose the Prometheus data source. Without Prometheus, the server's web page at `/` charts the
+same metrics live.
 
-The names are those of vLLM's metrics under another prefix, so that queries move over by replacing
-`vllm:` with `penstock:`. Every metric has the label `model_name`, the first name that the model is
-served under. A client's request with `n` completions counts as `n` requests, except in
-`request_params_*`. A completed request is one that ended with `stop` or `length`. A histogram
-`x` is queried as `x_bucket`, `x_sum` and `x_count`; its buckets end at 1, 2, 5, 10, 20, 50, ...
-between the two numbers given here.
+While requests run, the server also logs its throughput every 5 seconds. `--disable-log-stats` turns
+that off.
 
-While requests run, a line in the log says every few seconds how many tokens come and go;
-`--disable-log-stats` turns it off.
+## What to watch
+
+```
+# Is the server overloaded? This stays above 0.
+penstock:num_requests_waiting
+# How long do users wait for the first token, and between tokens?
+histogram_quantile(0.95, rate(penstock:time_to_first_token_seconds_bucket[5m]))
+histogram_quantile(0.95, rate(penstock:inter_token_latency_seconds_bucket[5m]))
+# Is the KV cache too small? This stays above 0.
+rate(penstock:num_preemptions_total[5m])
+# What share of the prompts does the prefix cache serve?
+rate(penstock:prefix_cache_hits_total[5m]) / rate(penstock:prefix_cache_queries_total[5m])
+# Tokens per second
+rate(penstock:generation_tokens_total[1m])
+# Do requests fail?
+rate(penstock:request_success_total{finished_reason="error"}[5m])
+# Does the engine crash?
+increase(penstock:engine_restarts_total[1h])
+```
+
+## Reference
+
+- The names are vLLM's with another prefix. To reuse a query, replace `vllm:` with `penstock:`.
+- Every metric has the label `model_name`: the first name that the model is served under.
+- A client's request with `n` completions counts as `n` requests, except in `request_params_*`.
+- A completed request is one that finished with `stop` or `length`.
+- A histogram `x` is queried as `x_bucket`, `x_sum` and `x_count`. Its bucket bounds are 1, 2, 5,
+  10, 20, 50, ... within the range given below.
 """
 
 

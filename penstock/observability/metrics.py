@@ -58,118 +58,116 @@ class Declared:
 
 DECLARED = (
     # -- the engine's state
-    Declared("num_requests_running", "gauge", "Requests that take part in steps."),
-    Declared("num_requests_waiting", "gauge", "Requests that wait for their turn."),
-    Declared("kv_cache_usage_perc", "gauge", "Share of the KV cache in use, 0 to 1."),
+    Declared("num_requests_running", "gauge", "Running requests."),
+    Declared("num_requests_waiting", "gauge", "Queued requests."),
+    Declared("kv_cache_usage_perc", "gauge", "KV cache usage, 0 to 1."),
     Declared(
         "cache_config_info",
         "gauge",
-        "1, with the KV cache's settings as labels.",
+        "Always 1; the labels are the KV cache's settings.",
         labels=("block_size", "cache_dtype", "enable_prefix_caching", "num_blocks"),
     ),
     # -- the engine's work
-    Declared("prefix_cache_queries", "counter", "Tokens that the prefix cache was searched for."),
-    Declared("prefix_cache_hits", "counter", "Tokens that the prefix cache served."),
+    Declared("prefix_cache_queries", "counter", "Tokens looked up in the prefix cache."),
+    Declared("prefix_cache_hits", "counter", "Tokens served by the prefix cache."),
     Declared(
         "num_preemptions",
         "counter",
-        "Times that a running request gave up its blocks to one that came before it.",
+        "Preemptions: a running request lost its KV blocks and is recomputed later.",
     ),
-    Declared(
-        "iteration_tokens_total", "histogram", "Tokens that a step of the engine computes.", TOKENS
-    ),
+    Declared("iteration_tokens_total", "histogram", "Tokens computed by a step.", TOKENS),
     # -- the engine's deaths
-    Declared("engine_restarts", "counter", "Engines started in place of one that died."),
+    Declared("engine_restarts", "counter", "Engine restarts after a crash or hang."),
     Declared(
         "requests_replayed",
         "counter",
-        "Requests that went on, with the tokens they had, after their engine had died.",
+        "Requests resumed on a new engine after a restart.",
     ),
     Declared(
         "requests_quarantined",
         "counter",
-        "Requests that were run alone because they may have killed the engine.",
+        "Requests run alone because they may have crashed the engine.",
     ),
     # -- what is kept
-    Declared("stored_responses", "gauge", "Responses and conversations that are kept."),
-    Declared("stored_response_bytes", "gauge", "Bytes that these take."),
+    Declared("stored_responses", "gauge", "Stored responses and conversations."),
+    Declared(
+        "stored_response_bytes", "gauge", "Memory used by stored responses and conversations."
+    ),
     # -- tokens
     Declared(
         "prompt_tokens",
         "counter",
-        "Prompt tokens of requests that have got their first token, cached ones included.",
+        "Prompt tokens, cached ones included; counted at a request's first token.",
     ),
-    Declared("generation_tokens", "counter", "Tokens generated."),
+    Declared("generation_tokens", "counter", "Generated tokens."),
     Declared("request_prompt_tokens", "histogram", "Prompt tokens of a completed request.", TOKENS),
     Declared(
         "request_generation_tokens",
         "histogram",
-        "Tokens generated for a completed request.",
+        "Generated tokens of a completed request.",
         TOKENS,
     ),
     # -- times
     Declared(
         "time_to_first_token_seconds",
         "histogram",
-        "From a request's submission to the engine to its first token.",
+        "Time to first token (TTFT), from submission to the engine.",
         SECONDS,
     ),
     Declared(
         "inter_token_latency_seconds",
         "histogram",
-        "Between a request's tokens, one after the other.",
+        "Time between successive tokens of a request (ITL).",
         TOKEN_SECONDS,
     ),
     Declared(
         "request_time_per_output_token_seconds",
         "histogram",
-        "Mean time between the tokens of a completed request that has several.",
+        "Mean time per output token after the first (TPOT), per completed request.",
         TOKEN_SECONDS,
     ),
     Declared(
         "e2e_request_latency_seconds",
         "histogram",
-        "From a completed request's submission to its end.",
+        "End-to-end latency of a completed request.",
         SECONDS,
     ),
     Declared(
         "request_queue_time_seconds",
         "histogram",
-        "From a request's submission to the first step that it takes part in.",
+        "Time in the queue, from submission to the first step.",
         SECONDS,
     ),
     Declared(
         "request_prefill_time_seconds",
         "histogram",
-        "From the first step that a request takes part in to its first token.",
+        "Prefill time, from the first step to the first token.",
         SECONDS,
     ),
     Declared(
         "request_decode_time_seconds",
         "histogram",
-        "From a completed request's first token to its last.",
+        "Decode time of a completed request, from the first token to the last.",
         SECONDS,
     ),
     Declared(
         "request_inference_time_seconds",
         "histogram",
-        "Prefill and decode time of a completed request.",
+        "Prefill time plus decode time of a completed request.",
         SECONDS,
     ),
     # -- requests
     Declared(
         "request_success",
         "counter",
-        "Requests that ended: stop and length are completed ones; abort, error.",
+        "Finished requests, by reason: stop, length, abort or error.",
         labels=("finished_reason",),
     ),
-    Declared(
-        "request_params_n", "histogram", "n of a client's request, as it is submitted.", COUNT
-    ),
+    Declared("request_params_n", "histogram", "n of a client's request.", COUNT),
     Declared(
         "request_params_max_tokens",
         "histogram",
-        "max_tokens of a client's request, at most what the context leaves room for.",
+        "max_tokens of a client's request, capped by the context.",
         TOKENS,
     ),
 )
