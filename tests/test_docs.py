@@ -1,0 +1,144 @@
+"""The pages name only what exists: links, files, modules, classes and flags."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from penstock.cli.main import build_parser
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+SOURCE_FOLDERS = ("penstock", "tests", "benchmarks", ".ci")
+# Projects whose names look like files.
+FOREIGN_FILES = {"llama.cpp"}
+
+ENTRY_POINT = "penstock.plugins"
+
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FILE = re.compile(r"[\w./*-]+\.(?:py|cpp|sh)\b")
+CLASS = re.compile(r"([A-Z]\w*[a-z]\w*)(?:\.(\w+))?(?:\(.*\))?")
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*(?<!--no-)(?<!-)(?![\w-])")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragments that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@cache
+def files() -> frozenset[str]:
+    """Every source file under each path that a page may call it by: from any folder above it."""
+    found = [path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.*")]
+    parts = [path.relative_to(ROOT).parts for path in found]
+    return frozenset("/".join(each[start:]) for each in parts for start in range(len(each)))
+
+
+@cache
+def sources() -> str:
+    found = [path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    return "\n".join(path.read_text() for path in found)
+
+
+@cache
+def flags() -> frozenset[str]:
+    def of(parser: argparse.ArgumentParser) -> set[str]:
+        known = set(parser._option_string_actions)
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                known.update(*(of(each) for each in action.choices.values()))
+        return known
+
+    return frozenset(of(build_parser()))
+
+
+@each_page
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    for target in LINK.findall(prose(page)):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+@each_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    named = {name for code in CODE.findall(prose(page)) for name in FILE.findall(code)}
+    missing = {name for name in named - files() if not fnmatch.filter(files(), name)}
+    assert not missing - FOREIGN_FILES
+
+
+@each_page
+def test_modules_that_are_named_exist(page: Path) -> None:
+    for module in re.findall(r"(?:`|python -m )(penstock(?:\.[a-z_]+)+)", page.read_text()):
+        path = ROOT / module.replace(".", "/")
+        assert path.is_dir() or path.with_suffix(".py").exists() or module == ENTRY_POINT, module
+
+
+@each_page
+def test_flags_that_are_named_exist(page: Path) -> None:
+    text = page.read_text()
+    named = [code for code in CODE.findall(prose(page)) if code.startswith("--")]
+    named += re.findall(r"^penstock (?:.*\\\n)*.*$", text, re.MULTILINE)
+    assert set(FLAG.findall("\n".join(named))) <= flags() | script_flags()
+
+
+@each_page
+def test_flags_of_scripts_that_are_named_exist(page: Path) -> None:
+    for script, arguments in re.findall(r"python ((?:\w+/)+\w+\.py)\b([^`\n]*)", page.read_text()):
+        known = flags_in(ROOT / script)
+        assert set(FLAG.findall(arguments)) <= known, script
+
+
+def flags_in(script: Path) -> set[str]:
+    found = set(re.findall(r'"(--[a-z][\w-]*)"', script.read_text()))
+    return found | {flag.replace("--", "--no-") for flag in found}
+
+
+@cache
+def script_flags() -> frozenset[str]:
+    """Flags of the scripts beside the package, which a page names after the script."""
+    scripts = [*(ROOT / "benchmarks").glob("*.py"), ROOT / "tests" / "chaos.py"]
+    return frozenset(flag for script in scripts for flag in flags_in(script))
+
+
+def test_classes_and_methods_that_the_architecture_names_exist() -> None:
+    for code in CODE.findall(prose(ROOT / "ARCHITECTURE.md")):
+        if not (named := CLASS.fullmatch(code)):
+            continue
+        name, member = named.groups()
+        assert re.search(rf"^\s*(class {name}\b|{name}\b.* = )", sources(), re.MULTILINE), code
+        if member:
+            assert re.search(rf"(def {member}\b|\b{member}\b.*[:=])", sources()), code
+
+
+def test_names_that_the_architecture_gives_with_a_file_are_in_that_file() -> None:
+    named = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`", (ROOT / "ARCHITECTURE.md").read_text())
+    assert named
+    for name, path in named:
+        source = (ROOT / "penstock" / path).read_text()
+        assert all(re.search(rf"\b{part}\b", source) for part in name.split(".")), (name, path)
+
+
+def test_the_walk_of_a_request_names_at_most_20_files() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    walk = page.split("## The walk of a request\n")[1].split("\nOffline, ")[0]
+    named = set(re.findall(r"`([\w/]+\.py)`", walk))
+    assert 10 < len(named) <= 20
+    assert all((ROOT / "penstock" / name).exists() for name in named)
