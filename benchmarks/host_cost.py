@@ -43,13 +43,13 @@ NUM_STRETCHES = 15  # of streams: the cheapest counts, since what else the machi
 def make_scheduler(max_num_seqs: int, max_model_len: int, num_blocks: int) -> Any:
     from penstock.kvcache.manager import KVCacheManager
     from penstock.protocol.kv import FullAttentionSpec, KVCacheGroup, KVCacheLayout
-    from penstock.scheduler.limits import SchedulerLimits
+    from penstock.protocol.limits import StepLimits
     from penstock.scheduler.scheduler import Scheduler
 
     spec = FullAttentionSpec(num_kv_heads=1, head_dim=1, dtype="bfloat16")
     group = KVCacheGroup(spec=spec, block_size=BLOCK_SIZE, layer_names=["layer"])
     layout = KVCacheLayout(groups=[group], num_blocks=num_blocks, page_bytes=64)
-    limits = SchedulerLimits(
+    limits = StepLimits(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=2**20, max_model_len=max_model_len
     )
     return Scheduler(limits, KVCacheManager(layout))
@@ -233,6 +233,7 @@ class FakeEngine:
         import zmq
 
         from penstock.engine import messages
+        from penstock.protocol.limits import StepLimits
         from penstock.protocol.request import EngineRequest
 
         self._messages = messages
@@ -244,10 +245,8 @@ class FakeEngine:
         self.request_ids: list[str] = []
         self._send(messages.Connected())
         assert self._socket.recv_multipart()[0] == messages.LOAD
-        info = messages.EngineInfo(
-            max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192, num_kv_blocks=10_000
-        )
-        self._send(messages.Ready(info))
+        limits = StepLimits(max_model_len=8192, max_num_seqs=256, max_num_batched_tokens=8192)
+        self._send(messages.Ready(messages.EngineInfo(limits, num_kv_blocks=10_000)))
 
     def _send(self, answer: Any) -> None:
         self._socket.send(self._messages.encode(answer))

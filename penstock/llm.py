@@ -66,7 +66,7 @@ class LLM:
         self.engine: EngineCore = build_engine(self.config, source, classes, drafter)
         # Whoever calls brings templates of their own, and may.
         chat = dataclasses.replace(self.config.chat, trust_request_chat_template=True)
-        self.frontend = Frontend(self.config.model, source, self.engine.max_model_len, chat)
+        self.frontend = Frontend(self.config.model, source, self.engine.limits.max_model_len, chat)
         self._ids = itertools.count()
         self._collector = OutputCollector()
 

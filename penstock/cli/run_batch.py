@@ -116,7 +116,7 @@ async def _run_on(
     batch = Batch(
         build_app(service),
         output,
-        max_concurrency or 2 * client.info.max_num_seqs,
+        max_concurrency or 2 * client.info.limits.max_num_seqs,
         on_line=progress.update,
     )
     started, is_done = time.perf_counter(), False

@@ -6,6 +6,8 @@ import functools
 import logging
 from collections.abc import Sequence
 
+import msgspec
+
 from penstock.config import EngineConfig
 from penstock.engine.core import EngineCore
 from penstock.executor.base import Capabilities, Executor
@@ -16,10 +18,10 @@ from penstock.kvcache.manager import KVCacheManager
 from penstock.loading.source import ModelSource
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
+from penstock.protocol.limits import StepLimits
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.scheduler.gates import Gate
-from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.scheduler import Scheduler
 from penstock.structured.backend import Tokenize, check_backend
 from penstock.structured.manager import GrammarManager
@@ -60,17 +62,17 @@ def _assemble(
     config: EngineConfig, source: ModelSource, executor: Executor, gates: Sequence[Gate]
 ) -> EngineCore:
     capabilities = executor.capabilities
-    layout, max_model_len = plan_cache(config, capabilities)
+    layout, limits = plan_cache(config, capabilities)
     try:
-        executor.call("start", layout, max_model_len)
+        executor.call("start", layout, limits)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
             raise
         raise ConfigError(
             f"no memory for a KV cache of {layout.total_bytes / 2**30:.3g} GiB "
-            f"({layout.num_blocks} blocks) and the state of {capabilities.max_num_seqs} requests "
-            f"of {max_model_len} tokens: lower kv_cache_memory_bytes, num_gpu_blocks_override, "
-            f"max_num_seqs or max_model_len ({error})"
+            f"({layout.num_blocks} blocks) and the state of {limits.max_num_seqs} requests "
+            f"of {limits.max_model_len} tokens: lower kv_cache_memory_bytes, "
+            f"num_gpu_blocks_override, max_num_seqs or max_model_len ({error})"
         ) from error
     kv_manager = KVCacheManager(
         layout,
@@ -78,20 +80,17 @@ def _assemble(
         kv_dtype=capabilities.kv_dtype,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-    limits = SchedulerLimits(
-        max_num_seqs=capabilities.max_num_seqs,
-        max_num_batched_tokens=capabilities.max_num_batched_tokens,
-        max_model_len=max_model_len,
-        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
-        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+    grammars = _make_grammars(config, source)
+    scheduler = Scheduler(
+        limits,
+        kv_manager,
+        gates,
+        grammars,
         policy=config.scheduler.scheduling_policy,
         queue_timeout_s=config.scheduler.queue_timeout_s,
-        num_speculative_tokens=capabilities.num_drafts,
         vocab_size=int(source.config["vocab_size"]),
     )
-    grammars = _make_grammars(config, source)
-    scheduler = Scheduler(limits, kv_manager, gates, grammars=grammars)
-    return EngineCore(scheduler, executor, max_model_len, grammars)
+    return EngineCore(scheduler, executor, grammars)
 
 
 def _make_grammars(config: EngineConfig, source: ModelSource) -> GrammarManager:
@@ -113,31 +112,32 @@ def _make_grammars(config: EngineConfig, source: ModelSource) -> GrammarManager:
     )
 
 
-def plan_cache(config: EngineConfig, capabilities: Capabilities) -> tuple[KVCacheLayout, int]:
-    """The cache's layout, and the longest request it serves.
+def plan_cache(
+    config: EngineConfig, capabilities: Capabilities
+) -> tuple[KVCacheLayout, StepLimits]:
+    """The cache's layout, and the limits with the longest request that it serves.
 
     A `max_model_len` that the user asked for must fit; the model's own is lowered to what fits.
     """
-    cache, asked = config.cache, config.model.max_model_len
+    cache, asked, limits = config.cache, config.model.max_model_len, capabilities.limits
     blocks = cache.num_gpu_blocks_override
     layout = make_layout(
         capabilities.kv_specs,
         cache.block_size,
-        capabilities.max_model_len,
+        limits.max_model_len,
         memory_bytes=capabilities.kv_budget if blocks is None else None,
         num_blocks=blocks,
         must_hold=asked or SHORTEST_CONTEXT,
-        max_step_tokens=capabilities.max_num_batched_tokens,
+        max_step_tokens=limits.max_num_batched_tokens,
     )
-    max_model_len = capabilities.max_model_len
-    fits = longest_request(layout, max_model_len)
-    if fits < max_model_len:
+    fits = longest_request(layout, limits.max_model_len)
+    if fits < limits.max_model_len:
         logger.warning(
             "max_model_len is lowered from %d to %d, which is what the KV cache can hold",
-            max_model_len, fits,
+            limits.max_model_len, fits,
         )  # fmt: skip
     logger.info(
         "KV cache: %.2f GiB, %d blocks; up to %d requests of at most %d tokens",
-        layout.total_bytes / 2**30, layout.num_blocks - 1, capabilities.max_num_seqs, fits,
+        layout.total_bytes / 2**30, layout.num_blocks - 1, limits.max_num_seqs, fits,
     )  # fmt: skip
-    return layout, fits
+    return layout, msgspec.structs.replace(limits, max_model_len=fits)

@@ -38,13 +38,12 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        max_model_len: int,
         grammars: GrammarManager | None = None,
     ) -> None:
         self.scheduler = scheduler
+        self.limits = scheduler.limits
         self.grammars = grammars
         self.executor = executor
-        self.max_model_len = max_model_len
         self.watcher: StepWatcher | None = None
         self._in_flight: deque[int] = deque()  # ids of steps
         self._must_reset = False  # a step was interrupted: workers may hold anything
@@ -90,7 +89,7 @@ class EngineCore:
             if self.watcher is not None:
                 self.watcher.begin(plan)
             deltas += self._launch(plan)
-        queue_is_full = len(self._in_flight) >= self.executor.capabilities.max_in_flight
+        queue_is_full = len(self._in_flight) >= self.limits.max_in_flight
         if self._in_flight and (plan is None or queue_is_full):
             deltas += self._update()
         elif plan is None and not deltas and self.grammars is not None:

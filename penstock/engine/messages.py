@@ -14,6 +14,7 @@ import msgspec
 from penstock.config import EngineConfig
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import RequestFault
+from penstock.protocol.limits import StepLimits
 from penstock.scheduler.scheduler import SchedulerStats
 
 # Kinds of messages to the engine, each the first frame.
@@ -30,12 +31,10 @@ class Finish(msgspec.Struct, frozen=True):
     request_ids: list[str]
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+class EngineInfo(msgspec.Struct, frozen=True):
     """What the engine turned out to be once its model was loaded."""
 
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    limits: StepLimits
     num_kv_blocks: int
 
 

@@ -188,14 +188,7 @@ def run(socket: zmq.Socket[bytes], box: BlackBox) -> None:
     setup_logging(config.observability.log_level)
     core = build_engine(config, resolve_source(config.model, config.load))
     try:
-        limits = core.scheduler.limits
-        info = EngineInfo(
-            max_model_len=core.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            num_kv_blocks=core.scheduler.num_kv_blocks,
-        )
-        send(socket, Ready(info))
+        send(socket, Ready(EngineInfo(core.limits, core.scheduler.num_kv_blocks)))
         with settled_heap():
             EngineServer(socket, core, box).serve()
     finally:

@@ -165,7 +165,7 @@ class Supervisor:
         if info is None:
             raise _start_error(await self.engine.died())
         # What the first could serve, the others must.
-        model = dataclasses.replace(config.model, max_model_len=info.max_model_len)
+        model = dataclasses.replace(config.model, max_model_len=info.limits.max_model_len)
         config = dataclasses.replace(config, model=model)
         self._on_ready(info)
         self._running = asyncio.ensure_future(self._run(config))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from penstock.protocol.kv import AnyKVCacheSpec
+from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
 
@@ -14,25 +15,17 @@ from penstock.protocol.step import StepMasks, StepPlan, StepResult
 class Capabilities:
     """What a worker can do, once its model is loaded."""
 
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+    limits: StepLimits
     kv_dtype: str
     kv_specs: dict[str, AnyKVCacheSpec]
     kv_budget: int  # bytes for the cache, on each rank
-    max_in_flight: int  # steps that may be launched before the first is collected
-    num_drafts: int = 0
 
 
 def merge_capabilities(ranks: Sequence[Capabilities]) -> Capabilities:
     """What all ranks can do: they differ in the memory that is left on their devices."""
-    merged = replace(
-        ranks[0],
-        kv_budget=min(rank.kv_budget for rank in ranks),
-        max_in_flight=min(rank.max_in_flight for rank in ranks),
-    )
+    merged = replace(ranks[0], kv_budget=min(rank.kv_budget for rank in ranks))
     for rank in ranks:
-        alike = replace(rank, kv_budget=merged.kv_budget, max_in_flight=merged.max_in_flight)
+        alike = replace(rank, kv_budget=merged.kv_budget)
         assert alike == merged, f"ranks differ: {alike} and {merged}"
     return merged
 
@@ -40,7 +33,7 @@ def merge_capabilities(ranks: Sequence[Capabilities]) -> Capabilities:
 class Executor(Protocol):
     """Launch, sample if it is masked, collect: each step goes through them in this order.
 
-    Up to `capabilities.max_in_flight` steps may be launched before the first is collected; steps
+    Up to `StepLimits.max_in_flight` steps may be launched before the first is collected; steps
     are collected in the order of their launch. Nothing is raised for a step that fails: its result
     says so, and later steps are skipped until `call("reset")`. `EngineDeadError` is raised if
     nothing can be run any more.

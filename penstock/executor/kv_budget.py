@@ -12,11 +12,11 @@ import torch
 from penstock.config import EngineConfig
 from penstock.kvcache.layout import plan_groups
 from penstock.models.base import Model
-from penstock.models.runtime import Runtime
 from penstock.ops.attention import AttentionMetadata
 from penstock.platforms.platform import GIB, Platform
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout, KVCacheSpec, LatentSpec
+from penstock.protocol.limits import StepLimits
 from penstock.runner.forward import ForwardInputs, forward
 from penstock.runner.kv_memory import KVMemory
 
@@ -26,7 +26,13 @@ DEFAULT_CPU_KV_BYTES = 4 * GIB
 logger = logging.getLogger(__name__)
 
 
-def kv_budget(config: EngineConfig, platform: Platform, model: Model, runtime: Runtime) -> int:
+def kv_budget(
+    config: EngineConfig,
+    platform: Platform,
+    model: Model,
+    kv_specs: Mapping[str, KVCacheSpec],
+    limits: StepLimits,
+) -> int:
     """Bytes the KV cache may take on this rank."""
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
@@ -34,22 +40,20 @@ def kv_budget(config: EngineConfig, platform: Platform, model: Model, runtime: R
     if platform.device.type == "cpu":
         # Pages cost memory only once they are written, so this is a ceiling, not a price.
         return min(available // 4, DEFAULT_CPU_KV_BYTES)
-    return _gpu_kv_budget(config, platform, model, runtime)
+    return _gpu_kv_budget(config, platform, model, kv_specs, limits)
 
 
-def _gpu_kv_budget(config: EngineConfig, platform: Platform, model: Model, runtime: Runtime) -> int:
+def _gpu_kv_budget(
+    config: EngineConfig,
+    platform: Platform,
+    model: Model,
+    kv_specs: Mapping[str, KVCacheSpec],
+    limits: StepLimits,
+) -> int:
     """What a step of the largest size leaves of the share of memory that may be used."""
     share = config.cache.gpu_memory_utilization
     total = torch.cuda.get_device_properties(platform.device).total_memory
-    peak = measure_peak_step(
-        model,
-        model.kv_specs(runtime.kv_dtype),
-        platform.device,
-        runtime.max_num_batched_tokens,
-        runtime.max_num_seqs,
-        runtime.max_model_len,
-        config.cache.block_size,
-    )
+    peak = measure_peak_step(model, kv_specs, platform.device, limits, config.cache.block_size)
     used = total - platform.available_memory()
     budget = int(total * share) - used - peak
     logger.info(
@@ -61,7 +65,7 @@ def _gpu_kv_budget(config: EngineConfig, platform: Platform, model: Model, runti
         raise ConfigError(
             f"no memory is left for the KV cache: of {total / GIB:.2f} GiB, "
             f"gpu_memory_utilization={share} allows {total * share / GIB:.2f}; weights and "
-            f"others take {used / GIB:.2f} and a step of {runtime.max_num_batched_tokens} "
+            f"others take {used / GIB:.2f} and a step of {limits.max_num_batched_tokens} "
             f"tokens {peak / GIB:.2f}: raise gpu_memory_utilization, lower "
             "max_num_batched_tokens or max_num_seqs, or use more GPUs (tensor_parallel_size)"
         )
@@ -73,21 +77,19 @@ def measure_peak_step(
     model: Model,
     specs: Mapping[str, KVCacheSpec],
     device: torch.device,
-    num_tokens: int,
-    max_num_seqs: int,
-    max_model_len: int,
+    limits: StepLimits,
     block_size: int,
 ) -> int:
-    """Bytes beyond the weights that a step of `num_tokens` takes at most, and what stays fixed.
+    """Bytes beyond the weights that the largest step takes, and what stays fixed.
 
     The step reads and writes a cache of nothing but the null block. It also compiles the kernels
     that a first prompt would wait for.
     """
-    groups, page_bytes = plan_groups(specs, block_size, max_model_len)
+    groups, page_bytes = plan_groups(specs, block_size, limits.max_model_len)
     layout = KVCacheLayout(groups=groups, num_blocks=1, page_bytes=page_bytes)
     memory = KVMemory(layout, device)
-    longest = min(max_model_len, num_tokens)
-    lengths = [longest] * (num_tokens // longest)
+    longest = min(limits.max_model_len, limits.max_num_batched_tokens)
+    lengths = [longest] * (limits.max_num_batched_tokens // longest)
     num_rows = sum(lengths)
     starts = torch.tensor(
         list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device
@@ -117,7 +119,7 @@ def measure_peak_step(
     for step in steps:
         context = memory.context([step] * len(groups), starts, torch.zeros_like(rows))
         hidden = forward(model, ForwardInputs(torch.zeros_like(rows), rows % longest, context))
-        logits = model.logits(hidden, rows[:max_num_seqs])
+        logits = model.logits(hidden, rows[: limits.max_num_seqs])
         logits.float().argmax(-1)
         del context, hidden, logits
     torch.cuda.synchronize(device)

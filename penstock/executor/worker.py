@@ -13,8 +13,10 @@ from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
 from penstock.loading.source import ModelSource
 from penstock.models.assembly import load_model
+from penstock.models.runtime import resolve_limits
 from penstock.platforms.platform import Platform
 from penstock.protocol.kv import KVCacheLayout
+from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor, load_processors
@@ -39,32 +41,39 @@ class Worker:
         self.group = group
         self.processors = load_processors([*config.model.logits_processors, *processors])
         self.drafter = drafter
-        self.model, self.runtime, self.ops = load_model(config, source, platform, group)
+        self.limits = resolve_limits(
+            config,
+            source.config,
+            platform,
+            num_drafts=drafter.num_drafts if drafter else 0,
+            needs_tokens=any(processor.needs_tokens for processor in self.processors),
+        )
+        self.model, self.dtypes, self.ops = load_model(
+            config, source, platform, group, self.limits.max_model_len
+        )
         self.runner: ModelRunner | None = None
         self.routed_experts: RoutedExpertsRecorder | None = None
         if config.model.enable_return_routed_experts:
-            max_rows = max(self.runtime.max_num_batched_tokens, self.runtime.max_num_seqs)
+            max_rows = max(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
             self.routed_experts = RoutedExpertsRecorder(self.model, max_rows, platform.device)
 
-    def start(self, layout: KVCacheLayout, max_model_len: int) -> None:
-        """Allocate the cache and the tables."""
+    def start(self, layout: KVCacheLayout, limits: StepLimits) -> None:
+        """Allocate the cache and the tables; `limits` are as long as the cache can hold."""
         self.runner = ModelRunner(
             self.model,
             self.model.vocab_size,
             layout,
             self.platform.device,
-            self.runtime.max_num_seqs,
-            max_model_len,
+            limits,
             self.ops.choose_tokens,
             self.processors,
             self.drafter,
-            max_num_batched_tokens=self.runtime.max_num_batched_tokens,
             capture_graphs=(
                 self.model.can_capture
                 and not self.config.device.enforce_eager
                 and self.group.size == 1
             ),
-            dtype=self.runtime.dtype,
+            dtype=self.dtypes.compute,
             routed_experts=self.routed_experts,
         )
         self._steps = StepQueue(self.runner)
@@ -90,20 +99,6 @@ class Worker:
 
     def capabilities(self) -> Capabilities:
         """What the engine plans with, once the model is loaded."""
-        return Capabilities(
-            max_model_len=self.runtime.max_model_len,
-            max_num_seqs=self.runtime.max_num_seqs,
-            max_num_batched_tokens=self.runtime.max_num_batched_tokens,
-            kv_dtype=self.runtime.kv_dtype,
-            kv_specs=self.model.kv_specs(self.runtime.kv_dtype),
-            kv_budget=kv_budget(self.config, self.platform, self.model, self.runtime),
-            max_in_flight=self._max_in_flight(),
-            num_drafts=self.drafter.num_drafts if self.drafter else 0,
-        )
-
-    def _max_in_flight(self) -> int:
-        overlap = self.config.scheduler.async_scheduling
-        if overlap is None:
-            overlap = self.platform.asynchronous
-        needs_tokens = any(processor.needs_tokens for processor in self.processors)
-        return 2 if overlap and not needs_tokens else 1
+        kv_specs = self.model.kv_specs(self.dtypes.kv)
+        budget = kv_budget(self.config, self.platform, self.model, kv_specs, self.limits)
+        return Capabilities(self.limits, self.dtypes.kv, kv_specs, budget)

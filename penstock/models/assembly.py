@@ -19,7 +19,7 @@ from penstock.loading.source import ModelSource
 from penstock.models.backend import Backend, choose_backend
 from penstock.models.base import Model
 from penstock.models.registry import build_model
-from penstock.models.runtime import Runtime, resolve_runtime
+from penstock.models.runtime import Dtypes, resolve_dtypes
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import GIB, Platform, is_out_of_memory
 from penstock.protocol.errors import ConfigError
@@ -29,19 +29,23 @@ logger = logging.getLogger(__name__)
 
 @torch.inference_mode()
 def load_model(
-    config: EngineConfig, source: ModelSource, platform: Platform, group: Group
-) -> tuple[Model, Runtime, Ops]:
-    """This rank's share of the model, the settings it runs with, and its ops."""
+    config: EngineConfig,
+    source: ModelSource,
+    platform: Platform,
+    group: Group,
+    max_model_len: int,
+) -> tuple[Model, Dtypes, Ops]:
+    """This rank's share of the model, the types it computes in, and its ops."""
     started = time.perf_counter()
-    runtime = resolve_runtime(config, source.config, platform)
-    backend = choose_backend(config, platform, runtime.dtype, source.gguf, source.config)
-    runtime = dataclasses.replace(runtime, dtype=backend.dtype)
+    dtypes = resolve_dtypes(config, source.config, platform)
+    backend = choose_backend(config, platform, dtypes.compute, source.gguf, source.config)
+    dtypes = dataclasses.replace(dtypes, compute=backend.dtype)
     if config.cache.kv_cache_dtype == "auto" and backend.kv_dtype is not None:
-        runtime = dataclasses.replace(runtime, kv_dtype=backend.kv_dtype)
+        dtypes = dataclasses.replace(dtypes, kv=backend.kv_dtype)
     build = Build(
-        dtype=runtime.dtype,
+        dtype=dtypes.compute,
         device=platform.device,
-        max_model_len=runtime.max_model_len,
+        max_model_len=max_model_len,
         ops=backend.ops,
         tp=group,
         linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
@@ -77,7 +81,7 @@ def load_model(
         "Loaded %s: %.2f GiB of weights in %.2f s",
         source.name, size / GIB, time.perf_counter() - started,
     )  # fmt: skip
-    return model, runtime, backend.ops
+    return model, dtypes, backend.ops
 
 
 def _quantize(model: Model, backend: Backend, checkpoint: Checkpoint | None) -> None:

@@ -13,6 +13,7 @@ from penstock.layers.rotary import rotary_parameters
 from penstock.models.config import read_int
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError, ModelError
+from penstock.protocol.limits import StepLimits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALIASES = {"half": "float16", "float": "float32"}
@@ -20,20 +21,18 @@ FP8_NAMES = ("fp8", "fp8_e4m3")  # of kv_cache_dtype
 MAX_POSITION = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Runtime:
-    dtype: torch.dtype
-    kv_dtype: str
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
+def resolve_limits(
+    config: EngineConfig,
+    model_config: Mapping[str, Any],
+    platform: Platform,
+    *,
+    num_drafts: int = 0,
+    needs_tokens: bool = False,
+) -> StepLimits:
+    """Fill in what the user left open; refuse what the model cannot do.
 
-
-def resolve_runtime(
-    config: EngineConfig, model_config: Mapping[str, Any], platform: Platform
-) -> Runtime:
-    """Fill in what the user left open; refuse what the model cannot do."""
-    dtype = _dtype(config, model_config, platform)
+    With `needs_tokens`, a step begins only when the tokens of the one before are known.
+    """
     max_model_len = _max_model_len(config, model_config)
     max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
     budget = config.scheduler.max_num_batched_tokens
@@ -46,6 +45,31 @@ def resolve_runtime(
             f"without enable_chunked_prefill, max_num_batched_tokens ({budget}) must be at least "
             f"max_model_len ({max_model_len})"
         )
+    overlap = config.scheduler.async_scheduling
+    if overlap is None:
+        overlap = platform.asynchronous
+    return StepLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        max_in_flight=2 if overlap and not needs_tokens else 1,
+        num_drafts=num_drafts,
+        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
+        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
+    )
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    compute: torch.dtype  # of weights and activations
+    kv: str  # of the KV cache
+
+
+def resolve_dtypes(
+    config: EngineConfig, model_config: Mapping[str, Any], platform: Platform
+) -> Dtypes:
+    """Fill in what the user left open; refuse what the device cannot do."""
+    dtype = _dtype(config, model_config, platform)
     kv_dtype: str = config.cache.kv_cache_dtype
     if kv_dtype == "auto":
         kv_dtype = next(name for name, candidate in DTYPES.items() if candidate == dtype)
@@ -61,7 +85,7 @@ def resolve_runtime(
                 "cpu_backend=torch, which computes it slowly"
             )
         kv_dtype = "float8_e4m3"
-    return Runtime(dtype, kv_dtype, max_model_len, max_num_seqs, budget)
+    return Dtypes(dtype, kv_dtype)
 
 
 def longest_context(model_config: Mapping[str, Any]) -> int:

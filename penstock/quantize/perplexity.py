@@ -50,7 +50,7 @@ def read_text(path: Path) -> str:
 
 def windows_of(llm: LLM, text: str, path: Path) -> list[list[int]]:
     tokens = llm.get_tokenizer().encode(text)
-    size = llm.engine.max_model_len - 1  # a token is generated after each
+    size = llm.engine.limits.max_model_len - 1  # a token is generated after each
     windows = [tokens[start : start + size] for start in range(0, len(tokens), size)]
     windows = [window for window in windows if len(window) > 1]
     if not windows:

@@ -10,6 +10,7 @@ import torch
 from penstock.models.base import Model
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
+from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.drafter import Drafter
 from penstock.runner.forward import HostSteps, StepBatch, Steps
@@ -47,12 +48,10 @@ class ModelRunner:
         vocab_size: int,
         layout: KVCacheLayout,
         device: torch.device,
-        max_num_seqs: int,
-        max_model_len: int,
+        limits: StepLimits,
         choose_tokens: ChooseTokens,
         processors: Sequence[LogitsProcessor] = (),
         drafter: Drafter | None = None,
-        max_num_batched_tokens: int = 0,
         capture_graphs: bool = False,
         dtype: torch.dtype = torch.float32,
         routed_experts: RoutedExpertsRecorder | None = None,
@@ -65,7 +64,8 @@ class ModelRunner:
         self.model = model
         self.routed_experts = routed_experts
         self.memory = KVMemory(layout, device)
-        num_drafts = drafter.num_drafts if drafter else 0
+        seqs, length = limits.max_num_seqs, limits.max_model_len
+        sizes = (seqs, length, layout.groups, device, limits.num_drafts)
         self.tables: RequestTables
         self.steps: Steps
         if device.type == "cuda":
@@ -73,17 +73,13 @@ class ModelRunner:
             from penstock.runner.device_tables import DeviceTables
             from penstock.runner.sampling_graphs import SamplingGraphs
 
-            self.tables = DeviceTables(
-                max_num_seqs, max_model_len, layout.groups, device, num_drafts
-            )
+            self.tables = DeviceTables(*sizes)
             self.steps = steps = DeviceSteps(
                 model, vocab_size, self.tables, self.memory,
-                max_num_batched_tokens, num_drafts, capture_graphs, dtype,
+                limits.max_num_batched_tokens, limits.num_drafts, capture_graphs, dtype,
             )  # fmt: skip
         else:
-            self.tables = RequestTables(
-                max_num_seqs, max_model_len, layout.groups, device, num_drafts
-            )
+            self.tables = RequestTables(*sizes)
             self.steps = HostSteps(model, self.tables, self.memory)
         sampler = Sampler(self.tables, vocab_size, device, choose_tokens, processors)
         self.head = GenerationHead(model, self.tables, sampler, drafter)

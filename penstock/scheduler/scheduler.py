@@ -12,11 +12,13 @@ import msgspec
 from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import ConfigError, InputError, waited_too_long
+from penstock.protocol.kv import UNBOUNDED
+from penstock.protocol.limits import StepLimits
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import RequestResult, ScheduledRequest, StepPlan, StepResult
 from penstock.scheduler.gates import Gate, Gatekeeper
 from penstock.scheduler.grammars import Grammars
-from penstock.scheduler.limits import SchedulerLimits, check_length
+from penstock.scheduler.limits import check_length, chunk, share
 from penstock.scheduler.plan import Step
 from penstock.scheduler.policy import POLICIES, WaitingQueue
 from penstock.scheduler.queue_timeouts import QueueTimeouts
@@ -48,10 +50,14 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: SchedulerLimits,
+        limits: StepLimits,
         kv_manager: KVCacheManager,
         gates: Sequence[Gate] = (),
         grammars: Grammars | None = None,
+        *,
+        policy: str = "fcfs",
+        queue_timeout_s: float | None = None,
+        vocab_size: int = UNBOUNDED,
     ) -> None:
         if not kv_manager.can_ever_hold(limits.max_model_len):
             raise ConfigError(
@@ -62,18 +68,18 @@ class Scheduler:
         self.num_scheduled_tokens = 0  # since the start
         self._kv = kv_manager
         self._grammars = grammars
-        self._policy = POLICIES[limits.policy]()
+        self._policy = POLICIES[policy]()
         self._requests: dict[str, RequestState] = {}  # unfinished
         self._gatekeeper = Gatekeeper(gates if grammars is None else [grammars, *gates])
         self._waiting = WaitingQueue(self._policy)
         self._retries = StepRetries(self._policy, limits)
         self._running = RunningRequests()
-        self._stops = StopRules(grammars, limits.vocab_size)
+        self._stops = StopRules(grammars, vocab_size)
         self._in_flight: deque[Step] = deque()
         self._released_ids: list[str] = []  # rows of the runner that the next plan gives up
         self._deltas: list[EngineDelta] = []  # of requests that ended outside of a step
         self._sequence = itertools.count()
-        self._queue_timeouts = QueueTimeouts(limits.queue_timeout_s)
+        self._queue_timeouts = QueueTimeouts(queue_timeout_s)
         self._last_step_id = 0
         self._refused: RequestState | None = None  # the last that found no room
         self._num_free_when_refused = 0
@@ -187,7 +193,7 @@ class Scheduler:
                 continue
             if state.status is not RequestStatus.RUNNING:
                 continue  # preempted for the sake of one before it
-            num_tokens, num_drafts = self.limits.share(state, step.budget)
+            num_tokens, num_drafts = share(self.limits, state, step.budget)
             if num_tokens == 0:
                 continue
             if not enough_blocks and self._kv.num_missing(state, num_tokens) > 0:
@@ -210,7 +216,7 @@ class Scheduler:
             prefix = self._kv.match(state)
             num_computed = prefix.num_tokens
             num_known = len(state.token_ids)
-            num_tokens = self.limits.chunk(num_known - num_computed, step.budget)
+            num_tokens = chunk(self.limits, num_known - num_computed, step.budget)
             if num_tokens == 0:
                 break
             if not self._kv.fits(prefix, num_known):
@@ -228,7 +234,7 @@ class Scheduler:
 
     def _make_ready(self, state: RequestState) -> None:
         """Let a request that decodes do so without being planned anew while nothing changes."""
-        if state.has_sampled and state.is_plain and not self.limits.num_speculative_tokens:
+        if state.has_sampled and state.is_plain and not self.limits.num_drafts:
             state.make_ready(self._kv.num_slots(state))
 
     def _make_room(

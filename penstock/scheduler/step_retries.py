@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from penstock.scheduler.limits import SchedulerLimits
+from penstock.protocol.limits import StepLimits
 from penstock.scheduler.plan import Step
 from penstock.scheduler.policy import Policy, WaitingQueue
 from penstock.scheduler.request import RequestState
@@ -20,7 +20,7 @@ class StepRetries:
     which that fails, too, is the culprit. Suspects are neither waiting nor running meanwhile.
     """
 
-    def __init__(self, policy: Policy, limits: SchedulerLimits) -> None:
+    def __init__(self, policy: Policy, limits: StepLimits) -> None:
         self._policy = policy
         self._suspects: deque[RequestState] = deque()
         self._can_shrink = limits.enable_chunked_prefill

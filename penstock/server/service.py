@@ -117,7 +117,7 @@ class Service:
     def _capacity(self) -> int:
         """Completions that may be running or queued at once."""
         assert self.client.info is not None
-        return self.client.info.max_num_seqs + self.server_config.max_queued_requests
+        return self.client.info.limits.max_num_seqs + self.server_config.max_queued_requests
 
     def _check_queue(self, num_new: int) -> None:
         """Refuse completions that find no room now: each one of each prompt takes a place."""

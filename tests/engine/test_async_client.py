@@ -25,10 +25,13 @@ from penstock.engine.messages import EngineInfo, Outputs
 from penstock.engine.supervisor import RestartDecision, Supervisor
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import CrashFault, EngineDeadError
+from penstock.protocol.limits import StepLimits
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 
-INFO = EngineInfo(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64, num_kv_blocks=64)
+INFO = EngineInfo(
+    StepLimits(max_model_len=64, max_num_seqs=8, max_num_batched_tokens=64), num_kv_blocks=64
+)
 decode_request = msgspec.msgpack.Decoder(EngineRequest).decode
 
 

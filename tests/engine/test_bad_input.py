@@ -211,7 +211,7 @@ class Explosive(LogitsProcessor):
 
 def test_a_raising_logits_processor_fails_its_request_alone(tiny_llama: str) -> None:
     with LLM(tiny_llama, logits_processors=[Explosive], async_scheduling=True, **OPTIONS) as llm:
-        assert llm.engine.executor.capabilities.max_in_flight == 1, "it needs the tokens so far"
+        assert llm.engine.limits.max_in_flight == 1, "it needs the tokens so far"
         (free,) = llm.generate(GOOD, GREEDY, use_tqdm=False)
         first = free.outputs[0].token_ids[0]
         kinds: list[dict[str, Any] | None] = [None, {"explode": 1}, {"ban": first}]
@@ -438,5 +438,5 @@ def test_impossible_engine_options_are_refused(tiny_llama: str) -> None:
 
 def test_a_context_nobody_asked_for_shrinks_to_what_the_cache_holds(tiny_llama: str) -> None:
     with LLM(tiny_llama, num_gpu_blocks_override=4, **OPTIONS) as llm:
-        assert llm.engine.max_model_len == 48
+        assert llm.engine.limits.max_model_len == 48
         assert len(llm.generate(GOOD, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 4

@@ -11,12 +11,11 @@ from kvcache.kv_fakes import ONE_GROUP, REGISTRY, layout_of
 from scheduler.fake_device import FakeDevice, expected_output, make_request
 
 from penstock.engine.core import EngineCore
-from penstock.executor.base import Capabilities
 from penstock.executor.step_queue import StepQueue
 from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
-from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 40
@@ -49,8 +48,8 @@ class LateExecutor:
     """A worker's own queue of steps over such a runner."""
 
     def __init__(self, depth: int, runner: LateRunner | None = None) -> None:
+        self.depth = depth  # steps in flight
         self.runner = runner or LateRunner()
-        self.capabilities = Capabilities(MAX_MODEL_LEN, 8, 16, "float32", {}, 0, depth)
         self._steps = StepQueue(self.runner)  # type: ignore[arg-type]
 
     def launch(self, plan: StepPlan) -> None:
@@ -72,10 +71,14 @@ class LateExecutor:
     def close(self) -> None: ...
 
 
+def make_limits(depth: int, **limits: Any) -> StepLimits:
+    own = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": MAX_MODEL_LEN}
+    return StepLimits(max_in_flight=depth, **(own | limits))
+
+
 def make_core(depth: int, num_blocks: int = 64, policy: Any = "fcfs") -> EngineCore:
-    limits = SchedulerLimits(8, 16, MAX_MODEL_LEN, policy=policy)
     manager = KVCacheManager(layout_of(ONE_GROUP, num_blocks), registry=REGISTRY)
-    return EngineCore(Scheduler(limits, manager), LateExecutor(depth), MAX_MODEL_LEN)
+    return EngineCore(Scheduler(make_limits(depth), manager, policy=policy), LateExecutor(depth))
 
 
 class Client:

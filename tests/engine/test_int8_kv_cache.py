@@ -12,7 +12,7 @@ import torch
 from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig
 from penstock.kvcache.hashing import hash_root
-from penstock.models.runtime import resolve_runtime
+from penstock.models.runtime import resolve_dtypes
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
 
@@ -128,4 +128,4 @@ def test_a_gpu_is_refused() -> None:
     config = EngineConfig.from_options({"kv_cache_dtype": "int8"})
     gpu = Platform(torch.device("cuda"), True, None, 256, 8192, "nccl")
     with pytest.raises(ConfigError, match="int8 is for CPUs, got device=cuda"):
-        resolve_runtime(config, {"max_position_embeddings": 128, "rope_theta": 1e4}, gpu)
+        resolve_dtypes(config, {"max_position_embeddings": 128, "rope_theta": 1e4}, gpu)

@@ -115,7 +115,7 @@ def test_with_other_block_sizes(tiny_llama: str, alone: list[list[int]], block_s
 
 def test_with_steps_in_flight(tiny_llama: str, alone: list[list[int]]) -> None:
     with open_llm(tiny_llama, async_scheduling=True) as llm:
-        assert llm.engine.executor.capabilities.max_in_flight == 2
+        assert llm.engine.limits.max_in_flight == 2
         assert run(llm, neighbours=10) == alone
         assert run(llm) == alone
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kvcache.kv_fakes import ONE_GROUP, REGISTRY, layout_of
 from scheduler.fake_device import expected_output, make_request
-from test_core import MAX_MODEL_LEN, Client, LateExecutor, LateRunner
+from test_core import MAX_MODEL_LEN, Client, LateExecutor, LateRunner, make_limits
 from tiny_engine import OPTIONS
 
 from penstock import LLM, SamplingParams
@@ -28,7 +28,6 @@ from penstock.protocol.step import StepMasks, StepPlan
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.runner.layout import StepLayout
 from penstock.scheduler.gates import READY
-from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.scheduler import Scheduler
 from penstock.scheduler.step_retries import STEPS_UNTIL_LARGER
 
@@ -67,10 +66,11 @@ class FailingExecutor(LateExecutor):
 
 def make_core(executor: FailingExecutor, policy: Any = "fcfs", **limits: Any) -> EngineCore:
     scheduler = Scheduler(
-        SchedulerLimits(8, 16, MAX_MODEL_LEN, policy=policy, **limits),
+        make_limits(executor.depth, **limits),
         KVCacheManager(layout_of(ONE_GROUP, 24), registry=REGISTRY),
+        policy=policy,
     )
-    return EngineCore(scheduler, executor, MAX_MODEL_LEN)
+    return EngineCore(scheduler, executor)
 
 
 def make_requests(rng: random.Random, count: int = 20) -> list[EngineRequest]:
@@ -162,10 +162,10 @@ def test_a_step_that_does_not_fit_into_memory_is_tried_again_smaller(
     executor = FailingExecutor(depth, fail_large)
     limits = {} if enable_chunked_prefill else {"enable_chunked_prefill": False}
     scheduler = Scheduler(
-        SchedulerLimits(8, MAX_MODEL_LEN, MAX_MODEL_LEN, **limits),
+        make_limits(depth, max_num_batched_tokens=MAX_MODEL_LEN, **limits),
         KVCacheManager(layout_of(ONE_GROUP, 24), registry=REGISTRY),
     )
-    core = EngineCore(scheduler, executor, MAX_MODEL_LEN)
+    core = EngineCore(scheduler, executor)
     client = run(core, requests, rng)
     assert executor.num_failures > 0
     failed = [r for r in requests if client.reasons[r.request_id] is FinishReason.ERROR]
@@ -269,11 +269,11 @@ def test_a_grammar_that_fails_in_the_middle_of_a_step_fails_its_request_alone(de
     grammars: Any = BrokenGrammars(no_mask="r3", no_progress="r7")
     executor = LateExecutor(depth)
     scheduler = Scheduler(
-        SchedulerLimits(8, 16, MAX_MODEL_LEN),
+        make_limits(executor.depth),
         KVCacheManager(layout_of(ONE_GROUP, 48), registry=REGISTRY),
         grammars=grammars,
     )
-    client = run(EngineCore(scheduler, executor, MAX_MODEL_LEN, grammars), requests, rng)
+    client = run(EngineCore(scheduler, executor, grammars), requests, rng)
     for request in requests:
         if request.request_id in ("r3", "r7"):
             assert client.reasons[request.request_id] is FinishReason.ERROR
@@ -315,11 +315,11 @@ def test_masks_are_not_filled_beside_what_follows_a_failed_launch() -> None:
 
     executor = FailingExecutor(1, fail)
     scheduler = Scheduler(
-        SchedulerLimits(8, 16, MAX_MODEL_LEN),
+        make_limits(executor.depth),
         KVCacheManager(layout_of(ONE_GROUP, 48), registry=REGISTRY),
         grammars=grammars,
     )
-    core = EngineCore(scheduler, executor, MAX_MODEL_LEN, grammars)
+    core = EngineCore(scheduler, executor, grammars)
     spec = StructuredOutputsParams(choice=["a"])
     core.add(make_request("r", [2, 3], structured_outputs=spec))
     core.step()

@@ -73,7 +73,7 @@ def test_a_step_that_fails_on_all_ranks_is_a_result_and_later_ones_are_skipped(
     options = {**OPTIONS, "async_scheduling": True}
     with LLM(str(model), tensor_parallel_size=2, **options) as llm:
         executor = executor_of(llm)
-        assert executor.capabilities.max_in_flight == 2
+        assert llm.engine.limits.max_in_flight == 2
         executor.launch(plan_of(1, "a"))
         executor.launch(plan_of(2, "b", masked=True))
         executor.sample(None)  # a step that waits for masks, and gets none

@@ -201,7 +201,7 @@ def test_without_a_length_asked_for_it_is_that_of_learned_positions(tmp_path: Pa
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with open_llm(tmp_path) as llm:
-        assert llm.engine.max_model_len == 48
+        assert llm.engine.limits.max_model_len == 48
         (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
     assert Reference(tmp_path).count_near_ties([5, 6, 7], output.outputs[0].token_ids) == 0
 

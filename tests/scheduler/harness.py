@@ -9,14 +9,18 @@ from kvcache.kv_fakes import ONE_GROUP, layout_of
 
 from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.delta import FinishReason
+from penstock.protocol.limits import StepLimits
 from penstock.scheduler.gates import PENDING, READY, Failed
-from penstock.scheduler.limits import SchedulerLimits
 from penstock.scheduler.scheduler import Scheduler
 
+DEFAULTS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 40}
+OWN_OPTIONS = ("policy", "queue_timeout_s", "vocab_size")
 
-def limits_of(**overrides):
-    defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 40}
-    return SchedulerLimits(**{**defaults, **overrides})
+
+def make_scheduler(kv, gates=(), **options):
+    """`options` are limits of a step, or the scheduler's own."""
+    own = {name: options.pop(name) for name in OWN_OPTIONS if name in options}
+    return Scheduler(StepLimits(**(DEFAULTS | options)), kv, gates, **own)
 
 
 class ListGate:
@@ -35,13 +39,14 @@ class ListGate:
 class Engine:
     """Keeps at most `depth` steps in flight and everything that clients were told."""
 
-    def __init__(self, *, depth=1, groups=ONE_GROUP, num_blocks=64, caching=True, **limits):
+    def __init__(self, *, depth=1, groups=ONE_GROUP, num_blocks=64, caching=True, **options):
         self.depth = depth
-        self.limits = limits_of(**limits)
         self.gate = ListGate()
-        layout = layout_of(groups, num_blocks, self.limits.max_num_batched_tokens)
+        step_tokens = options.get("max_num_batched_tokens", DEFAULTS["max_num_batched_tokens"])
+        layout = layout_of(groups, num_blocks, step_tokens)
         self.kv = KVCacheManager(layout, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(self.limits, self.kv, [self.gate])
+        self.scheduler = make_scheduler(self.kv, [self.gate], **options)
+        self.limits = self.scheduler.limits
         self.device = FakeDevice(groups, self.limits.max_model_len)
         self.requests = {}
         self.tokens = defaultdict(list)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from fake_device import make_request
-from harness import limits_of
+from harness import make_scheduler
 from kvcache.kv_fakes import ONE_GROUP, layout_of
 
 from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.step import RequestResult, StepResult
-from penstock.scheduler.scheduler import Scheduler
 
 
-def scheduler_of(num_blocks=64, gates=(), **limits):
-    kv = KVCacheManager(layout_of(ONE_GROUP, num_blocks))
-    return Scheduler(limits_of(**limits), kv, gates)
+def scheduler_of(num_blocks=64, gates=(), **options):
+    return make_scheduler(KVCacheManager(layout_of(ONE_GROUP, num_blocks)), gates, **options)
 
 
 def long_request(request_id, prompt=(2, 3), **kwargs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from fake_device import EOS, make_request
-from harness import Engine, limits_of
+from harness import Engine
 from plans import answer, long_request, scheduler_of, shares
 
 from penstock.protocol.delta import FinishReason
@@ -207,16 +207,11 @@ def test_a_cache_that_cannot_hold_one_request_is_refused():
     scheduler_of(num_blocks=11, max_model_len=40)
 
 
-def test_without_chunked_prefill_a_step_must_hold_the_longest_request():
-    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
-        limits_of(enable_chunked_prefill=False, max_num_batched_tokens=39)
-
-
 # -- speculation
 
 
 def test_a_decoding_request_brings_its_drafts_and_counters_are_corrected():
-    scheduler = scheduler_of(num_speculative_tokens=3)
+    scheduler = scheduler_of(num_drafts=3)
     scheduler.add(long_request("a", [2] * 4))
     prefill, first, second = scheduler.schedule(), scheduler.schedule(), scheduler.schedule()
     assert [
@@ -240,7 +235,7 @@ def test_a_decoding_request_brings_its_drafts_and_counters_are_corrected():
 
 
 def test_drafts_are_cut_at_the_stop_and_near_max_tokens():
-    scheduler = scheduler_of(num_speculative_tokens=3)
+    scheduler = scheduler_of(num_drafts=3)
     scheduler.add(make_request("a", [2] * 4, max_tokens=4))
     scheduler.update(answer(scheduler.schedule()))
     plan = scheduler.schedule()

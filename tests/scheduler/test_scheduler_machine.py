@@ -59,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_chunked_prefill=chunked,
             long_prefill_token_threshold=threshold if chunked else 0,
             policy=policy,
-            num_speculative_tokens=num_drafts,
+            num_drafts=num_drafts,
         )
 
     def unfinished(self):

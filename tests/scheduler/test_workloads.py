@@ -41,7 +41,7 @@ def random_engine(rng):
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=rng.choice([0, 0, 5]) if chunked else 0,
         policy=rng.choice(["fcfs", "priority"]),
-        num_speculative_tokens=rng.choice(drafts),
+        num_drafts=rng.choice(drafts),
     )
 
 

@@ -24,6 +24,7 @@ from penstock.engine.observer import RequestRecord
 from penstock.observability.docs import render
 from penstock.observability.metrics import DECLARED, PREFIX, Metrics
 from penstock.protocol.delta import FinishReason
+from penstock.protocol.limits import StepLimits
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.scheduler.scheduler import SchedulerStats
@@ -31,7 +32,9 @@ from penstock.server.metrics import MetricsObserver, observe, router
 from penstock.server.throughput import ThroughputLog
 
 ROOT = Path(__file__).parents[2]
-INFO = EngineInfo(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=7)
+INFO = EngineInfo(
+    StepLimits(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64), num_kv_blocks=7
+)
 
 
 def parse(text: str) -> dict[str, float]:

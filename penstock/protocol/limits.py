@@ -1,0 +1,15 @@
+"""StepLimits: what bounds a step. Resolved once; whoever plans, runs or reports steps reads it."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
+    max_num_seqs: int  # requests that run at once
+    max_num_batched_tokens: int  # tokens in one step
+    max_model_len: int  # tokens in one request, prompt and output together
+    max_in_flight: int = 1  # steps launched before the first is collected
+    num_drafts: int = 0  # draft tokens that a decoding request brings to a step
+    long_prefill_token_threshold: int = 0  # prompt tokens of one request in a step; 0: no limit
+    enable_chunked_prefill: bool = True
