@@ -130,6 +130,12 @@ class Audit:
         if num_fds_after > num_fds_before + MAX_MORE_FDS:
             self.complain(f"file descriptors: {num_fds_before} before, {num_fds_after} after")
 
+    def check_log(self, lines: list[str]) -> None:
+        for number, line in enumerate(lines):
+            if "Traceback" in line:
+                around = "".join(lines[max(number - 5, 0) : number + 60])
+                self.complain(f"a traceback in the log:\n{around}")
+
     def report(self) -> str:
         memory = "; ".join(f"{whose} {grown}" for whose, grown in self.memory().items())
         lines = [
@@ -348,9 +354,7 @@ def run_chaos(
             chaos.run()
             if (code := server.stop()) != 0:
                 chaos.audit.complain(f"the server ended with code {code}")
-            for line in server.log:
-                if "Traceback" in line:
-                    chaos.audit.complain("a traceback in the log")
+            chaos.audit.check_log(server.log)
         finally:
             server.close()
     chaos.audit.plot(picture)
