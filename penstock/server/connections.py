@@ -72,19 +72,28 @@ class ConnectionWatch:
     def __init__(self, read_timeout_s: float, write_timeout_s: float) -> None:
         self._read_timeout_s = read_timeout_s
         self._write_timeout_s = write_timeout_s
+        self._interval_s = min(read_timeout_s, write_timeout_s) / CHECKS_PER_LIMIT
+        self._last_look: float | None = None
+        self._elapsed_s = 0.0  # what `check` takes for the time
         self._waits: WeakKeyDictionary[Any, _Wait] = WeakKeyDictionary()
 
     async def run(self, connections: Iterable[Any]) -> None:
         """Watch uvicorn's set of open connections until cancelled."""
-        interval_s = min(self._read_timeout_s, self._write_timeout_s) / CHECKS_PER_LIMIT
+        loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(interval_s)
-            now = asyncio.get_running_loop().time()
-            for connection in list(connections):
-                self.check(connection, now)
+            await asyncio.sleep(self._interval_s)
+            self.look(connections, loop.time())
+
+    def look(self, connections: Iterable[Any], now: float) -> None:
+        """Look at all connections. Time in which this process stood still is no client's fault."""
+        if self._last_look is not None:
+            self._elapsed_s += min(now - self._last_look, 2 * self._interval_s)
+        self._last_look = now
+        for connection in list(connections):
+            self.check(connection, self._elapsed_s)
 
     def check(self, connection: Any, now: float) -> None:
-        """Look at one connection; end it if its time is up."""
+        """End a connection whose time is up."""
         transport = connection.transport
         num_unsent = transport.get_write_buffer_size()
         is_writing = connection.flow.write_paused or (transport.is_closing() and num_unsent > 0)

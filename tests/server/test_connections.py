@@ -45,7 +45,7 @@ def watch_for(connection: Connection, seconds: int, num_unsent: int, num_resumes
     for now in range(seconds):
         connection.num_unsent = num_unsent
         connection.num_resumes += num_resumes_each
-        watch.check(connection, float(now))
+        watch.look([connection], float(now))
 
 
 def test_one_that_takes_nothing_is_cut_off() -> None:
@@ -62,3 +62,16 @@ def test_one_that_takes_all_between_two_looks_is_not_cut_off(num_unsent: int) ->
     connection = Connection()
     watch_for(connection, int(10 * LIMIT_S), num_unsent, num_resumes_each=1)
     assert not connection.is_aborted
+
+
+def test_time_in_which_the_server_stood_still_is_no_clients_fault() -> None:
+    """As when its machine is suspended: what the client did meanwhile has not been seen."""
+    connection = Connection()
+    connection.num_unsent = MIN_BYTES_READ + 1
+    watch = ConnectionWatch(read_timeout_s=LIMIT_S, write_timeout_s=LIMIT_S)
+    for now in (0.0, 1.0, 1000.0):
+        watch.look([connection], now)
+    assert not connection.is_aborted
+    for seconds in range(int(LIMIT_S)):
+        watch.look([connection], 1001.0 + seconds)
+    assert connection.is_aborted
