@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.config import EngineConfig
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh
 from penstock.executor.worker import Worker
 from penstock.loading.source import ModelSource
 from penstock.platforms.platform import detect_platform
@@ -25,7 +25,7 @@ class InProcessExecutor:
         drafter: Drafter | None = None,
     ) -> None:
         platform = detect_platform(config.device)
-        self._worker: Worker | None = Worker(config, source, platform, Group(), processors, drafter)
+        self._worker: Worker | None = Worker(config, source, platform, Mesh(), processors, drafter)
         self.capabilities = self.worker.capabilities()
 
     @property

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from penstock.distributed.group import join_group, leave_group
+from penstock.distributed.mesh import join_mesh, leave_mesh
 from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned
 from penstock.executor.worker import Worker
 from penstock.loading.source import resolve_source
@@ -35,11 +35,11 @@ def serve(connection: Connection) -> None:
     hello = msgspec.msgpack.decode(connection.recv_bytes(), type=Hello)
     setup_logging(hello.config.observability.log_level if hello.rank == 0 else "error")
     platform = detect_platform(hello.config.device, hello.rank, hello.size)
-    group = join_group(hello.rank, hello.size, hello.store_path, platform.backend)
+    mesh = join_mesh(hello.rank, hello.size, hello.store_path, platform.backend)
     decoder = msgspec.msgpack.Decoder(Call)
     try:
         source = resolve_source(hello.config.model, hello.config.load)
-        worker = Worker(hello.config, source, platform, group)
+        worker = Worker(hello.config, source, platform, mesh)
         answer(Returned(msgspec.Raw(encode(worker.capabilities()))))
         while True:
             call = decoder.decode(connection.recv_bytes())
@@ -49,7 +49,7 @@ def serve(connection: Connection) -> None:
     except PenstockError as error:
         answer(Raised(str(error), type(error).__name__))
     finally:
-        leave_group(group)
+        leave_mesh(mesh)
 
 
 def exit_with_engine(fd: int) -> None:

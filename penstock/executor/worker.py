@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh
 from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
@@ -32,13 +32,13 @@ class Worker:
         config: EngineConfig,
         source: ModelSource,
         platform: Platform,
-        group: Group,
+        mesh: Mesh,
         processors: Sequence[str | type[LogitsProcessor]] = (),
         drafter: Drafter | None = None,
     ) -> None:
         self.config = config
         self.platform = platform
-        self.group = group
+        self.mesh = mesh
         self.processors = load_processors([*config.model.logits_processors, *processors])
         self.drafter = drafter
         self.limits = resolve_limits(
@@ -49,7 +49,7 @@ class Worker:
             needs_tokens=any(processor.needs_tokens for processor in self.processors),
         )
         self.model, self.dtypes, self.ops = load_model(
-            config, source, platform, group, self.limits.max_model_len
+            config, source, platform, mesh, self.limits.max_model_len
         )
         self.runner: ModelRunner | None = None
         self.routed_experts: RoutedExpertsRecorder | None = None
@@ -71,7 +71,7 @@ class Worker:
             capture_graphs=(
                 self.model.can_capture
                 and not self.config.device.enforce_eager
-                and self.group.size == 1
+                and self.mesh.size == 1
             ),
             dtype=self.dtypes.compute,
             routed_experts=self.routed_experts,
@@ -91,7 +91,7 @@ class Worker:
     def collect(self) -> StepResult:
         """The oldest step's result; only the first rank's has the requests'."""
         result = self._steps.collect()
-        return result if self.group.rank == 0 else msgspec.structs.replace(result, results=[])
+        return result if self.mesh.rank == 0 else msgspec.structs.replace(result, results=[])
 
     def reset(self) -> None:
         """After a step that failed: forget every request, and run steps again."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.layers.quantization import DenseMethod, LinearMethod
 from penstock.ops.registry import Ops
 
@@ -19,8 +19,13 @@ class Build:
     device: torch.device
     max_model_len: int
     ops: Ops
-    tp: Group = field(default_factory=Group)
+    mesh: Mesh = field(default_factory=Mesh)
     linear_method: LinearMethod = field(default_factory=DenseMethod)
+
+    @property
+    def tp(self) -> RankGroup:
+        """The ranks that share every layer with this one."""
+        return self.mesh.tp
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """A parameter to be filled by the loader."""

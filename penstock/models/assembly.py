@@ -9,7 +9,7 @@ import time
 import torch
 
 from penstock.config import EngineConfig
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh
 from penstock.layers.build import Build
 from penstock.layers.quantization import DeferredQuantization
 from penstock.layers.quantized.plan import StoredLayers, assign_methods
@@ -32,7 +32,7 @@ def load_model(
     config: EngineConfig,
     source: ModelSource,
     platform: Platform,
-    group: Group,
+    mesh: Mesh,
     max_model_len: int,
 ) -> tuple[Model, Dtypes, Ops]:
     """This rank's share of the model, the types it computes in, and its ops."""
@@ -47,7 +47,7 @@ def load_model(
         device=platform.device,
         max_model_len=max_model_len,
         ops=backend.ops,
-        tp=group,
+        mesh=mesh,
         linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
     )
     try:
@@ -71,7 +71,7 @@ def load_model(
             model.weights,
             model.convert(checkpoint.tensors()),
             total=len(checkpoint.names()),
-            show_progress=group.rank == 0,
+            show_progress=mesh.rank == 0,
             ignored=backend.quantization.ignored if backend.quantization else (),
         )
     backend.finish(model)

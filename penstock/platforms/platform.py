@@ -23,7 +23,7 @@ class Platform:
     default_dtype: torch.dtype | None  # None: the checkpoint's own
     max_num_seqs: int
     max_num_batched_tokens: int
-    backend: str  # for torch.distributed
+    backend: str  # of torch.distributed, by the device that a tensor is on
     cpu_threads: int = 1  # for computing
 
     def available_memory(self) -> int:
@@ -47,7 +47,7 @@ def detect_platform(config: DeviceConfig, rank: int = 0, ranks: int = 1) -> Plat
     torch.cuda.set_device(device)
     big = torch.cuda.get_device_properties(device).total_memory >= 70 * GIB
     # Steps of 16,384 tokens are no faster by the token (docs/gpu.md), and take twice the memory.
-    return Platform(device, True, None, 1024 if big else 256, 8192, "nccl")
+    return Platform(device, True, None, 1024 if big else 256, 8192, "cpu:gloo,cuda:nccl")
 
 
 def _available_host_memory() -> int:

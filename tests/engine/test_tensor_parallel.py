@@ -14,7 +14,7 @@ from tiny_engine import OPTIONS
 from tiny_models import config_of, make_checkpoint
 
 from penstock import LLM, SamplingParams
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.calls import Call
 from penstock.executor.multi_process import MultiProcessExecutor, _framed
 from penstock.layers.build import Build
@@ -183,8 +183,8 @@ def test_ranks_are_in_step_after_two_interrupts(
 
 
 def test_ranks_that_do_not_divide_the_model_are_refused() -> None:
-    group = Group(rank=0, size=3)
-    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=group)
+    mesh = Mesh(RankGroup(rank=0, size=3))
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), mesh=mesh)
     with pytest.raises(ConfigError, match="tensor_parallel_size must divide the model's 4"):
         build_model(config_of("llama"), build)
 

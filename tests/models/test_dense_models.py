@@ -13,7 +13,7 @@ from tiny_models import Reference, config_of, make_checkpoint
 
 from penstock import LLM
 from penstock.config import LoadConfig, ModelConfig
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.build import Build
 from penstock.loading.checkpoint import open_checkpoint
@@ -85,8 +85,8 @@ def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", range(4))
 @torch.inference_mode()
 def test_a_rank_has_the_norms_of_its_heads(rank: int) -> None:
-    group = Group(rank=rank, size=4)
-    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=group)
+    mesh = Mesh(RankGroup(rank=rank, size=4))
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), mesh=mesh)
     weight = torch.arange(4.0)[:, None].expand(4, 8)  # a head's number
     norm = HeadsNorm(build, 4, 8, 1e-5)
     norm.load("weight", "", weight)

@@ -13,7 +13,7 @@ from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import Reference, make_checkpoint
 
 from penstock import SamplingParams
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.build import Build
 from penstock.layers.experts import IMPLEMENTATIONS, Experts, ExpertsConfig
@@ -89,7 +89,9 @@ def test_two_ranks_give_one_ranks_tokens(tmp_path: Path, variant: str, backend: 
 
 def test_ranks_that_do_not_divide_an_expert_are_refused() -> None:
     config = ExpertsConfig(num_experts=4, hidden_size=8, intermediate_size=33, routing=Routing(2))
-    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=Group(rank=0, size=2))
+    build = Build(
+        torch.float32, torch.device("cpu"), 64, Ops("cpu"), mesh=Mesh(RankGroup(rank=0, size=2))
+    )
     with pytest.raises(ConfigError, match="intermediate size of 33"):
         Experts(build, config)
 

@@ -15,7 +15,7 @@ from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import config_of, make_checkpoint
 
 from penstock import LLM
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.build import Build
 from penstock.layers.experts import Router
@@ -147,8 +147,8 @@ def test_settings_that_make_no_sense_are_named(
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
-    group = Group(rank=0, size=3)
-    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=group)
+    mesh = Mesh(RankGroup(rank=0, size=3))
+    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), mesh=mesh)
     with pytest.raises(ConfigError, match="must divide the model's 4 attention heads"):
         build_model(config_of("deepseek_v2"), build)
 

@@ -14,7 +14,7 @@ from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import config_of, make_checkpoint
 
 from penstock import LLM
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.build import Build
 from penstock.layers.linear import Part
@@ -143,7 +143,9 @@ def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_a_rank_has_its_share_of_every_section_of_a_convolution() -> None:
-    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=Group(rank=3, size=4))
+    build = Build(
+        torch.float32, torch.device("cpu"), 64, Ops("cpu"), mesh=Mesh(RankGroup(rank=3, size=4))
+    )
     conv = CausalConv(build, [Part("x", 8, 4), Part("b", 4, 2)], 3, bias=True)
     conv.load("weight", "", torch.arange(12.0)[:, None, None].expand(12, 1, 3))
     conv.load("bias", "", torch.arange(12.0))
@@ -217,7 +219,9 @@ def test_weights_and_keys_of_8_bits_leave_the_states_alone(variant: str, tmp_pat
 def test_ranks_that_cannot_share_the_heads_are_refused(
     variant: str, ranks: int, message: str
 ) -> None:
-    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"), tp=Group(size=ranks))
+    build = Build(
+        torch.float32, torch.device("cpu"), 64, Ops("cpu"), mesh=Mesh(RankGroup(size=ranks))
+    )
     with pytest.raises(ConfigError, match=message):
         build_model(config_of(variant), build)
 

@@ -14,7 +14,7 @@ from tiny_models import OUTSIDE, Reference, make_checkpoint
 from transformers import masking_utils
 
 from penstock import LLM, SamplingParams
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.in_process import InProcessExecutor
 from penstock.kvcache.layout import blocks_for_request, plan_groups
 from penstock.layers.build import Build
@@ -182,7 +182,7 @@ def test_tokens_that_reach_each_other_past_attention_are_refused() -> None:
 
 
 def test_several_ranks_are_refused() -> None:
-    build = tiny_build(tp=Group(rank=0, size=2))
+    build = tiny_build(mesh=Mesh(RankGroup(rank=0, size=2)))
     with pytest.raises(ConfigError, match="tensor_parallel_size must be 1 for StableLmForCausalLM"):
         build_model(config_of("StableLm"), build)
 

@@ -18,7 +18,7 @@ from gguf_builder import GRID_TYPES, random_blocks, write_gguf
 from tiny_engine import greedy_tokens, open_llm
 
 from penstock.config import LoadConfig, ModelConfig
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import ExpertsConfig, choose_implementation
@@ -44,7 +44,9 @@ IN = 256
 
 
 def a_build(rank: int = 0, ranks: int = 1, expert_blocks: bool = True) -> Build:
-    return Build(torch.float32, CPU, 16, Ops("cpu"), Group(rank, ranks), GgufMethod(expert_blocks))
+    return Build(
+        torch.float32, CPU, 16, Ops("cpu"), Mesh(RankGroup(rank, ranks)), GgufMethod(expert_blocks)
+    )
 
 
 def a_matrix(type_name: str, rows: int, columns: int = IN) -> tuple[Weight, torch.Tensor]:

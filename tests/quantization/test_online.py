@@ -11,7 +11,7 @@ from test_formats import own_logits, reference_logits, relative_error
 
 from penstock import LLM, SamplingParams
 from penstock.config.quantization import ONLINE
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import column_linear
@@ -62,7 +62,7 @@ NUM_LAYERS, SIZE = 24, 1024
 
 def _model() -> torch.nn.Module:
     build = Build(
-        torch.float32, torch.device("cpu"), 16, Ops("cpu"), Group(), DeferredQuantization()
+        torch.float32, torch.device("cpu"), 16, Ops("cpu"), Mesh(), DeferredQuantization()
     )
     model = torch.nn.Module()
     layers = [column_linear(build, SIZE, {"": SIZE}) for _ in range(NUM_LAYERS)]

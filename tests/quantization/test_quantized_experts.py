@@ -10,7 +10,7 @@ import quantized_checkpoints as made
 import torch
 from test_formats import EXACT, FORMATS, own_logits, reference_logits, relative_error
 
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.layers.build import Build
 from penstock.layers.experts import Experts, ExpertsConfig, StackedExperts, UndecidedExperts
 from penstock.layers.quantization import DeferredQuantization, DenseMethod
@@ -28,8 +28,8 @@ STACKED = [name for name in FORMATS if "act-order" not in name]
 
 
 def build_for(rank: int = 0, ranks: int = 1) -> Build:
-    group = Group(rank, ranks)
-    return Build(torch.float32, torch.device("cpu"), 16, Ops("cpu"), group, DeferredQuantization())
+    mesh = Mesh(RankGroup(rank, ranks))
+    return Build(torch.float32, torch.device("cpu"), 16, Ops("cpu"), mesh, DeferredQuantization())
 
 
 def random_weights() -> dict[str, torch.Tensor]:

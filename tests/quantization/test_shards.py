@@ -10,7 +10,7 @@ import quantized_checkpoints as made
 import torch
 from test_formats import FORMATS
 
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.native import NativeMethod
@@ -45,7 +45,7 @@ def load(
         torch.device("cpu"),
         16,
         Ops("cpu"),
-        Group(rank, ranks),
+        Mesh(RankGroup(rank, ranks)),
         DeferredQuantization(),
     )
     model = torch.nn.Module()

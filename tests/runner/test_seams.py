@@ -12,7 +12,7 @@ from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock.config import DeviceConfig
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.attention import Attention
 from penstock.layers.build import Build
@@ -130,7 +130,7 @@ def test_shards_of_a_linear_layer_make_up_the_whole() -> None:
     whole.load("bias", "", bias)
     by_rows = []
     for rank in range(2):
-        layer = Linear(make_build(tp=Group(rank, 2)), 6, [Part("", 8, 2)], bias=True)
+        layer = Linear(make_build(mesh=Mesh(RankGroup(rank, 2))), 6, [Part("", 8, 2)], bias=True)
         layer.load("weight", "", weight)
         layer.load("bias", "", bias)
         by_rows.append(layer(x))

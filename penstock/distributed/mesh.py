@@ -1,8 +1,12 @@
-"""Groups of processes that hold shards of one model, and the collectives between them."""
+"""Mesh: a rank's place among the processes of one engine, and the collectives between them.
+
+Each kind of parallelism is a field: the ranks that this one works with in that way. Tensor
+parallelism is the only one so far.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Group:
-    """This process's place among `size` ranks. One rank alone needs no process group."""
+class RankGroup:
+    """Ranks that compute together. One rank alone needs no process group."""
 
     rank: int = 0
     size: int = 1
@@ -35,14 +39,31 @@ class Group:
         return torch.cat(parts, dim=-1)
 
 
-def join_group(rank: int, size: int, store_path: str, backend: str) -> Group:
+@dataclass(frozen=True)
+class Mesh:
+    """This process's place. The default is a process that is alone."""
+
+    tp: RankGroup = field(default_factory=RankGroup)  # each holds a shard of every layer
+
+    @property
+    def rank(self) -> int:
+        """Among all ranks of the engine."""
+        return self.tp.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks of the engine."""
+        return self.tp.size
+
+
+def join_mesh(rank: int, size: int, store_path: str, backend: str) -> Mesh:
     """Meet the other ranks through a file that all of them can see."""
     if size == 1:
-        return Group()
+        return Mesh()
     dist.init_process_group(backend, init_method=f"file://{store_path}", rank=rank, world_size=size)
-    return Group(rank, size, dist.group.WORLD)
+    return Mesh(tp=RankGroup(rank, size, dist.group.WORLD))
 
 
-def leave_group(group: Group) -> None:
-    if group.size > 1 and dist.is_initialized():
+def leave_mesh(mesh: Mesh) -> None:
+    if mesh.size > 1 and dist.is_initialized():
         dist.destroy_process_group()
