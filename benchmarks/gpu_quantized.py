@@ -18,7 +18,7 @@ import torch
 import triton
 
 from penstock.ops import quantized as plain
-from penstock.ops.triton import fp8, linear, w4, w4_layout, w4_row
+from penstock.ops.triton import fp8, linear, packed, packed_layout, w4_row
 from penstock.ops.triton.tuning import Launch, RowTile
 from penstock.ops.triton.tuning_quantized import Fp8Plan, TilePlan
 
@@ -55,8 +55,8 @@ class Weights:
         self.w4_scales = torch.rand(self.out, self.size // GROUP, device="cuda").bfloat16() * 0.01
         self.w4_zeros = torch.full_like(self.w4_scales, 7).to(torch.uint8)
 
-    def packed(self, index: int) -> w4_layout.Packed:
-        return w4_layout.Packed(self.w4[index], self.w4_scales, None, GROUP)
+    def packed(self, index: int) -> packed_layout.Packed:
+        return packed_layout.Packed(self.w4[index], self.w4_scales, None, GROUP)
 
     def x(self, num_tokens: int) -> torch.Tensor:
         return torch.randn(num_tokens, self.size, device="cuda", dtype=torch.bfloat16)
@@ -127,7 +127,7 @@ def w4_tiles(weights: Weights, num_tokens: int) -> Iterator[Variant]:
         plan = TilePlan(rows, tokens, splits, Launch(warps, stages))
 
         def call(index: int, plan: TilePlan = plan) -> object:
-            return w4.run_tiles(x, weights.packed(index), None, plan)
+            return packed.run_tiles(x, weights.packed(index), None, plan)
 
         yield f"w4 {num_tokens}", plan, call, 2 * weights.count
 
@@ -192,7 +192,7 @@ def products(weights: Weights, dense: list[torch.Tensor], n: int) -> dict[str, C
         )  # fmt: skip
 
     def w4_linear(index: int, zeros: torch.Tensor | None = None) -> object:
-        return w4.w4_linear(x, weights.w4[index], weights.w4_scales, zeros, GROUP, None)
+        return packed.w4_linear(x, weights.w4[index], weights.w4_scales, zeros, GROUP, None)
 
     return {
         "bf16": lambda i: linear.linear(x, dense[i % len(dense)], None),

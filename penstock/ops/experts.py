@@ -78,6 +78,31 @@ def route(
     return weights * routing.scale, ids.int()
 
 
+ExpertLinear = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
+RunExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, rows of x) -> [m, hidden]
+# x, weights, ids, the number of experts and what one of them does -> [n, hidden]
+RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, RunExpert], torch.Tensor]
+
+
+def gated(
+    first: ExpertLinear,  # gate above up
+    second: ExpertLinear,
+    activation: str,
+    gate_up_bias: torch.Tensor | None,  # [num_experts, 2 * intermediate]
+    down_bias: torch.Tensor | None,  # [num_experts, hidden]
+) -> RunExpert:
+    """What one expert computes: two products, the activation between them."""
+    activate = ACTIVATIONS[activation]
+
+    def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        bias = None if gate_up_bias is None else gate_up_bias[expert]
+        gate, up = first(expert, rows, bias).chunk(2, dim=-1)
+        bias = None if down_bias is None else down_bias[expert]
+        return second(expert, activate(gate, up), bias)
+
+    return run
+
+
 def experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
@@ -89,14 +114,7 @@ def experts(
     down_bias: torch.Tensor | None = None,  # [num_experts, hidden]
 ) -> torch.Tensor:
     """Each token through its experts, summed by weight: [n, hidden]."""
-    activate = ACTIVATIONS[activation]
-
-    def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        bias = None if gate_up_bias is None else gate_up_bias[expert]
-        gate, up = F.linear(rows, gate_up[expert], bias).chunk(2, dim=-1)
-        bias = None if down_bias is None else down_bias[expert]
-        return F.linear(activate(gate, up), down[expert], bias)
-
+    run = _plain(gate_up, down, activation, gate_up_bias, down_bias)
     return run_by_expert(x, weights, ids, len(gate_up), run)
 
 
@@ -110,16 +128,35 @@ def dense_experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `experts`, every expert over every token: slow, but the host need not know the choice."""
-    activate = ACTIVATIONS[activation]
+    """As `experts`, every expert over every token."""
+    run = _plain(gate_up, down, activation, gate_up_bias, down_bias)
+    return run_all_experts(x, weights, ids, len(gate_up), run)
+
+
+def _plain(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> RunExpert:
+    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(rows, gate_up[expert], bias)
+
+    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(rows, down[expert], bias)
+
+    return gated(first, second, activation, gate_up_bias, down_bias)
+
+
+def run_all_experts(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int, run: RunExpert
+) -> torch.Tensor:
+    """Every expert over every token: slow, but the host need not know the choice."""
     output = torch.zeros_like(x)
-    for expert in range(len(gate_up)):
-        bias = None if gate_up_bias is None else gate_up_bias[expert]
-        gate, up = F.linear(x, gate_up[expert], bias).chunk(2, dim=-1)
-        bias = None if down_bias is None else down_bias[expert]
-        result = F.linear(activate(gate, up), down[expert], bias)
+    for expert in range(num_experts):
         is_chosen = ids == expert  # [n, top_k]
-        scaled = result * (weights * is_chosen).sum(-1, keepdim=True)
+        scaled = run(expert, x) * (weights * is_chosen).sum(-1, keepdim=True)
         # What an expert gives for a token that did not choose it need not even be finite.
         output += torch.where(is_chosen.any(-1, keepdim=True), scaled, 0.0).to(output.dtype)
     return output
@@ -130,7 +167,7 @@ def run_by_expert(
     weights: torch.Tensor,  # [n, top_k]
     ids: torch.Tensor,  # [n, top_k]
     num_experts: int,
-    run: Callable[[int, torch.Tensor], torch.Tensor],  # (expert, its rows of x) -> [m, hidden]
+    run: RunExpert,
 ) -> torch.Tensor:
     """`run` once for each expert that has tokens, on all of them.
 

@@ -5,11 +5,9 @@ The layouts are those of `quantized.py`, with all experts' matrices in one tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from penstock.ops.experts import ACTIVATIONS, run_by_expert
+from penstock.ops.experts import RunExperts, gated, run_by_expert
 from penstock.ops.quantized import fp4_linear, fp8_linear, table_linear, w4_linear
 
 
@@ -35,9 +33,8 @@ def fp8_experts(
     def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return fp8_linear(rows, down[expert], down_scale[expert], down_input_scale, bias)
 
-    return _experts(
-        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
-    )
+    run = gated(first, second, activation, gate_up_bias, down_bias)
+    return run_by_expert(x, weights, ids, len(gate_up), run)
 
 
 def w4_experts(
@@ -55,6 +52,7 @@ def w4_experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     bits: int = 4,
+    run_experts: RunExperts = run_by_expert,
 ) -> torch.Tensor:
     """Each token through its experts, summed by weight: [n, hidden]."""
 
@@ -76,9 +74,8 @@ def w4_experts(
         zeros = None if down_zeros is None else down_zeros[expert]
         return linear(rows, down[expert], down_scales[expert], zeros, bias)
 
-    return _experts(
-        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
-    )
+    run = gated(first, second, activation, gate_up_bias, down_bias)
+    return run_experts(x, weights, ids, len(gate_up), run)
 
 
 def w8_experts(
@@ -128,9 +125,8 @@ def fp4_experts(
         own = None if down_global is None else down_global[expert]
         return fp4_linear(rows, down[expert], down_scales[expert], own, group_size, bias)
 
-    return _experts(
-        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
-    )
+    run = gated(first, second, activation, gate_up_bias, down_bias)
+    return run_by_expert(x, weights, ids, len(gate_up), run)
 
 
 def table_experts(
@@ -154,31 +150,5 @@ def table_experts(
     def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return table_linear(rows, down[expert], down_scales[expert], values, bias)
 
-    return _experts(
-        x, weights, ids, len(gate_up), first, second, activation, gate_up_bias, down_bias
-    )
-
-
-_ExpertLinear = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-def _experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    num_experts: int,
-    first: _ExpertLinear,
-    second: _ExpertLinear,
-    activation: str,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-) -> torch.Tensor:
-    activate = ACTIVATIONS[activation]
-
-    def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        bias = None if gate_up_bias is None else gate_up_bias[expert]
-        gate, up = first(expert, rows, bias).chunk(2, dim=-1)
-        bias = None if down_bias is None else down_bias[expert]
-        return second(expert, activate(gate, up), bias)
-
-    return run_by_expert(x, weights, ids, num_experts, run)
+    run = gated(first, second, activation, gate_up_bias, down_bias)
+    return run_by_expert(x, weights, ids, len(gate_up), run)

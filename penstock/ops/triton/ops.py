@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from penstock.ops.triton.attention import paged_attention
-from penstock.ops.triton.byte_experts import table_experts, w8_experts
-from penstock.ops.triton.byte_weights import prepare_table, table_linear, w8_linear
 from penstock.ops.triton.fp8 import fp8_linear, prepare_fp8
+from penstock.ops.triton.fp8_experts import fp8_experts
 from penstock.ops.triton.gguf import gguf_embed, gguf_linear
 from penstock.ops.triton.gguf_experts import gguf_experts
 from penstock.ops.triton.gguf_layout import prepare_gguf, stack_gguf
@@ -13,14 +12,14 @@ from penstock.ops.triton.int8 import int8_linear
 from penstock.ops.triton.latent_attention import latent_attention
 from penstock.ops.triton.latent_rotary import norm_rotate_latent
 from penstock.ops.triton.linear import linear
+from penstock.ops.triton.packed import fp4_linear, table_linear, w4_linear, w8_linear
+from penstock.ops.triton.packed_experts import fp4_experts, table_experts, w4_experts, w8_experts
+from penstock.ops.triton.packed_layout import prepare_fp4, prepare_table, prepare_w4
 from penstock.ops.triton.pointwise import add_rms_norm, embed, rms_norm, silu_mul
-from penstock.ops.triton.quantized_experts import fp4_experts, fp8_experts, w4_experts
 from penstock.ops.triton.recurrent import causal_conv, gated_delta_rule, mamba2_scan
 from penstock.ops.triton.rotary import norm_rotate_write
 from penstock.ops.triton.routing import route
 from penstock.ops.triton.sampling import choose_tokens
-from penstock.ops.triton.w4 import fp4_linear, w4_linear
-from penstock.ops.triton.w4_layout import prepare_fp4, prepare_w4
 
 __all__ = [
     "add_rms_norm",

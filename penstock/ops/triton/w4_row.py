@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from penstock.ops.triton.overlap import let_next_start, overlap, wait_for_others
+from penstock.ops.triton.packed_layout import CHUNK, Packed
 from penstock.ops.triton.tuning_quantized import w4_row_warps
-from penstock.ops.triton.w4_layout import CHUNK, WORDS, Packed
 from penstock.ops.triton.w4_unpack import base_of, load_groups, scale_to_float, unpack
 
 ROWS = 16
@@ -112,7 +112,7 @@ def _multiply(x, plane, total):
 def _one_row_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr,
     in_features, out_features, num_chunks, num_groups, chunks_each,
-    BIAS: tl.constexpr, FP4: tl.constexpr, GLOBAL: tl.constexpr, ZEROS: tl.constexpr,
+    BIAS: tl.constexpr, KIND: tl.constexpr, GLOBAL: tl.constexpr, ZEROS: tl.constexpr,
     PARTS: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -150,7 +150,7 @@ def _one_row_kernel(
     xs = _load_xs(x_ptr, x_chunk, num_chunks, in_features, MASKED)
     for first in range(0, num_chunks, 8 * WARPS):
         sums = _sums_of_x(xs, half, PARTS)
-        planes = unpack(_to_operand(words, WARPS), None, dtype, FP4, ASM)
+        planes = unpack(_to_operand(words, WARPS), None, dtype, KIND == "fp4", ASM)
         for part in tl.static_range(PARTS):
             total = tl.zeros([8 * WARPS, 16, 8], tl.float32)
             for step in tl.static_range((4 + PARTS - 1) // PARTS):
@@ -160,7 +160,7 @@ def _one_row_kernel(
             own = tl.sum(tl.where(is_own, total.reshape(8, WARPS, 16, 8), 0.0), axis=0)
             if ZEROS:
                 own -= (zeros[part].to(tl.float32) + base_of(dtype)) * sums[part][:, None, :]
-            elif not FP4:
+            elif KIND == "w4":
                 own -= (8.0 + base_of(dtype)) * sums[part][:, None, :]
             acc += own * scale_to_float(scales[part])
         # All at once, before the next turn: else x would be loaded when it is to be multiplied.
@@ -183,15 +183,14 @@ def one_row(
     x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, warps: int | None = None
 ) -> torch.Tensor:
     """x [1, in] with all of the weight: [1, out]."""
-    out_features, num_words = weight.words.shape
-    in_features, num_chunks = x.shape[1], num_words // WORDS
+    out_features, in_features, num_chunks = len(weight.data), x.shape[1], weight.width
     if warps is None:
         warps = w4_row_warps(out_features, num_chunks)
     masked = "columns" if in_features % CHUNK else "chunks" if num_chunks % (8 * warps) else ""
     out = torch.empty((1, out_features), dtype=x.dtype, device=x.device)
     _one_row_kernel[(triton.cdiv(out_features, ROWS),)](
-        x, *weight.operands(out), out if bias is None else bias, out,
-        in_features, out_features, num_chunks, weight.num_groups, weight.chunks_each,
+        x, *weight.operands, out if bias is None else bias, out,
+        in_features, out_features, *weight.sizes,
         BIAS=bias is not None, **weight.constants, ASM=x.is_cuda, MASKED=masked,
         **overlap(x.device), WARPS=warps, num_warps=warps, num_stages=1,
         maxnreg=REGISTERS if weight.parts < 8 else None,

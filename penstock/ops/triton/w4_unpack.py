@@ -1,4 +1,4 @@
-"""Words of four numbers of 4 bits, laid out by `w4_layout.py`, become floats in registers.
+"""Words of four numbers of 4 bits, laid out by `packed_layout.py`, become floats in registers.
 
 An integer becomes a float without a conversion: put into the mantissa of a power of two, it is
 added to that power, which is taken off sooner or later, together with its zero. e2m1 has the bits
@@ -233,7 +233,7 @@ def _multiply_chunk(
 
 
 @triton.jit
-def multiply_chunks(
+def multiply_words(
     acc,  # [ROWS, TOKENS] float32
     weight_ptr, scale_ptr, zero_ptr,
     x_at,  # [TOKENS] pointers to x, of the first column
@@ -255,3 +255,36 @@ def multiply_chunks(
         zeros = load_groups(zero_at, chunk, chunks_each, num_groups, PARTS) if ZEROS else scales
         acc = _multiply_chunk(acc, words, xs, scales, zeros, word // 16, FP4, ZEROS, PARTS, ASM)
     return acc
+
+
+@triton.jit
+def dequantize_words_kernel(
+    weight_ptr, scale_ptr, zero_ptr, global_ptr, out_ptr,
+    in_features, num_words, num_groups, chunks_each,
+    KIND: tl.constexpr, GLOBAL: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Words of one row as floats [in_features]."""
+    row = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_word = word < num_words
+    words = tl.load(weight_ptr + row * num_words + word, mask=is_word, other=0)
+    chunk = word // 32
+    factor = 1.0
+    if GLOBAL:
+        factor = tl.load(global_ptr + row)
+    for plane in tl.static_range(4):
+        part = plane * PARTS // 4
+        if PARTS == 8:
+            part += word % 32 // 16
+        group = row * num_groups + group_of(chunk, part, chunks_each, num_groups, PARTS)
+        number = plane_of(words, plane, KIND == "fp4")
+        if ZEROS:
+            number -= tl.load(zero_ptr + group).to(tl.float32)
+        elif KIND == "w4":
+            number -= 8.0
+        value = number * (scale_to_float(tl.load(scale_ptr + group)) * factor)
+        column = chunk * 128 + plane * 32 + word % 32
+        mask = is_word & (column < in_features)
+        target = out_ptr + row * in_features + column
+        tl.store(target, value.to(out_ptr.dtype.element_ty), mask=mask)

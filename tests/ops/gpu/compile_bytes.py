@@ -1,4 +1,4 @@
-"""Compiles the kernels of `byte_weights.py` and `byte_experts.py` for a Hopper GPU, without one.
+"""Compiles the kernels of weights by the byte for a Hopper GPU, without one.
 
 python compile_bytes.py KERNEL...    prints what is in the code of each, as JSON; none: of all
 """
@@ -11,14 +11,14 @@ from typing import Any
 
 from hopper import compile_kernel
 
-from penstock.ops.triton import byte_experts, byte_weights
+from penstock.ops.triton import byte_unpack, packed, packed_experts
 from penstock.ops.triton.tuning import Launch
 from penstock.ops.triton.tuning_quantized import byte_plan, quantized_experts_plan
 
-COMMON = {"BIAS": True, "WHOLE": True, "EVEN": True, "BYTES": byte_weights.BYTES}
-TABLE = {**COMMON, "TABLE": True, "ZEROS": False}
-SMALL_GROUPS = {**TABLE, "WHOLE": False}
-INTEGERS = {**COMMON, "TABLE": False, "ZEROS": True}
+COMMON = {"BIAS": True, "GLOBAL": False, "PARTS": 1, "EVEN": True, "ASM": True}
+TABLE = {**COMMON, "KIND": "table", "ZEROS": False}
+SMALL_GROUPS = {**TABLE, "PARTS": 2}
+INTEGERS = {**COMMON, "KIND": "w8", "ZEROS": True}
 
 
 Kernel = tuple[Any, dict[str, Any], Launch]
@@ -28,7 +28,7 @@ def tile(numbers: dict[str, Any], element_size: int = 2) -> Kernel:
     plan = byte_plan(16 if element_size == 2 else 128, 4096, 4096, element_size)
     assert plan is not None
     sizes = {"SPLITS": 2, "ROWS": plan.rows, "TOKENS": plan.tokens}
-    return byte_weights._tile_kernel, {**numbers, **sizes}, plan.launch
+    return packed._tile_kernel, {**numbers, **sizes}, plan.launch
 
 
 def experts(part: str, numbers: dict[str, Any], element_size: int = 2) -> Kernel:
@@ -36,16 +36,16 @@ def experts(part: str, numbers: dict[str, Any], element_size: int = 2) -> Kernel
     own = plan.gate_up if part == "gate and up" else plan.down
     sizes = {"ROWS": plan.rows, "COLUMNS": own.columns, "GROUP": own.group}
     if part == "down":
-        return byte_experts._down_kernel, {**numbers, **sizes}, own.launch
+        return packed_experts._down_kernel, {**numbers, **sizes}, own.launch
     more = {"TOP_K": 2, "ACTIVATION": "silu"}
-    return byte_experts._gate_up_kernel, {**numbers, **sizes, **more}, own.launch
+    return packed_experts._gate_up_kernel, {**numbers, **sizes, **more}, own.launch
 
 
 KERNELS = {
     "tile, table": tile(TABLE),
     "tile, integers": tile(INTEGERS),
     "tile, small groups": tile(SMALL_GROUPS),
-    "floats": (byte_weights._dequantize_kernel, {**TABLE, "WIDTH": 1024}, Launch(4, 3)),
+    "floats": (byte_unpack.dequantize_bytes_kernel, {**TABLE, "WIDTH": 1024}, Launch(4, 3)),
     "gate and up": experts("gate and up", TABLE),
     "down": experts("down", INTEGERS),
     "float32 tile": tile(SMALL_GROUPS, 4),
@@ -54,10 +54,10 @@ KERNELS = {
 }
 POINTERS = {
     "partial_ptr": "*fp32", "weight_ptr": "*u8", "zero_ptr": "*u8", "value_ptr": "*fp32",
-    "scale_ptr": "*fp32", "factor_ptr": "*fp32", "arrived_ptr": "*i32", "pair_ptr": "*i32",
-    "expert_ptr": "*i32", "rows_ptr": "*i32",
+    "extra_ptr": "*fp32", "scale_ptr": "*fp32", "factor_ptr": "*fp32", "arrived_ptr": "*i32",
+    "pair_ptr": "*i32", "expert_ptr": "*i32", "rows_ptr": "*i32",
 }  # fmt: skip
-SIXTEENS = ("in_features", "hidden", "size", "num_bytes", "x_stride")
+SIXTEENS = ("in_features", "hidden", "size", "num_bytes", "width", "x_stride")
 
 
 def compile_one(kernel: str) -> dict[str, int]:

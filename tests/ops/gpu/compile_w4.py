@@ -11,7 +11,7 @@ from typing import Any
 
 from hopper import compile_kernel
 
-from penstock.ops.triton import quantized_experts, w4, w4_row
+from penstock.ops.triton import packed, packed_experts, w4_row
 from penstock.ops.triton.tuning import Launch
 from penstock.ops.triton.tuning_quantized import quantized_experts_plan, w4_plan
 
@@ -29,12 +29,12 @@ def sizes(kernel: str, element_size: int) -> tuple[dict[str, Any], Launch]:
 
 def compile_one(kernel: str, dtype: str, kind: str, parts: int) -> dict[str, int]:
     constants = {
-        "BIAS": False, "FP4": kind == "floats", "GLOBAL": False, "ZEROS": kind == "zeros",
-        "PARTS": parts, "ASM": True,
+        "BIAS": False, "KIND": "fp4" if kind == "floats" else "w4", "GLOBAL": False,
+        "ZEROS": kind == "zeros", "PARTS": parts, "ASM": True,
     }  # fmt: skip
     pointers = {
         "x_ptr": dtype, "weight_ptr": "*i16", "scale_ptr": dtype, "zero_ptr": "*u8",
-        "global_ptr": "*fp32", "bias_ptr": dtype, "out_ptr": dtype, "partial_ptr": "*fp32",
+        "extra_ptr": "*fp32", "bias_ptr": dtype, "out_ptr": dtype, "partial_ptr": "*fp32",
         "arrived_ptr": "*i32", "pair_ptr": "*i32", "expert_ptr": "*i32", "rows_ptr": "*i32",
     }  # fmt: skip
     if kernel == "row":
@@ -45,7 +45,7 @@ def compile_one(kernel: str, dtype: str, kind: str, parts: int) -> dict[str, int
             num_warps=4, num_stages=1, maxnreg=w4_row.REGISTERS,
         )  # fmt: skip
     else:
-        tiles = {"tile": w4._tile_kernel, "experts": quantized_experts._w4_gate_up_kernel}
+        tiles = {"tile": packed._tile_kernel, "experts": packed_experts._gate_up_kernel}
         own, launch = sizes(kernel, 4 if dtype == "*fp32" else 2)
         code = compile_kernel(
             tiles[kernel], {**constants, **own, "EVEN": True}, pointers,

@@ -10,7 +10,8 @@ from penstock.ops import reference
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from penstock.ops.triton import byte_experts, byte_weights, slabs
+from penstock.ops.triton import packed as packed_ops
+from penstock.ops.triton import packed_experts, packed_layout, slabs
 from penstock.ops.triton.tuning import Launch
 from penstock.ops.triton.tuning_quantized import TilePlan
 
@@ -49,8 +50,8 @@ def test_rows_with_weights_from_a_table_are_the_references(
     x = torch.randn(n, size, device=device).to(dtype)
     bias = torch.randn(70, device=device).to(dtype)
     expected = plain.table_linear(x.float(), packed, scales, values, bias.float())
-    prepared = byte_weights.prepare_table(packed)
-    close(byte_weights.table_linear(x, prepared, scales, values, bias), expected, dtype)
+    prepared = packed_layout.prepare_table(packed)
+    close(packed_ops.table_linear(x, prepared, scales, values, bias), expected, dtype)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 4])
@@ -58,22 +59,22 @@ def test_parts_of_the_columns_add_up(device: torch.device, splits: int) -> None:
     packed, scales, values = table_weight(70, 640, group=64, device=device)
     x = torch.randn(5, 640, device=device)
     expected = plain.table_linear(x, packed, scales, values, None)
-    data = byte_weights.prepare_table(packed)
-    weight = byte_weights.ByteWeight(data, scales, 64, values=values)
+    data = packed_layout.prepare_table(packed)
+    weight = packed_layout.Packed(data, scales, None, 64, "table", values)
     plan = TilePlan(64, 16, splits, Launch(4, 2))
-    close(byte_weights.run_tiles(x, weight, None, plan), expected, torch.float32)
+    close(packed_ops.run_tiles(x, weight, None, plan), expected, torch.float32)
 
 
 def test_slabs_of_a_large_matrix_are_the_whole(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slabs, "SLAB", 128 * 9)
-    monkeypatch.setattr(byte_weights, "SLAB", 128 * 7)
+    monkeypatch.setattr(packed_layout, "SLAB", 128 * 7)
     packed, scales, values = table_weight(40, 128, group=64, device=device)
     x, bias = torch.randn(130, 128, device=device), torch.randn(40, device=device)
     expected = plain.table_linear(x, packed, scales, values, bias)
-    prepared = byte_weights.prepare_table(packed)
-    close(byte_weights.table_linear(x, prepared, scales, values, bias), expected, torch.float32)
+    prepared = packed_layout.prepare_table(packed)
+    close(packed_ops.table_linear(x, prepared, scales, values, bias), expected, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,14 +87,14 @@ def test_rows_with_weights_of_8_bits_are_the_references(
     data, scales, points = int_weight(70, size, group=group, zeros=zeros, device=device)
     x = torch.randn(n, size, device=device).to(dtype)
     expected = plain.w4_linear(x.float(), data, scales, points, group or size, None, 8)
-    close(byte_weights.w8_linear(x, data, scales, points, group or size, None), expected, dtype)
+    close(packed_ops.w8_linear(x, data, scales, points, group or size, None), expected, dtype)
 
 
 def test_columns_may_be_in_another_order(device: torch.device) -> None:
     data, scales, _ = int_weight(24, 96, group=32, zeros=False, device=device)
     x, perm = torch.randn(3, 80, device=device), torch.randint(0, 80, (96,), device=device)
     expected = plain.w8_linear(x, data, scales, None, 32, None, perm)
-    close(byte_weights.w8_linear(x, data, scales, None, 32, None, perm), expected, torch.float32)
+    close(packed_ops.w8_linear(x, data, scales, None, 32, None, perm), expected, torch.float32)
 
 
 def int_weight(
@@ -110,8 +111,8 @@ def int_weight(
 def test_no_rows_give_no_rows(device: torch.device) -> None:
     packed, scales, values = table_weight(8, 128, group=64, device=device)
     x = torch.empty(0, 128, device=device)
-    prepared = byte_weights.prepare_table(packed)
-    assert byte_weights.table_linear(x, prepared, scales, values, None).shape == (0, 8)
+    prepared = packed_layout.prepare_table(packed)
+    assert packed_ops.table_linear(x, prepared, scales, values, None).shape == (0, 8)
 
 
 # -- experts
@@ -141,8 +142,8 @@ def test_experts_with_weights_from_a_table_are_the_references(
     down, down_scales, _ = table_weight(5, 160, 96, group=group, device=device)
     rest = (values, "silu", *biases)
     theirs = reference.table_experts(*inputs, gate_up, gate_up_scales, down, down_scales, *rest)
-    prepare = byte_weights.prepare_table
-    ours = byte_experts.table_experts(
+    prepare = packed_layout.prepare_table
+    ours = packed_experts.table_experts(
         *inputs, prepare(gate_up), gate_up_scales, prepare(down), down_scales, *rest
     )
     close(ours, theirs, dtype)
@@ -158,4 +159,4 @@ def test_experts_with_weights_of_8_bits_are_the_references(
     first = int_weight(5, 192, 160, group=group, zeros=zeros, device=device)
     second = int_weight(5, 160, 96, group=group, zeros=zeros, device=device)
     rest = (*first, *second, group or 160, "swiglu_clamped", *biases)
-    close(byte_experts.w8_experts(*inputs, *rest), reference.w8_experts(*inputs, *rest), dtype)
+    close(packed_experts.w8_experts(*inputs, *rest), reference.w8_experts(*inputs, *rest), dtype)

@@ -10,7 +10,15 @@ from penstock.ops import reference
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from penstock.ops.triton import fp8, quantized_experts, slabs, w4, w4_layout, w4_row
+from penstock.ops.triton import (
+    fp8,
+    fp8_experts,
+    packed_experts,
+    packed_layout,
+    slabs,
+    w4_row,
+)
+from penstock.ops.triton import packed as packed_ops
 from penstock.ops.triton.tuning import Launch
 from penstock.ops.triton.tuning_quantized import Fp8Plan, TilePlan
 
@@ -23,7 +31,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.fl
 def _rounding_that_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter rounds to fp8 wrongly: ties away from even, carries not at all."""
     if not ON_GPU:
-        for module in (fp8, quantized_experts):
+        for module in (fp8, fp8_experts):
             monkeypatch.setattr(module, "quantize", round_in_torch)
 
 
@@ -196,9 +204,9 @@ def test_rows_with_weights_of_4_bits_are_the_references(
     x = torch.randn(n, size, device=device).to(dtype)
     bias = torch.randn(out, device=device).to(dtype)
     expected = plain.w4_linear(x.float(), packed, scales, zero, group, bias.float())
-    prepared = w4_layout.prepare_w4(packed, scales, zero, group)
+    prepared = packed_layout.prepare_w4(packed, scales, zero, group)
     assert prepared[0].dtype == torch.int16
-    close(w4.w4_linear(x, *prepared, group, bias), expected, tolerance_of(dtype))
+    close(packed_ops.w4_linear(x, *prepared, group, bias), expected, tolerance_of(dtype))
 
 
 @pytest.mark.parametrize("warps", [1, 4])
@@ -212,7 +220,7 @@ def test_one_row_with_weights_of_4_bits_is_the_references(
     x = (torch.randn(1, size, device=device) + 1).to(dtype)
     bias = torch.randn(20, device=device).to(dtype)
     expected = plain.w4_linear(x.float(), packed, scales, zero, group, bias.float())
-    weight = w4_layout.Packed(*w4_layout.prepare_w4(packed, scales, zero, group), group)
+    weight = packed_layout.Packed(*packed_layout.prepare_w4(packed, scales, zero, group), group)
     close(w4_row.one_row(x, weight, bias, warps), expected, tolerance_of(dtype))
 
 
@@ -224,8 +232,8 @@ def test_one_row_with_weights_of_4_floating_point_bits_is_the_references(
     packed, scales, global_scale = fp4_weight(20, size, group, device)
     x = torch.randn(1, size, device=device).to(dtype)
     expected = plain.fp4_linear(x.float(), packed, scales, global_scale, group, None)
-    numbers = w4_layout.prepare_fp4(packed, scales, global_scale, group)
-    weight = w4_layout.Packed(numbers[0], numbers[1], None, group, True, numbers[2])
+    numbers = packed_layout.prepare_fp4(packed, scales, global_scale, group)
+    weight = packed_layout.Packed(numbers[0], numbers[1], None, group, "fp4", numbers[2])
     close(w4_row.one_row(x, weight, None), expected, tolerance_of(dtype))
 
 
@@ -236,9 +244,9 @@ def test_parts_of_the_columns_of_4_bits_add_up(
 ) -> None:
     packed, scales, zero = w4_weight(100, 640, 32, zeros, torch.float32, device)
     x = torch.randn(20, 640, device=device)
-    prepared = w4_layout.prepare_w4(packed, scales, zero, 32)
+    prepared = packed_layout.prepare_w4(packed, scales, zero, 32)
     plan = TilePlan(64, 16, splits, Launch(4, 2))
-    ours = w4.run_tiles(x, w4_layout.Packed(*prepared, 32), None, plan)
+    ours = packed_ops.run_tiles(x, packed_layout.Packed(*prepared, 32), None, plan)
     close(ours, plain.w4_linear(x, packed, scales, zero, 32, None), 1e-5)
 
 
@@ -247,7 +255,9 @@ def test_columns_in_another_order(device: torch.device, n: int) -> None:
     packed, scales, _ = w4_weight(40, 128, 32, False, torch.float32, device)
     perm = torch.randperm(128, device=device)
     x = torch.randn(n, 128, device=device)
-    ours = w4.w4_linear(x, *w4_layout.prepare_w4(packed, scales, None, 32), 32, None, perm=perm)
+    ours = packed_ops.w4_linear(
+        x, *packed_layout.prepare_w4(packed, scales, None, 32), 32, None, perm=perm
+    )
     close(ours, plain.w4_linear(x, packed, scales, None, 32, None, perm=perm), 1e-4)
 
 
@@ -257,10 +267,10 @@ def test_what_the_layout_does_not_take_stays_as_it_is(
 ) -> None:
     packed = torch.randint(0, 256, (24, 96 * bits // 8), dtype=torch.uint8, device=device)
     scales = torch.rand(24, 96 // group, device=device)
-    prepared = w4_layout.prepare_w4(packed, scales, None, group, bits)
+    prepared = packed_layout.prepare_w4(packed, scales, None, group, bits)
     assert prepared[0] is packed
     x = torch.randn(3, 96, device=device)
-    ours = w4.w4_linear(x, *prepared, group, None, bits)
+    ours = packed_ops.w4_linear(x, *prepared, group, None, bits)
     close(ours, plain.w4_linear(x, packed, scales, None, group, None, bits), 1e-6)
 
 
@@ -268,10 +278,10 @@ def test_slabs_of_a_large_matrix_are_the_whole(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slabs, "SLAB", 128 * 30)
-    monkeypatch.setattr(w4_layout, "SLAB", 128 * 3)
+    monkeypatch.setattr(packed_layout, "SLAB", 128 * 3)
     packed, scales, zero = w4_weight(72, 128, 32, True, torch.float32, device)
     x, bias = torch.randn(140, 128, device=device), torch.randn(72, device=device)
-    ours = w4.w4_linear(x, *w4_layout.prepare_w4(packed, scales, zero, 32), 32, bias)
+    ours = packed_ops.w4_linear(x, *packed_layout.prepare_w4(packed, scales, zero, 32), 32, bias)
     close(ours, plain.w4_linear(x, packed, scales, zero, 32, bias), 1e-5)
 
 
@@ -287,9 +297,9 @@ def test_rows_with_weights_of_4_floating_point_bits_are_the_references(
     packed, scales, global_scale = fp4_weight(72 if ON_GPU else 20, size, group, device)
     x = torch.randn(n, size, device=device).to(dtype)
     expected = plain.fp4_linear(x.float(), packed, scales, global_scale, group, None)
-    prepared = w4_layout.prepare_fp4(packed, scales, global_scale, group)
+    prepared = packed_layout.prepare_fp4(packed, scales, global_scale, group)
     assert prepared[0].dtype == torch.int16
-    close(w4.fp4_linear(x, *prepared, group, None), expected, tolerance_of(dtype))
+    close(packed_ops.fp4_linear(x, *prepared, group, None), expected, tolerance_of(dtype))
 
 
 # -- experts
@@ -329,7 +339,7 @@ def test_experts_in_fp8_are_the_references(
     matrices = (*stacked(192, 160), *stacked(160, 96))
     static = torch.tensor(0.01, device=device) if bias else None
     rest = (*matrices, static, None, "silu", *biases)
-    ours = quantized_experts.fp8_experts(*inputs, *rest)
+    ours = fp8_experts.fp8_experts(*inputs, *rest)
     # What is rounded a second time may fall to the other side.
     close(ours, reference.fp8_experts(*inputs, *rest), max(10 * tolerance_of(dtype), 1e-2))
 
@@ -354,8 +364,11 @@ def test_experts_with_weights_of_4_bits_are_the_references(
     size = group or 160
     rest = ("swiglu_clamped", *biases)
     theirs = reference.w4_experts(*inputs, *first, *second, size, *rest)  # type: ignore[arg-type]
-    prepared = [*w4_layout.prepare_w4(*first, size), *w4_layout.prepare_w4(*second, min(size, 96))]  # type: ignore[arg-type]
-    ours = quantized_experts.w4_experts(*inputs, *prepared, size, *rest)  # type: ignore[arg-type]
+    prepared = [
+        *packed_layout.prepare_w4(*first, size),
+        *packed_layout.prepare_w4(*second, min(size, 96)),
+    ]  # type: ignore[arg-type]
+    ours = packed_experts.w4_experts(*inputs, *prepared, size, *rest)  # type: ignore[arg-type]
     close(ours, theirs, 4 * tolerance_of(dtype))
 
 
@@ -375,6 +388,6 @@ def test_experts_with_weights_of_4_floating_point_bits_are_the_references(
     first = (numbers(5, 192, 80), scales(5, 192, 10), torch.rand(5, 192, device=device))
     second = (numbers(5, 160, 48), scales(5, 160, 6), None)
     theirs = reference.fp4_experts(*inputs, *first, *second, 16, "silu", *biases)
-    prepared = (*w4_layout.prepare_fp4(*first, 16), *w4_layout.prepare_fp4(*second, 16))
-    ours = quantized_experts.fp4_experts(*inputs, *prepared, 16, "silu", *biases)
+    prepared = (*packed_layout.prepare_fp4(*first, 16), *packed_layout.prepare_fp4(*second, 16))
+    ours = packed_experts.fp4_experts(*inputs, *prepared, 16, "silu", *biases)
     close(ours, theirs, 4 * tolerance_of(dtype))

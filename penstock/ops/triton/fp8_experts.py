@@ -1,24 +1,17 @@
-"""Experts with quantized weights: as in experts.py, tokens are sorted by expert, and an expert's
-block is multiplied with its weights, in fp8 or with weights of 4 bits."""
+"""Experts with e4m3 weights: as in experts.py, tokens are sorted by expert."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from penstock.ops import quantized as plain
-from penstock.ops.experts import ACTIVATIONS
 from penstock.ops.triton.experts import place, store_activated, store_weighted, sum_experts
-from penstock.ops.triton.fp8 import quantize
+from penstock.ops.triton.fp8 import BLOCK, quantize
 from penstock.ops.triton.routing import Blocks, align
 from penstock.ops.triton.tuning import ExpertsPlan
 from penstock.ops.triton.tuning_quantized import quantized_experts_plan
-from penstock.ops.triton.w4_layout import CHUNK, WORDS, Packed
-from penstock.ops.triton.w4_unpack import multiply_chunks
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_scales"])
@@ -110,74 +103,6 @@ def _fp8_down_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _w4_gate_up_kernel(
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr,
-    pair_ptr, expert_ptr, rows_ptr, hidden, size, num_blocks, num_chunks, num_groups, chunks_each,
-    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, FP4: tl.constexpr,
-    GLOBAL: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """out [num_blocks * ROWS, size], sorted by expert, of x [n, hidden], in the tokens' order."""
-    block, column = place(num_blocks, tl.cdiv(size, COLUMNS), GROUP)
-    num_rows = tl.load(rows_ptr + block)
-    if num_rows <= 0:
-        return
-    expert = tl.load(expert_ptr + block).to(tl.int64)
-    row = tl.arange(0, ROWS)
-    is_row = row < num_rows
-    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
-    first = column * COLUMNS
-    index = tl.arange(0, 2 * COLUMNS)
-    within = first + index % COLUMNS
-    is_weight = within < size
-    weight_row = expert * 2 * size + tl.where(is_weight, within + index // COLUMNS * size, 0)
-    acc = multiply_chunks(
-        tl.zeros([2 * COLUMNS, ROWS], tl.float32),
-        weight_ptr, scale_ptr, zero_ptr, x_ptr + (pair // TOP_K).to(tl.int64) * hidden,
-        weight_row, is_row, 0, num_chunks, hidden, num_chunks, num_groups, chunks_each,
-        FP4, ZEROS, PARTS, ASM, EVEN,
-    )  # fmt: skip
-    if GLOBAL:
-        acc *= tl.load(global_ptr + weight_row, mask=is_weight, other=0.0)[:, None]
-    if BIAS:
-        acc += tl.load(bias_ptr + weight_row, mask=is_weight, other=0.0).to(tl.float32)[:, None]
-    store_activated(acc, out_ptr, block, first, size, row, is_row, ACTIVATION, ROWS, COLUMNS)
-
-
-@triton.jit(do_not_specialize=["num_blocks"])
-def _w4_down_kernel(
-    x_ptr, weight_ptr, scale_ptr, zero_ptr, global_ptr, bias_ptr, out_ptr, factor_ptr,
-    pair_ptr, expert_ptr, rows_ptr, size, hidden, num_blocks, num_chunks, num_groups, chunks_each,
-    BIAS: tl.constexpr, FP4: tl.constexpr, GLOBAL: tl.constexpr, ZEROS: tl.constexpr,
-    PARTS: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """out [num_pairs, hidden], weighted, of x [num_blocks * ROWS, size], which is sorted."""
-    block, column = place(num_blocks, tl.cdiv(hidden, COLUMNS), GROUP)
-    num_rows = tl.load(rows_ptr + block)
-    if num_rows <= 0:
-        return
-    expert = tl.load(expert_ptr + block).to(tl.int64)
-    row = tl.arange(0, ROWS)
-    is_row = row < num_rows
-    within = column * COLUMNS + tl.arange(0, COLUMNS)
-    is_weight = within < hidden
-    weight_row = expert * hidden + tl.where(is_weight, within, 0)
-    acc = multiply_chunks(
-        tl.zeros([COLUMNS, ROWS], tl.float32),
-        weight_ptr, scale_ptr, zero_ptr, x_ptr + (block * ROWS + row).to(tl.int64) * size,
-        weight_row, is_row, 0, num_chunks, size, num_chunks, num_groups, chunks_each,
-        FP4, ZEROS, PARTS, ASM, EVEN,
-    )  # fmt: skip
-    if GLOBAL:
-        acc *= tl.load(global_ptr + weight_row, mask=is_weight, other=0.0)[:, None]
-    store_weighted(
-        acc, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, within, is_weight,
-        row, is_row, BIAS, ROWS,
-    )  # fmt: skip
-
-
 def fp8_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
@@ -222,7 +147,7 @@ class _Scales:
         self.blocked = self.data.ndim == 3
         self.rows = self.data.shape[1]
         self.columns = self.data.shape[2] if self.blocked else 1
-        self.row_block = 1 if self.rows == out_features else CHUNK
+        self.row_block = 1 if self.rows == out_features else BLOCK
 
 
 def _quantize(
@@ -230,7 +155,7 @@ def _quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rounded, scales, _ = quantize(x, static, blocked)
     if blocked and static is not None:
-        scales = scales.expand(triton.cdiv(x.shape[1], CHUNK), -1).contiguous()
+        scales = scales.expand(triton.cdiv(x.shape[1], BLOCK), -1).contiguous()
     return rounded, scales
 
 
@@ -292,130 +217,3 @@ def _fp8_down(
         num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
     )  # fmt: skip
     return out
-
-
-def w4_experts(
-    x: torch.Tensor,  # [n, hidden]
-    weights: torch.Tensor,  # [n, top_k] float32
-    ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # as `prepare_w4` gives it: [experts, 2 * intermediate, words]
-    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
-    gate_up_zeros: torch.Tensor | None,
-    down: torch.Tensor,  # [experts, hidden, words]
-    down_scales: torch.Tensor,
-    down_zeros: torch.Tensor | None,
-    group_size: int,  # as long as a row, where a row has one scale
-    activation: str,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    bits: int = 4,
-) -> torch.Tensor:
-    """As the reference. What is not in our layout (unusual groups) is slow."""
-    if gate_up.dtype != torch.int16 or down.dtype != torch.int16:
-        return _dense(
-            len(gate_up), x, weights, ids, activation, gate_up_bias, down_bias,
-            lambda expert, rows, bias: plain.w4_linear(
-                rows, gate_up[expert], gate_up_scales[expert], _of(gate_up_zeros, expert),
-                min(group_size, rows.shape[1]), bias, bits,
-            ),
-            lambda expert, rows, bias: plain.w4_linear(
-                rows, down[expert], down_scales[expert], _of(down_zeros, expert),
-                min(group_size, rows.shape[1]), bias, bits,
-            ),
-        )  # fmt: skip
-    first = Packed(gate_up, gate_up_scales, gate_up_zeros, group_size)
-    second = Packed(down, down_scales, down_zeros, group_size)
-    return _packed_experts(x, weights, ids, first, second, activation, gate_up_bias, down_bias)
-
-
-def fp4_experts(
-    x: torch.Tensor,  # [n, hidden]
-    weights: torch.Tensor,  # [n, top_k] float32
-    ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # as `prepare_fp4` gives it: [experts, 2 * intermediate, words]
-    gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
-    gate_up_global: torch.Tensor | None,  # [experts, 2 * intermediate]
-    down: torch.Tensor,  # [experts, hidden, words]
-    down_scales: torch.Tensor,
-    down_global: torch.Tensor | None,
-    group_size: int,
-    activation: str,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the reference."""
-    assert gate_up.dtype == down.dtype == torch.int16, "groups of 16 or 32 are what there is"
-    first = Packed(gate_up, gate_up_scales, None, group_size, True, gate_up_global)
-    second = Packed(down, down_scales, None, group_size, True, down_global)
-    return _packed_experts(x, weights, ids, first, second, activation, gate_up_bias, down_bias)
-
-
-def _packed_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: Packed,
-    down: Packed,
-    activation: str,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-) -> torch.Tensor:
-    num_tokens, top_k = ids.shape
-    if num_tokens == 0:
-        return torch.empty_like(x)
-    num_experts, double, num_words = gate_up.words.shape
-    hidden, size = x.shape[1], double // 2
-    plan = quantized_experts_plan(num_tokens * top_k, num_experts, x.element_size())
-    blocks = align(ids, num_experts, plan.rows)
-    num_blocks = len(blocks.experts)
-    x = x.contiguous()
-    activated = torch.empty((len(blocks.pairs), size), dtype=x.dtype, device=x.device)
-    _w4_gate_up_kernel[(num_blocks * triton.cdiv(size, plan.gate_up.columns),)](
-        x, *gate_up.operands(x), x if gate_up_bias is None else gate_up_bias, activated,
-        blocks.pairs, blocks.experts, blocks.rows, hidden, size, num_blocks, num_words // WORDS,
-        gate_up.num_groups, gate_up.chunks_each,
-        TOP_K=top_k, ACTIVATION=activation, BIAS=gate_up_bias is not None, **gate_up.constants,
-        ASM=x.is_cuda, EVEN=hidden % CHUNK == 0, ROWS=plan.rows, COLUMNS=plan.gate_up.columns,
-        GROUP=plan.gate_up.group, num_warps=plan.gate_up.launch.num_warps,
-        num_stages=plan.gate_up.launch.num_stages,
-    )  # fmt: skip
-    weighted = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
-    _w4_down_kernel[(num_blocks * triton.cdiv(hidden, plan.down.columns),)](
-        activated, *down.operands(x), x if down_bias is None else down_bias, weighted, weights,
-        blocks.pairs, blocks.experts, blocks.rows, size, hidden, num_blocks,
-        down.words.shape[2] // WORDS, down.num_groups, down.chunks_each,
-        BIAS=down_bias is not None, **down.constants, ASM=x.is_cuda, EVEN=size % CHUNK == 0,
-        ROWS=plan.rows, COLUMNS=plan.down.columns, GROUP=plan.down.group,
-        num_warps=plan.down.launch.num_warps, num_stages=plan.down.launch.num_stages,
-    )  # fmt: skip
-    return sum_experts(weighted, num_tokens)
-
-
-_ExpertLinear = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-def _of(tensor: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if tensor is None else tensor[expert]
-
-
-def _dense(
-    num_experts: int,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    activation: str,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    first: _ExpertLinear,
-    second: _ExpertLinear,
-) -> torch.Tensor:
-    """Every expert over every token, so that the host need not know the choice."""
-    output = torch.zeros_like(x)
-    for expert in range(num_experts):
-        gate, up = first(expert, x, _of(gate_up_bias, expert)).chunk(2, dim=-1)
-        result = second(expert, ACTIVATIONS[activation](gate, up), _of(down_bias, expert))
-        is_chosen = ids == expert  # [n, top_k]
-        scaled = result * (weights * is_chosen).sum(-1, keepdim=True)
-        # What an expert gives for a token that did not choose it need not even be finite.
-        output += torch.where(is_chosen.any(-1, keepdim=True), scaled, 0.0).to(output.dtype)
-    return output
