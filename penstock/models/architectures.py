@@ -54,7 +54,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gemma3",
         "Gemma 3 4B, 12B and 27B",
         ("gemma3_images",),
-        "Text only: the part that reads images is not loaded.",
+        "Text only: the vision tower is not loaded.",
     ),
     **_own("Glm4ForCausalLM", "glm4", "GLM-4-0414 9B and 32B", ("glm4",)),
     **_own(
@@ -76,8 +76,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "gpt_oss",
         "gpt-oss-20b and 120b",
         ("gpt_oss",),
-        "Experts in MXFP4, as published, stay in it; ranks that would cut a group of 32 numbers "
-        "unpack them to 16 bits while they load.",
+        "Experts stay in MXFP4, as published. If tensor parallelism would split a quantization "
+        "group of 32, they are converted to 16 bits while they load.",
     ),
     **_own("GraniteForCausalLM", "granite", "Granite 3 (dense)", ("granite",)),
     **_own(
@@ -104,16 +104,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         "llama4",
         "Llama 4 Scout and Maverick",
         ("llama4_images",),
-        "Text only: the part that reads images is not loaded. Say `max_model_len`: the engine's "
-        "tables are as long as the context, and Scout's files say 10 million tokens.",
+        "Text only: the vision tower is not loaded. Set `max_model_len`: the request tables are as "
+        "long as the context, and Scout's files declare 10 million tokens.",
     ),
     **_own(
         "Mamba2ForCausalLM",
         "mamba2",
         "Mamba-2, Mamba Codestral 7B",
         ("mamba2", "mamba2_biased"),
-        "The model knows no longest context: it is 2048 unless `max_model_len` says otherwise. "
-        "Sums between layers have the model's type, also where `residual_in_fp32` asks for 32.",
+        "The model has no maximum context: it is 2048 unless `max_model_len` is set. The residual "
+        "stream has the model's dtype, even with `residual_in_fp32`.",
     ),
     **_own("MiniMaxM2ForCausalLM", "minimax_m2", "MiniMax-M2, M2.1", ("minimax_m2",)),
     **_own("MistralForCausalLM", "mistral", "Mistral 7B", ("mistral", "mistral_windowed")),
@@ -124,9 +124,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "phi3",
         "Phi-3, Phi-3.5 (without experts), Phi-4, Phi-4-mini",
         ("phi3", "phi3_longrope"),
-        "Versions for long contexts have two sets of rotary factors: the long one is used for all "
-        "sequences, unless `max_model_len` is at most the length before it was extended "
-        "(`original_max_position_embeddings`).",
+        "Long-context versions have two sets of rotary factors. The long set is used for all "
+        "sequences, unless `max_model_len` is at most `original_max_position_embeddings`.",
     ),
     **_own("Qwen2ForCausalLM", "qwen2", "Qwen 2 and 2.5", ("qwen2", "qwen2_windowed")),
     **_own("Qwen2MoeForCausalLM", "qwen2_moe", "Qwen 1.5 and 2 with experts", ("qwen2_moe",)),

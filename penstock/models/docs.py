@@ -17,16 +17,16 @@ _INTRODUCTION = """\
 <!-- Written by `python -m penstock.models.docs > docs/models.md`; edit the table in
 penstock/models/architectures.py. -->
 
-A model runs if its `config.json` names one of these architectures, or one that transformers' code
-can [run](#what-transformers-runs). [Adding a model](adding-a-model.md) says how to add one, here
-or in a package of your own.
+Penstock runs a model if its `config.json` names one of these architectures, or one that the
+[transformers fallback](#transformers-fallback) supports. To add an architecture, here or in your
+own package, see [Adding a model](adding-a-model.md).
 
-How each was verified: on every checkpoint named in the last column, which is small and random
-(`tests/tiny_models.py`), greedy tokens in float32 on a CPU equal those of transformers, each
-request alone and all in one batch (`tests/models/test_parity.py`). One checkpoint of each
-architecture also gives the same tokens with prompts in chunks, from the prefix cache and after
-preemption (`tests/models/test_*_models.py`, `tests/models/test_combinations.py`). That says
-nothing of other precisions, of GPUs, or of how well a real checkpoint answers.
+**Verification.** The last column names small random checkpoints (`tests/tiny_models.py`). On each,
+greedy tokens in float32 on a CPU equal those of transformers, each request alone and all in one
+batch (`tests/models/test_parity.py`). One checkpoint of each architecture also gives the same
+tokens with chunked prefill, prefix caching and preemption (`tests/models/test_*_models.py`,
+`tests/models/test_combinations.py`). This does not cover other precisions, GPUs, or the quality of
+real checkpoints.
 
 | architecture | models | verified on |
 |---|---|---|
@@ -35,57 +35,63 @@ nothing of other precisions, of GPUs, or of how well a real checkpoint answers.
 _GGUF = """
 ## GGUF files
 
-Read are files of these `general.architecture`s:
+Files with these values of `general.architecture` are supported:
 
 | in the file | models |
 |---|---|
 """
 
 _GGUF_VERIFIED = """
-How each was verified: one of the small checkpoints, written as a GGUF file under the names that the
-gguf package has for it, with the changes that llama.cpp's converter makes
-(`tests/models/gguf_conversions.py`), gives the same tokens as from safetensors and as transformers
-(`tests/models/test_gguf_models.py`); Llama, Qwen 2 and Qwen 3 are tested in `tests/loading`.
+**Verification.** A small checkpoint of each is written as a GGUF file, with the gguf package's
+tensor names and the changes that llama.cpp's converter makes (`tests/models/gguf_conversions.py`).
+It gives the same tokens as from safetensors and as transformers
+(`tests/models/test_gguf_models.py`). Llama, Qwen 2 and Qwen 3 are tested in `tests/loading`. A real
+file, Gemma 3 270M in Q4_K_M, is tokenized as by llama.cpp and generates what transformers generates
+from it (`tests/engine/test_gemma_gguf.py`).
 
-A real file, Gemma 3 270M in Q4_K_M, has the tokens of llama.cpp and generates what transformers
-does from it (`tests/engine/test_gemma_gguf.py`).
-
-The last rows are of models that transformers' code [runs](#what-transformers-runs). A model that is
-split into several files is named by the first, `model-00001-of-00003.gguf`. Layers that predict
-further tokens (MTP), and the part of a model that reads images, are not read.
-
-Some settings are in no file, so those of the published models are used: the scale of scores in
-Gemma 2 and 3 27B, the chunks, temperatures and norms of Llama 4, the rounding of gpt-oss's YaRN.
+- The models of the last rows run on the [transformers fallback](#transformers-fallback).
+- A model that is split into several files is named by the first, `model-00001-of-00003.gguf`.
+- Multi-token-prediction (MTP) layers and vision towers are not loaded.
+- Some settings are missing from the files, so those of the published models are used: the
+  attention scale of Gemma 2 and 3 27B, the chunks, temperatures and norms of Llama 4, the rounding
+  of gpt-oss's YaRN.
 """
 
 _FALLBACK = """
-## What transformers runs
+## Transformers fallback
 
-With transformers installed (`pip install 'penstock[transformers]'`), an architecture that is not
-in the table, and is a causal language model of transformers, runs on transformers' own modelling
-code. Attention, its cache, linear layers, the embedding and the loader are Penstock's; the rest
-of each layer is transformers'. Chunks, prefix caching, preemption, windows, soft caps, sinks and
-quantized weights work as in other models. `--model-impl` chooses: `auto` is the above,
-`penstock` refuses such models, `transformers` runs also those of the table that way. Only code
-that is part of transformers runs: code that comes with a checkpoint never does.
+With transformers installed (`pip install 'penstock[transformers]'`), a causal language model of
+transformers that is not in the table runs on transformers' modelling code. Attention, KV cache,
+linear layers, embedding and loader are Penstock's; the rest of each layer is transformers'. Chunked
+prefill, prefix caching, preemption, windows, soft caps, sinks and quantized weights work as in
+other models. Only code that is part of transformers runs, never code that comes with a checkpoint.
 
-Its layers run part by part, and a GPU's steps are not recorded and replayed; how fast that is was
-not measured. Refused at start, with the reason: several ranks (`tensor_parallel_size`); recurrent
-layers; attention to another sequence, with masks other than causal or a window, with values and
-keys of different sizes, or that does not go through transformers' attention interface; rotary
-frequencies that change with the length of a request (`dynamic`, and `longrope` past its first
-length).
+| `--model-impl` | |
+|---|---|
+| `auto` | Penstock's implementation if there is one, else the fallback |
+| `penstock` | Penstock's implementation only; other models are refused |
+| `transformers` | the fallback, also for models in the table |
 
-Verified as those of the table, and with prompts in chunks, from the prefix cache and after
-preemption (`tests/models/test_transformers_impl.py`), were:
+Layers run op by op, and on a GPU steps are not captured in CUDA graphs. The speed has not been
+measured. These are refused at start, with the reason:
+
+- several ranks (`tensor_parallel_size`)
+- recurrent layers
+- cross-attention, masks other than causal or a window, values and keys of different sizes, and
+  attention that does not use transformers' attention interface
+- rotary frequencies that change with the length of a request (`dynamic`, and `longrope` past its
+  original length)
+
+These were verified like those of the table, and with chunked prefill, prefix caching and preemption
+(`tests/models/test_transformers_impl.py`):
 
 | architecture | verified on |
 |---|---|
 """
 
 _LOGITS = """
-Of these kinds of models (`model_type` in `config.json`), small and random, logits in float32 on a
-CPU were compared with those of transformers 5.22, with prompts in chunks and beside another request
+For these values of `model_type` in `config.json`, logits of small random models in float32 on a CPU
+were compared with those of transformers 5.22, with chunked prefill and beside another request
 (`pytest -m "slow or not slow" tests/models/test_transformers_decoders.py`):
 """
 
