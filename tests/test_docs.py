@@ -118,6 +118,12 @@ def script_flags() -> frozenset[str]:
     return frozenset(flag for script in scripts for flag in flags_in(script))
 
 
+@each_page
+def test_kernels_that_are_named_exist(page: Path) -> None:
+    for kernel in re.findall(r"`(_\w+_kernel)`", page.read_text()):
+        assert f"def {kernel}(" in sources(), kernel
+
+
 def test_classes_and_methods_that_the_architecture_names_exist() -> None:
     for code in CODE.findall(prose(ROOT / "ARCHITECTURE.md")):
         if not (named := CLASS.fullmatch(code)):
