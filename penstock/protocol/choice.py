@@ -15,7 +15,7 @@ def why_no_token(
 
     Those are its prompt and its output so far. None: there are tokens left.
     """
-    params = request.params
+    params = request.sampling
     num_output = len(token_ids) - len(request.prompt_token_ids)
     by_words = _ends_of_words(request.bad_words_token_ids, token_ids)
     by_length: set[int] = set()
@@ -42,7 +42,7 @@ def why_no_token_of_grammar(request: EngineRequest, num_output: int) -> InputErr
 
     None: nothing but the grammar restricts it, and a grammar by itself always leaves a token.
     """
-    params = request.params
+    params = request.sampling
     if params.structured_outputs is None:
         return None
     restricts = {

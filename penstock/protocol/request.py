@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.sampling import SamplingParams
+
+Params = SamplingParams | PoolingParams
 
 
 class ThinkingFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -30,7 +33,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams  # max_tokens is resolved: never None here
+    params: Params  # max_tokens is resolved: never None here
     seed: int  # drawn by the frontend where the user gave none; 0 <= seed < 2**64
     eos_token_ids: list[int] = []
     bad_words_token_ids: list[list[int]] = []
@@ -42,6 +45,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     output_token_ids: list[int] = []
     has_run: bool = False  # on an engine that died: nobody may say that it waited for too long
     thinking: ThinkingFormat | None = None  # with params.thinking_token_budget
+    second_segment: int | None = None  # where the second text of a pair begins, if that counts
 
     @property
     def is_new(self) -> bool:
@@ -49,6 +53,18 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         return not self.output_token_ids and not self.has_run
 
     @property
+    def sampling(self) -> SamplingParams:
+        assert isinstance(self.params, SamplingParams), "pooling requests do not get this far"
+        return self.params
+
+    @property
+    def pools(self) -> bool:
+        """Whether it ends with a vector, not with tokens."""
+        return isinstance(self.params, PoolingParams)
+
+    @property
     def max_tokens(self) -> int:
+        if isinstance(self.params, PoolingParams):
+            return 0
         assert self.params.max_tokens is not None, "the frontend resolves max_tokens"
         return self.params.max_tokens

@@ -41,7 +41,7 @@ class OutputKind(enum.IntEnum):
 RequestOutputKind = OutputKind  # the name that vLLM's users know
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="sampling"):
     """How to choose the next token, and when to stop.
 
     The text beneath a field is its help; ``{NAME}`` there is a constant of this module.

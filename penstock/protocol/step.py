@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from penstock.protocol.pooling import Payload, PoolingParams
 from penstock.protocol.sampling import SamplingParams
 
 
@@ -16,11 +17,22 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: list[int]  # the prompt, then the output known so far
     num_prompt_tokens: int
     num_computed_tokens: int  # served by the prefix cache
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     seed: int
     eos_token_ids: list[int] = []
     bad_words_token_ids: list[list[int]] = []
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs are delivered already
+    second_segment: int | None = None  # see EngineRequest
+
+    @property
+    def sampling(self) -> SamplingParams:
+        assert isinstance(self.params, SamplingParams), "this engine generates"
+        return self.params
+
+    @property
+    def pooling(self) -> PoolingParams:
+        assert isinstance(self.params, PoolingParams), "this engine pools"
+        return self.params
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -29,7 +41,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, array_like=True, omit_defaul
     request_id: str
     incarnation: int  # how often it was preempted; results of an older one are dropped
     num_tokens: int  # tokens to compute in this step, drafted ones included
-    samples: bool  # this step reaches the end of the known tokens, so a new one is sampled
+    samples: bool  # this step reaches the end of the known tokens: a new one is sampled, or all
+    # are pooled
     new_block_ids: list[list[int]] = []  # per KV group, appended to the block table; [] if none
     num_drafts: int = 0  # how many of num_tokens are drafts, which the runner's tables hold
 
@@ -95,6 +108,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     logprobs: list[TokenLogprobs] = []  # one for each token, where asked for
     prompt_logprobs: PromptLogprobs | None = None
     routed_experts: RoutedExperts | None = None  # of all the step's tokens; the start is not known
+    payload: Payload | None = None  # what a pooling request ends with
     fault: str | None = None  # this request failed; its blocks are never published
     drafts: list[int] = []  # proposed to come next, where the request has a grammar
 

@@ -64,7 +64,7 @@ class GenerationHead:
         self._with_grammar: set[int] = set()  # slots
 
     def add(self, slot: int, request: NewRequest) -> None:
-        if request.params.is_masked:
+        if request.sampling.is_masked:
             self._with_grammar.add(slot)
         self.sampler.add(slot, request)
         self.prompt_logprobs.add(slot, request)

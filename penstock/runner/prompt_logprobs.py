@@ -53,7 +53,7 @@ class PromptLogprobsHead:
         self._progress: dict[int, _Progress] = {}  # by slot
 
     def add(self, slot: int, request: NewRequest) -> None:
-        num_top = request.params.prompt_logprobs
+        num_top = request.sampling.prompt_logprobs
         if num_top is not None:
             self._progress[slot] = _Progress(
                 num_top,

@@ -150,7 +150,7 @@ class SamplingTables:
     def add(self, slot: int, request: NewRequest) -> None:
         """Take over a request's parameters. Token ids beyond the vocabulary are left out: they can
         be neither produced nor matched."""
-        params = request.params
+        params = request.sampling
         features = Feature(0)
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
         if not params.is_greedy:
@@ -207,7 +207,7 @@ class SamplingTables:
         return self._ints[slots, 2]
 
     def _add_lists(self, slot: int, request: NewRequest) -> Feature:
-        params = request.params
+        params = request.sampling
         features = Feature(0)
         if params.allowed_token_ids is not None:
             features |= Feature.ALLOWED_TOKENS

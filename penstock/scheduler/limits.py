@@ -32,6 +32,13 @@ def check_length(request: EngineRequest, longest: int) -> None:
     num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
     if num_prompt == 0:
         raise InputError("the prompt must hold at least 1 token, got 0", "prompt_token_ids")
+    if request.pools and num_prompt > longest:
+        raise InputError(
+            f"the prompt must be at most max_model_len ({longest}) tokens long, got {num_prompt}",
+            "prompt_token_ids",
+        )
+    if request.pools:
+        return
     if num_prompt >= longest:
         raise InputError(
             f"the prompt must be shorter than max_model_len ({longest} tokens), got {num_prompt}",

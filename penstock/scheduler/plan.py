@@ -68,6 +68,7 @@ class Step:
                 eos_token_ids=request.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
                 num_prompt_logprobs=state.num_prompt_logprobs,
+                second_segment=request.second_segment,
             )
         )
         self.add(state, num_tokens, 0, block_ids)

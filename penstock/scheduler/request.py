@@ -71,6 +71,7 @@ class RequestState(_EveryStep):
         "num_cached_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "pools",
         "rank",
         "read_prefix_cache",
         "request",
@@ -99,12 +100,16 @@ class RequestState(_EveryStep):
         self.entered_at: float | None = None  # until its first token has come
         self.num_cached_tokens = 0
         self.num_prompt_logprobs = 0  # positions delivered
-        params = request.params
-        self.is_masked = params.is_masked
-        wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
-        self.is_plain = not (self.is_masked or wants_logprobs)
-        eos_token_ids = [] if params.ignore_eos else request.eos_token_ids
-        self.stop_ids = _set_of((*eos_token_ids, *(params.stop_token_ids or ())))
+        self.pools = request.pools  # the step that samples is its last, and brings no token
+        self.is_masked = self.is_plain = False
+        self.stop_ids: frozenset[int] = frozenset()
+        if not self.pools:
+            params = request.sampling
+            self.is_masked = params.is_masked
+            wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
+            self.is_plain = not (self.is_masked or wants_logprobs)
+            eos_token_ids = [] if params.ignore_eos else request.eos_token_ids
+            self.stop_ids = _set_of((*eos_token_ids, *(params.stop_token_ids or ())))
         self._forget_decoding()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None

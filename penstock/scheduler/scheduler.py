@@ -345,7 +345,7 @@ class Scheduler:
             return [self._end(state, stop.reason, None, stop.error, stop.error_field)]
         token_ids = result.token_ids
         first = state.num_confirmed_tokens
-        state.confirm(planned, len(token_ids))
+        state.confirm(planned, int(planned.samples) if state.pools else len(token_ids))
         if stop is not None:
             token_ids = token_ids[: stop.num_tokens]
         state.token_ids += token_ids
@@ -367,8 +367,9 @@ class Scheduler:
             logprobs=result.logprobs[: len(token_ids)],
             prompt_logprobs=result.prompt_logprobs,
             routed_experts=routed_experts,
+            payload=result.payload,
             num_cached_tokens=state.num_cached_tokens,
-            prefill_s=state.take_prefill_s() if token_ids else 0.0,
+            prefill_s=state.take_prefill_s() if token_ids or result.payload else 0.0,
             finish_reason=state.finish_reason,
             stop_reason=state.stop_reason,
             ends_in_text=stop is not None and stop.ends_in_text,

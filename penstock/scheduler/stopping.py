@@ -31,7 +31,7 @@ def failed(error: str, field: str | None = None) -> Stop:
 
 def find_stop(state: RequestState, new_token_ids: list[int]) -> Stop | None:
     """Where the request ends if `new_token_ids` follow its known tokens; None: it goes on."""
-    request, params = state.request, state.request.params
+    request, params = state.request, state.request.sampling
     num_known = len(state.token_ids)
     for count, token_id in enumerate(new_token_ids, start=1):
         if token_id in state.stop_ids and (
@@ -56,6 +56,8 @@ class StopRules:
         self, state: RequestState, planned: ScheduledRequest, result: RequestResult
     ) -> Stop | None:
         """Where the request ends with what a step brought it; None: it goes on."""
+        if state.pools:
+            return _find_end(planned, result)
         fault = result.fault or _why_malformed(planned, result)
         if fault is not None:
             return self._explain(state, fault, result.token_ids)
@@ -102,6 +104,17 @@ class StopRules:
             num_output = len(state.token_ids) - state.num_prompt_tokens
             wrong = why_no_token_of_grammar(state.request, num_output)
         return failed(fault) if wrong is None else failed(str(wrong), wrong.field)
+
+
+def _find_end(planned: ScheduledRequest, result: RequestResult) -> Stop | None:
+    """Where a pooling request ends: with its vector."""
+    if result.fault is not None:
+        return failed(result.fault)
+    if not planned.samples:
+        return None
+    if result.payload is None:
+        return failed("the step brought no vector where one was due")
+    return Stop(0, FinishReason.STOP)
 
 
 def _why_malformed(planned: ScheduledRequest, result: RequestResult) -> str | None:

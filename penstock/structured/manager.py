@@ -57,9 +57,9 @@ class GrammarManager:
 
     def poll(self, request: EngineRequest) -> GateStatus | Failed:
         """Whether a request's grammar is there. Begins to compile it when it first asks."""
-        if not request.params.is_masked:
+        if request.pools or not request.sampling.is_masked:
             return READY
-        params = request.params.structured_outputs
+        params = request.sampling.structured_outputs
         pending = self._pending.get(request.request_id)
         if pending is None:
             pending = self._pending[request.request_id] = self._begin(request)
@@ -87,7 +87,7 @@ class GrammarManager:
         return READY
 
     def _begin(self, request: EngineRequest) -> _Pending:
-        params = request.params.structured_outputs
+        params = request.sampling.structured_outputs
         if params is None:  # it only limits its reasoning
             return _Pending(
                 None,
@@ -106,7 +106,7 @@ class GrammarManager:
         """Where a request's output stands to begin with; without a grammar, its answer is free."""
         _, vocabulary = self.compiler.backend()
         assert self.compiler.tokenize is not None
-        params = request.params.structured_outputs
+        params = request.sampling.structured_outputs
         start = None if params is None else params.reasoning_start
         start_id = None if start is None else vocabulary.token_id(start)
         opening = [] if start is None or start_id is not None else self.compiler.tokenize(start)
@@ -258,7 +258,7 @@ def reasoning_of(
 
     `opening` are the tokens of `reasoning_start`, where it is forced.
     """
-    params, thinking = request.params.structured_outputs, request.thinking
+    params, thinking = request.sampling.structured_outputs, request.thinking
     starts: list[str] = []
     if params is not None:
         ends = params.reasoning_ends
@@ -274,7 +274,7 @@ def reasoning_of(
         tokens,
         ends=tuple(end.encode() for end in ends),
         starts=tuple(start.encode() for start in starts),
-        budget=None if thinking is None else request.params.thinking_token_budget,
+        budget=None if thinking is None else request.sampling.thinking_token_budget,
         opening=tuple(opening),
         closing=() if thinking is None else tuple(thinking.closing_token_ids),
         closes_at_end=params is not None,

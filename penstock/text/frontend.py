@@ -321,7 +321,7 @@ def child_seed(seed: int, index: int) -> int:
 
 def is_first_child(request: EngineRequest) -> bool:
     """Whether this is the first, or the only, engine request of a user's request."""
-    return request.params.n == 1 or request.request_id.endswith("#0")
+    return request.pools or request.sampling.n == 1 or request.request_id.endswith("#0")
 
 
 def _default_params(config: ModelConfig, source: ModelSource) -> SamplingParams:

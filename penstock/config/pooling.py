@@ -1,0 +1,69 @@
+"""Whether a model generates or pools, and how it pools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from penstock.config.options import option
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.pooling import PoolingType
+
+POOLER_KEYS: dict[str, str] = {
+    "pooling_type": "CLS, LAST, MEAN or ALL",
+    "use_activation": "true or false",
+    "dimensions": "a list of the lengths that embeddings may be cut to",
+    "classifier_from_token": "a list of tokens whose logits are the labels'",
+    "step_tag_id": "a token id: process rewards are those of its places",
+    "enable_chunked_processing": "true or false",
+    "max_embed_len": "a number of tokens",
+}
+
+
+@dataclass(frozen=True)
+class PoolingConfig:
+    runner: Literal["auto", "generate", "pooling"] = option(
+        "auto",
+        "generate: the model writes text; pooling: it gives embeddings, classes or scores; auto: "
+        "what its architecture is for, and pooling where sentence-transformers' files are beside "
+        "it.",
+    )
+    convert: Literal["auto", "embed", "classify"] = option(
+        "auto",
+        "What a pooling model gives; auto: classes if its architecture has a classifier, else "
+        "embeddings.",
+    )
+    pooler_config: dict[str, Any] | None = option(
+        None,
+        'How hidden states become vectors, as JSON: {"pooling_type": "MEAN"}. Keys: '
+        + ", ".join(POOLER_KEYS)
+        + "; default: what the model's files say.",
+    )
+
+    def __post_init__(self) -> None:
+        given = self.pooler_config or {}
+        for key, value in given.items():
+            if key not in POOLER_KEYS:
+                raise ConfigError(
+                    f"pooler_config must not hold {key!r}: it may hold {', '.join(POOLER_KEYS)}"
+                )
+            if not _fits(key, value):
+                raise ConfigError(
+                    f"pooler_config: {key} must be {POOLER_KEYS[key]}, got {value!r:.80}"
+                )
+        if self.runner == "generate" and (given or self.convert != "auto"):
+            raise ConfigError("convert and pooler_config are for runner=pooling: drop them")
+
+
+def _fits(key: str, value: object) -> bool:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if key == "pooling_type":
+        return value in get_args(PoolingType)
+    if key in ("use_activation", "enable_chunked_processing"):
+        return isinstance(value, bool)
+    if key == "dimensions":
+        return isinstance(value, list) and all(type(n) is int and n > 0 for n in value)
+    if key == "classifier_from_token":
+        is_list = isinstance(value, list) and bool(value)
+        return is_list and all(isinstance(token, str) for token in value)  # type: ignore[attr-defined]
+    return is_number and value >= (1 if key == "max_embed_len" else 0)  # type: ignore[operator]

@@ -1,0 +1,108 @@
+"""PoolingParams: what a user may ask of a pooling model; and what a vector travels as."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from penstock.protocol.errors import InputError
+from penstock.protocol.sampling import check_int
+
+PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
+PoolingType = Literal["CLS", "LAST", "MEAN", "ALL"]  # ALL: every token has a vector of its own
+TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
+
+
+class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="pooling"):
+    """What to make of a prompt's hidden states. The text beneath a field is its help."""
+
+    task: PoolingTask | None = None
+    """One vector for the prompt (embed, classify) or for each token (token_embed,
+    token_classify); None: what the model is for."""
+    dimensions: int | None = None
+    """Keep the first so many numbers of an embedding; for models that were trained for it."""
+    use_activation: bool | None = None
+    """Normalize embeddings, turn logits into probabilities; None: as the model says."""
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise `InputError` for the first value that makes no sense."""
+        if self.task is not None and self.task not in TASKS:
+            raise InputError(
+                f"task must be one of {', '.join(TASKS)}, got {self.task!r:.80}", "task"
+            )
+        if self.dimensions is not None:
+            check_int("dimensions", self.dimensions, 1, 2**31 - 1)
+        if self.use_activation not in (None, True, False):
+            raise InputError(
+                f"use_activation must be True or False, got {self.use_activation!r:.80}",
+                "use_activation",
+            )
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Numbers, as the device wrote them: C order, little-endian."""
+
+    shape: list[int]
+    data: bytes
+    dtype: str = "float32"  # numpy's name
+
+    def to_numpy(self) -> Any:
+        """A read-only array that shares the bytes."""
+        import numpy as np  # for those who ask only
+
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an engine's pooling model can do, once it is loaded."""
+
+    tasks: list[PoolingTask]  # the first is what the model is for
+    pooling_type: PoolingType
+    embedding_size: int = 0  # 0: no embeddings
+    num_labels: int = 0  # 0: no classifier
+    dimensions: list[int] = []  # that embeddings may be cut to
+    any_dimension: bool = False  # or to any length
+    reads_prefix_cache: bool = False  # a cached prefix lacks nothing that pooling needs
+
+    def check(self, params: PoolingParams) -> PoolingTask:
+        """The task that these mean. Raises InputError for what this model cannot do."""
+        task = params.task or self.tasks[0]
+        if task not in self.tasks:
+            raise InputError(
+                f"task {task!r} is not what this model is served for; it does "
+                f"{', '.join(self.tasks)} (--convert chooses between embed and classify)",
+                "task",
+            )
+        wanted = params.dimensions
+        if wanted is None:
+            return task
+        if task not in ("embed", "token_embed"):
+            raise InputError(f"dimensions is for embeddings, not for task {task!r}", "dimensions")
+        if not self.any_dimension and not self.dimensions:
+            if wanted == self.embedding_size:
+                return task
+            raise InputError(
+                f"dimensions is for models trained with matryoshka representations, which this "
+                f"one does not say it is: leave it out for all {self.embedding_size}, or serve it "
+                'with --pooler-config \'{"dimensions": [...]}\'',
+                "dimensions",
+            )
+        allowed = [*self.dimensions, self.embedding_size]
+        if self.any_dimension and wanted <= self.embedding_size:
+            return task
+        if wanted not in allowed:
+            raise InputError(
+                f"dimensions must be "
+                + (
+                    f"from 1 to {self.embedding_size}"
+                    if self.any_dimension
+                    else f"one of {', '.join(map(str, sorted(set(allowed))))}"
+                )
+                + f", got {wanted}",
+                "dimensions",
+            )
+        return task
