@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock.protocol.outputs import CompletionOutput, RequestOutput
+from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.sampling import RequestOutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 
@@ -17,6 +18,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

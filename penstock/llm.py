@@ -18,6 +18,7 @@ from penstock.conversation.request import TurnRequest, read_tool_choice, read_to
 from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
+from penstock.engine.pooled import PoolingMethods
 from penstock.loading.source import resolve_source
 from penstock.observability.logs import setup_logging
 from penstock.protocol.errors import ConfigError, InputError
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
-    """Loads a model and generates from it.
+class LLM(PoolingMethods):
+    """Loads a model and generates from it, or pools with it.
 
     `model` and the keywords are the engine options of the configuration reference; the Python
     API follows vLLM's where they overlap. `logits_processors` are classes, or module:Class;
@@ -67,6 +68,7 @@ class LLM:
         # Whoever calls brings templates of their own, and may.
         chat = dataclasses.replace(self.config.chat, trust_request_chat_template=True)
         self.frontend = Frontend(self.config.model, source, self.engine.limits.max_model_len, chat)
+        self.frontend.pooling = self.engine.executor.capabilities.pooling
         self._ids = itertools.count()
         self._collector = OutputCollector()
 

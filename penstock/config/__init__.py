@@ -11,6 +11,7 @@ from penstock.config.engine import (
     StructuredConfig,
 )
 from penstock.config.model import LoadConfig, ModelConfig
+from penstock.config.pooling import PoolingConfig
 from penstock.config.server import ServerConfig
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ModelConfig",
     "ObservabilityConfig",
     "ParallelConfig",
+    "PoolingConfig",
     "SchedulerConfig",
     "ServerConfig",
     "StructuredConfig",

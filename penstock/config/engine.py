@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 from penstock.config.chat import ChatConfig
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.options import Option, option, options_of
+from penstock.config.pooling import PoolingConfig
 from penstock.protocol.errors import ConfigError
 
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
@@ -180,6 +181,7 @@ class EngineConfig:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
+    pooling: PoolingConfig = field(default_factory=PoolingConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     def __post_init__(self) -> None:

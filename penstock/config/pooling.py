@@ -14,7 +14,8 @@ POOLER_KEYS: dict[str, str] = {
     "use_activation": "true or false",
     "dimensions": "a list of the lengths that embeddings may be cut to",
     "classifier_from_token": "a list of tokens whose logits are the labels'",
-    "step_tag_id": "a token id: process rewards are those of its places",
+    "score_template": "a text with {query} and {document}, and {instruction} if that counts",
+    "step_tag_id": "a token id: rewards are those of the places where it stands",
     "enable_chunked_processing": "true or false",
     "max_embed_len": "a number of tokens",
 }
@@ -66,4 +67,6 @@ def _fits(key: str, value: object) -> bool:
     if key == "classifier_from_token":
         is_list = isinstance(value, list) and bool(value)
         return is_list and all(isinstance(token, str) for token in value)  # type: ignore[attr-defined]
+    if key == "score_template":
+        return isinstance(value, str) and "{query}" in value and "{document}" in value
     return is_number and value >= (1 if key == "max_embed_len" else 0)  # type: ignore[operator]

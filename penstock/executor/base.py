@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from penstock.protocol.kv import AnyKVCacheSpec
 from penstock.protocol.limits import StepLimits
+from penstock.protocol.pooling import PoolingInfo
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
 
@@ -19,6 +20,7 @@ class Capabilities:
     kv_dtype: str
     kv_specs: dict[str, AnyKVCacheSpec]
     kv_budget: int  # bytes for the cache, on each rank
+    pooling: PoolingInfo | None = None  # of a model that pools
 
 
 def merge_capabilities(ranks: Sequence[Capabilities]) -> Capabilities:

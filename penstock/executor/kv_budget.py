@@ -32,6 +32,7 @@ def kv_budget(
     model: Model,
     kv_specs: Mapping[str, KVCacheSpec],
     limits: StepLimits,
+    generates: bool = True,
 ) -> int:
     """Bytes the KV cache may take on this rank."""
     if config.cache.kv_cache_memory_bytes is not None:
@@ -40,7 +41,7 @@ def kv_budget(
     if platform.device.type == "cpu":
         # Pages cost memory only once they are written, so this is a ceiling, not a price.
         return min(available // 4, DEFAULT_CPU_KV_BYTES)
-    return _gpu_kv_budget(config, platform, model, kv_specs, limits)
+    return _gpu_kv_budget(config, platform, model, kv_specs, limits, generates)
 
 
 def _gpu_kv_budget(
@@ -49,11 +50,14 @@ def _gpu_kv_budget(
     model: Model,
     kv_specs: Mapping[str, KVCacheSpec],
     limits: StepLimits,
+    generates: bool,
 ) -> int:
     """What a step of the largest size leaves of the share of memory that may be used."""
     share = config.cache.gpu_memory_utilization
     total = torch.cuda.get_device_properties(platform.device).total_memory
-    peak = measure_peak_step(model, kv_specs, platform.device, limits, config.cache.block_size)
+    peak = measure_peak_step(
+        model, kv_specs, platform.device, limits, config.cache.block_size, generates
+    )
     used = total - platform.available_memory()
     budget = int(total * share) - used - peak
     logger.info(
@@ -79,6 +83,7 @@ def measure_peak_step(
     device: torch.device,
     limits: StepLimits,
     block_size: int,
+    generates: bool = True,
 ) -> int:
     """Bytes beyond the weights that the largest step takes, and what stays fixed.
 
@@ -119,9 +124,9 @@ def measure_peak_step(
     for step in steps:
         context = memory.context([step] * len(groups), starts, torch.zeros_like(rows))
         hidden = forward(model, ForwardInputs(torch.zeros_like(rows), rows % longest, context))
-        logits = model.logits(hidden, rows[: limits.max_num_seqs])
-        logits.float().argmax(-1)
-        del context, hidden, logits
+        if generates:
+            model.logits(hidden, rows[: limits.max_num_seqs]).float().argmax(-1)
+        del context, hidden
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del memory

@@ -12,8 +12,10 @@ from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
 from penstock.loading.source import ModelSource
+from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
-from penstock.models.runtime import resolve_limits
+from penstock.models.pooler import Pooler, make_pooler, needs_whole_prompts
+from penstock.models.runtime import hold_whole_prompts, resolve_limits
 from penstock.platforms.platform import Platform
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
@@ -51,6 +53,12 @@ class Worker:
         self.model, self.dtypes, self.ops = load_model(
             config, source, platform, mesh, self.limits.max_model_len
         )
+        if needs_whole_prompts(self.model):
+            self.limits = hold_whole_prompts(self.limits, config)
+        task = choose_task(config, source)
+        self.pooler: Pooler | None = None
+        if task != "generate":
+            self.pooler = make_pooler(self.model, task, config, source)
         self.runner: ModelRunner | None = None
         self.routed_experts: RoutedExpertsRecorder | None = None
         if config.model.enable_return_routed_experts:
@@ -75,6 +83,7 @@ class Worker:
             ),
             dtype=self.dtypes.compute,
             routed_experts=self.routed_experts,
+            pooler=self.pooler,
         )
         self._steps = StepQueue(self.runner)
 
@@ -100,5 +109,8 @@ class Worker:
     def capabilities(self) -> Capabilities:
         """What the engine plans with, once the model is loaded."""
         kv_specs = self.model.kv_specs(self.dtypes.kv)
-        budget = kv_budget(self.config, self.platform, self.model, kv_specs, self.limits)
-        return Capabilities(self.limits, self.dtypes.kv, kv_specs, budget)
+        budget = kv_budget(
+            self.config, self.platform, self.model, kv_specs, self.limits, self.pooler is None
+        )
+        info = self.pooler.info if self.pooler is not None else None
+        return Capabilities(self.limits, self.dtypes.kv, kv_specs, budget, info)

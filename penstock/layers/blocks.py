@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import nn
 
@@ -55,6 +57,7 @@ class RotaryAttention(nn.Module):
         softcap: float | None = None,
         has_sinks: bool = False,
         chunk: int | None = None,
+        kind: Literal["causal", "bidirectional"] = "causal",
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -65,7 +68,7 @@ class RotaryAttention(nn.Module):
         self.o_proj = row_linear(build, num_heads * head_dim, hidden_size, output_bias)
         self.attention = Attention(
             build, name, self.num_heads, self.num_kv_heads, head_dim, scale, window,
-            softcap=softcap, has_sinks=has_sinks, chunk=chunk,
+            kind, softcap, has_sinks, chunk,
         )  # fmt: skip
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
@@ -75,7 +78,7 @@ class RotaryAttention(nn.Module):
         # Not every device has the fused op, and it wants rotary embeddings over the whole head.
         is_plain = (
             rotary is not None and rotary.table.shape[-1] == head_dim and not rotary.interleaved
-        )
+        ) and kind == "causal"
         self.fused = build.ops.find("norm_rotate_write") if is_plain else None
 
     def use_norms(self, q_norm: nn.Module, k_norm: nn.Module) -> None:

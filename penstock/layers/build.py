@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,6 +21,11 @@ class Build:
     ops: Ops
     mesh: Mesh = field(default_factory=Mesh)
     linear_method: LinearMethod = field(default_factory=DenseMethod)
+    generates: bool = True  # False: hidden states are pooled, and no logits are computed
+
+    def in_float32(self) -> Build:
+        """For what follows pooling, which is computed in float32 whatever the model's type."""
+        return replace(self, dtype=torch.float32, linear_method=DenseMethod())
 
     @property
     def tp(self) -> RankGroup:

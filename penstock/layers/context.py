@@ -21,6 +21,9 @@ class ForwardContext:
     # A recurrent layer's states by its name, part by part: [num_blocks, *shape].
     states: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     state_block_sizes: Mapping[str, int] = field(default_factory=dict)  # of the same layers
+    # [max_num_seqs] int32, by slot: the position from which on a request's tokens are those of the
+    # second text of a pair. None where nothing is pooled.
+    second_segments: torch.Tensor | None = None
     _state_steps: dict[tuple[int, int], StateStep] = field(default_factory=dict)
 
     def state_step(self, name: str) -> StateStep:

@@ -24,11 +24,31 @@ def choose_task(config: EngineConfig, source: ModelSource) -> Task:
         return "generate"
     if options.convert != "auto":
         return options.convert
+    if label_tokens(config, source) is not None:
+        return "classify"
     return "classify" if any(name.endswith(CLASSIFYING) for name in names) else "embed"
+
+
+def label_tokens(config: EngineConfig, source: ModelSource) -> object:
+    """The tokens whose logits are the labels', of a language model that classifies by its answer:
+    a list, or what stands in its place in config.json; None for other models."""
+    given = (config.pooling.pooler_config or {}).get("classifier_from_token")
+    if given is None and is_qwen3_reranker(source):
+        given = ["no", "yes"]
+    return source.config.get("classifier_from_token") if given is None else given
+
+
+def is_qwen3_reranker(source: ModelSource) -> bool:
+    """Nothing in the model's files says so but its name."""
+    names = (source.name, str(source.config.get("_name_or_path", "")))
+    is_named = any("qwen3-reranker" in name.lower() for name in names)
+    return is_named and "Qwen3ForCausalLM" in _names(source)
 
 
 def _is_pooling_model(source: ModelSource, names: list[str]) -> bool:
     if source.path.is_dir() and (source.path / MODULES_FILE).exists():
+        return True
+    if is_qwen3_reranker(source):
         return True
     return bool(names) and not any(name.endswith(GENERATING) for name in names)
 

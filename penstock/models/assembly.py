@@ -16,8 +16,10 @@ from penstock.layers.quantized.plan import StoredLayers, assign_methods
 from penstock.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.loading.load import fill_dummy, load_weights, own_name
 from penstock.loading.source import ModelSource
+from penstock.loading.tasks import choose_task
 from penstock.models.backend import Backend, choose_backend
 from penstock.models.base import Model
+from penstock.models.pooler import add_classifier
 from penstock.models.registry import build_model
 from penstock.models.runtime import Dtypes, resolve_dtypes
 from penstock.ops.registry import Ops
@@ -37,6 +39,7 @@ def load_model(
 ) -> tuple[Model, Dtypes, Ops]:
     """This rank's share of the model, the types it computes in, and its ops."""
     started = time.perf_counter()
+    task = choose_task(config, source)
     dtypes = resolve_dtypes(config, source.config, platform)
     backend = choose_backend(config, platform, dtypes.compute, source.gguf, source.config)
     dtypes = dataclasses.replace(dtypes, compute=backend.dtype)
@@ -49,9 +52,12 @@ def load_model(
         ops=backend.ops,
         mesh=mesh,
         linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
+        generates=task == "generate",
     )
     try:
         model = build_model(source.config, build, config.model.model_impl)
+        if task == "classify":
+            add_classifier(model, build, config, source)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

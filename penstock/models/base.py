@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
 from penstock.layers.attention import CachedLayer
+from penstock.layers.build import Build
 from penstock.ops.blocks import Weight
 from penstock.protocol.kv import KVCacheSpec
+from penstock.protocol.pooling import PoolingType
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,33 @@ class WeightTable:
     renamed: dict[str, str] = field(default_factory=dict)  # regular expression -> replacement
 
 
+class Classifier(Protocol):
+    """What follows pooling in a model that has labels, in float32."""
+
+    num_labels: int
+    pooling: PoolingType  # ALL: every token has labels
+
+    def __call__(self, pooled: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] -> logits [n, num_labels]."""
+
+
 class Model(nn.Module):
     """All that assembly (`models/assembly.py`), executor and runner ask of a model."""
 
     weights: WeightTable  # assembly
     vocab_size: int  # executor
+    hidden_size: int  # executor: of what `forward` gives
+    pooling: ClassVar[PoolingType] = "LAST"  # of embeddings, where no file says otherwise
     can_capture: ClassVar[bool] = True  # executor: whether a GPU may capture its steps in graphs
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier: Classifier | None = None  # of a model that is to classify
+
+    @classmethod
+    def create(cls, build: Build, raw: Mapping[str, Any]) -> Model:
+        """The model that a config.json describes, its weights still to be loaded."""
+        raise NotImplementedError
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, Weight]]:
         """Assembly: a checkpoint's tensors, as `load_weights` takes them."""

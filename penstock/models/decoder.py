@@ -90,6 +90,12 @@ class DecoderLM(Model):
         """What a config.json says, in the words of `DecoderConfig`."""
         return {**cls.defaults, **raw}
 
+    @classmethod
+    def create(cls, build: Build, raw: Mapping[str, Any]) -> DecoderLM:
+        kept = cls.nullable
+        given = {key: value for key, value in raw.items() if value is not None or key in kept}
+        return cls(build, DecoderConfig.from_raw(cls.settings(given)))
+
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         super().__init__()
         config.check_shards(build.tp.size)
@@ -101,7 +107,7 @@ class DecoderLM(Model):
             )
         self.build = build
         self.config = config
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self.rotary = Rotary(
             build,
             config.head_dim,
@@ -111,10 +117,12 @@ class DecoderLM(Model):
         )
         layers = [self.layer(index) for index in range(config.num_layers)]
         self.model = Decoder(build, config, layers, self.norm())
-        if config.tie_word_embeddings:
+        self.lm_head: VocabEmbedding | None = None
+        if not build.generates:
+            self.weights = _without_head(self.weights)
+        elif config.tie_word_embeddings:
             ignored = (*self.weights.ignored, r"^lm_head\.weight$")
             self.weights = replace(self.weights, ignored=ignored)
-            self.lm_head = None
         else:
             self.lm_head = VocabEmbedding(build, config.vocab_size, config.hidden_size)
         sparse = [module for module in self.modules() if isinstance(module, Experts)]
@@ -166,7 +174,15 @@ class DecoderLM(Model):
             scale,
             softcap,
             has_sinks,
+            kind="causal" if self.is_causal else "bidirectional",
         )
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see those before them only. Embedding models may say otherwise."""
+        raw = self.config.raw
+        sees_all = raw.get("is_causal") is False or raw.get("use_bidirectional_attention") is True
+        return self.build.generates or not sees_all
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.model.embed_tokens(token_ids)
@@ -185,3 +201,13 @@ class DecoderLM(Model):
     ) -> torch.Tensor:
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return head.project(hidden.states[rows], out)
+
+
+def _without_head(weights: WeightTable) -> WeightTable:
+    """For a checkpoint whose head is not needed, or that was saved without one and then lacks the
+    backbone's name too."""
+    return replace(
+        weights,
+        ignored=(*weights.ignored, r"^lm_head\."),
+        renamed={**weights.renamed, r"^(?!model\.|lm_head\.|score\.)": "model."},
+    )

@@ -6,11 +6,11 @@ import difflib
 import importlib
 import importlib.util
 import logging
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.models.architectures import ARCHITECTURES
-from penstock.models.config import DecoderConfig
 from penstock.models.plugins import FoundPlugin, find_plugins, plugin_models
 from penstock.protocol.errors import ModelError
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ModelImpl = Literal["auto", "penstock", "transformers"]
+_HEADS = re.compile(
+    r"(For(SequenceClassification|TokenClassification|(Process)?RewardModel)|Model)$"
+)
 
 
 def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "auto") -> Model:
@@ -31,6 +34,8 @@ def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "a
     `model_impl` permits; all of them are with `model_impl` transformers.
     """
     names = raw.get("architectures")
+    if not build.generates:
+        names = [*_strings(names), *_bases(_strings(names))]
     # Only where need be: it imports transformers, which takes longer than loading a small model.
     is_theirs = model_impl == "transformers" or (model_impl == "auto" and not is_known(names))
     theirs = find_in_transformers(names) if is_theirs else None
@@ -49,10 +54,13 @@ def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "a
             )
         )
     model_class = find_model(names)
-    nullable = model_class.nullable
-    given = {key: value for key, value in raw.items() if value is not None or key in nullable}
-    config = DecoderConfig.from_raw(model_class.settings(given))
-    return model_class(build, config).eval()
+    return model_class.create(build, raw).eval()
+
+
+def _bases(names: list[str]) -> list[str]:
+    """The language models that these are without their head, or with another."""
+    found = [_HEADS.sub("ForCausalLM", name) for name in names]
+    return [base for name, base in zip(names, found, strict=True) if base != name]
 
 
 def is_known(names: object) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from penstock.config import EngineConfig
@@ -86,6 +87,23 @@ def resolve_dtypes(
             )
         kv_dtype = "float8_e4m3"
     return Dtypes(dtype, kv_dtype)
+
+
+def hold_whole_prompts(limits: StepLimits, config: EngineConfig) -> StepLimits:
+    """The same for a model whose prompts cannot be cut: every one must fit into a step."""
+    longest, asked = limits.max_model_len, config.scheduler.max_num_batched_tokens
+    if asked is not None and asked < longest:
+        raise ConfigError(
+            f"this model attends in both directions, so that a prompt is computed in one step: "
+            f"max_num_batched_tokens ({asked}) must be at least max_model_len ({longest}); raise "
+            f"it to {longest}, or lower max_model_len to {asked}"
+        )
+    return msgspec.structs.replace(
+        limits,
+        max_num_batched_tokens=max(limits.max_num_batched_tokens, longest),
+        long_prefill_token_threshold=0,
+        enable_chunked_prefill=False,
+    )
 
 
 def longest_context(model_config: Mapping[str, Any]) -> int:

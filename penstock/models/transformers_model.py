@@ -59,7 +59,7 @@ class TransformersLM(Model):
         self.name = name
         self.device, self.max_model_len = build.device, build.max_model_len
         config = model.config.get_text_config()
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         _check_positions(config, name, build.max_model_len)
         probe = probe_model(model, name)
         self.names = CheckpointNames(model)

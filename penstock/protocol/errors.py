@@ -46,6 +46,24 @@ class ContextOverflow(InputError):
         return ContextOverflow(self.num_tokens, self.max_model_len, field, self.is_exact)
 
 
+class InputOverflow(ContextOverflow):
+    """An input of a pooling model that is longer than its context."""
+
+    def __init__(
+        self, num_tokens: int, max_model_len: int, field: str = "input", is_exact: bool = True
+    ) -> None:
+        super().__init__(num_tokens, max_model_len, field, is_exact)
+        at_least = "" if is_exact else "at least "
+        self.args = (
+            f"This model's maximum context length is {max_model_len} tokens. However, your "
+            f"{field} has {at_least}{num_tokens} tokens, so it is too long. Please reduce its "
+            "length, or set truncate_prompt_tokens to cut it (-1: to what fits).",
+        )
+
+    def of_field(self, field: str) -> InputOverflow:
+        return InputOverflow(self.num_tokens, self.max_model_len, field, self.is_exact)
+
+
 class ModelError(PenstockError):
     """A model that cannot be found, read or understood."""
 

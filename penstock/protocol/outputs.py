@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +57,58 @@ class CompletionOutput:
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass
+class PoolingOutput:
+    """What a pooling request ended with; None where it failed."""
+
+    data: npt.NDArray[np.float32] | None  # [numbers], or [tokens, numbers] token-wise
+
+
+@dataclass
+class EmbeddingOutput:
+    embedding: npt.NDArray[np.float32] | None  # [embedding_size]
+
+    @property
+    def hidden_size(self) -> int:
+        return 0 if self.embedding is None else len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    probs: npt.NDArray[np.float32] | None  # [num_labels]
+
+    @property
+    def num_classes(self) -> int:
+        return 0 if self.probs is None else len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    score: float | None
+
+
+PooledOutput = TypeVar(
+    "PooledOutput", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput
+)
+
+
+@dataclass
+class PoolingRequestOutput(Generic[PooledOutput]):
+    """A pooling request, done. `error` says why, where it failed."""
+
+    request_id: str
+    outputs: PooledOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+    error: str | None = None
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 
 @dataclass

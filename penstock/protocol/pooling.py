@@ -67,6 +67,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     dimensions: list[int] = []  # that embeddings may be cut to
     any_dimension: bool = False  # or to any length
     reads_prefix_cache: bool = False  # a cached prefix lacks nothing that pooling needs
+    score_template: str | None = None  # of a pair, with {query}, {document} and {instruction}
 
     def check(self, params: PoolingParams) -> PoolingTask:
         """The task that these mean. Raises InputError for what this model cannot do."""
@@ -88,7 +89,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             raise InputError(
                 f"dimensions is for models trained with matryoshka representations, which this "
                 f"one does not say it is: leave it out for all {self.embedding_size}, or serve it "
-                'with --pooler-config \'{"dimensions": [...]}\'',
+                "with --pooler-config '{\"dimensions\": [...]}'",
                 "dimensions",
             )
         allowed = [*self.dimensions, self.embedding_size]
@@ -96,7 +97,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             return task
         if wanted not in allowed:
             raise InputError(
-                f"dimensions must be "
+                "dimensions must be "
                 + (
                     f"from 1 to {self.embedding_size}"
                     if self.any_dimension

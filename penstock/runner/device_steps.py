@@ -37,6 +37,7 @@ class DeviceSteps:
         num_drafts: int,
         capture_graphs: bool,
         dtype: torch.dtype,  # of the logits
+        has_logits: bool = True,
     ) -> None:
         self.model = model
         self.buffers = StepBuffers(tables, memory, max_num_batched_tokens, num_drafts)
@@ -46,7 +47,8 @@ class DeviceSteps:
         sizes = () if memory.layout.is_recurrent else MIXED_SIZES
         self._mixed_sizes = [size for size in sizes if size <= self.buffers.max_rows]
         # Where the logits lie, of steps that have no more rows of them.
-        shape = (self._decode_sizes[-1], vocab_size)
+        self._has_logits = has_logits
+        shape = (self._decode_sizes[-1] if has_logits else 0, vocab_size)
         self.logits = torch.zeros(shape, dtype=dtype, device=tables.device)
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
 
@@ -112,7 +114,7 @@ class DeviceSteps:
         """The step that was sent. A decode bucket leaves its logits, row by row, in `logits`."""
         self.buffers.fill(bucket)
         hidden = forward(self.model, inputs)
-        if bucket.decode:
+        if bucket.decode and self._has_logits:
             # Every row samples, and in order; padding's logits are nobody's.
             everything = slice(0, bucket.num_requests)
             self.model.logits(hidden, everything, out=self.logits[everything])

@@ -40,6 +40,7 @@ class KVMemory:
             _zeros(layout.num_blocks, layout.page_bytes, device)
             for _ in range(layout.layers_per_page)
         ]
+        self.second_segments: torch.Tensor | None = None  # a column of the request tables
         self.layer_names = [group.layer_names for group in layout.groups]
         self.caches: dict[str, torch.Tensor] = {}
         self.states: dict[str, tuple[torch.Tensor, ...]] = {}
@@ -63,7 +64,13 @@ class KVMemory:
             name: groups[group] for group, names in enumerate(self.layer_names) for name in names
         }
         return ForwardContext(
-            self.caches, attention, query_starts, token_slots, self.states, self._state_block_sizes
+            self.caches,
+            attention,
+            query_starts,
+            token_slots,
+            self.states,
+            self._state_block_sizes,
+            second_segments=self.second_segments,
         )
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from penstock.models.base import Model
+from penstock.models.base import Hidden, Model
+from penstock.models.pooler import Pooler
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
-from penstock.protocol.step import StepMasks, StepPlan, StepResult
+from penstock.protocol.step import NewRequest, RequestResult, StepMasks, StepPlan, StepResult
 from penstock.runner.drafter import Drafter
 from penstock.runner.forward import HostSteps, StepBatch, Steps
-from penstock.runner.generation import GenerationHead, HeadOutput, PendingLogits
+from penstock.runner.generation import GenerationHead
 from penstock.runner.kv_memory import KVMemory
-from penstock.runner.layout import lay_out
+from penstock.runner.layout import StepLayout, lay_out
 from penstock.runner.logits_processors import LogitsProcessor
+from penstock.runner.pooling import PoolingHead
 from penstock.runner.routed_experts import RoutedExpertsRecorder
 from penstock.runner.sampler import ChooseTokens, Sampler
 from penstock.runner.tables import RequestTables
@@ -29,10 +32,20 @@ class StepHandle:
 
     step_id: int
     batch: StepBatch | None  # None for a step that computes nothing
-    pending: PendingLogits | None = None
-    output: HeadOutput | None = None
+    pending: Any = None  # what the head has yet to finish
+    output: Any = None  # its results, on their way to the host
     done: torch.cuda.Event | None = None  # on a GPU: the results have arrived on the host
     routed_experts: torch.Tensor | None = None  # [num_tokens, layers, top_k], on the host
+
+
+class Head(Protocol):
+    """What follows the last layer: `GenerationHead` or `PoolingHead`."""
+
+    def add(self, slot: int, request: NewRequest) -> None: ...
+    def remove(self, slot: int) -> None: ...
+    def begin(self, hidden: Hidden, batch: StepBatch, logits: torch.Tensor | None) -> Any: ...
+    def finish(self, pending: Any, batch: StepBatch, masks: StepMasks | None) -> Any: ...
+    def results(self, output: Any, layout: StepLayout) -> list[RequestResult]: ...
 
 
 class ModelRunner:
@@ -55,6 +68,7 @@ class ModelRunner:
         capture_graphs: bool = False,
         dtype: torch.dtype = torch.float32,
         routed_experts: RoutedExpertsRecorder | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         if drafter is not None and layout.is_recurrent:
             raise ConfigError(
@@ -77,14 +91,20 @@ class ModelRunner:
             self.steps = steps = DeviceSteps(
                 model, vocab_size, self.tables, self.memory,
                 limits.max_num_batched_tokens, limits.num_drafts, capture_graphs, dtype,
+                has_logits=pooler is None,
             )  # fmt: skip
         else:
             self.tables = RequestTables(*sizes)
             self.steps = HostSteps(model, self.tables, self.memory)
+        self.head: Head
+        if pooler is not None:
+            self.memory.second_segments = self.tables.mark_segments()
+            self.head = PoolingHead(pooler, self.tables)
+            return
         sampler = Sampler(self.tables, vocab_size, device, choose_tokens, processors)
-        self.head = GenerationHead(model, self.tables, sampler, drafter)
+        self.head = head = GenerationHead(model, self.tables, sampler, drafter)
         if device.type == "cuda":
-            self.head.graphs = SamplingGraphs(
+            head.graphs = SamplingGraphs(
                 steps.buffers, steps.logits, self.tables, sampler, steps.pool
             )
 
@@ -104,7 +124,6 @@ class ModelRunner:
     def sample(self, handle: StepHandle, masks: StepMasks | None = None) -> None:
         """Choose tokens, of those that `masks` allow."""
         if handle.batch is not None:
-            assert handle.pending is not None
             handle.output = self.head.finish(handle.pending, handle.batch, masks)
             handle.pending = None  # the logits are large
             if self.tables.device.type == "cuda":
@@ -115,7 +134,6 @@ class ModelRunner:
         """Wait for the step and bring its results to the host."""
         if handle.batch is None:
             return StepResult(step_id=handle.step_id, results=[])
-        assert handle.output is not None
         if handle.done is not None:
             handle.done.synchronize()
         results = self.head.results(handle.output, handle.batch.layout)

@@ -18,6 +18,7 @@ from penstock.protocol.kv import KVCacheGroup
 from penstock.protocol.step import NewRequest, ScheduledRequest
 
 IntArray = npt.NDArray[np.int64]
+NO_SEGMENT = 2**30  # a position that no request has
 
 
 def _table_width(group: KVCacheGroup, num_tokens: int) -> int:
@@ -56,7 +57,13 @@ class RequestTables:
         self._num_blocks = np.zeros((len(groups), max_num_seqs), dtype=np.int64)
         # Upper bounds of num_computed, for what the host must size.
         self.computed_bound: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
+        self.second_segments: torch.Tensor | None = None  # by slot: see ForwardContext
         self.tenancies: IntArray = np.zeros(max_num_seqs, dtype=np.int64)  # requests a slot has had
+
+    def mark_segments(self) -> torch.Tensor:
+        """Keep where the second text of each request's pair begins, from now on."""
+        self.second_segments = torch.full_like(self.num_computed, NO_SEGMENT)
+        return self.second_segments
 
     def slot_of(self, request_id: str) -> int:
         return self._slots[request_id]
@@ -81,6 +88,9 @@ class RequestTables:
         self.tenancies[slot] += 1
         self.computed_bound[slot] = request.num_computed_tokens
         self._num_blocks[:, slot] = 0
+        if self.second_segments is not None:
+            second = request.second_segment
+            self.second_segments[slot] = NO_SEGMENT if second is None else second
         return slot
 
     def release(self, request_id: str) -> int | None:

@@ -116,7 +116,9 @@ class MetricsObserver:
 
     def on_submit(self, record: RequestRecord) -> None:
         if is_first_child(record.request):
-            self._n.observe(record.request.params.n)
+            if record.request.pools:
+                return
+            self._n.observe(record.request.sampling.n)
             self._max_tokens.observe(record.request.max_tokens)
 
     def on_tokens(self, record: RequestRecord, num_tokens: int, previous_at: float | None) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from penstock.config import ChatConfig, ModelConfig
 from penstock.loading.source import ModelSource
 from penstock.protocol.errors import ContextOverflow, InputError, ModelError
+from penstock.protocol.pooling import PoolingInfo
 from penstock.protocol.request import EngineRequest, ThinkingFormat
 from penstock.protocol.sampling import SamplingParams, check_int
 from penstock.text.chat import ChatTemplate
@@ -91,6 +92,7 @@ class Frontend:
         self.default_template_kwargs = chat.default_chat_template_kwargs or {}
         self.eos_token_ids = eos_token_ids(source, self.tokenizer)
         self.default_params = _default_params(config, source)
+        self.pooling: PoolingInfo | None = None  # of a model that pools, which its engine knows
         self._seeds = seeds or random.Random(config.seed)
 
     def prepare(
@@ -108,13 +110,18 @@ class Frontend:
 
         `shown_tokens` are in the output's text even if they are special tokens.
         """
+        if self.pooling is not None:
+            raise InputError(
+                f"this model generates no text: it is served for {', '.join(self.pooling.tasks)}; "
+                "use the routes and methods of pooling, such as /v1/embeddings, /classify or /score"
+            )
         params = msgspec.structs.replace(params)  # the user may change theirs meanwhile
         params.validate()
         text, token_ids = self._tokenize(prompt, add_special_tokens)
         self._check_prompt(token_ids)
         self._check_params(params)
         check_int("priority", priority, -(2**63), 2**63 - 1)
-        _check_salt(cache_salt)
+        check_salt(cache_salt)
         room = self.max_model_len - len(token_ids)
         params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
@@ -176,21 +183,21 @@ class Frontend:
 
     def encode(self, text: str, add_special_tokens: bool, limit: int | None = None) -> list[int]:
         """The tokens of a text. Raises `TooManyTokens` if they are more than `limit`."""
-        return self._known_tokenizer().encode(text, add_special_tokens, limit, self._encode_piece)
+        return self.known_tokenizer().encode(text, add_special_tokens, limit, self.encode_piece)
 
     def encode_part(
         self, text: str, num_tokens: int, side: Literal["first", "last"], add_special_tokens: bool
     ) -> list[int]:
         """The first or the last tokens of a text."""
-        return self._known_tokenizer().encode_part(
-            text, num_tokens, side, add_special_tokens, self._encode_piece
+        return self.known_tokenizer().encode_part(
+            text, num_tokens, side, add_special_tokens, self.encode_piece
         )
 
     @property
-    def _encode_piece(self) -> Encode | None:
+    def encode_piece(self) -> Encode | None:
         return None if self.pool is None else self.pool.encode_piece
 
-    def _known_tokenizer(self) -> Tokenizer:
+    def known_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise InputError(
                 "prompt must be token ids, since skip_tokenizer_init is set: "
@@ -214,7 +221,7 @@ class Frontend:
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InputError("prompt must hold at least one token, got none", "prompt")
-        self._check_token_ids(token_ids, "prompt_token_ids")
+        self.check_token_ids(token_ids, "prompt_token_ids")
         if len(token_ids) >= self.max_model_len:
             raise ContextOverflow(len(token_ids), self.max_model_len)
 
@@ -238,12 +245,12 @@ class Frontend:
                     f"got {len(token_ids)}",
                     name,
                 )
-            self._check_token_ids(token_ids, name)
+            self.check_token_ids(token_ids, name)
         if self.tokenizer is None and (params.stop or params.bad_words):
             name = "stop" if params.stop else "bad_words"
             raise InputError(f"{name} needs a tokenizer: drop skip_tokenizer_init", name)
 
-    def _check_token_ids(self, token_ids: Sequence[int] | Mapping[int, Any], name: str) -> None:
+    def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, Any], name: str) -> None:
         for token_id in token_ids:
             is_int = isinstance(token_id, int) and not isinstance(token_id, bool)
             if not is_int or not 0 <= token_id < self.vocab_size:
@@ -361,7 +368,7 @@ def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
     )
 
 
-def _check_salt(cache_salt: str | None) -> None:
+def check_salt(cache_salt: str | None) -> None:
     if cache_salt is None:
         return
     if not isinstance(cache_salt, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tokenizers
 
@@ -39,6 +39,15 @@ class TooManyTokens(InputError):
         )
         self.num_tokens = num_tokens
         self.is_exact = is_exact
+
+
+class PairFrame(NamedTuple):
+    """The tokens around the two texts of a pair."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    has_segments: bool  # the model is told which tokens are the second text's
 
 
 class Tokenizer:
@@ -147,6 +156,46 @@ class Tokenizer:
                 return ids[-num_tokens:]
             ids = encode(piece) + ids
         return [*before, *ids][-num_tokens:]
+
+    def encode_cut(
+        self,
+        text: str,
+        num_tokens: int,
+        side: Literal["first", "last"],
+        add_special_tokens: bool = True,
+        encode_piece: Encode | None = None,
+    ) -> list[int]:
+        """At most `num_tokens` of `text`: its first or last, within those that are put around it.
+
+        Raises InputError if those alone are as many.
+        """
+        frame = self._frame(add_special_tokens)
+        if frame is None:
+            return self.encode_part(text, num_tokens, side, add_special_tokens, encode_piece)
+        before, after = frame
+        room = num_tokens - len(before) - len(after)
+        if room < 1:
+            raise InputError(
+                f"truncate_prompt_tokens must be at least {num_tokens - room + 1}: this model puts "
+                f"{num_tokens - room} tokens around a text",
+                "truncate_prompt_tokens",
+            )
+        return [*before, *self.encode_part(text, room, side, False, encode_piece), *after]
+
+    @functools.cached_property
+    def pair_frame(self) -> PairFrame:
+        """What is put around the two texts of a pair."""
+        bare = self.encode_piece("a")
+        encoding = self._backend.encode("a", "a")
+        ids, sequences = encoding.ids, encoding.sequence_ids
+        first = sequences.index(0) if 0 in sequences else 0
+        second = sequences.index(1) if 1 in sequences else first + len(bare)
+        return PairFrame(
+            ids[:first],
+            ids[first + len(bare) : second],
+            ids[second + len(bare) :],
+            has_segments=encoding.type_ids[second] == 1,
+        )
 
     def encode_piece(self, text: str) -> list[int]:
         """The tokens of a piece of text, without any around it."""

@@ -1,0 +1,275 @@
+"""What an `LLM` whose model pools can do: requests run to their end in this process."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from penstock.engine.core import EngineCore
+from penstock.engine.heap import settled_heap
+from penstock.protocol.delta import EngineDelta
+from penstock.protocol.errors import InputError
+from penstock.protocol.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PooledOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from penstock.protocol.pooling import PoolingParams, PoolingTask
+from penstock.protocol.request import EngineRequest
+from penstock.text.frontend import Frontend, Prompt, read_prompt
+from penstock.text.pooling import Pair, PoolingPrompt, Truncation, pooling_info, prepare_pooling
+from penstock.text.scoring import pair_up, score_kind, score_params, similarity
+
+
+class PoolingMethods:
+    """The part of `LLM` for models that give vectors. Others raise `InputError`.
+
+    Too long a prompt raises `InputError`, unless `truncate_prompt_tokens` says how many of its
+    first tokens are kept (-1: as many as fit). A request that fails while it runs has an `error`;
+    the others are not touched by it.
+    """
+
+    frontend: Frontend
+    engine: EngineCore
+    _ids: itertools.count[int]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        pooling_task: PoolingTask | None = None,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the model makes of each prompt, in their order: a vector, or one for each token."""
+        requests, deltas = self._encode(
+            prompts, pooling_params, pooling_task, use_tqdm, truncate_prompt_tokens, priority
+        )
+        return [
+            _output(request, delta, PoolingOutput(_vector(delta)))
+            for request, delta in zip(requests, deltas, strict=True)
+        ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt."""
+        requests, deltas = self._encode(
+            prompts, pooling_params, "embed", use_tqdm, truncate_prompt_tokens, priority
+        )
+        return [
+            _output(request, delta, EmbeddingOutput(_vector(delta)))
+            for request, delta in zip(requests, deltas, strict=True)
+        ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the labels for each prompt."""
+        requests, deltas = self._encode(
+            prompts, pooling_params, "classify", use_tqdm, truncate_prompt_tokens, priority
+        )
+        return [
+            _output(request, delta, ClassificationOutput(_vector(delta)))
+            for request, delta in zip(requests, deltas, strict=True)
+        ]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """A reward model's word on each prompt: on the whole of it or on each token, as the model
+        has it."""
+        info = pooling_info(self.frontend)
+        if not info.num_labels:
+            raise InputError(
+                f"this model gives no rewards: it is served for {', '.join(info.tasks)}"
+            )
+        return self.encode(
+            prompts,
+            pooling_params,
+            use_tqdm=use_tqdm,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            priority=priority,
+        )
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        use_tqdm: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+        use_activation: bool | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together: one with each of several, or each with its own.
+
+        A cross-encoder reads both at once; of an embedding model it is the cosine of their
+        vectors. `instruction` is for rerankers whose template has a place for it.
+        """
+        kind = score_kind(pooling_info(self.frontend))
+        params, truncation = score_params(kind, use_activation), Truncation(truncate_prompt_tokens)
+        pairs = pair_up(_texts("data_1", data_1), _texts("data_2", data_2))
+        if kind == "cross-encoder":
+            requests = [
+                self._prepare_pooling(Pair(query, document, instruction), params, truncation)
+                for query, document in pairs
+            ]
+            deltas = run_pooled(self.engine, requests, use_tqdm)
+            return [
+                _output(request, delta, ScoringOutput(_score(delta)))
+                for request, delta in zip(requests, deltas, strict=True)
+            ]
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        by_text = {text: self._prepare_pooling(text, params, truncation) for text in texts}
+        ran = run_pooled(self.engine, list(by_text.values()), use_tqdm)
+        delta_of = dict(zip(texts, ran, strict=True))
+        return [self._compare(by_text, delta_of, *pair) for pair in pairs]
+
+    def _compare(
+        self,
+        requests: Mapping[str, EngineRequest],
+        deltas: Mapping[str, EngineDelta],
+        first: str,
+        second: str,
+    ) -> ScoringRequestOutput:
+        both = [deltas[first], deltas[second]]
+        vectors = [_vector(delta) for delta in both]
+        error = next((delta.error for delta in both if delta.error is not None), None)
+        return PoolingRequestOutput(
+            request_id=requests[first].request_id,
+            outputs=ScoringOutput(None if error else similarity(*vectors)),
+            prompt_token_ids=requests[first].prompt_token_ids + requests[second].prompt_token_ids,
+            num_cached_tokens=sum(delta.num_cached_tokens for delta in both),
+            error=error,
+        )
+
+    def _encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | None,
+        task: PoolingTask | None,
+        use_tqdm: bool,
+        truncate_prompt_tokens: int | None,
+        priority: Sequence[int] | None,
+    ) -> tuple[list[EngineRequest], list[EngineDelta]]:
+        several = isinstance(prompts, Iterable) and not isinstance(prompts, (str, Mapping))
+        items: list[Any] = list(prompts) if several else [prompts]
+        if priority is not None and len(priority) != len(items):
+            raise InputError(
+                f"priority must hold one number a prompt ({len(items)}), got {priority!r:.80}",
+                "priority",
+            )
+        if params is not None and not isinstance(params, PoolingParams):
+            raise InputError(
+                f"pooling_params must be PoolingParams, got {params!r:.80}", "pooling_params"
+            )
+        own = msgspec.structs.replace(params or PoolingParams())
+        own.task = own.task if task is None else task
+        truncation = Truncation(truncate_prompt_tokens)
+        requests = []
+        for index, item in enumerate(items):
+            prompt, cache_salt = read_prompt(item)
+            of_it = 0 if priority is None else priority[index]
+            requests.append(self._prepare_pooling(prompt, own, truncation, of_it, cache_salt))
+        return requests, run_pooled(self.engine, requests, use_tqdm)
+
+    def _prepare_pooling(
+        self,
+        prompt: PoolingPrompt,
+        params: PoolingParams,
+        truncation: Truncation,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> EngineRequest:
+        return prepare_pooling(
+            self.frontend,
+            str(next(self._ids)),
+            prompt,
+            params,
+            truncation=truncation,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+
+
+def run_pooled(
+    engine: EngineCore, requests: Sequence[EngineRequest], use_tqdm: bool
+) -> list[EngineDelta]:
+    """The last word on each request, in their order. Whatever ends this early aborts the rest."""
+    unfinished = {request.request_id for request in requests}
+    done: dict[str, EngineDelta] = {}
+    bar = tqdm(total=len(requests), desc="Pooling", disable=not use_tqdm)
+    with bar as progress, settled_heap():
+        try:
+            for request in requests:
+                engine.add(request)
+            while unfinished:
+                for delta in engine.step():
+                    if delta.finish_reason is not None and delta.request_id in unfinished:
+                        unfinished.discard(delta.request_id)
+                        done[delta.request_id] = delta
+                        progress.update()
+        finally:
+            if unfinished:
+                engine.abort(list(unfinished))
+            while engine.has_work():
+                engine.step()
+    return [done[request.request_id] for request in requests]
+
+
+def _output(
+    request: EngineRequest, delta: EngineDelta, outputs: PooledOutput
+) -> PoolingRequestOutput[PooledOutput]:
+    return PoolingRequestOutput(
+        request_id=request.request_id,
+        outputs=outputs,
+        prompt_token_ids=request.prompt_token_ids,
+        num_cached_tokens=delta.num_cached_tokens,
+        error=delta.error,
+    )
+
+
+def _vector(delta: EngineDelta) -> Any:
+    return None if delta.payload is None else delta.payload.to_numpy()
+
+
+def _score(delta: EngineDelta) -> float | None:
+    return None if delta.payload is None else float(delta.payload.to_numpy()[0])
+
+
+def _texts(name: str, data: str | Sequence[str]) -> list[str]:
+    texts = [data] if isinstance(data, str) else list(data)
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"{name} must be a text or a list of texts, got {data!r:.80}", name)
+    return texts

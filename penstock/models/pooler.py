@@ -1,0 +1,258 @@
+"""What follows the last layer of a pooling model: which rows, which layers, which activation.
+
+Everything here is float32, whatever the model computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from penstock.config import EngineConfig
+from penstock.layers.attention import Attention
+from penstock.layers.build import Build
+from penstock.layers.linear import Linear, Part
+from penstock.loading.source import ModelSource
+from penstock.loading.tasks import Task, label_tokens
+from penstock.models.base import Model
+from penstock.models.config import read_int
+from penstock.models.decoder import DecoderLM
+from penstock.ops.blocks import BlockTensor, Weight, take_rows
+from penstock.ops.gguf_blocks import dequantize
+from penstock.protocol.errors import ConfigError, ModelError
+from penstock.protocol.pooling import PoolingInfo, PoolingTask, PoolingType
+from penstock.text.scoring import QWEN3_RERANKER
+from penstock.text.tokenizer import load_tokenizer
+
+Activation = Literal["softmax", "sigmoid", "identity"]
+
+
+def needs_whole_prompts(model: nn.Module) -> bool:
+    """Whether a token's state depends on tokens behind it, so that prompts cannot be cut."""
+    return any(
+        isinstance(module, Attention) and module.kind == "bidirectional"
+        for module in model.modules()
+    )
+
+
+class ScoreHead(nn.Module):
+    """Labels' logits from one vector: a matrix, or two with a ReLU between them (rewards)."""
+
+    def __init__(
+        self, build: Build, hidden_size: int, num_labels: int, pooling: PoolingType, is_deep: bool
+    ) -> None:
+        super().__init__()
+        build = build.in_float32()
+        self.num_labels, self.pooling, self.is_deep = num_labels, pooling, is_deep
+        if is_deep:  # under the names that nn.Sequential gives
+            self.add_module("0", Linear(build, hidden_size, [Part("", hidden_size, 1)], bias=True))
+            self.add_module("2", Linear(build, hidden_size, [Part("", num_labels, 1)], bias=True))
+        else:
+            self.weight = build.empty(num_labels, hidden_size)
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        if not self.is_deep:
+            return pooled @ self.weight.T
+        first, second = self.get_submodule("0"), self.get_submodule("2")
+        logits: torch.Tensor = second(first(pooled).relu())
+        return logits
+
+    def expected(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
+        return {} if self.is_deep else {("weight", ""): tuple(self.weight.shape)}
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        self.weight.copy_(_dense(tensor))
+
+
+class TokenHead(nn.Module):
+    """The language model's logits of a few tokens, as labels: of rerankers that answer yes or no.
+
+    Stands where the language model has its head, of which it keeps these rows.
+    """
+
+    pooling: PoolingType = "LAST"
+
+    def __init__(
+        self, build: Build, model: DecoderLM, token_ids: Sequence[int], is_tied: bool
+    ) -> None:
+        super().__init__()
+        config = model.config
+        # Of two, the second's share of both is one score: sigmoid(second - first).
+        self.num_labels = 1 if len(token_ids) == 2 else len(token_ids)
+        self._token_ids = list(token_ids)
+        self._shape = (config.vocab_size, config.hidden_size)
+        self._embedding = [model.model.embed_tokens] if is_tied else []  # in a list: not a part
+        self.weight = build.in_float32().empty(len(token_ids), config.hidden_size)
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        weight = self.weight[1:] - self.weight[:1] if len(self.weight) == 2 else self.weight
+        return pooled @ weight.T
+
+    def expected(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
+        return {} if self._embedding else {("weight", ""): self._shape}
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        for row, token_id in enumerate(self._token_ids):
+            self.weight[row] = _dense(take_rows(tensor, token_id, token_id + 1))[0]
+
+    def finish_loading(self) -> None:
+        for embedding in self._embedding:
+            ids = torch.tensor(self._token_ids, device=self.weight.device)
+            self.weight.copy_(embedding(ids))
+
+
+def _dense(tensor: Weight) -> torch.Tensor:
+    return dequantize(tensor) if isinstance(tensor, BlockTensor) else tensor
+
+
+def add_classifier(model: Model, build: Build, config: EngineConfig, source: ModelSource) -> None:
+    """Give a decoder that is to classify its head, to be loaded with the other weights."""
+    if model.classifier is not None:
+        return
+    raw = source.config
+    names = [name for name in raw.get("architectures") or [] if isinstance(name, str)]
+    tokens = label_tokens(config, source)
+    if not isinstance(model, DecoderLM):
+        raise ConfigError(f"convert=classify is not for {names}, which transformers' code runs")
+    if tokens is not None:
+        is_tied = bool(raw.get("tie_word_embeddings", False))
+        rows = TokenHead(build, model, _token_ids(config, source, tokens), is_tied)
+        model.lm_head = rows  # type: ignore[assignment]
+        model.classifier = rows
+        return
+    is_reward = any(name.endswith("RewardModel") for name in names)
+    by_token = is_reward or any(name.endswith("ForTokenClassification") for name in names)
+    head = ScoreHead(
+        build, model.config.hidden_size, num_labels(raw), "ALL" if by_token else "LAST", is_reward
+    )
+    model.add_module("score", head)
+    model.classifier = head
+
+
+def num_labels(raw: Mapping[str, Any]) -> int:
+    """How many labels a config.json's classifier has."""
+    by_id = raw.get("id2label")
+    default = len(by_id) if isinstance(by_id, dict) and by_id else 2
+    return read_int(raw, "num_labels", default)
+
+
+def _token_ids(config: EngineConfig, source: ModelSource, tokens: object) -> list[int]:
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ModelError(
+            f"config.json: classifier_from_token must be a list of tokens, got {tokens!r:.80}"
+        )
+    tokenizer = load_tokenizer(source, config.model.tokenizer)
+    found = [tokenizer.encode(token, add_special_tokens=False) for token in tokens]
+    for token, ids in zip(tokens, found, strict=True):
+        if len(ids) != 1:
+            raise ConfigError(
+                f"classifier_from_token must name single tokens, but {token!r} is {len(ids)} of "
+                "them"
+            )
+    return [token_id for (token_id,) in found]
+
+
+class Pooler:
+    """Turns pooled states into what a request asked for."""
+
+    def __init__(
+        self,
+        model: Model,
+        info: PoolingInfo,
+        activation: Activation,
+        normalizes: bool,
+        dense: Sequence[nn.Module] = (),
+    ) -> None:
+        self.info = info
+        self.classifier = model.classifier
+        self.hidden_size = model.hidden_size
+        self.may_chunk = not needs_whole_prompts(model)
+        self.activation = activation
+        self.normalizes = normalizes
+        self.dense = dense
+
+    def __call__(
+        self,
+        pooled: torch.Tensor,  # [n, hidden_size] float32
+        task: PoolingTask,
+        dimensions: int | None,
+        use_activation: bool | None,
+    ) -> torch.Tensor:
+        """[n, numbers] float32"""
+        if task in ("classify", "token_classify"):
+            assert self.classifier is not None
+            logits = self.classifier(pooled)
+            if use_activation is False or self.activation == "identity":
+                return logits
+            return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
+        for layer in self.dense:
+            pooled = layer(pooled)
+        if dimensions is not None:
+            pooled = pooled[:, :dimensions]
+        if use_activation is None:
+            use_activation = self.normalizes
+        return nn.functional.normalize(pooled, dim=-1) if use_activation else pooled
+
+
+def make_pooler(model: Model, task: Task, config: EngineConfig, source: ModelSource) -> Pooler:
+    """The pooler of a loaded model: by the operator's word, else by its files, else its own."""
+    given = config.pooling.pooler_config or {}
+    raw = source.config
+    tasks: list[PoolingTask]
+    if task == "classify":
+        classifier = model.classifier
+        if classifier is None:
+            raise ConfigError(
+                f"convert=classify needs a model with a classifier, and {source.name} has none"
+            )
+        pooling_type = given.get("pooling_type", classifier.pooling)
+        tasks = ["token_classify"] if pooling_type == "ALL" else ["classify"]
+        info = PoolingInfo(
+            tasks=tasks,
+            pooling_type=pooling_type,
+            num_labels=classifier.num_labels,
+            reads_prefix_cache=pooling_type == "LAST",
+            score_template=given.get(
+                "score_template", QWEN3_RERANKER if isinstance(classifier, TokenHead) else None
+            ),
+        )
+        activation = _activation(raw, classifier.num_labels)
+        if given.get("use_activation") is False:
+            activation = "identity"
+        return Pooler(model, info, activation, normalizes=False)
+    pooling_type = given.get("pooling_type", model.pooling)
+    tasks = ["token_embed"] if pooling_type == "ALL" else ["embed", "token_embed"]
+    sizes = given.get("dimensions", raw.get("matryoshka_dimensions")) or []
+    size = model.hidden_size
+    info = PoolingInfo(
+        tasks=tasks,
+        pooling_type=pooling_type,
+        embedding_size=size,
+        dimensions=[n for n in sizes if isinstance(n, int) and 0 < n <= size],
+        any_dimension=not sizes and raw.get("is_matryoshka") is True,
+        reads_prefix_cache=pooling_type == "LAST",
+    )
+    return Pooler(model, info, "identity", normalizes=given.get("use_activation", True))
+
+
+def _activation(raw: Mapping[str, Any], num_labels: int) -> Activation:
+    """What makes scores of logits: what config.json says, else by the number of labels."""
+    trainer = raw.get("sentence_transformers")
+    name = trainer.get("activation_fn") if isinstance(trainer, dict) else None
+    name = name or raw.get("sbert_ce_default_activation_function")
+    if isinstance(name, str):
+        kind = name.rpartition(".")[2].lower()
+        if kind in ("identity", "sigmoid", "softmax"):
+            return kind  # type: ignore[return-value]
+        raise ModelError(
+            f"config.json: the activation {name!r:.80} of scores is not supported, only Identity, "
+            "Sigmoid and Softmax"
+        )
+    if raw.get("problem_type") == "regression":
+        return "identity"
+    if raw.get("problem_type") == "multi_label_classification" or num_labels == 1:
+        return "sigmoid"
+    return "softmax"

@@ -1,0 +1,221 @@
+"""The head of pooling models: hidden states to vectors, vectors to results.
+
+A prompt may come in chunks: a column of the request table keeps what its pooling has so far, the
+float32 sum of all rows (MEAN) or the first one (CLS). A request that is computed again, after a
+preemption or on another engine, begins at its first token, and its column with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from penstock.models.base import Hidden
+from penstock.models.pooler import Pooler
+from penstock.protocol.pooling import Payload, PoolingTask
+from penstock.protocol.step import NewRequest, RequestResult, StepMasks
+from penstock.runner.forward import StepBatch
+from penstock.runner.layout import StepLayout
+from penstock.runner.sampling_tables import to_device
+from penstock.runner.tables import IntArray, RequestTables
+
+FAULT = "the vector is not returned: the model gave NaN or infinite numbers for this input"
+
+
+@dataclass
+class _Wish:
+    """What one request is to end with."""
+
+    task: PoolingTask
+    dimensions: int | None
+    use_activation: bool | None
+    pieces: list[torch.Tensor] = field(default_factory=list)  # token-wise: of earlier chunks
+
+    @property
+    def by_token(self) -> bool:
+        return self.task in ("token_embed", "token_classify")
+
+
+@dataclass
+class PooledVectors:
+    """A step's vectors, on their way to the host."""
+
+    whole: list[tuple[list[int], torch.Tensor]]  # indexes of requests, and a row for each
+    by_token: dict[int, list[torch.Tensor]]  # a request's index: its tokens' rows, chunk by chunk
+
+
+class PoolingHead:
+    """Reads every row of hidden states once, in float32."""
+
+    def __init__(self, pooler: Pooler, tables: RequestTables) -> None:
+        self.pooler = pooler
+        self.tables = tables
+        self._wishes: dict[int, _Wish] = {}  # by slot
+        self._num_by_token = 0  # of them
+        self._kind = pooler.info.pooling_type
+        # By slot: the sum of the rows so far, or the first one.
+        self._sums: torch.Tensor | None = None
+        if pooler.may_chunk and self._kind in ("MEAN", "CLS"):
+            shape = (len(tables.num_computed), pooler.hidden_size)
+            self._sums = torch.zeros(shape, dtype=torch.float32, device=tables.device)
+
+    def add(self, slot: int, request: NewRequest) -> None:
+        params = request.pooling
+        wish = _Wish(
+            params.task or self.pooler.info.tasks[0], params.dimensions, params.use_activation
+        )
+        self._wishes[slot] = wish
+        self._num_by_token += wish.by_token
+
+    def remove(self, slot: int) -> None:
+        wish = self._wishes.pop(slot, None)
+        self._num_by_token -= wish is not None and wish.by_token
+
+    def begin(
+        self, hidden: Hidden, batch: StepBatch, logits: torch.Tensor | None = None
+    ) -> PooledVectors:
+        """Pool the step's rows; the vectors of requests that it completes."""
+        layout = batch.layout
+        states = hidden.states[: layout.num_rows]
+        by_token = self._take_tokens(states, layout) if self._num_by_token else {}
+        done = layout.sampling
+        if self._num_by_token:
+            done = np.array(
+                [i for i in done.tolist() if not self._wish(layout, i).by_token], dtype=np.int64
+            )
+        if self._kind == "ALL":
+            return PooledVectors([], by_token)
+        pooled = self._pool(states, batch, done)
+        whole = []
+        if len(done):
+            whole = [
+                (rows, self._project(pooled, done, rows, wish))
+                for rows, wish in self._alike(layout, done)
+            ]
+        return PooledVectors(whole, by_token)
+
+    def finish(
+        self, pending: PooledVectors, batch: StepBatch, masks: StepMasks | None
+    ) -> PooledVectors:
+        """Start the copies to the host."""
+        return PooledVectors(
+            [(indexes, _to_host(vectors)) for indexes, vectors in pending.whole],
+            {i: [_to_host(piece) for piece in pieces] for i, pieces in pending.by_token.items()},
+        )
+
+    def results(self, output: PooledVectors, layout: StepLayout) -> list[RequestResult]:
+        """One result for each scheduled request, in row order. They must have arrived."""
+        payloads: dict[int, Payload] = {}
+        faults: dict[int, str] = {}
+        for indexes, vectors in output.whole:
+            matrix = vectors.numpy()
+            is_good = np.isfinite(matrix).all(axis=1).tolist()
+            for index, row, good in zip(indexes, matrix, is_good, strict=True):
+                if good:
+                    payloads[index] = Payload(list(row.shape), row.tobytes())
+                else:
+                    faults[index] = FAULT
+        for index, pieces in output.by_token.items():
+            matrix = torch.cat(pieces).numpy()
+            if np.isfinite(matrix).all():
+                payloads[index] = Payload(list(matrix.shape), matrix.tobytes())
+            else:
+                faults[index] = FAULT
+        return [
+            RequestResult(
+                request_id=item.request_id,
+                incarnation=item.incarnation,
+                payload=payloads.get(index),
+                fault=faults.get(index),
+            )
+            for index, item in enumerate(layout.requests)
+        ]
+
+    def _wish(self, layout: StepLayout, index: int) -> _Wish:
+        return self._wishes[int(layout.slots[index])]
+
+    def _alike(self, layout: StepLayout, done: IntArray) -> list[tuple[list[int], _Wish]]:
+        """Requests that ask for the same, with what that is: nearly always, all of them."""
+        groups: dict[tuple[object, ...], tuple[list[int], _Wish]] = {}
+        for index in done.tolist():
+            wish = self._wish(layout, index)
+            key = (wish.task, wish.dimensions, wish.use_activation)
+            groups.setdefault(key, ([], wish))[0].append(index)
+        return list(groups.values())
+
+    def _project(
+        self, pooled: torch.Tensor, done: IntArray, indexes: list[int], wish: _Wish
+    ) -> torch.Tensor:
+        if len(indexes) < len(done):
+            rows = np.searchsorted(done, np.array(indexes))
+            pooled = pooled[to_device(rows, pooled.device)]
+        return self.pooler(pooled, wish.task, wish.dimensions, wish.use_activation)
+
+    # -- one vector for a prompt
+
+    def _pool(self, states: torch.Tensor, batch: StepBatch, done: IntArray) -> torch.Tensor:
+        """[len(done), hidden_size] float32, of requests whose prompt is complete."""
+        layout, device = batch.layout, states.device
+        if self._kind == "LAST":
+            if len(done) == len(layout.sampling):
+                return states[batch.logits_rows].float()
+            return states[to_device(layout.starts[1:][done] - 1, device)].float()
+        num_before = layout.seq_lens - layout.counts
+        is_whole = len(done) == len(layout.requests) and not num_before.any()
+        if self._kind == "CLS":
+            rows = states[to_device(layout.starts[:-1], device)].float()
+        else:
+            rows = _segment_sums(states, layout)
+        if not is_whole:
+            assert self._sums is not None, "this model's prompts are not cut"
+            slots = to_device(layout.slots, device)
+            is_first = to_device(num_before == 0, device)[:, None]
+            before = torch.where(is_first, 0.0, self._sums[slots])
+            if self._kind == "CLS":
+                rows = torch.where(is_first, rows, before)
+            else:
+                rows = before + rows
+            self._sums[slots] = rows
+            rows = rows[to_device(done, device)]
+        if self._kind == "CLS":
+            return rows
+        lengths = to_device(layout.seq_lens[done].astype(np.float32), device)
+        return rows / lengths[:, None]
+
+    # -- a vector for each token
+
+    def _take_tokens(
+        self, states: torch.Tensor, layout: StepLayout
+    ) -> dict[int, list[torch.Tensor]]:
+        """Rows of requests that want them: kept with the request until the last are there."""
+        found = {}
+        starts = layout.starts.tolist()
+        for index, item in enumerate(layout.requests):
+            wish = self._wish(layout, index)
+            if not wish.by_token:
+                continue
+            rows = states[starts[index] : starts[index + 1]].float()
+            piece = self.pooler(rows, wish.task, wish.dimensions, wish.use_activation)
+            wish.pieces.append(piece)
+            if item.samples:
+                found[index] = wish.pieces
+        return found
+
+
+def _segment_sums(states: torch.Tensor, layout: StepLayout) -> torch.Tensor:
+    """[num_requests, hidden_size] float32: the sum of each request's rows."""
+    states = states.float()
+    if states.device.type == "cpu":  # torch's own takes a multiple of the time there
+        return torch.from_numpy(np.add.reduceat(states.numpy(), layout.starts[:-1], axis=0))
+    lengths = to_device(layout.counts, states.device)
+    return torch.segment_reduce(states, "sum", lengths=lengths, axis=0, unsafe=True)
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy that is complete after a synchronization."""
+    if values.device.type == "cpu":
+        return values.contiguous()
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

@@ -1,0 +1,206 @@
+"""Pooling requests: texts, tokens or pairs of texts in, one engine request each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from penstock.protocol.errors import InputError, InputOverflow
+from penstock.protocol.pooling import PoolingInfo, PoolingParams
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.sampling import check_int
+from penstock.text.frontend import Frontend, check_salt
+from penstock.text.scoring import DEFAULT_INSTRUCTION
+from penstock.text.tokenizer import TooManyTokens
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A query and a document, for a model that reads both at once."""
+
+    query: str
+    document: str
+    instruction: str | None = None  # into the model's template, where it has one
+
+
+PoolingPrompt = str | Sequence[int] | Pair
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """How a prompt that is too long is cut. Of a pair, the document is."""
+
+    num_tokens: int | None = None  # -1: what fits; None: too long is an error
+    side: Literal["first", "last"] = "first"  # that is kept
+    max_query_tokens: int | None = None  # of a pair; 0 or None: no limit
+    max_document_tokens: int | None = None
+
+
+NO_TRUNCATION = Truncation()
+
+
+def prepare_pooling(
+    frontend: Frontend,
+    request_id: str,
+    prompt: PoolingPrompt,
+    params: PoolingParams,
+    *,
+    truncation: Truncation = NO_TRUNCATION,
+    add_special_tokens: bool = True,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    field: str = "prompt",
+) -> EngineRequest:
+    """Check and tokenize one request. `InputError` says what is wrong with it; `field` is what
+    the user calls the prompt."""
+    info = pooling_info(frontend)
+    params = msgspec.structs.replace(params)  # the user may change theirs meanwhile
+    params.validate()
+    params.task = info.check(params)
+    check_int("priority", priority, -(2**63), 2**63 - 1)
+    check_salt(cache_salt)
+    limit = _limit(frontend, truncation)
+    second_segment = None
+    if isinstance(prompt, Pair):
+        template = info.score_template
+        encode = _encode_pair if template is None else partial(_encode_templated, template)
+        token_ids, second_segment = encode(frontend, prompt, truncation, limit, field)
+    elif isinstance(prompt, str):
+        token_ids = _encode(frontend, prompt, truncation, limit, add_special_tokens, field)
+    else:
+        token_ids = list(prompt)
+        if truncation.num_tokens is not None:
+            token_ids = token_ids[:limit] if truncation.side == "first" else token_ids[-limit:]
+        frontend.check_token_ids(token_ids, field)
+    if not token_ids:
+        raise InputError(f"{field} must hold at least one token, got none", field)
+    if len(token_ids) > frontend.max_model_len:
+        raise InputOverflow(len(token_ids), frontend.max_model_len, field)
+    return EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        params=params,
+        seed=0,
+        priority=priority,
+        arrival_time=time.monotonic(),
+        cache_salt=cache_salt,
+        # Where a token's own vector is wanted, or the sum of all, a cached prefix lacks them.
+        read_prefix_cache=info.reads_prefix_cache and params.task in ("embed", "classify"),
+        second_segment=second_segment,
+    )
+
+
+def pooling_info(frontend: Frontend) -> PoolingInfo:
+    """What the model's pooling can do; InputError for a model that generates."""
+    if frontend.pooling is None:
+        raise InputError(
+            "this model generates text and is not served for pooling: use the routes and methods "
+            "of generation, or serve it with --runner pooling"
+        )
+    return frontend.pooling
+
+
+def _limit(frontend: Frontend, truncation: Truncation) -> int:
+    """Most tokens of a prompt."""
+    longest, asked = frontend.max_model_len, truncation.num_tokens
+    if asked is None or asked == -1:
+        return longest
+    name = "truncate_prompt_tokens"
+    check_int(name, asked, -1, 2**31 - 1)
+    if not 1 <= asked <= longest:
+        raise InputError(
+            f"{name} must be from 1 to max_model_len ({longest}), or -1 for as many as fit, got "
+            f"{asked}",
+            name,
+        )
+    return asked
+
+
+def _encode(
+    frontend: Frontend,
+    text: str,
+    truncation: Truncation,
+    limit: int,
+    add_special_tokens: bool,
+    field: str,
+) -> list[int]:
+    tokenizer = frontend.known_tokenizer()
+    try:
+        return tokenizer.encode(text, add_special_tokens, limit, frontend.encode_piece)
+    except TooManyTokens as error:
+        if truncation.num_tokens is None:
+            raise InputOverflow(error.num_tokens, limit, field, error.is_exact) from None
+    return tokenizer.encode_cut(
+        text, limit, truncation.side, add_special_tokens, frontend.encode_piece
+    )
+
+
+def _encode_pair(
+    frontend: Frontend, pair: Pair, truncation: Truncation, limit: int, field: str
+) -> tuple[list[int], int | None]:
+    """The pair's tokens, and where the second segment begins if the model is told."""
+    tokenizer = frontend.known_tokenizer()
+    frame = tokenizer.pair_frame
+
+    def part(text: str, most: int | None) -> list[int]:
+        if most:
+            return tokenizer.encode_part(text, most, "first", False, frontend.encode_piece)
+        return tokenizer.encode(text, False, None, frontend.encode_piece)
+
+    query = part(pair.query, truncation.max_query_tokens)
+    num_other = len(frame.before) + len(query) + len(frame.between) + len(frame.after)
+    room = limit - num_other
+    if truncation.num_tokens is not None and room < 1:
+        raise InputError(
+            f"the query has {len(query)} tokens, which leaves no room for a document within "
+            f"{limit} tokens: shorten it, or set max_tokens_per_query",
+            "query",
+        )
+    most = truncation.max_document_tokens or None
+    if truncation.num_tokens is not None:
+        most = room if most is None else min(room, most)
+    document = part(pair.document, most)
+    if num_other + len(document) > limit:
+        raise InputOverflow(num_other + len(document), limit, field)
+    begin = [*frame.before, *query, *frame.between]
+    return [*begin, *document, *frame.after], len(begin) if frame.has_segments else None
+
+
+def _encode_templated(
+    template: str, frontend: Frontend, pair: Pair, truncation: Truncation, limit: int, field: str
+) -> tuple[list[int], None]:
+    """The tokens of a pair's template; if it is too long, it loses the document's end."""
+    tokenizer = frontend.known_tokenizer()
+
+    def cut(text: str, most: int | None) -> str:
+        if not most:
+            return text
+        kept = tokenizer.encode_part(text, most, "first", False, frontend.encode_piece)
+        return tokenizer.decode(kept, skip_special_tokens=False)
+
+    head, _, tail = template.partition("{document}")
+    head = head.replace("{instruction}", pair.instruction or DEFAULT_INSTRUCTION)
+    head = head.replace("{query}", cut(pair.query, truncation.max_query_tokens))
+    text = head + cut(pair.document, truncation.max_document_tokens)
+    after = tokenizer.encode(tail, False)
+    room = limit - len(after)
+    if truncation.num_tokens is not None:
+        num_head = len(tokenizer.encode(head, False, None, frontend.encode_piece))
+        if num_head >= room:
+            raise InputError(
+                f"the query and the template have {num_head + len(after)} tokens, which leaves no "
+                f"room for a document within {limit} tokens: shorten it, or set "
+                "max_tokens_per_query",
+                "query",
+            )
+        before = tokenizer.encode_part(text, room, "first", False, frontend.encode_piece)
+    else:
+        before = tokenizer.encode(text, False, None, frontend.encode_piece)
+    if len(before) > room:
+        raise InputOverflow(len(before) + len(after), limit, field)
+    return [*before, *after], None

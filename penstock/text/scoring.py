@@ -1,0 +1,65 @@
+"""Scores of pairs of texts: from one request that reads both, or from the vectors of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from penstock.protocol.errors import InputError
+from penstock.protocol.pooling import PoolingInfo, PoolingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# As published with Qwen3-Reranker: without it the model ranks at random.
+QWEN3_RERANKER = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+
+ScoreKind = Literal["cross-encoder", "bi-encoder"]
+
+
+def score_kind(info: PoolingInfo) -> ScoreKind:
+    """How this model scores a pair. Raises InputError for one that cannot."""
+    if "embed" in info.tasks:
+        return "bi-encoder"
+    if "classify" not in info.tasks:
+        raise InputError(
+            f"this model gives no scores of pairs: it is served for {', '.join(info.tasks)}"
+        )
+    if info.num_labels != 1:
+        raise InputError(
+            f"scores need a model with one label, and this one has {info.num_labels}: use /classify"
+        )
+    return "cross-encoder"
+
+
+def score_params(kind: ScoreKind, use_activation: bool | None = None) -> PoolingParams:
+    if kind == "bi-encoder":
+        return PoolingParams(task="embed")
+    return PoolingParams(task="classify", use_activation=use_activation)
+
+
+def pair_up(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
+    """One query with each document, or each with its own."""
+    if len(queries) == 1:
+        return [(queries[0], document) for document in documents]
+    if len(queries) != len(documents):
+        raise InputError(
+            f"there must be one query, or one a document: got {len(queries)} for "
+            f"{len(documents)} documents"
+        )
+    return list(zip(queries, documents, strict=True))
+
+
+def similarity(first: npt.NDArray[np.float32], second: npt.NDArray[np.float32]) -> float:
+    """The cosine of two vectors; 0 where one is zero."""
+    import numpy as np  # for those who ask only
+
+    norm = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return float(np.dot(first, second)) / norm if norm else 0.0
