@@ -1,8 +1,8 @@
-"""How many tokens a second the client of `penstock bench serve` can take in on one core.
+"""Throughput of the client of `penstock bench serve` on one core.
 
-A server in a process of its own streams tokens to all connections as fast as they are read. Printed
-is what the client got, and its CPU time for each token: as long as that times the tokens a second
-that a real server sends stays well below one, the client is not what is measured.
+A server in a separate process streams tokens to all connections as fast as they are read. The
+script prints the client's token rate and its CPU time per token. The client does not limit a
+measurement as long as this CPU time, times the token rate of the real server, is well below one.
 
     python benchmarks/client_overhead.py --streams 256 --tokens 200
 """

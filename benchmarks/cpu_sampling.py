@@ -1,9 +1,9 @@
-"""Choosing tokens on a CPU: torch beside the C++ library, in turns, on the same rows.
+"""Sampling on a CPU: torch and the C++ library, alternating, on the same rows.
 
     python benchmarks/cpu_sampling.py --threads 2
 
-Logits are normal with the spread that language models show (a deviation of 3.5). Printed are
-medians in milliseconds a step; the tokens are checked to be the same.
+Logits are normally distributed with a deviation of 3.5, as is typical of language models. The
+script prints medians in milliseconds per step, and checks that the tokens are the same.
 """
 
 from __future__ import annotations

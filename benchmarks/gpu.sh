@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Every GPU number of docs/benchmarks.md, on dummy weights of config folders.
+# Measures every GPU number of docs/benchmarks.md, with dummy weights.
 #
 #   benchmarks/gpu.sh MODELS RESULTS
 #
-# MODELS holds config.json of qwen3-0.6b, qwen3-8b and qwen3-30b-a3b, each in a folder of that name;
-# RESULTS gets a JSON file for each line of the table. Needs a GPU, PyTorch with Triton, and msgspec,
-# tqdm, jinja2, pyyaml and llguidance, all of which may simply lie on PYTHONPATH. PYTHON names the interpreter (default: python3).
+# MODELS holds the folders qwen3-0.6b, qwen3-8b and qwen3-30b-a3b, each with a config.json. RESULTS
+# gets a JSON file for each line of the table. Needs a GPU, PyTorch with Triton, and msgspec, tqdm,
+# jinja2, pyyaml and llguidance, for example on PYTHONPATH. PYTHON is the interpreter (default:
+# python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 models=${1:?"usage: benchmarks/gpu.sh MODELS RESULTS"}

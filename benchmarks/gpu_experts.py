@@ -1,11 +1,11 @@
-"""Experts on a GPU, in the shapes of Qwen3-30B-A3B, under many configurations.
+"""Mixture-of-experts kernels on a GPU, in the shapes of Qwen3-30B-A3B, over many configurations.
 
 python benchmarks/gpu_experts.py compile PART PARTS   fill Triton's cache, several at once
-python benchmarks/gpu_experts.py check                against the reference, in float32
-python benchmarks/gpu_experts.py tune                 the best configurations for each batch
-python benchmarks/gpu_experts.py layer                the layer as configured, and _grouped_mm
+python benchmarks/gpu_experts.py check                compare with the reference, in float32
+python benchmarks/gpu_experts.py tune                 find the best configurations for each batch
+python benchmarks/gpu_experts.py layer                time the layer as configured, and _grouped_mm
 
-Times are medians of calls captured in a graph, each call with experts of its own.
+Times are medians of calls captured in a graph. Each call uses different experts.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _fits(rows: int, width: int, depth: int, stages: int) -> bool:
 
 
 def tiles(n: int, *, is_gate_up: bool) -> Iterator[tuple[int, ExpertsTile]]:
-    """Rows of a block, and a tile."""
+    """The rows of a block, and a tile."""
     doubled = 2 if is_gate_up else 1
     columns: tuple[int, ...]
     if n <= 64:
@@ -211,7 +211,7 @@ def layer_times() -> None:
 
 
 def grouped(layer: Layer, batch: Batch) -> torch.Tensor:
-    """The same on torch's grouped matmul, with as few further ops as it takes."""
+    """The same with torch's grouped matmul and as few other ops as possible."""
     flat = batch.ids.flatten().long()
     order = flat.argsort()
     counts = torch.zeros(EXPERTS, dtype=torch.int32, device="cuda")

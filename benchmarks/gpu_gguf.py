@@ -1,13 +1,13 @@
-"""GGUF blocks on a GPU: products by type and shape, and a file of any size to time an engine with.
+"""GGUF matmuls on a GPU by type and shape, and random GGUF files to time an engine with.
 
 python benchmarks/gpu_gguf.py compile PART PARTS   fill Triton's cache for `tune`, several at once
-python benchmarks/gpu_gguf.py tune [TYPE...]       one row under many configurations
-python benchmarks/gpu_gguf.py layer [TYPE...]      the products of Qwen3-8B as configured
-python benchmarks/gpu_gguf.py floats [TYPE...]     the same, all by way of floats
-python benchmarks/gpu_gguf.py write CONFIG OUT [TYPE]   a file of random blocks; needs gguf
+python benchmarks/gpu_gguf.py tune [TYPE...]       one row over many configurations
+python benchmarks/gpu_gguf.py layer [TYPE...]      the matmuls of Qwen3-8B as configured
+python benchmarks/gpu_gguf.py floats [TYPE...]     the same, always dequantized for cuBLAS
+python benchmarks/gpu_gguf.py write CONFIG OUT [TYPE]   write a file of random blocks; needs gguf
 
-CONFIG is a folder with a Qwen3 or Llama config.json; without TYPE, the mixture is Q4_K_M's. Times
-are medians of calls captured in a graph, each call with a weight of its own.
+CONFIG is a folder with a Qwen3 or Llama config.json. Without TYPE, the types are those of Q4_K_M.
+Times are medians of calls captured in a graph. Each call uses a different weight.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def random_blocks(type_name: str, rows: int, columns: int, seed: int = 0) -> np.
     return blocks.reshape(rows, -1)
 
 
-# -- products
+# -- matmuls
 
 
 class Weights:
-    """Enough matrices of one shape that none is in the cache when its turn comes."""
+    """Enough matrices of one shape that none is still in the GPU's cache when it is used again."""
 
     def __init__(self, type_name: str, shape: tuple[int, int], several: bool = True) -> None:
         own = next(one for one in GGML_TYPES.values() if one.name == type_name)
@@ -169,7 +169,7 @@ def layer(types: list[str]) -> None:
 
 
 def floats(types: list[str]) -> None:
-    """A table of times by rows of x, where the matrix always becomes floats for cuBLAS."""
+    """A table of times by rows of x, with the matrix always dequantized for cuBLAS."""
     print("| product | type |", " | ".join(str(n) for n in ROWS), "|")
     for (name, shape), type_name in itertools.product(SHAPES.items(), types):
         weights = Weights(type_name, shape)

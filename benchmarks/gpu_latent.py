@@ -1,10 +1,9 @@
-"""Latent attention's kernels on a GPU, under other configurations than those of
-`ops/triton/tuning.py`.
+"""Latent attention kernels on a GPU, with other configurations than `ops/triton/tuning.py`.
 
 python benchmarks/gpu_latent.py [compile PART PARTS | decode prefill prompt]
 
-`compile` only builds one of PARTS shares of the kernels, so that several processes can do it at
-once. Times are of DeepSeek's sizes in bfloat16, medians of calls captured in a graph.
+`compile` builds only one of PARTS shares of the kernels, so that several processes can build at
+once. Times are for DeepSeek's sizes in bfloat16, medians of calls captured in a graph.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def main(words: list[str]) -> None:
 
 
 def _try(name: str, step: Step) -> bool:
-    """Whether the configuration fits the chip."""
+    """Whether the configuration fits the GPU."""
     try:
         step()
         torch.cuda.synchronize()

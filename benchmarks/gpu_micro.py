@@ -1,4 +1,4 @@
-"""Kernels one by one on a GPU, under other configurations than those of `ops/triton/tuning.py`.
+"""Single kernels on a GPU, with other configurations than those of `ops/triton/tuning.py`.
 
 python benchmarks/gpu_micro.py [decode] [prefill] [prompt] [matmul] [sampling]
 
@@ -61,7 +61,7 @@ class Paged:
 
 
 def decode() -> None:
-    """us and TB/s of keys and values, for lengths drawn from low to high."""
+    """us and TB/s of keys and values, for lengths drawn between low and high."""
     cases = (1, 256, 256, 16), (24, 300, 1900, 16), (64, 130, 380, 32), (128, 200, 1900, 16)
     for n, low, high, heads in cases:
         lens = torch.randint(low, high + 1, (n,), device="cuda", dtype=torch.int32)
@@ -83,7 +83,7 @@ def decode() -> None:
 
 
 def prefill() -> None:
-    """us and TFLOP/s, causal, through the pages."""
+    """us and TFLOP/s, causal, over the paged cache."""
     for n, length, heads in (4, 4096, 32), (32, 512, 32):
         lens = torch.full((n,), length, device="cuda", dtype=torch.int32)
         step, flops = Paged(lens, length, heads), 2 * n * length**2 * heads * HEAD_DIM
@@ -136,7 +136,7 @@ def prompt() -> None:
 
 
 def matmul() -> None:
-    """us a matrix, over enough different ones that none is in the cache."""
+    """us per matrix, over enough matrices that none is in the GPU's cache."""
     shapes = (4096, 1024), (1024, 2048), (6144, 1024), (6144, 4096), (24576, 4096), (4096, 12288)
     for out, size in shapes:
         count = int(400e6 // (out * size * 2)) + 2

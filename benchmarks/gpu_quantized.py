@@ -1,10 +1,10 @@
-"""Products with quantized weights on a GPU, in the shapes of Qwen3-8B, under many configurations.
+"""Matmuls with quantized weights on a GPU, in the shapes of Qwen3-8B, over many configurations.
 
 python benchmarks/gpu_quantized.py compile PART PARTS   fill Triton's cache, several at once
-python benchmarks/gpu_quantized.py tune [NAME...]       the best configurations of each product
-python benchmarks/gpu_quantized.py layer                a decoder layer's products as configured
+python benchmarks/gpu_quantized.py tune [NAME...]       find the best configurations of each matmul
+python benchmarks/gpu_quantized.py layer                time a decoder layer's matmuls as configured
 
-Times are medians of calls captured in a graph, each call with a weight of its own.
+Times are medians of calls captured in a graph. Each call uses a different weight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def time_us(call: Call, count: int) -> float:
 
 
 class Weights:
-    """Enough matrices of one shape that none is in the cache when its turn comes."""
+    """Enough matrices of one shape that none is still in the GPU's cache when it is used again."""
 
     def __init__(self, name: str) -> None:
         self.out, self.size = SHAPES[name]
@@ -181,7 +181,7 @@ def _short(config: Any) -> str:
 
 
 def products(weights: Weights, dense: list[torch.Tensor], n: int) -> dict[str, Call]:
-    """Everything that multiplies n rows, as configured, and what it stands beside."""
+    """Every matmul of n rows as configured, and those it is compared with."""
     x = weights.x(n)
     rounded, scales, _ = fp8.quantize(x, None, False)
 
@@ -206,7 +206,7 @@ def products(weights: Weights, dense: list[torch.Tensor], n: int) -> dict[str, C
 
 
 def layer() -> None:
-    """us of the four products as configured, and of their neighbours."""
+    """Times in us of the four matmuls as configured, and of those they are compared with."""
     for name in SHAPES:
         weights = Weights(name)
         dense = [

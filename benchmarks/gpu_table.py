@@ -1,4 +1,4 @@
-"""The table of docs/benchmarks.md from the JSON files that benchmarks/gpu.sh wrote.
+"""Print the GPU table of docs/benchmarks.md from the JSON files that benchmarks/gpu.sh wrote.
 
 python benchmarks/gpu_table.py RESULTS
 """

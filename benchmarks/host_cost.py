@@ -1,13 +1,13 @@
-"""What the host does for each request and token, in CPU time: the scheduler and the API process.
+"""CPU time that the host spends per request and token: the scheduler and the API process.
 
     python benchmarks/host_cost.py
     python benchmarks/host_cost.py --compare ../other-checkout --rounds 5 --json costs.json
 
-Nothing is computed by a model: the scheduler gets made-up results, the API process made-up tokens.
-With `--compare`, both checkouts are measured in turns, in processes of their own, and stand side by
-side in the table. Only CPU time counts, and medians of many steps and of all rounds, so that a
-busy machine disturbs little. A running request's cost is that of `schedule` and `update` together.
-In decode steps nobody comes or leaves. In mixed ones requests end after 64 tokens on average, and
+No model runs: the scheduler gets synthetic results, the API process synthetic tokens. With
+`--compare`, both checkouts are measured alternately, in separate processes, and printed side by
+side. Results are CPU times, as medians of many steps and all rounds, so other load on the machine
+matters little. The cost of a running request is that of `schedule` and `update` together. In decode
+steps no request enters or leaves. In mixed steps requests end after 64 tokens on average, and
 others with prompts of 32 to 64 tokens take their places.
 """
 
@@ -69,7 +69,7 @@ def make_request(number: int, prompt: list[int], max_tokens: int) -> Any:
 
 
 def answer(plan: Any) -> Any:
-    """What a runner makes of a plan."""
+    """The result that a runner would return for a plan."""
     from penstock.protocol.step import RequestResult, StepResult
 
     results = [
@@ -84,7 +84,7 @@ def answer(plan: Any) -> Any:
 
 
 class Crowd:
-    """So many requests that run. With `turnover`, others take the places of those that end."""
+    """A number of running requests. With `turnover`, new requests replace those that end."""
 
     def __init__(self, num_running: int, turnover: bool) -> None:
         self.num_running = num_running
@@ -142,7 +142,7 @@ def measure_steps() -> dict[str, float]:
 
 @contextlib.contextmanager
 def collecting(collector: bool) -> Iterator[None]:
-    """The heap as the engine has it while it steps, with or without Python's collector."""
+    """The heap as in a running engine, with or without Python's garbage collector."""
     from penstock.engine.heap import settled_heap
 
     gc.collect()
@@ -184,7 +184,7 @@ def measure_admission() -> dict[str, float]:
 
 
 def measure_messages() -> dict[str, float]:
-    """The engine's outputs on their way to the API process, 64 requests a step."""
+    """The engine's messages to the API process, 64 requests per step."""
     from penstock.engine import messages
 
     scheduler = make_scheduler(64, 640, 64 * 40 + 1)
@@ -206,7 +206,7 @@ def measure_messages() -> dict[str, float]:
 
 
 def run_api(uds: str) -> None:
-    """Serve the default model's text, with the engine elsewhere."""
+    """Serve the default model's text, with a fake engine in another process."""
     import penstock.engine.handle as handle
     from penstock.cli.serve import run_in_event_loop
     from penstock.config import EngineConfig, ServerConfig
@@ -226,7 +226,7 @@ def run_api(uds: str) -> None:
 
 
 class FakeEngine:
-    """Speaks for an engine: `step` sends one token of every request that has come."""
+    """Stands in for an engine: `step` sends one token for every request received."""
 
     def __init__(self, address: str, token_ids: list[int]) -> None:
         import msgspec
@@ -272,7 +272,7 @@ class FakeEngine:
 
 
 class Client:
-    """One stream over a socket of its own."""
+    """One stream over its own socket."""
 
     def __init__(self, uds: str, path: str, body: dict[str, Any]) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -289,7 +289,7 @@ class Client:
 
 
 def cpu_time(pid: int) -> float:
-    """Seconds that a process has computed; the clock's number is Linux's way to name it."""
+    """CPU seconds of a process; the clock ID is Linux's encoding of its PID."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
@@ -371,7 +371,7 @@ PARTS: dict[str, Callable[[], dict[str, float]]] = {
 
 
 def measure_elsewhere(part: str, checkout: Path) -> dict[str, float]:
-    """One part, in a process of its own that runs a checkout's code."""
+    """One part, in a separate process that runs the code of a checkout."""
     done = subprocess.run(
         [sys.executable, __file__, "--part", part],
         env={**os.environ, "PYTHONPATH": str(checkout)},
@@ -387,10 +387,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--compare", type=Path, help="another checkout, measured in turns")
+    parser.add_argument("--compare", type=Path, help="another checkout to compare with")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--json", type=Path, help="write every number")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,10 +1,10 @@
-"""What HTTP streaming costs: one workload offline and over HTTP, in turns, and the ratio.
+"""The cost of HTTP streaming: one workload offline and over HTTP, alternating, and their ratio.
 
     python benchmarks/http_ratio.py --workload cpu_c --rounds 3
 
-Each round runs the workload in an engine of its own without HTTP, and then through a server. Both
-have warmed up and both have prefix caching off. The server, its engine and the client share the
-machine, as they do on a laptop. Flags after ``--`` are engine options of both.
+Each round runs the workload offline in a new engine, and then through a server. Both are warmed up
+and have prefix caching off. The server, its engine and the client share the machine, as on a
+laptop. Flags after ``--`` are engine options of both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENGINE = ["--no-enable-prefix-caching", "--log-level", "warning"]
 
 @contextlib.contextmanager
 def serving(options: list[str]) -> Iterator[str]:
-    """The address of a server that is ready."""
+    """The URL of a server that is ready."""
     command = [*PENSTOCK, "serve", "--host", "127.0.0.1", "--port", "0", *ENGINE, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -1,10 +1,10 @@
-"""What a KV cache of each type costs in quality, on a CPU: perplexity and greedy agreement.
+"""The quality of each KV cache dtype on a CPU: perplexity and greedy agreement.
 
     python benchmarks/kv_cache_quality.py [--gguf-compute dequantize] [TEXT ...]
 
-Texts are cut into windows of 1000 tokens. Differences are to the first type, float32, of the same
-weights; the error is that of their mean over the tokens. Greedy tokens are the same up to a
-request's first difference.
+Texts are cut into windows of 1000 tokens. Differences are relative to the first dtype, float32,
+with the same weights. The error is that of their mean over the tokens. Greedy tokens count as the
+same up to a request's first difference.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What a grammar costs: constrained decoding beside free decoding, in turns, in one run.
+"""The cost of structured output: constrained and free decoding, alternating, in one run.
 
     python benchmarks/structured.py
     python benchmarks/structured.py --batch 1 --threads 2 --structured-outputs-backend xgrammar
 
-A batch of requests generates the same number of tokens with and without a JSON schema, in turns,
-in one engine; every request has a seed of its own. The schema is an array of objects that is
-longer than what is generated, so that no request ends early. Printed are each round's times, the
-median of the rounds' ratios, and what a grammar takes to compile for the first request that asks
-for it. Ends with status 1 if the ratio is above --limit. Let nothing else run meanwhile.
+A batch of requests generates the same number of tokens with and without a JSON schema, alternating
+in one engine. Every request has its own seed. The schema is an array of objects longer than the
+output, so no request ends early. The script prints the times of each round, the median of their
+ratios, and the compile time of the first grammar. It exits with status 1 if the ratio is above
+--limit. Run nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, help="default: by the cores there are")
+    parser.add_argument("--threads", type=int, help="default: the number of cores")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--limit", type=float, default=1.1)
     parser.add_argument("--model", help="default: the engine's default model")
