@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
@@ -38,6 +40,7 @@ async def metrics(request: Request) -> PlainTextResponse:
     service: Service = request.app.state.service
     if not service.client.is_healthy:
         observer.show(NO_STATS)
+    observer.count_tokens()
     desk: ResponseDesk = request.app.state.responses
     observer.show_stored(desk.store.num_entries, desk.store.num_bytes)
     return PlainTextResponse(observer.metrics.render(), media_type=CONTENT_TYPE)
@@ -61,6 +64,9 @@ class MetricsObserver:
         self.metrics = Metrics(model_name)
         self._cache_config = config.cache
         self._stats = NO_STATS  # the engine's latest; its counters begin at 0 with it
+        # Tokens that are not counted yet, since a counter takes longer than all else of a token.
+        self._num_tokens = 0
+        self._gaps = Counter[float]()  # seconds between tokens: those of one step are equal
         gauge, counter = self.metrics.gauge, self.metrics.counter
         histogram = self.metrics.histogram
         self._running = gauge("num_requests_running")
@@ -123,9 +129,9 @@ class MetricsObserver:
 
     def on_tokens(self, record: RequestRecord, num_tokens: int, previous_at: float | None) -> None:
         assert record.last_token_at is not None
-        self._generation_tokens.inc(num_tokens)
+        self._num_tokens += num_tokens
         if previous_at is not None:
-            self._inter_token.observe(record.last_token_at - previous_at)
+            self._gaps[record.last_token_at - previous_at] += 1
             return
         waited_s = record.last_token_at - record.submitted_at
         self._prompt_tokens.inc(len(record.request.prompt_token_ids))
@@ -153,11 +159,20 @@ class MetricsObserver:
     def on_stats(self, stats: EngineStats) -> None:
         now, before, self._stats = stats.scheduler, self._stats, stats.scheduler
         self.show(now)
+        self.count_tokens()
         self._preemptions.inc(now.num_preemptions - before.num_preemptions)
         self._prefix_queries.inc(now.num_prefix_queries - before.num_prefix_queries)
         self._prefix_hits.inc(now.num_prefix_hits - before.num_prefix_hits)
         for num_tokens in stats.step_tokens:
             self._step_tokens.observe(num_tokens)
+
+    def count_tokens(self) -> None:
+        """Bring the metrics of tokens up to date."""
+        self._generation_tokens.inc(self._num_tokens)
+        for gap_s, count in self._gaps.items():
+            self._inter_token.observe_many(gap_s, count)
+        self._num_tokens = 0
+        self._gaps.clear()
 
     def show(self, stats: SchedulerStats) -> None:
         """Set the gauges."""

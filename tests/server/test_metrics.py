@@ -348,3 +348,12 @@ def test_the_dashboard_queries_only_what_exists() -> None:
         PREFIX + "num_requests_running",
         PREFIX + "time_to_first_token_seconds_bucket",
     } < queried
+
+
+@pytest.mark.parametrize("amount", [0.0, 0.001, 0.0011, 0.3, 1e9])
+def test_many_equal_values_at_once_are_as_many_observations(amount: float) -> None:
+    at_once, one_by_one = Metrics("tiny"), Metrics("tiny")
+    at_once.histogram("inter_token_latency_seconds").observe_many(amount, 4)
+    for _ in range(4):
+        one_by_one.histogram("inter_token_latency_seconds").observe(amount)
+    assert at_once.render() == one_by_one.render()
