@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from penstock.config import EngineConfig
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.outputs import outputs_of, start_engine
 from penstock.observability.logs import setup_logging
-from penstock.protocol.errors import ConfigError, InputError
+from penstock.protocol.errors import ConfigError, EngineDeadError, InputError
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import SamplingParams
 from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt
@@ -35,7 +36,7 @@ class AsyncLLM:
         self.config = EngineConfig.from_options(options)
         setup_logging(self.config.observability.log_level)
         self._client = AsyncEngineClient()
-        self._is_started = False
+        self._starting: asyncio.Task[None] | None = None  # or started
         self._frontend: Frontend | None = None  # once it has a model
         self._ids = itertools.count()
         self._children: dict[str, list[str]] = {}  # of requests that run, by the caller's id
@@ -43,21 +44,35 @@ class AsyncLLM:
 
     async def start(self) -> None:
         """Load the model. Raises what keeps the engine from that."""
-        if self._is_started:
+        if self._starting is not None:
             raise ConfigError("the engine is running already: close it first")
-        self._is_started = True
+        self._starting = starting = asyncio.ensure_future(self._start())
+        try:
+            await starting
+        except BaseException:
+            if self._starting is starting:
+                self._starting = None
+                raise
+        if self._starting is not starting:
+            raise EngineDeadError("the engine was closed while it was starting")
+
+    async def _start(self) -> None:
         self._client.spawn()
         try:
             _, self._frontend = await start_engine(self._client, self.config)
         except BaseException:
-            self._is_started = False
             await self._client.close()
             raise
 
     async def close(self) -> None:
-        """Stop the engine; requests that are left get `EngineDeadError`."""
-        if self._frontend is not None:
-            self._frontend, self._is_started = None, False
+        """Stop the engine, also one that is starting; requests left get `EngineDeadError`."""
+        starting, self._starting, self._frontend = self._starting, None, None
+        if starting is None:
+            return
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+        else:
             await self._client.close()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -119,7 +134,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         frontend, number = self.frontend, next(self._ids)
         if request_id is None:
-            request_id = f"request-{number}"
+            request_id = f"request-{uuid.uuid4().hex}"
         if request_id in self._children:
             raise InputError(f"request_id {request_id!r} is running already", "request_id")
         # The engine never sees an id twice: what it still says of a request that was aborted must

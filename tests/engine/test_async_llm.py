@@ -15,7 +15,7 @@ from tiny_engine import OPTIONS
 from tiny_models import make_checkpoint
 
 from penstock import LLM, AsyncLLM, RequestOutput, SamplingParams
-from penstock.protocol.errors import ConfigError, InputError, ModelError
+from penstock.protocol.errors import ConfigError, EngineDeadError, InputError, ModelError
 from penstock.text.frontend import PreparedRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -155,6 +155,56 @@ def test_a_request_that_is_aborted_while_it_is_prepared_ends(
             assert output.request_id == "mine"
             assert output.outputs[0].finish_reason == "abort"
             assert not llm._client.records
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_turns", [1, 5, 50])
+def test_close_ends_an_engine_that_is_starting(model: str, num_turns: int) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(model, **OPTIONS)
+        start = asyncio.ensure_future(llm.start())
+        for _ in range(num_turns):  # of the event loop: the start gets further each time
+            await asyncio.sleep(0)
+        dispatch = getattr(llm._client, "_dispatch", None)
+        await llm.close()
+        assert (dispatch is None) == (num_turns == 1)
+        assert dispatch is None or dispatch._engine.process.poll() is not None, "it is gone"
+        with pytest.raises(EngineDeadError, match="closed while it was starting"):
+            await start
+        async with llm:  # it can be started again
+            await last(llm, PROMPTS[0])
+
+    asyncio.run(run())
+
+
+def test_a_start_that_is_cancelled_leaves_no_engine(model: str) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(model, **OPTIONS)
+        start = asyncio.ensure_future(llm.start())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        engine = llm._client._dispatch._engine.process
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        assert engine.poll() is not None
+        await llm.close()
+
+    asyncio.run(run())
+
+
+def test_an_id_of_the_callers_own_is_never_taken(model: str, gate: Gate) -> None:
+    async def run() -> None:
+        async with AsyncLLM(model, **WITH_GATE) as llm:
+            unnamed = llm.generate(PROMPTS[0], HELD)
+            await anext(unnamed)
+            for number in range(3):
+                named = llm.generate(PROMPTS[0], HELD, f"request-{number}")
+                assert (await anext(named)).request_id == f"request-{number}"
+                await named.aclose()
+            await unnamed.aclose()
+            gate.open()
 
     asyncio.run(run())
 
