@@ -69,7 +69,8 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._why_over is None and (bool(self._in_flight) or self.scheduler.has_unfinished())
+        has_steps = bool(self._in_flight) or self._must_reset
+        return self._why_over is None and (has_steps or self.scheduler.has_unfinished())
 
     def step(self) -> list[EngineDelta]:
         """Launch the next step, and collect the oldest one if the queue is full or idle."""
@@ -79,10 +80,13 @@ class EngineCore:
         except EngineDeadError as error:
             self._why_over = str(error)
             raise
+        except BaseException:  # an interrupt: who knows how far it got
+            self._must_reset = True
+            raise
 
     def _step(self) -> list[EngineDelta]:
         if self._must_reset:
-            return self._recover(out_of_memory=False)
+            return self._recover(None)
         plan = self.scheduler.schedule()
         deltas = self.scheduler.take_deltas()
         if plan is not None:
@@ -115,8 +119,7 @@ class EngineCore:
                     deltas += self._update()
                 if self._in_flight:  # else a step before failed, and this one was skipped
                     self.executor.sample(self._masks_of(plan, masks))
-        except BaseException:  # an interrupt, or the engine is dead: who knows how far it got
-            self._must_reset = bool(self._in_flight)
+        except BaseException:
             if masks is not None:
                 wait([masks])  # grammars must not be looked at beside what comes next
             raise
@@ -143,19 +146,22 @@ class EngineCore:
         """Take in the oldest step in flight."""
         result = self.executor.collect()
         if result.failure is not None:
-            return self._recover(result.failure is StepFailure.OUT_OF_MEMORY)
-        self._forget_step()  # only now: an interrupted wait can be taken up again
+            logger.error("Step %d failed; its requests are tried again", result.step_id)
+            return self._recover(result.failure)
+        self._forget_step()
         return self.scheduler.update(result)
 
-    def _recover(self, out_of_memory: bool) -> list[EngineDelta]:
-        """The oldest step failed; those behind it were skipped. Their requests are tried again."""
-        logger.error("Step %d failed; its requests are tried again", self._in_flight[0])
-        self._must_reset = True  # should this be interrupted
+    def _recover(self, failure: StepFailure | None) -> list[EngineDelta]:
+        """Drop all steps in flight and try their requests again.
+
+        The oldest step failed and those behind it were skipped; None: a step was interrupted.
+        """
         self.executor.call("reset")
-        self._must_reset = False
         while self._in_flight:
             self._forget_step()
-        return self.scheduler.retry(out_of_memory)
+        deltas = self.scheduler.retry(failure)
+        self._must_reset = False
+        return deltas
 
     def _forget_step(self) -> None:
         self._in_flight.popleft()

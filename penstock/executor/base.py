@@ -37,8 +37,8 @@ class Executor(Protocol):
 
     Up to `StepLimits.max_in_flight` steps may be launched before the first is collected; steps
     are collected in the order of their launch. Nothing is raised for a step that fails: its result
-    says so, and later steps are skipped until `call("reset")`. `EngineDeadError` is raised if
-    nothing can be run any more.
+    says so, and later steps are skipped until `call("reset")`, which must follow an interrupt, too.
+    `EngineDeadError` is raised if nothing can be run any more.
     """
 
     capabilities: Capabilities
@@ -50,7 +50,7 @@ class Executor(Protocol):
         """Choose the tokens of the last step, which is `masked`; without masks it fails."""
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step's result. If that is interrupted, it can be called again."""
+        """Wait for the oldest step's result."""
 
     def call(self, method: str, *args: Any) -> Any:
         """Run a method of `Worker` on all workers, ordered with the steps; the first's result."""

@@ -24,6 +24,7 @@ import msgspec
 from penstock.config import EngineConfig
 from penstock.executor.base import merge_capabilities
 from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned
+from penstock.executor.interrupts import interrupts_held
 from penstock.executor.worker import Worker
 from penstock.protocol.calls import decode_result, encode, encode_args
 from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, PenstockError
@@ -100,12 +101,10 @@ class MultiProcessExecutor:
         return self._call(method, *args)[0]
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """Results of all ranks. If the wait for them is interrupted, calling it again goes on with
-        that; another call first waits for the end of it."""
-        if self._due not in (None, method):
+        """Results of all ranks, after those of a call whose wait was interrupted."""
+        if self._due is not None:
             self._gather(self._due)
-        if self._due is None:
-            self._send(method, args, is_answered=True)
+        self._send(method, args, is_answered=True)
         return self._gather(method)
 
     def check_alive(self) -> None:
@@ -130,33 +129,37 @@ class MultiProcessExecutor:
     def _send(self, method: str, args: tuple[Any, ...], is_answered: bool = False) -> None:
         call = Call(method, [*map(msgspec.Raw, encode_args(args))], is_answered)
         framed = _framed(encode(call))
-        for unsent in self._unsent:
-            unsent += framed
-        if is_answered:
-            self._due = method
-        self._flush()
+        with interrupts_held():
+            for unsent in self._unsent:
+                unsent += framed
+            if is_answered:
+                self._due = method
+            self._flush()
 
     def _flush(self) -> None:
         """Send what the ranks take."""
-        for rank, unsent in enumerate(self._unsent):
-            try:
-                while unsent:
-                    del unsent[: self._sockets[rank].send(unsent)]
-            except BlockingIOError:
-                pass
-            except OSError:
-                raise self._death(rank) from None
+        with interrupts_held():
+            for rank, unsent in enumerate(self._unsent):
+                try:
+                    while unsent:
+                        del unsent[: self._sockets[rank].send(unsent)]
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    raise self._death(rank) from None
 
     def _gather(self, method: str) -> list[Any]:
         """One result from every rank; the death of any is seen at once."""
         deadline: float | None = None
         while len(self._results) < len(self._connections):
             for rank in self._wait(deadline):
-                result = self._receive(rank, getattr(Worker, method))
-                self._results[rank] = result
+                with interrupts_held():
+                    result = self._receive(rank, getattr(Worker, method))
+                    self._results[rank] = result
                 if isinstance(result, StepResult) and result.failure and deadline is None:
                     deadline = time.monotonic() + FAILURE_GRACE_S
-        results, self._results, self._due = self._results, {}, None
+        with interrupts_held():
+            results, self._results, self._due = self._results, {}, None
         return [results[rank] for rank in range(len(self._connections))]
 
     def _wait(self, deadline: float | None) -> list[int]:

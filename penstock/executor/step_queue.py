@@ -42,9 +42,8 @@ class StepQueue:
         self._run(self._steps[-1], lambda step: self._sample(step, masks))
 
     def collect(self) -> StepResult:
-        step = self._steps[0]
+        step = self._steps.popleft()
         self._run(step, self._collect)
-        self._steps.popleft()  # only now: an interrupted wait can be taken up again
         if step.failure is not None:
             return StepResult(step_id=step.plan.step_id, failure=step.failure)
         assert step.result is not None
@@ -66,9 +65,6 @@ class StepQueue:
                 raise EngineDeadError(f"the device failed: {error}") from error
             logger.exception("Step %d failed", step.plan.step_id)
             step.failure, self._has_failed = _failure_of(error), True
-        except BaseException:  # an interrupt: who knows how far it got
-            step.failure, self._has_failed = StepFailure.ERROR, True
-            raise
 
     def _launch(self, step: _Step) -> None:
         step.handle = self._runner.launch(step.plan)

@@ -15,7 +15,13 @@ from penstock.protocol.errors import ConfigError, InputError, waited_too_long
 from penstock.protocol.kv import UNBOUNDED
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.request import EngineRequest
-from penstock.protocol.step import RequestResult, ScheduledRequest, StepPlan, StepResult
+from penstock.protocol.step import (
+    RequestResult,
+    ScheduledRequest,
+    StepFailure,
+    StepPlan,
+    StepResult,
+)
 from penstock.scheduler.gates import Gate, Gatekeeper
 from penstock.scheduler.grammars import Grammars
 from penstock.scheduler.limits import check_length, chunk, share
@@ -272,19 +278,22 @@ class Scheduler:
 
     # -- a step fails
 
-    def retry(self, out_of_memory: bool) -> list[EngineDelta]:
+    def retry(self, failure: StepFailure | None) -> list[EngineDelta]:
         """The oldest step failed, and none of those in flight counts: try again, otherwise.
 
         Everyone who runs is preempted, and the runner has forgotten them. When memory ran out,
         steps become smaller; after anything else the step's requests are run one by one. A request
-        for which that is of no use ends with an error.
+        for which that is of no use ends with an error. None: a step was interrupted, and no
+        request is to blame.
         """
-        failed = self._in_flight[0]
-        suspects = [state for state in failed.states if not state.is_finished]
         deltas = []
-        error = self._retries.take_in(failed, suspects, out_of_memory)
-        if error is not None:
-            deltas = [self._end(state, FinishReason.ERROR, error=error) for state in suspects]
+        if failure is not None:
+            failed = self._in_flight[0]
+            suspects = [state for state in failed.states if not state.is_finished]
+            out_of_memory = failure is StepFailure.OUT_OF_MEMORY
+            error = self._retries.take_in(failed, suspects, out_of_memory)
+            if error is not None:
+                deltas = [self._end(state, FinishReason.ERROR, error=error) for state in suspects]
         for state in self._retries:
             self._waiting.remove(state)  # if it was preempted since
         for state in reversed(self._running.in_order()):  # the most deserving comes first again

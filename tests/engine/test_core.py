@@ -145,6 +145,39 @@ def test_late_stops_aborts_and_preemptions_change_nothing(
     assert (core.stats().num_preemptions > 0) == (num_blocks == 12)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", ["launch", "sample", "collect"])
+def test_a_request_whose_step_is_interrupted_goes_on(
+    method: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is to blame for Ctrl-C, not even a request that was alone in the step."""
+    core, client = make_core(depth), Client()
+    executor = core.executor
+    assert isinstance(executor, LateExecutor)
+    original, calls = getattr(executor.runner, method), []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) in (3, 4):
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(executor.runner, method, interrupted)
+    request = make_request("alone", [2, 3, 4], max_tokens=12, ignore_eos=True, seed=1)
+    core.add(request)
+    num_interrupts = 0
+    while core.has_work():
+        try:
+            client.hear(core.step())
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts == 2
+    tokens, reason, _ = expected_output(request, MAX_MODEL_LEN)
+    assert client.tokens["alone"] == tokens
+    assert client.reasons["alone"] is reason
+    assert core.stats().num_steps_in_flight == 0
+
+
 def test_an_engine_without_work_does_nothing() -> None:
     core = make_core(2)
     assert not core.has_work()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,34 @@ def test_a_call_after_one_whose_wait_was_interrupted_gets_its_own_result(
         executor.call("reset")
         executor.launch(plan_of(2, "b"))
         assert executor.collect().step_id == 2
+
+
+class InterruptedSocket:
+    """Interrupts this process each time that bytes have gone to a rank."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def send(self, data: bytearray) -> int:
+        num_sent = self._end.send(data)
+        signal.raise_signal(signal.SIGINT)
+        return num_sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._end, name)
+
+
+def test_an_interrupt_repeats_nothing_that_was_sent(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path, "llama")
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+        executor = executor_of(llm)
+        sockets, wrapped = executor._sockets, [InterruptedSocket(e) for e in executor._sockets]
+        executor._sockets = wrapped  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            executor.launch(plan_of(1, "a"))
+        executor._sockets = sockets
+        assert not any(executor._unsent), "all ranks have all of it"
+        assert executor.collect().step_id == 1
 
 
 def test_ranks_are_in_step_after_two_interrupts(
