@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.main import build_parser
+from penstock.config.engine import all_options
+from penstock.config.options import options_of
+from penstock.config.server import ServerConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -104,6 +107,39 @@ def test_flags_of_scripts_that_are_named_exist(page: Path) -> None:
     for script, arguments in re.findall(r"python ((?:\w+/)+\w+\.py)\b([^`\n]*)", page.read_text()):
         known = flags_in(ROOT / script)
         assert set(FLAG.findall(arguments)) <= known, script
+
+
+@each_page
+def test_defaults_that_are_given_are_those_of_the_options(page: Path) -> None:
+    options = [option for section in all_options().values() for option in section]
+    defaults = {option.flag: option.default for option in [*options, *options_of(ServerConfig)]}
+    rows = re.findall(
+        r"^\| `(--[a-z-]+)` \| (on|off|\d[^|]*) \| [^|]+ \|$", prose(page), re.MULTILINE
+    )
+    in_parentheses = re.findall(r"`(--[a-z-]+)` \((\d[^)]*)\)", prose(page))
+    for flag, shown in rows + in_parentheses:
+        assert shown == as_written(defaults[flag]), flag
+
+
+def as_written(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, int) and default % 2**20 == 0 and default:
+        return f"{default // 2**20} MiB"
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+@each_page
+def test_endpoints_that_are_named_exist(page: Path) -> None:
+    named = re.findall(r"`(?:[A-Z]+ )?(/(?:v1/)?[\w/{}]+)`", prose(page))
+    routes = "\n".join(path.read_text() for path in (ROOT / "penstock" / "server").rglob("*.py"))
+    known = {as_pattern(path) for path in re.findall(r'"(/[\w/{}]*)"', routes)}
+    missing = {path for path in named if as_pattern(path) not in known}
+    assert not {path for path in missing if not path.endswith("/sse")}  # a tool server's
+
+
+def as_pattern(path: str) -> str:
+    return re.sub(r"\{\w+\}", "{}", path)
 
 
 def flags_in(script: Path) -> set[str]:
