@@ -133,13 +133,13 @@ def as_written(default: object) -> str:
 def test_endpoints_that_are_named_exist(page: Path) -> None:
     named = re.findall(r"`(?:[A-Z]+ )?(/(?:v1/)?[\w/{}]+)`", prose(page))
     routes = "\n".join(path.read_text() for path in (ROOT / "penstock" / "server").rglob("*.py"))
-    known = {as_pattern(path) for path in re.findall(r'"(/[\w/{}]*)"', routes)}
+    known = {as_pattern(path) for path in re.findall(r'"(/[\w/{}:]*)"', routes)}
     missing = {path for path in named if as_pattern(path) not in known}
     assert not {path for path in missing if not path.endswith("/sse")}  # a tool server's
 
 
 def as_pattern(path: str) -> str:
-    return re.sub(r"\{\w+\}", "{}", path)
+    return re.sub(r"\{[\w:]+\}", "{}", path)
 
 
 def flags_in(script: Path) -> set[str]:
