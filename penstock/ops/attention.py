@@ -147,13 +147,20 @@ def varlen_attention(
     value: torch.Tensor,
     query_starts: torch.Tensor,  # [num_requests + 1]
     scale: float,
+    reach: int | None = None,
 ) -> torch.Tensor:
-    """Bidirectional attention inside each request, without a cache."""
-    output = torch.empty_like(query)
+    """Bidirectional attention inside each request, without a cache.
+
+    With `reach`, a token sees those at most so many tokens before and behind it.
+    """
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts = query_starts.tolist()
     for start, end in itertools.pairwise(starts):
-        rows = slice(start, end)
-        output[rows] = _attend(query[rows], key[rows], value[rows], scale, causal=False)
+        rows, mask = slice(start, end), None
+        if reach is not None and reach < end - start - 1:
+            tokens = torch.arange(end - start, device=query.device)
+            mask = (tokens - tokens[:, None]).abs() <= reach
+        output[rows] = _attend(query[rows], key[rows], value[rows], scale, mask, causal=False)
     return output
 
 

@@ -42,11 +42,14 @@ _SIGNATURES = {
     "penstock_linear": ("ppiiipi", _STATUS),
     "penstock_rms_norm": ("piiiiipfp", _STATUS),
     "penstock_add_rms_norm": ("ppiipfpp", _STATUS),
+    "penstock_layer_norm": ("piippfp", _STATUS),
     "penstock_silu_mul": ("piip", _STATUS),
     "penstock_rotate": ("piiip", _STATUS),
     "penstock_write_kv": ("pipippi", _STATUS),
     "penstock_attend": ("piippfifpp", _STATUS),
+    "penstock_attend_rows": ("piippfip", _STATUS),
     "penstock_decoder_layer": ("pppppi", _STATUS),
+    "penstock_encoder_layer": ("ppp", _STATUS),
     "penstock_choose_tokens": ("piiipippipipipp", _STATUS),
     "penstock_noise": ("piiip", ""),
 }
@@ -107,6 +110,46 @@ class DecoderLayer(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("qk_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
+    ]
+
+
+class LayerNorm(ctypes.Structure):
+    """A layer norm; without a weight there is none."""
+
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("eps", ctypes.c_float)]
+
+
+class EncoderLayer(ctypes.Structure):
+    """An encoder layer's weights and sizes."""
+
+    _fields_ = [
+        ("attention_norm", LayerNorm),
+        ("mlp_norm", LayerNorm),
+        ("qkv", Weights),
+        ("output", Weights),
+        ("up", Weights),
+        ("down", Weights),
+        ("hidden", _INT),
+        ("num_heads", _INT),
+        ("head_dim", _INT),
+        ("intermediate", _INT),
+        ("reach", _INT),
+        ("activation", _INT),
+        ("is_gated", _INT),
+        ("norm_first", _INT),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class KeyValueRows(ctypes.Structure):
+    """Keys and values in rows, of a batch without a cache."""
+
+    _fields_ = [
+        ("key", _POINTER),
+        ("value", _POINTER),
+        ("stride", _INT),
+        ("num_kv_heads", _INT),
+        ("head_dim", _INT),
     ]
 
 

@@ -13,17 +13,19 @@ import torch
 from penstock.ops import reference
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.cpu.dtypes import CACHE_TYPES
-from penstock.ops.cpu.library import Cache, Step, load
+from penstock.ops.cpu.library import Cache, KeyValueRows, Step, load
 from penstock.ops.cpu.sampling import choose_tokens
 from penstock.protocol.kv import INT8_SCALE_BYTES
 
 __all__ = [
     "add_rms_norm",
     "choose_tokens",
+    "layer_norm",
     "paged_attention",
     "rms_norm",
     "rotate_pair",
     "silu_mul",
+    "varlen_attention",
     "write_kv",
 ]
 
@@ -31,10 +33,14 @@ _loaded = load()
 assert _loaded is not None, "penstock.ops.cpu.ops needs the library"
 _rms_norm = _loaded.penstock_rms_norm
 _add_rms_norm = _loaded.penstock_add_rms_norm
+_layer_norm = _loaded.penstock_layer_norm
 _silu_mul = _loaded.penstock_silu_mul
 _rotate = _loaded.penstock_rotate
 _write_kv = _loaded.penstock_write_kv
 _attend = _loaded.penstock_attend
+_attend_rows = _loaded.penstock_attend_rows
+
+ALL_POSITIONS = 1 << 40  # a reach that hides nothing
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 
@@ -69,6 +75,22 @@ def add_rms_norm(
         total.data_ptr(), out.data_ptr(),
     )  # fmt: skip
     return out, total
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    """As the reference."""
+    size = x.shape[-1]
+    is_fit = x.dtype == _F32 and x.is_contiguous() and _is_vector(weight, _F32, size)
+    if not (is_fit and (bias is None or _is_vector(bias, _F32, size))):
+        return reference.layer_norm(x, weight, bias, eps)
+    out = torch.empty_like(x)
+    _layer_norm(
+        x.data_ptr(), x.numel() // size, size, weight.data_ptr(),
+        None if bias is None else bias.data_ptr(), eps, out.data_ptr(),
+    )  # fmt: skip
+    return out
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
@@ -144,6 +166,56 @@ def paged_attention(
         None if sinks is None else sinks.data_ptr(), output.data_ptr(),
     )  # fmt: skip
     return output
+
+
+def varlen_attention(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim]
+    key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    value: torch.Tensor,
+    query_starts: torch.Tensor,  # [num_requests + 1]
+    scale: float,
+    reach: int | None = None,
+) -> torch.Tensor:
+    """As the reference."""
+    rows, num_heads, head_dim = query.shape
+    are_dense = all(_heads_are_dense(x) for x in (query, key, value))
+    if not are_dense or key.stride() != value.stride():
+        return reference.varlen_attention(query, key, value, query_starts, scale, reach)
+    num_kv_heads = key.shape[1]
+    expected = (rows, num_kv_heads, head_dim)
+    if key.shape != expected or value.shape != expected or num_heads % num_kv_heads:
+        shapes = f"keys {list(key.shape)}, values {list(value.shape)}"
+        raise ValueError(f"queries {list(query.shape)}, but {shapes}")
+    kv = KeyValueRows(key.data_ptr(), value.data_ptr(), key.stride(0), num_kv_heads, head_dim)
+    step = packed_step_of(query_starts, rows)
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    _attend_rows(
+        query.data_ptr(), query.stride(0), num_heads, ctypes.byref(kv), ctypes.byref(step), scale,
+        ALL_POSITIONS if reach is None else reach, output.data_ptr(),
+    )  # fmt: skip
+    return output
+
+
+def packed_step_of(
+    query_starts: torch.Tensor,
+    rows: int,
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None,  # [rows, 1, half] each
+) -> Step:
+    """A step without a cache, for the library; good while its tensors live."""
+    num_requests = len(query_starts) - 1
+    assert _is_vector(query_starts, _I32, num_requests + 1), f"{query_starts.dtype} starts"
+    step = Step(query_starts=query_starts.data_ptr(), num_requests=num_requests, rows=rows)
+    if angles is not None:
+        cos, sin = angles
+        for x in angles:
+            assert x.dtype == _F32, f"{x.dtype} angles"
+            assert x.shape == cos.shape, f"{list(x.shape)}, {list(cos.shape)}"
+            assert x.stride() == cos.stride(), "angles lie alike"
+            assert x.stride(-1) == 1, "a row's angles lie one behind the other"
+        assert len(cos) == rows, f"{len(cos)} angles for {rows} rows"
+        step.cos, step.sin = cos.data_ptr(), sin.data_ptr()
+        step.angle_stride, step.half = cos.stride(0), cos.shape[-1]
+    return step
 
 
 def step_of(

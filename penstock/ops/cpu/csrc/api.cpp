@@ -174,6 +174,18 @@ PENSTOCK_API int32_t penstock_add_rms_norm(const float* x, const float* residual
     });
 }
 
+// x [rows, size], contiguous; the bias may be null.
+PENSTOCK_API int32_t penstock_layer_norm(const float* x, int64_t rows, int64_t size,
+                                         const float* weight, const float* bias, float eps,
+                                         float* out) {
+    const Kernels& isa = *active;
+    return in_turn([&] {
+        for_rows(rows, [&](int64_t i) {
+            isa.layer_norm_row(x + i * size, weight, bias, eps, size, out + i * size);
+        });
+    });
+}
+
 // x [rows, 2 * size], contiguous -> out [rows, size].
 PENSTOCK_API int32_t penstock_silu_mul(const float* x, int64_t rows, int64_t size, float* out) {
     const Kernels& isa = *active;

@@ -1,4 +1,4 @@
-// Attention of some rows and heads to one kv head of a request's paged cache.
+// Attention of some rows and heads to one kv head of a request: in its paged cache, or in rows.
 //
 // Keys and values are visited in tiles of 32 positions that begin at multiples of 32, with one
 // running maximum and sum for each row and head: what a row computes depends on its position alone,
@@ -34,6 +34,7 @@ inline int64_t entry_bytes(const AttentionTask& task) {
 }
 
 inline int64_t to_values(const AttentionTask& task) {
+    if (task.blocks == nullptr) return task.value_offset;
     return task.block_size * task.num_kv_heads * entry_bytes(task);
 }
 
@@ -42,8 +43,15 @@ inline int64_t to_values(const AttentionTask& task) {
 void find_tile(const AttentionTask& task, int64_t start, int64_t count, Tile& tile) {
     if (count <= 0) return;
     const int64_t size = entry_bytes(task), distance = to_values(task);
-    const int64_t step = task.num_kv_heads * size;  // from token to token
     const int64_t kv_head = task.first_head / (task.num_heads / task.num_kv_heads);
+    if (task.blocks == nullptr) {
+        const float* key = static_cast<const float*>(task.cache) + kv_head * task.head_dim;
+        for (int64_t j = 0; j < count; ++j) {
+            tile.entry[j] = reinterpret_cast<const uint8_t*>(key + (start + j) * task.key_stride);
+        }
+        return;
+    }
+    const int64_t step = task.num_kv_heads * size;  // from token to token
     const int32_t* block = task.blocks + start / task.block_size;
     int64_t offset = start % task.block_size;
     for (int64_t j = 0; j < count; ++block, offset = 0) {
@@ -283,24 +291,37 @@ void attend(const AttentionTask& task) {
         *state.most = task.sinks ? task.sinks[head] : -INFINITY;
         *state.total = task.sinks ? 1.0f : 0.0f;
     }
-    const int64_t end = task.first_position + num_rows;
+    const int64_t first = task.first_position, last = first + num_rows - 1;
     const auto first_seen = [&](int64_t position) {
-        return task.window > 0 && position >= task.window ? position + 1 - task.window : 0;
+        return position > task.before ? position - task.before : 0;
     };
+    const auto end_seen = [&](int64_t position) {
+        const int64_t end = position + task.after + 1;
+        return end < task.length ? end : task.length;
+    };
+    const int64_t end = end_seen(last);
     const auto positions_at = [&](int64_t start) { return end - start < kTile ? end - start : kTile; };
-    int64_t start = first_seen(task.first_position) / kTile * kTile;
+    int64_t start = first_seen(first) / kTile * kTile;
     find_tile(task, start, positions_at(start), tile);
     for (; start < end; start += kTile) {
         load_tile(task, positions_at(start), tile);
         find_tile(task, start + kTile, positions_at(start + kTile), tile);
-        if (start + kTile <= task.first_position + 1 && first_seen(end - 1) <= start) {
-            visit_tile(tile, dim, 0, kTile, task.softcap, states, 0, num_rows * num_heads);
+        // Of this tile, what the token at a position sees.
+        const auto low_of = [&](int64_t position) {
+            const int64_t low = first_seen(position) - start;
+            return low > 0 ? low : 0;
+        };
+        const auto high_of = [&](int64_t position) {
+            const int64_t high = end_seen(position) - start;
+            return high < kTile ? high : kTile;
+        };
+        if (low_of(first) == low_of(last) && high_of(first) == high_of(last)) {
+            visit_tile(tile, dim, low_of(first), high_of(first), task.softcap, states, 0,
+                       num_rows * num_heads);
             continue;
         }
         for (int64_t r = 0; r < num_rows; ++r) {
-            const int64_t position = task.first_position + r;
-            const int64_t seen = first_seen(position) - start, low = seen > 0 ? seen : 0;
-            const int64_t high = position + 1 - start < kTile ? position + 1 - start : kTile;
+            const int64_t low = low_of(first + r), high = high_of(first + r);
             if (low >= high) continue;
             visit_tile(tile, dim, low, high, task.softcap, states, r * num_heads, (r + 1) * num_heads);
         }

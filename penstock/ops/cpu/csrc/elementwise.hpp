@@ -89,6 +89,32 @@ void rms_norm_row(const float* x, const float* weight, float eps, int64_t size, 
     }
 }
 
+void layer_norm_row(const float* x, const float* weight, const float* bias, float eps, int64_t size,
+                    float* out) {
+    F8 sums = f8_set(0.0f);
+    for (int64_t i = 0; i < size; i += 8) sums = sums + load_up_to(x + i, size - i);
+    const F8 mean = f8_set(f8_hsum(sums) / static_cast<float>(size));
+    F8 squares = f8_set(0.0f);
+    for (int64_t i = 0; i < size; i += 8) {
+        const int64_t left = size - i;
+        const F8 v = (left >= 8 ? f8_load(x + i) : load_tail(x + i, left)) - mean;
+        if (left >= 8) {
+            squares = f8_fma(v, v, squares);
+        } else {  // the tail's padding is not zero any more
+            float own[8];
+            f8_store(own, v * v);
+            squares = squares + load_tail(own, left);
+        }
+    }
+    const F8 factor = f8_set(1.0f / __builtin_sqrtf(f8_hsum(squares) / static_cast<float>(size) + eps));
+    for (int64_t i = 0; i < size; i += 8) {
+        const int64_t left = size - i;
+        F8 v = (load_up_to(x + i, left) - mean) * factor * load_up_to(weight + i, left);
+        if (bias) v = v + load_up_to(bias + i, left);
+        store_up_to(out + i, v, left);
+    }
+}
+
 void add_row(const float* a, const float* b, int64_t size, float* out) {
     for (int64_t i = 0; i < size; i += 8) {
         store_up_to(out + i, load_up_to(a + i, size - i) + load_up_to(b + i, size - i), size - i);
@@ -102,6 +128,53 @@ void silu_mul_row(const float* x, int64_t size, float* out) {
         const F8 gate = load_up_to(x + i, size - i);
         const F8 up = load_up_to(x + size + i, size - i);
         store_up_to(out + i, gate / (one + f8_exp(zero - gate)) * up, size - i);
+    }
+}
+
+// The integral of the normal distribution up to x, to 1e-7 (Abramowitz and Stegun 7.1.26).
+inline F8 f8_normal_cdf(F8 x) {
+    const F8 one = f8_set(1.0f), half = f8_set(0.5f);
+    const F8 z = f8_abs(x) * f8_set(0.70710678118654752f);
+    const F8 t = one / f8_fma(f8_set(0.3275911f), z, one);
+    F8 p = f8_set(1.061405429f);
+    p = f8_fma(p, t, f8_set(-1.453152027f));
+    p = f8_fma(p, t, f8_set(1.421413741f));
+    p = f8_fma(p, t, f8_set(-0.284496736f));
+    p = f8_fma(p, t, f8_set(0.254829592f));
+    const F8 beyond = half * p * t * f8_exp(f8_set(0.0f) - z * z);  // of |x|
+    // half + sign(x) * (half - beyond), without a branch: |x| / x is not a number for zero.
+    const F8 side = f8_min(f8_max(x * f8_set(1e30f), f8_set(-1.0f)), one);
+    return f8_fma(side, half - beyond, half);
+}
+
+template <Activation activation>
+inline F8 f8_activate(F8 x) {
+    const F8 one = f8_set(1.0f), zero = f8_set(0.0f);
+    if constexpr (activation == Activation::kGelu) return x * f8_normal_cdf(x);
+    if constexpr (activation == Activation::kRelu) return f8_max(zero, x);
+    F8 slope = one;
+    if constexpr (activation == Activation::kGeluTanh) {
+        slope = f8_fma(f8_set(0.07135481628f) * x, x, f8_set(1.59576912161f));
+    }
+    return x / (one + f8_exp(zero - slope * x));
+}
+
+template <Activation activation>
+void activate(bool is_gated, const float* x, int64_t size, float* out) {
+    for (int64_t i = 0; i < size; i += 8) {
+        const int64_t left = size - i;
+        F8 v = f8_activate<activation>(load_up_to(x + i, left));
+        if (is_gated) v = v * load_up_to(x + size + i, left);
+        store_up_to(out + i, v, left);
+    }
+}
+
+void activate_row(Activation activation, bool is_gated, const float* x, int64_t size, float* out) {
+    switch (activation) {
+        case Activation::kGelu: return activate<Activation::kGelu>(is_gated, x, size, out);
+        case Activation::kGeluTanh: return activate<Activation::kGeluTanh>(is_gated, x, size, out);
+        case Activation::kRelu: return activate<Activation::kRelu>(is_gated, x, size, out);
+        case Activation::kSilu: return activate<Activation::kSilu>(is_gated, x, size, out);
     }
 }
 

@@ -8,7 +8,8 @@ namespace penstock {
 
 extern const Kernels kAvx2 = {
     "avx2",    L,           group_bytes, pack_group,   unpack_row,        matmul_scratch, matmul,
-    quantize_row, rms_norm_row, add_row,     silu_mul_row, rotate_row,        store_kv_row,
+    quantize_row, rms_norm_row, layer_norm_row, add_row, silu_mul_row, activate_row, rotate_row,
+    store_kv_row,
     attention_scratch, attend,
     best_of_row, gather_block, mass_of_block, mass_of_tokens, noise_of_tokens,
 };

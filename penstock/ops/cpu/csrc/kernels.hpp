@@ -50,6 +50,8 @@ struct MatmulTask {
     int64_t ldy;
 };
 
+constexpr int64_t kAllPositions = int64_t{1} << 40;  // for `before` and `after`
+
 struct AttentionTask {
     const float* query;  // [tokens, heads, head_dim], rows query_stride apart
     int64_t query_stride;
@@ -58,17 +60,22 @@ struct AttentionTask {
     Type kv_type;  // F32, F16, BF16 or Int8
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     float scale;
-    int64_t window;  // 0: none
-    float softcap;   // 0: none
+    int64_t before, after;  // positions that a token sees on each side of its own
+    float softcap;       // 0: none
     const float* sinks;  // [heads], or null
-    float* output;   // [tokens, heads, head_dim], contiguous
+    float* output;       // [tokens, heads, head_dim], contiguous
     // which part:
-    const int32_t* blocks;  // the request's block table
+    const int32_t* blocks;  // the request's block table; null: `cache` is its first key, no blocks
+    int64_t key_stride;     // without blocks: floats from key to key, and from value to value
+    int64_t value_offset;   // without blocks: bytes from a key to its value
+    int64_t length;         // of the request so far
     int64_t first_row, end_row;  // rows of query
     int64_t first_position;      // the position of first_row's token
     int64_t first_head, end_head;  // all of one kv head
     float* scratch;
 };
+
+enum class Activation : int64_t { kGelu = 0, kGeluTanh = 1, kRelu = 2, kSilu = 3 };
 
 constexpr int64_t kTokenBlock = 64;  // a row of logits is looked at in blocks of so many
 
@@ -100,8 +107,14 @@ struct Kernels {
 
     void (*quantize_row)(const float* x, const QuantizedRows& out, int64_t row);
     void (*rms_norm_row)(const float* x, const float* weight, float eps, int64_t size, float* out);
+    // bias may be null.
+    void (*layer_norm_row)(const float* x, const float* weight, const float* bias, float eps,
+                           int64_t size, float* out);
     void (*add_row)(const float* a, const float* b, int64_t size, float* out);
     void (*silu_mul_row)(const float* x, int64_t size, float* out);
+    // out[i] = activation(x[i]), times x[size + i] where it is gated; out may be x.
+    void (*activate_row)(Activation activation, bool is_gated, const float* x, int64_t size,
+                         float* out);
     void (*rotate_row)(const float* x, const float* cos, const float* sin, int64_t half, float* out);
     void (*store_kv_row)(const float* x, int64_t heads, int64_t head_dim, Type type, void* out);
     // Scratch is attention_scratch(...) floats.

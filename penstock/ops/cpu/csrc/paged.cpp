@@ -64,7 +64,8 @@ void attend(const float* query, int64_t query_stride, int64_t num_heads, const C
     whole.num_kv_heads = cache.num_kv_heads;
     whole.head_dim = cache.head_dim;
     whole.scale = scoring.scale;
-    whole.window = scoring.window;
+    whole.before = scoring.window > 0 ? scoring.window - 1 : kAllPositions;
+    whole.after = 0;
     whole.softcap = scoring.softcap;
     whole.sinks = scoring.sinks;
     whole.output = output;
@@ -84,6 +85,7 @@ void attend(const float* query, int64_t query_stride, int64_t num_heads, const C
     AttentionTask* next = tasks;
     for (int64_t i = 0; i < step.num_requests; ++i) {
         whole.blocks = step.block_table + i * step.table_stride;
+        whole.length = step.seq_lens[i];
         const int64_t end = step.query_starts[i + 1];
         for (int64_t row = step.query_starts[i]; row < end; row += num_rows) {
             whole.first_row = row;

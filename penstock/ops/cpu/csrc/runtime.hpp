@@ -146,6 +146,21 @@ struct Scoring {
 void attend(const float* query, int64_t query_stride, int64_t num_heads, const Cache& cache,
             const Step& step, const Scoring& scoring, float* output);
 
+// Keys and values in rows, as many as there are queries: [rows, kv_heads, head_dim], rows `stride`
+// floats apart.
+struct KeyValueRows {
+    const float* key;
+    const float* value;
+    int64_t stride;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+};
+
+// Bidirectional attention inside each request: of queries [rows, heads, head_dim], rows query_stride
+// apart, to the keys at most `reach` tokens away. Throws BadIndex.
+void attend_rows(const float* query, int64_t query_stride, int64_t num_heads, const KeyValueRows& kv,
+                 const Step& step, float scale, int64_t reach, float* output);
+
 // [rows, heads, head_dim], rows row_stride apart, in place.
 void rotate(float* x, int64_t heads, int64_t row_stride, int64_t head_dim, const Step& step);
 
