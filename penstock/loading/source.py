@@ -162,15 +162,20 @@ def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a model's file, or a ModelError that names the file."""
+    value = read_json_value(path)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_json_value(path: Path) -> Any:
+    """As `read_json`, whatever kind of value the file holds."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: must hold a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _tensor_files(folder: Path, load: LoadConfig) -> list[Path]:

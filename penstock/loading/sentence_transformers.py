@@ -1,0 +1,215 @@
+"""What sentence-transformers' files say about a model: how it pools, and what texts it takes.
+
+No torch here: the API process reads prompts and lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from penstock.loading.source import read_json, read_json_value
+from penstock.protocol.errors import ModelError
+
+MODULES_FILE = "modules.json"
+PROMPTS_FILE = "config_sentence_transformers.json"
+# Of the transformer itself: what older versions called the first.
+TEXT_FILES = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+
+PoolingName = Literal["CLS", "LAST", "MEAN"]
+ActivationName = Literal["identity", "tanh", "relu", "gelu", "silu", "sigmoid"]
+
+_POOLING: dict[str, PoolingName] = {"cls": "CLS", "lasttoken": "LAST", "mean": "MEAN"}
+# How files before version 6 name the modes, a flag each.
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+_ACTIVATIONS: dict[str, ActivationName] = {
+    "Identity": "identity",
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+    "Sigmoid": "sigmoid",
+}
+
+
+@dataclass(frozen=True)
+class DenseFile:
+    """A linear layer behind the pooling, and where its weights are."""
+
+    folder: Path
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: ActivationName
+
+
+@dataclass(frozen=True)
+class SentenceTransformer:
+    """What follows the transformer, and what comes before it."""
+
+    pooling: PoolingName
+    normalize: bool
+    dense: tuple[DenseFile, ...]
+    max_seq_length: int | None  # tokens, special ones included; longer texts are cut
+    lower_case: bool
+    prompts: Mapping[str, str]  # text in front of a text, by name
+    default_prompt_name: str | None
+
+
+def read_sentence_transformers(folder: Path) -> SentenceTransformer | None:
+    """What the files in a model's folder say; None without a modules.json.
+
+    ModelError, naming the file, for what is not supported: vectors would come out different.
+    """
+    path = folder / MODULES_FILE
+    if not path.exists():
+        return None
+    pooling: PoolingName | None = None
+    normalize, dense = False, []
+    for index, (kind, module_folder) in enumerate(_modules(path)):
+        if (kind == "Transformer") != (index == 0) or (kind == "Pooling") != (index == 1):
+            raise ModelError(
+                f"{path}: modules must be Transformer, Pooling, then Dense and Normalize, "
+                f"but number {index} is {kind}"
+            )
+        if index == 0:
+            if module_folder != folder:
+                raise ModelError(
+                    f"{path}: the Transformer must be in the model's own folder, not in "
+                    f"{module_folder.name!r}: move its files up"
+                )
+        elif index == 1:
+            pooling = _pooling(module_folder / "config.json")
+        elif kind == "Normalize":
+            normalize = True
+        elif kind == "Dense":
+            if normalize:
+                raise ModelError(f"{path}: a Dense module behind Normalize is not supported")
+            dense.append(_dense(module_folder))
+        else:
+            raise ModelError(
+                f"{path}: the module {kind} is not supported, only Transformer, Pooling, Dense "
+                "and Normalize"
+            )
+    if pooling is None:
+        raise ModelError(f"{path}: there is no Pooling module")
+    max_seq_length, lower_case = _text_settings(folder)
+    prompts, default_prompt_name = _prompts(folder / PROMPTS_FILE)
+    return SentenceTransformer(
+        pooling, normalize, tuple(dense), max_seq_length, lower_case, prompts, default_prompt_name
+    )
+
+
+def _modules(path: Path) -> list[tuple[str, Path]]:
+    """Each module's class and folder, in order."""
+    modules = read_json_value(path)
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise ModelError(f"{path}: must be a list of modules")
+    found = []
+    for module in modules:
+        kind, inner = module.get("type"), module.get("path", "")
+        if not isinstance(kind, str) or not isinstance(inner, str):
+            raise ModelError(f"{path}: a module needs a type and a path, got {module!r:.80}")
+        if inner.startswith("/") or ".." in Path(inner).parts:
+            raise ModelError(f"{path}: the path {inner!r:.80} leads out of the model's folder")
+        found.append((kind.rpartition(".")[2], path.parent / inner))
+    return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise ModelError(f"{path}: is missing, but {MODULES_FILE} has a module there")
+    return read_json(path)
+
+
+def _pooling(path: Path) -> PoolingName:
+    content = _object(path)
+    given = content.get("pooling_mode")
+    if given is None:
+        modes = [name for flag, name in _POOLING_FLAGS.items() if content.get(flag) is True]
+    else:
+        modes = [given] if isinstance(given, str) else given
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _POOLING:
+        raise ModelError(
+            f"{path}: the pooling must be one of {', '.join(_POOLING)}, got {modes!r:.120}"
+        )
+    if content.get("include_prompt", True) is not True:
+        raise ModelError(
+            f"{path}: include_prompt=false, a prompt whose tokens are not pooled, is not supported"
+        )
+    return _POOLING[modes[0]]
+
+
+def _dense(folder: Path) -> DenseFile:
+    path = folder / "config.json"
+    content = _object(path)
+    name = str(content.get("activation_function", "torch.nn.modules.activation.Tanh"))
+    activation = _ACTIVATIONS.get(name.rpartition(".")[2])
+    if activation is None or not name.startswith("torch."):
+        raise ModelError(
+            f"{path}: activation_function {name!r:.80} is not supported, only those of torch.nn: "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    for key, expected in (
+        ("module_input_name", "sentence_embedding"),
+        ("module_output_name", "sentence_embedding"),
+        ("use_residual", False),
+    ):
+        if content.get(key, expected) not in (expected, None):
+            raise ModelError(f"{path}: {key}={content[key]!r:.80} is not supported")
+    sizes = [_size(path, content, key) for key in ("in_features", "out_features")]
+    if not (folder / "model.safetensors").exists():
+        raise ModelError(
+            f"{folder}: has no model.safetensors; convert pytorch_model.bin to safetensors"
+        )
+    return DenseFile(folder, *sizes, bias=content.get("bias", True) is True, activation=activation)
+
+
+def _size(path: Path, content: Mapping[str, Any], key: str) -> int:
+    value = content.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise ModelError(f"{path}: {key} must be an integer from 1 on, got {value!r:.80}")
+    return value
+
+
+def _text_settings(folder: Path) -> tuple[int | None, bool]:
+    path = next((folder / name for name in TEXT_FILES if (folder / name).exists()), None)
+    if path is None:
+        return None, False
+    content = _object(path)
+    length = content.get("max_seq_length")
+    return None if length is None else _size(path, content, "max_seq_length"), (
+        content.get("do_lower_case", False) is True
+    )
+
+
+def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
+    if not path.exists():
+        return {}, None
+    content = _object(path)
+    prompts, default = content.get("prompts") or {}, content.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ModelError(f"{path}: prompts must be texts by name, got {prompts!r:.80}")
+    if default is not None and default not in prompts:
+        raise ModelError(
+            f"{path}: default_prompt_name {default!r:.80} is not among the prompts "
+            f"{', '.join(prompts) or '(there are none)'}"
+        )
+    return prompts, default
