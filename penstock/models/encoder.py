@@ -1,0 +1,350 @@
+"""The encoder that BERT and its descendants are: an architecture's file says what differs.
+
+Layers have the names of transformers' newer encoders; older checkpoints are renamed to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from penstock.layers.blocks import Angles, RotaryAttention
+from penstock.layers.build import Build
+from penstock.layers.context import current_context
+from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.linear import Linear, Part, column_linear, row_linear
+from penstock.layers.norm import LayerNorm
+from penstock.layers.quantization import DenseMethod
+from penstock.layers.rotary import Rotary
+from penstock.models.base import Hidden, Model, WeightTable
+from penstock.models.config import read_float, read_int, read_num_labels
+from penstock.protocol.errors import ConfigError, ModelError
+from penstock.protocol.pooling import PoolingType
+
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu"]
+
+# What config.json calls them.
+ACTIVATIONS: dict[str, ActivationName] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+FUNCTIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+def read_activation(raw: Mapping[str, Any], name: str, default: str = "gelu") -> ActivationName:
+    given = raw.get(name)
+    found = ACTIVATIONS.get(default if given is None else given)
+    if found is None:
+        raise ModelError(
+            f"config.json: {name} {given!r:.80} is not supported, only {', '.join(ACTIVATIONS)}"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """The settings that encoders share, in one set of names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    norm_eps: float
+    max_position: int
+    num_types: int  # of token_type_ids; 0: the model has none
+    activation: ActivationName
+    raw: Mapping[str, Any]  # the whole config.json, for what only one architecture has
+
+    @classmethod
+    def from_raw(cls, raw: Mapping[str, Any]) -> EncoderConfig:
+        hidden_size = read_int(raw, "hidden_size")
+        num_heads = read_int(raw, "num_attention_heads")
+        if hidden_size % num_heads:
+            raise ModelError(
+                f"config.json: hidden_size ({hidden_size}) must be a multiple of "
+                f"num_attention_heads ({num_heads})"
+            )
+        return cls(
+            vocab_size=read_int(raw, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=read_int(raw, "intermediate_size"),
+            num_layers=read_int(raw, "num_hidden_layers"),
+            num_heads=num_heads,
+            head_dim=read_int(raw, "head_dim", hidden_size // num_heads),
+            norm_eps=read_float(raw, "layer_norm_eps", 1e-12),
+            max_position=read_int(raw, "max_position_embeddings", 512),
+            num_types=read_int(raw, "type_vocab_size", 0, low=0),
+            activation=read_activation(raw, "hidden_act"),
+            raw=raw,
+        )
+
+    def check_shards(self, ranks: int) -> None:
+        """Refuse a number of tensor-parallel ranks that does not divide the model."""
+        if self.num_heads % ranks or self.intermediate_size % ranks:
+            raise ConfigError(
+                f"tensor_parallel_size must divide the model's {self.num_heads} attention heads "
+                f"and its intermediate size of {self.intermediate_size}, got {ranks}"
+            )
+
+
+class EncoderMLP(nn.Module):
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x))."""
+
+    def __init__(
+        self,
+        build: Build,
+        config: EncoderConfig,
+        is_gated: bool = False,
+        up_bias: bool = True,
+        down_bias: bool = True,
+    ) -> None:
+        super().__init__()
+        size = config.intermediate_size
+        outputs = {"gate_proj": size, "up_proj": size} if is_gated else {"up_proj": size}
+        self.is_gated = is_gated
+        self.activation = config.activation
+        self.gate_up_proj = column_linear(build, config.hidden_size, outputs, up_bias)
+        self.down_proj = row_linear(build, size, config.hidden_size, down_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        activate = FUNCTIONS[self.activation]
+        middle = self.gate_up_proj(x)
+        if self.is_gated:
+            gate, up = middle.chunk(2, dim=-1)
+            middle = activate(gate) * up
+        else:
+            middle = activate(middle)
+        output: torch.Tensor = self.down_proj(middle)
+        return output
+
+
+class FusedEncoderLayer(Protocol):
+    """A whole encoder layer in one call, where a device has that."""
+
+    def applies(self) -> bool:
+        """Whether nothing hooks into the layer's parts now."""
+
+    def __call__(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
+        """As the layer's forward; x may be changed in place."""
+
+
+class EncoderLayer(nn.Module):
+    """norm(x + attention(x)), then norm(x + mlp(x)); with `norm_first`, the norms are of what
+    attention and MLP read. Then the first layer may have no norm before its attention."""
+
+    def __init__(
+        self,
+        attention: RotaryAttention,
+        mlp: EncoderMLP,
+        attention_norm: LayerNorm | None,
+        mlp_norm: LayerNorm,
+        norm_first: bool = False,
+    ) -> None:
+        super().__init__()
+        assert norm_first or attention_norm is not None, "a norm behind attention"
+        self.self_attn = attention
+        self.post_attention_layernorm = attention_norm
+        self.mlp = mlp
+        self.post_mlp_layernorm = mlp_norm
+        self.norm_first = norm_first
+        self.fused: FusedEncoderLayer | None = None
+
+    def forward(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
+        if self.fused is not None and self.fused.applies():
+            return self.fused(x, angles)
+        attention_norm, mlp_norm = self.post_attention_layernorm, self.post_mlp_layernorm
+        if self.norm_first:
+            normed = x if attention_norm is None else attention_norm(x)
+            x = x + self.self_attn(normed, angles)
+            return x + self.mlp(mlp_norm(x))  # type: ignore[no-any-return]
+        assert attention_norm is not None
+        x = attention_norm(x + self.self_attn(x, angles))
+        output: torch.Tensor = mlp_norm(x + self.mlp(x))
+        return output
+
+
+class EncoderEmbeddings(nn.Module):
+    """A token's vector, its type's and, where positions do not rotate, its position's."""
+
+    def __init__(self, build: Build, config: EncoderConfig, norm: LayerNorm, positions: int) -> None:
+        super().__init__()
+        # Rows are read and never multiplied with: plain ones are read fastest.
+        plain = replace(build, linear_method=DenseMethod())
+        size = config.hidden_size
+        self.word_embeddings = VocabEmbedding(plain, config.vocab_size, size)
+        self.token_type_embeddings = (
+            VocabEmbedding(plain, config.num_types, size) if config.num_types else None
+        )
+        self.position_embeddings = VocabEmbedding(plain, positions, size) if positions else None
+        self.LayerNorm = norm
+        self.num_types = config.num_types
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, first_position: int
+    ) -> torch.Tensor:
+        """Of words' vectors; `first_position` is the row of a request's first token."""
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(positions + first_position)
+        if self.token_type_embeddings is not None:
+            x = x + self.token_type_embeddings(self._types(positions))
+        normed: torch.Tensor = self.LayerNorm(x)
+        return normed
+
+    def _types(self, positions: torch.Tensor) -> torch.Tensor:
+        context = current_context()
+        if context.second_segments is None or self.num_types < 2:
+            return torch.zeros_like(positions)
+        return (positions >= context.second_segments[context.token_slots]).long()
+
+
+class EncoderHead(nn.Module):
+    """Labels' logits: a matrix, and before it a layer with an activation in most models."""
+
+    def __init__(
+        self,
+        build: Build,
+        hidden_size: int,
+        num_labels: int,
+        pooling: PoolingType,
+        activate: Callable[[torch.Tensor], torch.Tensor] | None,  # None: no layer before
+        dense_bias: bool = True,
+        norm: LayerNorm | None = None,
+    ) -> None:
+        super().__init__()
+        build = build.in_float32()
+        self.num_labels, self.pooling = num_labels, pooling
+        self.activate = activate
+        self.dense: Linear | None = None
+        if activate is not None:
+            self.dense = Linear(build, hidden_size, [Part("", hidden_size, 1)], dense_bias)
+        self.norm = norm
+        self.out_proj = Linear(build, hidden_size, [Part("", num_labels, 1)], bias=True)
+
+    def forward(self, pooled: torch.Tensor) -> torch.Tensor:
+        if self.dense is not None and self.activate is not None:
+            pooled = self.activate(self.dense(pooled))
+        if self.norm is not None:
+            pooled = self.norm(pooled)
+        logits: torch.Tensor = self.out_proj(pooled)
+        return logits
+
+
+class EncoderModel(Model):
+    """Embeddings and layers. Architectures override `settings`, `layer`, `head` and the like."""
+
+    pooling: ClassVar[PoolingType] = "MEAN"
+    prefix: ClassVar[str] = ""  # of checkpoints with a head: "bert." of BERT's
+    renamed: ClassVar[Mapping[str, str]] = {}
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """What a config.json says, in the words of `EncoderConfig`."""
+        return dict(raw)
+
+    @classmethod
+    def create(cls, build: Build, raw: Mapping[str, Any]) -> EncoderModel:
+        given = {key: value for key, value in raw.items() if value is not None}
+        return cls(build, EncoderConfig.from_raw(cls.settings(given)))
+
+    def __init__(self, build: Build, config: EncoderConfig) -> None:
+        super().__init__()
+        if build.generates:
+            raise ConfigError(
+                "the model is an encoder, which has no next token to generate: use "
+                "--runner pooling, or leave --runner out"
+            )
+        config.check_shards(build.tp.size)
+        self.build = build
+        self.config = config
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.embeddings = EncoderEmbeddings(build, config, self.norm(), self.num_positions())
+        self.layers = nn.ModuleList(self.layer(index) for index in range(config.num_layers))
+        self.final_norm = self.last_norm()
+        names = [str(name) for name in config.raw.get("architectures") or ()]
+        by_token = any(name.endswith("ForTokenClassification") for name in names)
+        if by_token or any(name.endswith("ForSequenceClassification") for name in names):
+            self.classifier = self.head(read_num_labels(config.raw), by_token)
+        ignored = [*self.ignored, r"(^|\.)(position_ids|token_type_ids|inv_freq)$"]
+        ignored += [r"^(cls|lm_head|vocab_\w+|mlm_head|head|decoder)\.", r"^(\w+\.)?pooler\."]
+        self.weights = WeightTable(tuple(ignored), self._names())
+
+    def _names(self) -> dict[str, str]:
+        return {rf"^{self.prefix}": "", **self.renamed, **self.head_names()}
+
+    def head_names(self) -> Mapping[str, str]:
+        """Where the checkpoint's head goes: to `classifier.dense` and `classifier.out_proj`."""
+        if self.classifier is None:
+            return {}
+        return {
+            r"^classifier\.(weight|bias)$": r"classifier.out_proj.\1",
+            r"^pooler\.dense\.": "classifier.dense.",
+        }
+
+    def num_positions(self) -> int:
+        """Rows of the position embedding; 0: there is none."""
+        return self.config.max_position
+
+    def first_position(self) -> int:
+        """The row of a request's first token there."""
+        return 0
+
+    def norm(self) -> LayerNorm:
+        """A norm of hidden states."""
+        return LayerNorm(self.build, self.config.hidden_size, self.config.norm_eps, bias=True)
+
+    def last_norm(self) -> LayerNorm | None:
+        return None
+
+    def layer(self, index: int) -> EncoderLayer:
+        mlp = EncoderMLP(self.build, self.config)
+        return EncoderLayer(self.attention(index), mlp, self.norm(), self.norm())
+
+    def attention(
+        self, index: int, bias: bool = True, rotary: Rotary | None = None, reach: int | None = None
+    ) -> RotaryAttention:
+        """Attention of layer `index`, to the tokens at most `reach` away."""
+        config = self.config
+        return RotaryAttention(
+            self.build, f"layers.{index}", config.hidden_size, config.num_heads, config.num_heads,
+            config.head_dim, rotary, qkv_bias=bias, output_bias=bias, window=reach,
+            kind="bidirectional",
+        )  # fmt: skip
+
+    def head(self, num_labels: int, by_token: bool) -> EncoderHead:
+        """What makes labels of one token's state, the first's unless each has labels."""
+        return EncoderHead(
+            self.build, self.config.hidden_size, num_labels, "ALL" if by_token else "CLS",
+            None if by_token else torch.tanh,
+        )  # fmt: skip
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embeddings.word_embeddings(token_ids)
+        return x
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
+        x = self.embeddings(x, positions, self.first_position())
+        angles: dict[Rotary, Angles] = {}
+        for layer in self.layers:
+            rotary = layer.self_attn.rotary
+            if rotary is not None and rotary not in angles:
+                angles[rotary] = rotary.angles(positions)
+            x = layer(x, None if rotary is None else angles[rotary])
+        return Hidden(x if self.final_norm is None else self.final_norm(x))
