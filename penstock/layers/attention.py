@@ -30,7 +30,8 @@ class CachedLayer(Protocol):
 
 
 class Attention(nn.Module):
-    """`causal` reads and writes the paged KV cache; `bidirectional` needs whole requests.
+    """`causal` reads and writes the paged KV cache; `bidirectional` needs whole requests, and its
+    `window` is how many tokens are seen on each side.
 
     `window` or `chunk`, `softcap` and sinks, which are loaded as a parameter, are those of
     `ops.paged_attention`. What lies behind the window, or before the chunk, is given back while a
@@ -79,7 +80,9 @@ class Attention(nn.Module):
         """[n, heads, head_dim] each -> [n, heads * head_dim]."""
         context = current_context()
         if self.kind == "bidirectional":
-            output = self.ops.varlen_attention(query, key, value, context.query_starts, self.scale)
+            output = self.ops.varlen_attention(
+                query, key, value, context.query_starts, self.scale, self.window
+            )
         else:
             cache, metadata = context.caches[self.name], context.attention[self.name]
             scales = self._scales(cache)

@@ -144,6 +144,55 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
+
+def _encoder(
+    family: str, target: str, models: str, parity: tuple[str, ...], heads: tuple[str, ...] = ()
+) -> dict[str, Architecture]:
+    """An encoder with each of the heads that its checkpoints come with."""
+    known = Architecture(f"penstock.models.{target}", models, parity)
+    every = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    return {f"{family}{head}": known for head in (*every, *heads)}
+
+
+# Pooling models. `parity` names checkpoints of tests/models/tiny_encoders.py.
+ENCODERS: dict[str, Architecture] = {
+    **_encoder(
+        "Bert",
+        "bert:BertModel",
+        "BERT; MiniLM, bge 1.5, e5, gte, mxbai-embed",
+        ("bert",),
+        heads=("ForPreTraining",),
+    ),
+    **_encoder(
+        "Roberta", "bert:RobertaModel", "RoBERTa; all-roberta, all-distilroberta", ("roberta",)
+    ),
+    **_encoder(
+        "XLMRoberta",
+        "bert:RobertaModel",
+        "XLM-RoBERTa; bge-m3 (dense), bge-reranker-v2-m3, multilingual-e5",
+        ("xlm_roberta",),
+    ),
+    **_encoder(
+        "DistilBert", "bert:DistilBertModel", "DistilBERT; multi-qa-distilbert", ("distilbert",)
+    ),
+    **_encoder(
+        "ModernBert",
+        "modernbert:ModernBertModel",
+        "ModernBERT; gte-modernbert, modernbert-embed",
+        ("modernbert",),
+    ),
+    **_encoder(
+        "NomicBert", "nomic_bert:NomicBertModel", "nomic-embed-text v1 and v1.5", ("nomic_bert",)
+    ),
+    **_encoder(
+        "New",
+        "nomic_bert:GteModel",
+        "gte-en v1.5, gte-multilingual, snowflake-arctic-embed v2",
+        ("gte",),
+    ),
+    **_encoder("Gte", "nomic_bert:GteModel", "the same, as transformers saves them", ("gte",)),
+}
+
 # Architectures that transformers' code runs, with the checkpoints on which tokens were compared.
 RUN_BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "StableLmForCausalLM": ("stablelm",),

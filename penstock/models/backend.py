@@ -40,9 +40,12 @@ class Backend:
     def finish(self, model: nn.Module) -> None:
         """Called once the weights are loaded."""
         if self.native_layers:
-            from penstock.models.native_decoder import fuse_layers  # needs the library
+            # Imported here because both need the library.
+            from penstock.models.native_decoder import fuse_layers
+            from penstock.models.native_encoder import fuse_encoder_layers
 
             fuse_layers(model)
+            fuse_encoder_layers(model)
 
 
 def start_threads(native: ctypes.CDLL, count: int) -> None:

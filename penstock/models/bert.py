@@ -86,5 +86,3 @@ class DistilBertModel(EncoderModel):
 
     def head_names(self) -> Mapping[str, str]:
         return {**super().head_names(), r"^pre_classifier\.": "classifier.dense."}
-
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.protocol.errors import ConfigError, ModelError
 
@@ -31,6 +31,13 @@ def read_float(raw: Mapping[str, Any], name: str, default: float) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < 1e15:
         raise ModelError(f"config.json: {name} must be a number, got {value!r:.80}")
     return float(value)
+
+
+def read_num_labels(raw: Mapping[str, Any]) -> int:
+    """How many labels a config.json's classifier has."""
+    by_id = raw.get("id2label")
+    default = len(by_id) if isinstance(by_id, dict) and by_id else 2
+    return read_int(raw, "num_labels", default)
 
 
 def _read_eps(raw: Mapping[str, Any]) -> float:
@@ -102,7 +109,14 @@ class DecoderConfig:
             )
 
 
-def layer_kind(config: DecoderConfig, index: int, *kinds: str) -> str | None:
+class _HasLayers(Protocol):
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def raw(self) -> Mapping[str, Any]: ...
+
+
+def layer_kind(config: _HasLayers, index: int, *kinds: str) -> str | None:
     """What `layer_types` calls layer `index`: one of `kinds`; None without the list."""
     given = config.raw.get("layer_types")
     if given is None:

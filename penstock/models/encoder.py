@@ -20,7 +20,7 @@ from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.norm import LayerNorm
 from penstock.layers.quantization import DenseMethod
-from penstock.layers.rotary import Rotary
+from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import read_float, read_int, read_num_labels
 from penstock.protocol.errors import ConfigError, ModelError
@@ -183,7 +183,9 @@ class EncoderLayer(nn.Module):
 class EncoderEmbeddings(nn.Module):
     """A token's vector, its type's and, where positions do not rotate, its position's."""
 
-    def __init__(self, build: Build, config: EncoderConfig, norm: LayerNorm, positions: int) -> None:
+    def __init__(
+        self, build: Build, config: EncoderConfig, norm: LayerNorm, positions: int
+    ) -> None:
         super().__init__()
         # Rows are read and never multiplied with: plain ones are read fastest.
         plain = replace(build, linear_method=DenseMethod())
@@ -275,6 +277,7 @@ class EncoderModel(Model):
         self.build = build
         self.config = config
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self._rotaries: dict[str, Rotary] = {}
         self.embeddings = EncoderEmbeddings(build, config, self.norm(), self.num_positions())
         self.layers = nn.ModuleList(self.layer(index) for index in range(config.num_layers))
         self.final_norm = self.last_norm()
@@ -327,6 +330,15 @@ class EncoderModel(Model):
             config.head_dim, rotary, qkv_bias=bias, output_bias=bias, window=reach,
             kind="bidirectional",
         )  # fmt: skip
+
+    def rotary(self, raw: Mapping[str, Any], kind: str = "") -> Rotary:
+        """The positions of layers of a kind, by rope's settings in a config.json."""
+        if kind not in self._rotaries:
+            config = self.config
+            self._rotaries[kind] = Rotary(
+                self.build, config.head_dim, config.max_position, rotary_parameters(raw)
+            )
+        return self._rotaries[kind]
 
     def head(self, num_labels: int, by_token: bool) -> EncoderHead:
         """What makes labels of one token's state, the first's unless each has labels."""

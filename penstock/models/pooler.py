@@ -18,7 +18,7 @@ from penstock.layers.linear import Linear, Part
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import Task, label_tokens
 from penstock.models.base import Model
-from penstock.models.config import read_int
+from penstock.models.config import read_num_labels
 from penstock.models.decoder import DecoderLM
 from penstock.ops.blocks import BlockTensor, Weight, take_rows
 from penstock.ops.gguf_blocks import dequantize
@@ -126,17 +126,14 @@ def add_classifier(model: Model, build: Build, config: EngineConfig, source: Mod
     is_reward = any(name.endswith("RewardModel") for name in names)
     by_token = is_reward or any(name.endswith("ForTokenClassification") for name in names)
     head = ScoreHead(
-        build, model.config.hidden_size, num_labels(raw), "ALL" if by_token else "LAST", is_reward
+        build,
+        model.config.hidden_size,
+        read_num_labels(raw),
+        "ALL" if by_token else "LAST",
+        is_reward,
     )
     model.add_module("score", head)
     model.classifier = head
-
-
-def num_labels(raw: Mapping[str, Any]) -> int:
-    """How many labels a config.json's classifier has."""
-    by_id = raw.get("id2label")
-    default = len(by_id) if isinstance(by_id, dict) and by_id else 2
-    return read_int(raw, "num_labels", default)
 
 
 def _token_ids(config: EngineConfig, source: ModelSource, tokens: object) -> list[int]:

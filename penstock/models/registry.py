@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.models.architectures import ARCHITECTURES
+from penstock.models.architectures import ARCHITECTURES, ENCODERS
 from penstock.models.plugins import FoundPlugin, find_plugins, plugin_models
 from penstock.protocol.errors import ModelError
 
@@ -65,7 +65,7 @@ def _bases(names: list[str]) -> list[str]:
 
 def is_known(names: object) -> bool:
     """Whether one of these architectures has a class here or in a plugin."""
-    known = ARCHITECTURES.keys() | plugin_models(find_plugins()).keys()
+    known = ARCHITECTURES.keys() | ENCODERS.keys() | plugin_models(find_plugins()).keys()
     return any(name in known for name in _strings(names))
 
 
@@ -92,7 +92,8 @@ def find_model(names: object) -> type[DecoderLM]:
                 "The plugin %r of %s cannot be used: %s", each.name, each.package, each.error
             )
     added = plugin_models(found)
-    targets = {name: known.target for name, known in ARCHITECTURES.items()} | added
+    known_here = {**ARCHITECTURES, **ENCODERS}
+    targets = {name: known.target for name, known in known_here.items()} | added
     for name in _strings(names):
         if name in targets:
             if name in added:

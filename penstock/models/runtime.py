@@ -20,6 +20,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 ALIASES = {"half": "float16", "float": "float32"}
 FP8_NAMES = ("fp8", "fp8_e4m3")  # of kv_cache_dtype
 MAX_POSITION = 2**31 - 1
+# Learned positions whose first rows, up to the padding token's id, no token has.
+POSITIONS_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
 
 
 def resolve_limits(
@@ -110,6 +112,8 @@ def longest_context(model_config: Mapping[str, Any]) -> int:
     """Most tokens the model was made for, its rope scaling considered."""
     learned = read_int(model_config, "n_positions", 2048)  # what GPT-2 calls it
     length = read_int(model_config, "max_position_embeddings", learned)
+    if model_config.get("model_type") in POSITIONS_BEHIND_PADDING:
+        length -= read_int(model_config, "pad_token_id", 1, low=0) + 1
     scaling = rotary_parameters(model_config)
     kind, factor = scaling["rope_type"], scaling.get("factor") or 1.0
     if kind == "yarn":
