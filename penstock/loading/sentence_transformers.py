@@ -146,7 +146,7 @@ def _pooling(path: Path) -> PoolingName:
         modes = [name for flag, name in _POOLING_FLAGS.items() if content.get(flag) is True]
     else:
         modes = [given] if isinstance(given, str) else given
-    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _POOLING:
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in list(_POOLING):
         raise ModelError(
             f"{path}: the pooling must be one of {', '.join(_POOLING)}, got {modes!r:.120}"
         )
@@ -174,12 +174,17 @@ def _dense(folder: Path) -> DenseFile:
     ):
         if content.get(key, expected) not in (expected, None):
             raise ModelError(f"{path}: {key}={content[key]!r:.80} is not supported")
-    sizes = [_size(path, content, key) for key in ("in_features", "out_features")]
     if not (folder / "model.safetensors").exists():
         raise ModelError(
             f"{folder}: has no model.safetensors; convert pytorch_model.bin to safetensors"
         )
-    return DenseFile(folder, *sizes, bias=content.get("bias", True) is True, activation=activation)
+    return DenseFile(
+        folder,
+        _size(path, content, "in_features"),
+        _size(path, content, "out_features"),
+        content.get("bias", True) is True,
+        activation,
+    )
 
 
 def _size(path: Path, content: Mapping[str, Any], key: str) -> int:
@@ -194,10 +199,9 @@ def _text_settings(folder: Path) -> tuple[int | None, bool]:
     if path is None:
         return None, False
     content = _object(path)
-    length = content.get("max_seq_length")
-    return None if length is None else _size(path, content, "max_seq_length"), (
-        content.get("do_lower_case", False) is True
-    )
+    has_length = content.get("max_seq_length") is not None
+    length = _size(path, content, "max_seq_length") if has_length else None
+    return length, content.get("do_lower_case", False) is True
 
 
 def _prompts(path: Path) -> tuple[dict[str, str], str | None]:

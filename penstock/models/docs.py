@@ -7,6 +7,7 @@ import textwrap
 from penstock.loading.gguf.architectures import ARCHITECTURES as GGUF_ARCHITECTURES
 from penstock.models.architectures import (
     ARCHITECTURES,
+    ENCODERS,
     LOGITS_BY_TRANSFORMERS,
     RUN_BY_TRANSFORMERS,
 )
@@ -27,6 +28,22 @@ batch (`tests/models/test_parity.py`). One checkpoint of each architecture also 
 tokens with chunked prefill, prefix caching and preemption (`tests/models/test_*_models.py`,
 `tests/models/test_combinations.py`). This does not cover other precisions, GPUs, or the quality of
 real checkpoints.
+
+| architecture | models | verified on |
+|---|---|---|
+"""
+
+_ENCODERS = """
+## Encoders
+
+Pooling models, for embeddings and, with a classifier, for labels and scores. An architecture runs
+with each of its heads: `Model`, `ForMaskedLM` (whose head is not loaded),
+`ForSequenceClassification` and `ForTokenClassification`.
+
+How each was verified: on every checkpoint named in the last column, which is small and random
+(`tests/models/tiny_encoders.py`), the states of all tokens and the logits of both classifiers are
+within 1e-4 of transformers' in float32 on a CPU, each request alone and all in one batch
+(`tests/models/test_encoders.py`).
 
 | architecture | models | verified on |
 |---|---|---|
@@ -103,12 +120,19 @@ def render() -> str:
         rows.append(f"| `{name}` | {known.models} | {_listed(known.parity)} |\n")
         if known.remark:
             remarks.append(f"- `{name}`: {known.remark}\n")
+    encoders = [
+        f"| `{name}` | {known.models} | {_listed(known.parity)} |\n"
+        for name, known in ENCODERS.items()
+        if name.endswith("Model")
+    ]
     files = [f"| `{name}` | {known.models} |\n" for name, known in GGUF_ARCHITECTURES.items()]
     others = [f"| `{name}` | {_listed(on)} |\n" for name, on in sorted(RUN_BY_TRANSFORMERS.items())]
     kinds = textwrap.fill(_listed(LOGITS_BY_TRANSFORMERS), 98, break_on_hyphens=False) + ".\n"
     table = (*rows, "\n", *remarks)
     fallback = (_FALLBACK, *others, _LOGITS, kinds)
-    return "".join((_INTRODUCTION, *table, _GGUF, *files, _GGUF_VERIFIED, *fallback))
+    return "".join(
+        (_INTRODUCTION, *table, _ENCODERS, *encoders, _GGUF, *files, _GGUF_VERIFIED, *fallback)
+    )
 
 
 def _listed(variants: tuple[str, ...]) -> str:

@@ -355,6 +355,7 @@ class EncoderModel(Model):
         x = self.embeddings(x, positions, self.first_position())
         angles: dict[Rotary, Angles] = {}
         for layer in self.layers:
+            assert isinstance(layer, EncoderLayer)
             rotary = layer.self_attn.rotary
             if rotary is not None and rotary not in angles:
                 angles[rotary] = rotary.angles(positions)

@@ -169,15 +169,15 @@ class PoolingHead:
         else:
             rows = _segment_sums(states, layout)
         if not is_whole:
-            assert self._sums is not None, "this model's prompts are not cut"
-            slots = to_device(layout.slots, device)
-            is_first = to_device(num_before == 0, device)[:, None]
-            before = torch.where(is_first, 0.0, self._sums[slots])
-            if self._kind == "CLS":
-                rows = torch.where(is_first, rows, before)
-            else:
-                rows = before + rows
-            self._sums[slots] = rows
+            if self._sums is not None:  # prompts that are never cut leave nothing for later
+                slots = to_device(layout.slots, device)
+                is_first = to_device(num_before == 0, device)[:, None]
+                before = torch.where(is_first, 0.0, self._sums[slots])
+                if self._kind == "CLS":
+                    rows = torch.where(is_first, rows, before)
+                else:
+                    rows = before + rows
+                self._sums[slots] = rows
             rows = rows[to_device(done, device)]
         if self._kind == "CLS":
             return rows

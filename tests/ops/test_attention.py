@@ -100,17 +100,21 @@ def test_any_mix_of_prompts_chunks_and_decodes(
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_bidirectional_attention_stays_inside_each_request() -> None:
+@pytest.mark.parametrize("reach", [None, 1, 4])
+def test_bidirectional_attention_stays_inside_each_request(reach: int | None) -> None:
     torch.manual_seed(0)
     lengths = [3, 1, 6]
     query = torch.randn(10, 4, 8)
     key, value = torch.randn(2, 10, 2, 8)
     starts = torch.tensor(np.cumsum([0, *lengths]))
-    output = varlen_attention(query, key, value, starts, 0.5)
+    output = varlen_attention(query, key, value, starts, 0.5, reach)
     for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         part = slice(start, end)
         wide_key = key[part].repeat_interleave(2, 1)
         wide_value = value[part].repeat_interleave(2, 1)
         scores = torch.einsum("qhd,khd->hqk", query[part], wide_key) * 0.5
+        if reach is not None:
+            tokens = torch.arange(end - start)
+            scores[:, (tokens - tokens[:, None]).abs() > reach] = float("-inf")
         expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), wide_value)
         torch.testing.assert_close(output[part], expected, rtol=1e-5, atol=1e-5)

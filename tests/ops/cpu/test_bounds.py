@@ -164,3 +164,19 @@ def test_a_step_of_whole_layers_is_made_of_the_right_integers(
     other = tensor.long() if tensor.dtype == torch.int32 else tensor.int()
     with pytest.raises(AssertionError):
         step_of(dataclasses.replace(metadata, **{field: other}), angles, angles)
+
+
+@pytest.mark.parametrize("starts", [[0, 5], [0, 4, 3, 10], [1, 10], [0, 11], [-1, 10]])
+def test_requests_that_do_not_divide_the_rows(isa: str, starts: list[int]) -> None:
+    rows = torch.zeros(10, 2, 16)
+    with pytest.raises(IndexError, match="penstock_attend_rows"):
+        ops.varlen_attention(rows, rows, rows, torch.tensor(starts, dtype=torch.int32), 1.0)
+
+
+def test_keys_that_do_not_fit_the_queries() -> None:
+    starts = torch.tensor([0, 10], dtype=torch.int32)
+    query, key = torch.zeros(10, 3, 16), torch.zeros(10, 2, 16)
+    with pytest.raises(ValueError, match="queries"):
+        ops.varlen_attention(query, key, key, starts, 1.0)
+    with pytest.raises(ValueError, match="queries"):
+        ops.varlen_attention(query, query[:9], query[:9], starts, 1.0)

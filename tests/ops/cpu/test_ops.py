@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from paged_batch import paged
@@ -48,6 +50,55 @@ def test_silu_mul(isa: str, generator: torch.Generator, rows: int, size: int) ->
     x = torch.randn(rows, 2 * size, generator=generator) * 10
     x[0, 0] = -200.0  # exp would overflow
     torch.testing.assert_close(ops.silu_mul(x), reference.silu_mul(x), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_layer_norm(
+    isa: str, generator: torch.Generator, rows: int, size: int, has_bias: bool
+) -> None:
+    x = torch.randn(rows, size, generator=generator) * 5 + 3
+    weight = torch.randn(size, generator=generator)
+    bias = torch.randn(size, generator=generator) if has_bias else None
+    torch.testing.assert_close(
+        ops.layer_norm(x, weight, bias, 1e-5),
+        reference.layer_norm(x, weight, bias, 1e-5),
+        atol=1e-5,
+        rtol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("reach", [None, 0, 3, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 32), (6, 2, 20), (2, 1, 128)])
+def test_varlen_attention(
+    isa: str,
+    generator: torch.Generator,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    reach: int | None,
+) -> None:
+    lengths = [1, 5, 32, 0, 33, 100, 64]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    width = heads + 2 * kv_heads
+    rows = torch.randn(int(starts[-1]), width, head_dim, generator=generator)
+    query, key, value = rows.split([heads, kv_heads, kv_heads], dim=1)
+    found = ops.varlen_attention(query, key, value, starts, 0.3, reach)
+    expected = reference.varlen_attention(query, key, value, starts, 0.3, reach)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_varlen_attention_of_a_request_is_the_same_alone_and_beside_others(
+    isa: str, generator: torch.Generator
+) -> None:
+    starts = torch.tensor([0, 7, 77, 180], dtype=torch.int32)
+    query, key, value = torch.randn(3, 180, 4, 32, generator=generator)
+    together = ops.varlen_attention(query, key, value, starts, 0.3)
+    for first, end in itertools.pairwise(starts.tolist()):
+        own = (x[first:end] for x in (query, key, value))
+        alone = ops.varlen_attention(*own, torch.tensor([0, end - first], dtype=torch.int32), 0.3)
+        assert torch.equal(alone, together[first:end])
 
 
 @pytest.mark.parametrize(("head_dim", "half"), [(64, 32), (10, 5), (80, 16)])
