@@ -195,7 +195,7 @@ class Dispatch:
         if delta.finish_reason is FinishReason.ABORT:  # nobody left: a trial has ended well
             self._quarantine.end_trial()
             return
-        if delta.token_ids:
+        if delta.token_ids or delta.payload is not None:
             self._had_progress = True
             if record.request_id in self._quarantine:
                 self._quarantine.clear(record.request_id)

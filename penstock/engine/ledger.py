@@ -112,6 +112,8 @@ class Ledger:
         record.num_cached_tokens = max(record.num_cached_tokens, delta.num_cached_tokens)
         if delta.token_ids:
             self._take_tokens(record, delta, now)
+        elif delta.payload is not None:
+            record.prefill_s = delta.prefill_s
         stream = self._streams[delta.request_id]
         if delta.finish_reason is not None:
             self.retire(record, delta.finish_reason)

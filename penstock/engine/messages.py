@@ -15,6 +15,7 @@ from penstock.config import EngineConfig
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import RequestFault
 from penstock.protocol.limits import StepLimits
+from penstock.protocol.pooling import PoolingInfo
 from penstock.scheduler.scheduler import SchedulerStats
 
 # Kinds of messages to the engine, each the first frame.
@@ -36,6 +37,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     limits: StepLimits
     num_kv_blocks: int
+    pooling: PoolingInfo | None = None  # of a model that pools
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

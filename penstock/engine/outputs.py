@@ -49,7 +49,7 @@ async def start_engine(
         info = await loading
     finally:
         loading.cancel()
-    frontend.max_model_len = info.limits.max_model_len
+    frontend.max_model_len, frontend.pooling = info.limits.max_model_len, info.pooling
     return source, frontend
 
 

@@ -188,11 +188,16 @@ def run(socket: zmq.Socket[bytes], box: BlackBox) -> None:
     setup_logging(config.observability.log_level)
     core = build_engine(config, resolve_source(config.model, config.load))
     try:
-        send(socket, Ready(EngineInfo(core.limits, core.scheduler.num_kv_blocks)))
+        send(socket, Ready(core_info(core)))
         with settled_heap():
             EngineServer(socket, core, box).serve()
     finally:
         core.close()
+
+
+def core_info(core: EngineCore) -> EngineInfo:
+    pooling = core.executor.capabilities.pooling
+    return EngineInfo(core.limits, core.scheduler.num_kv_blocks, pooling)
 
 
 def exit_with_parent(address: str) -> None:

@@ -136,6 +136,13 @@ def add_classifier(model: Model, build: Build, config: EngineConfig, source: Mod
     model.classifier = head
 
 
+def _label_names(raw: Mapping[str, Any], count: int) -> list[str]:
+    by_id = raw.get("id2label")
+    if not isinstance(by_id, dict) or len(by_id) != count:
+        return []
+    return [str(by_id.get(str(index), by_id.get(index))) for index in range(count)]
+
+
 def _token_ids(config: EngineConfig, source: ModelSource, tokens: object) -> list[int]:
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise ModelError(
@@ -211,6 +218,7 @@ def make_pooler(model: Model, task: Task, config: EngineConfig, source: ModelSou
             tasks=tasks,
             pooling_type=pooling_type,
             num_labels=classifier.num_labels,
+            labels=_label_names(raw, classifier.num_labels),
             reads_prefix_cache=pooling_type == "LAST",
             score_template=given.get(
                 "score_template", QWEN3_RERANKER if isinstance(classifier, TokenHead) else None

@@ -64,6 +64,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     pooling_type: PoolingType
     embedding_size: int = 0  # 0: no embeddings
     num_labels: int = 0  # 0: no classifier
+    labels: list[str] = []  # what they are called, where the model's files say so
     dimensions: list[int] = []  # that embeddings may be cut to
     any_dimension: bool = False  # or to any length
     reads_prefix_cache: bool = False  # a cached prefix lacks nothing that pooling needs

@@ -25,6 +25,7 @@ from penstock.server.openai import (
     models,
     tokenize,
 )
+from penstock.server.pooling import cohere, embeddings, scores
 from penstock.server.responses import conversations
 from penstock.server.responses import routes as responses
 from penstock.server.responses.desk import ResponseDesk
@@ -37,6 +38,9 @@ ROUTERS = (
     invocations.router,
     messages.router,
     models.router,
+    embeddings.router,
+    scores.router,
+    cohere.router,
     responses.router,
     conversations.router,
     tokenize.router,

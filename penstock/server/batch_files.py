@@ -13,7 +13,11 @@ import msgspec
 
 from penstock.protocol.errors import ConfigError, PenstockError
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+URLS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages",
+    "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
+    "/v2/rerank", "/v2/embed",
+)  # fmt: skip
 MAX_LINE_BYTES = 64 * 2**20  # above the largest body that the API takes
 _ID_PREFIX = "batch_req_"
 OFF = (None, False, "false", "f", "0", "off", "no", "n")  # as the API reads booleans

@@ -145,6 +145,9 @@ class MetricsObserver:
         self._ended[record.finish_reason].inc()
         if record.finish_reason not in COMPLETED:
             return
+        if record.request.pools:
+            self._count_pooled(record, record.finished_at - record.submitted_at)
+            return
         num_tokens = len(record.token_ids)
         self._request_prompt_tokens.observe(len(record.request.prompt_token_ids))
         self._request_generation_tokens.observe(num_tokens)
@@ -155,6 +158,16 @@ class MetricsObserver:
             self._inference_time.observe(record.prefill_s + decode_s)
             if num_tokens > 1:
                 self._per_token.observe(decode_s / (num_tokens - 1))
+
+    def _count_pooled(self, record: RequestRecord, latency_s: float) -> None:
+        """A request that ends with a vector has no tokens of its own."""
+        num_tokens = len(record.request.prompt_token_ids)
+        self._prompt_tokens.inc(num_tokens)
+        self._request_prompt_tokens.observe(num_tokens)
+        self._latency.observe(latency_s)
+        self._prefill_time.observe(record.prefill_s)
+        self._inference_time.observe(record.prefill_s)
+        self._queue_time.observe(max(latency_s - record.prefill_s, 0.0))
 
     def on_stats(self, stats: EngineStats) -> None:
         now, before, self._stats = stats.scheduler, self._stats, stats.scheduler

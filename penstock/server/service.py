@@ -18,6 +18,7 @@ from penstock.confined.scope import JobScope
 from penstock.engine import messages
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.outputs import outputs_of
+from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import EngineDeadError, InputError, PenstockError, RequestFault
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.request import EngineRequest
@@ -97,6 +98,25 @@ class Service:
             raise ModelNotFound(f"there is no model {name!r} here; there is {served}")
         return name
 
+    def check_generates(self) -> None:
+        """Refuse a request for text where the model gives vectors."""
+        if self.frontend.pooling is not None:
+            tasks = ", ".join(self.frontend.pooling.tasks)
+            raise InputError(
+                f"this model generates no text: it is served for {tasks}; use the pooling "
+                "routes, such as /v1/embeddings, /classify, /score or /pooling",
+                "model",
+            )
+
+    def check_pools(self) -> None:
+        """Refuse a request for vectors where the model generates."""
+        if self.frontend.pooling is None:
+            raise InputError(
+                "this model generates text and gives no vectors: use /v1/completions or "
+                "/v1/chat/completions, or serve it with --runner pooling",
+                "model",
+            )
+
     def shows_token_ids(self, asked: bool | None) -> bool:
         """Whether a request's logprobs have token ids in place of texts."""
         return self.server_config.return_tokens_as_token_ids if asked is None else asked
@@ -107,7 +127,7 @@ class Service:
         While the engine is started again, requests wait for it.
         """
         self._check_not_over()
-        self._check_queue(num_new=1)
+        self.check_queue(num_new=1)
 
     def _check_not_over(self) -> None:
         if self.is_draining or self.client.is_lost:
@@ -119,7 +139,7 @@ class Service:
         assert self.client.info is not None
         return self.client.info.limits.max_num_seqs + self.server_config.max_queued_requests
 
-    def _check_queue(self, num_new: int) -> None:
+    def check_queue(self, num_new: int) -> None:
         """Refuse completions that find no room now: each one of each prompt takes a place."""
         if self._is_fair:
             self._check_share(num_new)
@@ -137,14 +157,14 @@ class Service:
         return self.config.scheduler.scheduling_policy == "fair"
 
     @property
-    def _share(self) -> int:
+    def share(self) -> int:
         """Of these, how many may be one client's."""
         num_keys = len(self.server_config.api_key) if self._is_fair else 1
         return max(self._capacity // max(num_keys, 1), 1)
 
     def _check_share(self, num_new: int) -> None:
         """Where keys take turns, none may fill the queue: each has as many places as another."""
-        tenant, share = tenant_label(), self._share
+        tenant, share = tenant_label(), self.share
         num_own = sum(r.request.tenant == tenant for r in self.client.records.values())
         if num_own + num_new > share:
             raise Overloaded(
@@ -154,7 +174,7 @@ class Service:
 
     def check_size(self, num_new: int, field: str) -> None:
         """Refuse for good what would find no room on an idle server either."""
-        if num_new > (limit := self._share):
+        if num_new > (limit := self.share):
             whose = ", shared by the API keys" if limit < self._capacity else ""
             raise InputError(
                 f"prompts times n must be at most {limit} here (--max-num-seqs and "
@@ -218,7 +238,7 @@ class Service:
         children = [child for request in requests for child in request.children]
         field = "prompt" if len(requests) > 1 else "n"
         self.check_size(len(children), field)
-        self._check_queue(len(children))  # again: now it is known how many they are
+        self.check_queue(len(children))  # again: now it is known how many they are
         check_weight(children[0], len(children), field)
         stream = self.client.submit([self._as_tenants(child) for child in children])
         timer = self._start_timer(stream.fail, timeout_s)
@@ -231,6 +251,32 @@ class Service:
             if timer is not None:
                 timer.cancel()
             stream.close()
+
+    async def run_to_end(
+        self, requests: Sequence[EngineRequest], timeout_s: float | None
+    ) -> list[EngineDelta]:
+        """What each of these pooling requests ends with, in their order.
+
+        Whoever cancels this aborts them. Raises as `outputs` does.
+        """
+        stream = self.client.submit([self._as_tenants(request) for request in requests])
+        timer = self._start_timer(stream.fail, timeout_s)
+        done: dict[str, EngineDelta] = {}
+        try:
+            async for deltas in stream:
+                for delta in deltas:
+                    if delta.error is not None:
+                        raise _error_of(delta)
+                    if delta.finish_reason is not None:
+                        done[delta.request_id] = delta
+        finally:
+            if timer is not None:
+                timer.cancel()
+            stream.close()
+        for request in requests:
+            if done[request.request_id].payload is None:
+                raise RequestFault("the request was aborted")
+        return [done[request.request_id] for request in requests]
 
     def _as_tenants(self, child: EngineRequest) -> EngineRequest:
         """The request as that of the current tenant: in the queue, and in the prefix cache."""
@@ -267,7 +313,7 @@ def check_weight(child: EngineRequest, num: int, field: str) -> None:
         )
 
 
-def _error_of(output: RequestOutput) -> PenstockError:
+def _error_of(output: RequestOutput | EngineDelta) -> PenstockError:
     """What ended a request: its own fault if that names a field, else the server's."""
     assert output.error is not None
     if output.can_retry:

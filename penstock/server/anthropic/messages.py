@@ -51,6 +51,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, in Anthropic's form."""
     service: Service = request.app.state.service
     model = service.check_model(body.model)
+    service.check_generates()
     service.check_capacity()
     message_id = f"msg_{request.state.request_id}"
 

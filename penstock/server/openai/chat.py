@@ -52,6 +52,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     """Answer a conversation."""
     service: Service = request.app.state.service
     model = service.check_model(body.model)
+    service.check_generates()
     service.check_capacity()
     request_id = "chatcmpl-" + (body.request_id or request.state.request_id)
     turn = await unless_gone(request, service.in_thread(prepare_chat, service, body, request_id))

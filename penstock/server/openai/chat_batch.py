@@ -35,6 +35,7 @@ async def create_chat_batch(body: ChatBatchRequest, request: Request) -> Respons
     """Answer several conversations: choice i is the answer to the i-th one."""
     service: Service = request.app.state.service
     model = service.check_model(body.model)
+    service.check_generates()
     service.check_capacity()
     _check(service, body)
     request_id = "chatcmpl-" + (body.request_id or request.state.request_id)

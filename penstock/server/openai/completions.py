@@ -44,6 +44,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Go on from a prompt, or from each of several."""
     service: Service = request.app.state.service
     model = service.check_model(body.model)
+    service.check_generates()
     service.check_capacity()
     request_id = "cmpl-" + (body.request_id or request.state.request_id)
     preparing = service.in_thread(prepare_completions, service, body, request_id)

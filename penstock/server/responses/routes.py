@@ -62,6 +62,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     """Answer a conversation, calling the tools of tool servers on the way."""
     service, desk = _service_and_desk(request)
     model = service.check_model(body.model)
+    service.check_generates()
     service.check_capacity()
     request_id = request.state.request_id
     owner = current_tenant.get()

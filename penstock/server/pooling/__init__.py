@@ -1,0 +1,1 @@
+"""The endpoints of models that pool: embeddings, classes, scores, reranking."""

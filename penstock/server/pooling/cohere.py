@@ -1,0 +1,107 @@
+"""POST /v2/embed: embeddings in the shape of Cohere's API."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from penstock.protocol.delta import EngineDelta
+from penstock.protocol.errors import InputError
+from penstock.protocol.pooling import PoolingParams
+from penstock.protocol.request import EngineRequest
+from penstock.server.bodies import JsonRoute
+from penstock.server.pooling.embeddings import ERRORS
+from penstock.server.pooling.protocol import CohereEmbeddings, CohereEmbedRequest
+from penstock.server.pooling.run import prepare_all, run_all
+from penstock.server.pooling.vectors import as_bytes, vector_of
+from penstock.server.replies import gone, unless_gone
+from penstock.server.service import Service
+from penstock.text.pooling import PoolingPrompt, Truncation, pooling_info, prepare_pooling
+
+router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
+
+TYPES = ("float", "base64", "binary", "ubinary")
+
+
+@router.post("/v2/embed", response_model=CohereEmbeddings, responses=ERRORS)
+async def embed(body: CohereEmbedRequest, request: Request) -> Response:
+    """Embed texts."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    service.check_pools()
+    service.check_capacity()
+    if not body.texts:
+        raise InputError("texts must not be empty: give at least one text", "texts")
+    for index, text in enumerate(body.texts):
+        if not text:
+            raise InputError(f"texts[{index}] must not be empty: leave it out", "texts")
+    kinds = body.embedding_types or ["float"]
+    for kind in kinds:
+        if kind not in TYPES:
+            raise InputError(
+                f"embedding_types may hold {', '.join(TYPES)}, got {kind!r:.80}", "embedding_types"
+            )
+    params = PoolingParams(task="embed", dimensions=body.output_dimension)
+    pooling_info(service.frontend).check(params)
+    request_id, texts = f"embd-{request.state.request_id}", body.texts
+    truncation = Truncation(
+        None if body.truncate == "NONE" else -1, "last" if body.truncate == "START" else "first"
+    )
+
+    def prepare(prompt: PoolingPrompt) -> EngineRequest:
+        return prepare_pooling(
+            service.frontend,
+            service.engine_id(request_id),
+            prompt,
+            params,
+            truncation=truncation,
+            priority=body.priority or 0,
+            field="texts",
+        )
+
+    async def work() -> bytes:
+        requests = await prepare_all(service, prepare, texts)
+        deltas = await run_all(service, requests, None)
+        return await service.in_thread(_write, request_id, texts, kinds, requests, deltas)
+
+    content = await unless_gone(request, work())
+    return gone() if content is None else Response(content, media_type="application/json")
+
+
+def _write(
+    request_id: str,
+    texts: Sequence[str],
+    kinds: Sequence[str],
+    requests: Sequence[EngineRequest],
+    deltas: Sequence[EngineDelta],
+) -> bytes:
+    num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+    return msgspec.json.encode(
+        {
+            "id": request_id,
+            "response_type": "embeddings_by_type",
+            "embeddings": {
+                kind: [_as_type(vector_of(delta), kind) for delta in deltas] for kind in kinds
+            },
+            "texts": texts,
+            "meta": {
+                "api_version": {"version": "2"},
+                "billed_units": {"input_tokens": num_tokens},
+            },
+        }
+    )
+
+
+def _as_type(vector: Any, kind: str) -> Any:
+    import numpy as np  # for those who ask only
+
+    if kind == "float":
+        return vector.tolist()
+    if kind == "base64":
+        return base64.b64encode(as_bytes(vector, "float32")).decode()
+    bits = np.packbits(vector > 0)
+    return bits.tolist() if kind == "ubinary" else (bits.astype(np.int16) - 128).tolist()

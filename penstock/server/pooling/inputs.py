@@ -1,0 +1,101 @@
+"""From bodies to pooling requests for the engine. Called in threads: tokenizing takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, cast
+
+from penstock.conversation.prepare import render_turn
+from penstock.protocol.errors import InputError
+from penstock.protocol.pooling import PoolingParams
+from penstock.protocol.request import EngineRequest
+from penstock.server.openai.prompts import turn_request
+from penstock.server.pooling.protocol import InputBody, PairBody
+from penstock.server.service import Service
+from penstock.text.pooling import PoolingPrompt, Truncation, prepare_pooling
+
+Prepare = Callable[[PoolingPrompt], EngineRequest]
+
+
+def read_inputs(body: InputBody, field: str = "input") -> Sequence[PoolingPrompt]:
+    """The inputs of a request that has no messages."""
+    given = body.input
+    if (given is None) == (body.messages is None):
+        raise InputError(f"give either {field} or messages", field)
+    if given is None:
+        return []
+    if len(given) == 0:
+        raise InputError(f"{field} must not be empty: give at least one text", field)
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given[0], int):
+        return [cast("list[int]", given)]
+    items = cast("list[str] | list[list[int]]", given)
+    for index, item in enumerate(items):
+        if len(item) == 0:
+            raise InputError(f"{field}[{index}] must not be empty: leave it out", field)
+    return items
+
+
+def input_prepare(
+    service: Service, body: InputBody, params: PoolingParams, request_id: str
+) -> Prepare:
+    """What makes an engine request of one of the body's inputs."""
+    side: Literal["first", "last"] = "last" if body.truncation_side == "left" else "first"
+    truncation = Truncation(body.truncate_prompt_tokens, side)
+    is_chat = body.messages is not None
+    special = body.add_special_tokens
+    special = (not is_chat) if special is None else special
+
+    def prepare(prompt: PoolingPrompt) -> EngineRequest:
+        return prepare_pooling(
+            service.frontend,
+            service.engine_id(request_id),
+            prompt,
+            params,
+            truncation=truncation,
+            add_special_tokens=special,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            field="messages" if is_chat else "input",
+        )
+
+    return prepare
+
+
+def render_messages(service: Service, body: InputBody) -> str:
+    """The text of the body's conversation."""
+    assert body.messages is not None
+    turn = turn_request(
+        body.model_copy(update={"add_generation_prompt": bool(body.add_generation_prompt)}),
+        body.messages,
+        service.frontend.default_params,
+    )
+    return render_turn(service.frontend, turn)
+
+
+def pair_prepare(
+    service: Service, body: PairBody, params: PoolingParams, request_id: str, field: str
+) -> Prepare:
+    """What makes an engine request of a pair, or of one text of it."""
+    for name in ("max_tokens_per_query", "max_tokens_per_doc"):
+        value = getattr(body, name)
+        if value is not None and value < 0:
+            raise InputError(f"{name} must be at least 0, got {value}", name)
+    truncation = Truncation(
+        body.truncate_prompt_tokens, "first", body.max_tokens_per_query, body.max_tokens_per_doc
+    )
+
+    def prepare(prompt: PoolingPrompt) -> EngineRequest:
+        return prepare_pooling(
+            service.frontend,
+            service.engine_id(request_id),
+            prompt,
+            params,
+            truncation=truncation,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            field=field,
+        )
+
+    return prepare

@@ -1,0 +1,97 @@
+"""Runs the inputs of one HTTP request: thousands of them, in turn with those of others.
+
+An engine takes requests in order. So that a client with thousands of texts does not keep one with
+a single text waiting for all of them, no more than two steps' worth of a request's inputs are on
+the engine at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+from penstock.protocol.delta import EngineDelta
+from penstock.protocol.request import EngineRequest
+from penstock.server.service import Service
+
+TEXTS_AT_ONCE = 64  # that one thread tokenizes before others have a turn
+NUM_TOKENIZERS = 2  # threads for one request
+GROUPS_AT_ONCE = 2  # so that the engine need not wait for the next
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+async def prepare_all(
+    service: Service, prepare: Callable[[T], EngineRequest], items: Sequence[T]
+) -> list[EngineRequest]:
+    """Tokenize and check every input, in a few threads. Raises for the first that is wrong."""
+
+    def work(part: Sequence[T]) -> list[EngineRequest]:
+        return [prepare(item) for item in part]
+
+    if len(items) <= TEXTS_AT_ONCE:
+        return await service.in_thread(work, items)
+    parts = [items[at : at + TEXTS_AT_ONCE] for at in range(0, len(items), TEXTS_AT_ONCE)]
+    prepared = await _in_turn(
+        [partial(service.in_thread, work, part) for part in parts], NUM_TOKENIZERS
+    )
+    return [request for part in prepared for request in part]
+
+
+async def run_all(
+    service: Service, requests: Sequence[EngineRequest], timeout_s: float | None
+) -> list[EngineDelta]:
+    """What each request ends with, in their order. Raises as `Service.outputs` does."""
+    groups = list(_groups(service, requests))
+    service.check_queue(min(sum(map(len, groups[:GROUPS_AT_ONCE])), service.share))
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+
+    async def run(group: Sequence[EngineRequest]) -> list[EngineDelta]:
+        left_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        return await service.run_to_end(group, left_s)
+
+    done = await _in_turn([partial(run, group) for group in groups], GROUPS_AT_ONCE)
+    return [delta for part in done for delta in part]
+
+
+def _groups(service: Service, requests: Sequence[EngineRequest]) -> Iterator[list[EngineRequest]]:
+    """At most a step's worth of requests each."""
+    assert service.client.info is not None
+    limits = service.client.info.limits
+    most = max(min(limits.max_num_seqs, service.share // GROUPS_AT_ONCE), 1)
+    group: list[EngineRequest] = []
+    num_tokens = 0
+    for request in requests:
+        size = len(request.prompt_token_ids)
+        if group and (len(group) == most or num_tokens + size > limits.max_num_batched_tokens):
+            yield group
+            group, num_tokens = [], 0
+        group.append(request)
+        num_tokens += size
+    if group:
+        yield group
+
+
+async def _in_turn(
+    starts: Sequence[Callable[[], Awaitable[list[R]]]], at_once: int
+) -> list[list[R]]:
+    """Results of all jobs, of which so many run at a time; the first error ends them all."""
+    results: list[list[R]] = [[] for _ in starts]
+    waiting = iter(enumerate(starts))
+
+    async def work() -> None:
+        for index, start in waiting:  # shared: whoever is free takes the next
+            results[index] = await start()
+
+    workers = [asyncio.ensure_future(work()) for _ in range(min(at_once, len(starts)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return results

@@ -1,0 +1,138 @@
+"""POST /score and /rerank, under all of their names: how well texts go together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from penstock.protocol.errors import InputError
+from penstock.protocol.request import EngineRequest
+from penstock.server.bodies import JsonRoute
+from penstock.server.pooling.embeddings import ERRORS
+from penstock.server.pooling.inputs import pair_prepare
+from penstock.server.pooling.protocol import (
+    PairBody,
+    RerankReply,
+    RerankRequest,
+    RerankResult,
+    RerankResultDocument,
+    Score,
+    ScoreList,
+    ScoreRequest,
+)
+from penstock.server.pooling.run import prepare_all, run_all
+from penstock.server.pooling.vectors import usage_of, vector_of
+from penstock.server.replies import gone, json_response, unless_gone
+from penstock.server.service import Service
+from penstock.text.pooling import Pair, pooling_info
+from penstock.text.scoring import pair_up, score_kind, score_params, similarity
+
+router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
+
+FIRST_NAMES = ("text_1", "queries", "data_1")
+SECOND_NAMES = ("text_2", "documents", "items", "data_2")
+
+
+@router.post("/score", response_model=ScoreList, responses=ERRORS)
+@router.post("/v1/score", response_model=ScoreList, responses=ERRORS)
+async def create_score(body: ScoreRequest, request: Request) -> Response:
+    """Score pairs of texts: one with each of several, or each with its own."""
+    service: Service = request.app.state.service
+    model = service.check_model(body.model)
+    request_id = f"score-{body.request_id or request.state.request_id}"
+    first = _texts(body, FIRST_NAMES)
+    second = _texts(body, SECOND_NAMES)
+    try:
+        pairs = pair_up(first, second)
+    except InputError as error:
+        raise InputError(str(error), "text_1") from error
+    found = await unless_gone(request, _score(service, body, pairs, request_id, "text_2"))
+    if found is None:
+        return gone()
+    scores, requests = found
+    return json_response(
+        ScoreList(
+            id=request_id,
+            object="list",
+            created=int(time.time()),
+            model=model,
+            data=[
+                Score(object="score", index=index, score=score)
+                for index, score in enumerate(scores)
+            ],
+            usage=usage_of(requests),
+        )
+    )
+
+
+@router.post("/rerank", response_model=RerankReply, responses=ERRORS)
+@router.post("/v1/rerank", response_model=RerankReply, responses=ERRORS)
+@router.post("/v2/rerank", response_model=RerankReply, responses=ERRORS)
+async def rerank(body: RerankRequest, request: Request) -> Response:
+    """Sort documents by how relevant they are to a query, in the shapes of Jina and Cohere."""
+    service: Service = request.app.state.service
+    model = service.check_model(body.model)
+    request_id = f"rerank-{body.request_id or request.state.request_id}"
+    if body.top_n is not None and body.top_n < 0:
+        raise InputError(
+            f"top_n must be at least 0, got {body.top_n}: 0 or none gives all documents", "top_n"
+        )
+    if not body.documents:
+        raise InputError("documents must not be empty: give at least one", "documents")
+    documents = [item if isinstance(item, str) else item.text for item in body.documents]
+    pairs = pair_up([body.query], documents)
+    found = await unless_gone(request, _score(service, body, pairs, request_id, "documents"))
+    if found is None:
+        return gone()
+    scores, requests = found
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])  # stable
+    results = []
+    for index in best[: body.top_n or None]:
+        result = RerankResult(index=index, relevance_score=scores[index])
+        if body.return_documents is not False:
+            result.document = RerankResultDocument(text=documents[index])
+        results.append(result)
+    return json_response(
+        RerankReply(id=request_id, model=model, results=results, usage=usage_of(requests))
+    )
+
+
+async def _score(
+    service: Service,
+    body: PairBody,
+    pairs: Sequence[tuple[str, str]],
+    request_id: str,
+    field: str,
+) -> tuple[list[float], list[EngineRequest]]:
+    """The score of each pair, and what was computed for them."""
+    service.check_pools()
+    service.check_capacity()
+    kind = score_kind(pooling_info(service.frontend))
+    params = score_params(kind, body.use_activation)
+    prepare = pair_prepare(service, body, params, request_id, field)
+    if kind == "cross-encoder":
+        prompts = [Pair(query, document, body.instruction) for query, document in pairs]
+        requests = await prepare_all(service, prepare, prompts)
+        deltas = await run_all(service, requests, body.timeout)
+        return [float(vector_of(delta)[0]) for delta in deltas], requests
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    requests = await prepare_all(service, prepare, texts)
+    deltas = await run_all(service, requests, body.timeout)
+    vectors = {text: vector_of(delta) for text, delta in zip(texts, deltas, strict=True)}
+    return [similarity(vectors[first], vectors[second]) for first, second in pairs], requests
+
+
+def _texts(body: ScoreRequest, names: Sequence[str]) -> list[str]:
+    given = [name for name in names if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise InputError(
+            f"give one of {', '.join(names)}, got {' and '.join(given) or 'none'}",
+            given[0] if given else names[0],
+        )
+    value = getattr(body, given[0])
+    texts = [value] if isinstance(value, str) else list(value)
+    if not texts:
+        raise InputError(f"{given[0]} must not be empty: give at least one text", given[0])
+    return texts

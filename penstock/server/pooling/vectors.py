@@ -1,0 +1,41 @@
+"""How vectors are written: as numbers of JSON, or as bytes in base64."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.protocol.delta import EngineDelta
+from penstock.protocol.request import EngineRequest
+from penstock.server.pooling.protocol import EmbedDtype, EncodingFormat, PoolingUsage
+
+
+def vector_of(delta: EngineDelta) -> Any:
+    assert delta.payload is not None, "requests that failed do not get this far"
+    return delta.payload.to_numpy()
+
+
+def write_vector(
+    delta: EngineDelta, encoding: EncodingFormat | None, dtype: EmbedDtype | None
+) -> list[Any] | str:
+    vector = vector_of(delta)
+    if encoding != "base64":
+        numbers: list[Any] = vector.tolist()
+        return numbers
+    return base64.b64encode(as_bytes(vector, dtype or "float32")).decode()
+
+
+def as_bytes(vector: Any, dtype: EmbedDtype) -> bytes:
+    """Little-endian, in C order."""
+    import numpy as np  # for those who ask only
+
+    if dtype == "bfloat16":  # numpy has none: the upper half of a float32, rounded to even
+        bits = np.ascontiguousarray(vector, np.float32).view(np.uint32).astype(np.uint64)
+        return (((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")).tobytes()
+    return np.ascontiguousarray(vector).astype("<f2" if dtype == "float16" else "<f4").tobytes()
+
+
+def usage_of(requests: Sequence[EngineRequest]) -> PoolingUsage:
+    num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+    return PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
