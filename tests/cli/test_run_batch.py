@@ -92,6 +92,13 @@ def test_an_answer_stands_beside_its_custom_id(files: Files) -> None:
     assert (summary.num_input_tokens, summary.num_output_tokens) == (2, 3)
 
 
+@pytest.mark.parametrize("url", ["/v1/embeddings", "/v1/score", "/v2/rerank", "/classify"])
+def test_batches_may_ask_for_vectors_and_scores(files: Files, url: str) -> None:
+    summary = files.run(line("a", url=url, body={"input": "text"}))
+    assert summary.num_completed == 1
+    assert files.result("a")["response"]["body"]["path"] == url
+
+
 @pytest.mark.parametrize(
     ("bad", "code", "param", "message"),
     [
@@ -104,7 +111,7 @@ def test_an_answer_stands_beside_its_custom_id(files: Files) -> None:
         (line(7), "invalid_value", "custom_id", "must be a string, got 7"),
         ('{"custom_id": "x", "body": {}}', "missing_required_parameter", "url", "no url"),
         ('{"custom_id": "x", "url": "/v1/completions"}', "missing_required_parameter", "body", ""),
-        (line("x", url="/v1/embeddings"), "invalid_url", "url", "got /v1/embeddings"),
+        (line("x", url="/v1/paintings"), "invalid_url", "url", "got /v1/paintings"),
         (line("x", method="GET"), "invalid_method", "method", "must be POST, got GET"),
         (line("x", body=[1]), "invalid_value", "body", "must be a JSON object"),
         (line("x", body={"stream": True}), "invalid_value", "body.stream", "stream must be off"),

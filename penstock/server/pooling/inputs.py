@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, cast
+from typing import Literal
 
 from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import InputError
@@ -29,8 +29,8 @@ def read_inputs(body: InputBody, field: str = "input") -> Sequence[PoolingPrompt
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], int):
-        return [cast("list[int]", given)]
-    items = cast("list[str] | list[list[int]]", given)
+        return [given]
+    items = given
     for index, item in enumerate(items):
         if len(item) == 0:
             raise InputError(f"{field}[{index}] must not be empty: leave it out", field)
