@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from faults.saboteur import Fault, Gate, saboteur_options, seed_of
+from server.server_process import engines_of, environment
 
 from penstock.cli.main import main
 from penstock.cli.run_batch import describe
@@ -312,7 +314,9 @@ def test_files_that_cannot_work_cost_no_model(
 # -- the real thing
 
 
-def start(model: str, files: Files, *flags: str) -> subprocess.Popen[str]:
+def start(
+    model: str, files: Files, *flags: str, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "penstock", "run-batch", model]
     where = ["-i", str(files.input), "-o", str(files.output)]
     small = ["--kv-cache-memory-bytes", "256MiB", "--cpu-threads", "1"]
@@ -321,6 +325,7 @@ def start(model: str, files: Files, *flags: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env=environment(env or {}),
     )
 
 
@@ -340,18 +345,23 @@ def test_the_default_model_answers_a_batch_though_its_engine_dies(
         line("wrong", body={"prompt": "x", "max_tokens": -1}),
         "nonsense",
     ]
-    long = line("long", body={"prompt": "x", "max_tokens": 300, "ignore_eos": True})
-    files.input.write_text("\n".join([*lines, long]))
-    process = start(default_model, files)
-    wait_for_results(files, 5, process)
-    os.kill(engine_of(process.pid), signal.SIGKILL)
-    out, log = process.communicate(timeout=120)
+    held = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "seed": seed_of(Fault.WAIT, 30)}
+    files.input.write_text("\n".join([*lines, line("long", body=held)]))
+    saboteur, options = saboteur_options(files.output.with_name("flag"))
+    gate = Gate(files.output.with_name("flag"))
+    gate.close()
+    process = start(default_model, files, *saboteur, **options)
+    asyncio.run(gate.reached())
+    (engine,) = engines_of(process.pid)
+    os.kill(engine, signal.SIGKILL)
+    gate.open()
+    out, log = process.communicate(timeout=240)
     assert process.returncode == 0, log
     assert out == ""
     assert "The engine died (signal 9)" in log
     assert "4 completed, 2 failed, 0 skipped" in log
     usage = files.result("long")["response"]["body"]["usage"]
-    assert usage["completion_tokens"] == 300
+    assert usage["completion_tokens"] == 60
     text = files.result("text")["response"]["body"]
     assert text["choices"][0]["text"].startswith(" Paris")
     chat = files.result("chat")["response"]["body"]
@@ -364,29 +374,11 @@ def test_the_default_model_answers_a_batch_though_its_engine_dies(
     assert wrong["body"]["error"]["param"] == "max_tokens"
 
 
-def wait_for_results(files: Files, count: int, process: subprocess.Popen[str]) -> None:
-    """Until so many lines are in the output."""
-    deadline = time.monotonic() + 120
-    while not files.output.exists() or files.output.read_bytes().count(b"\n") < count:
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def engine_of(pid: int) -> int:
-    """The one child process that has a model: a spare has none."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    children = {int(child) for task in tasks for child in (task / "children").read_text().split()}
-    names = {child: Path(f"/proc/{child}/comm").read_text() for child in children}
-    (engine,) = [child for child, name in names.items() if name == "penstock-engine\n"]
-    return engine
-
-
 def test_a_batch_of_which_every_line_failed_says_so(default_model: str, files: Files) -> None:
     files.input.write_text("\n".join([line("a", body={"prompt": 1}), "nonsense"]))
     for skipped in (0, 2):  # nor does it succeed when it is run again
         process = start(default_model, files)
-        _, log = process.communicate(timeout=120)
+        _, log = process.communicate(timeout=240)
         assert process.returncode == 4, log
         assert f"0 completed, {2 - skipped} failed, {skipped} skipped" in log
         assert "All 2 lines failed." in log

@@ -179,9 +179,10 @@ async def kill_and_wait(server: ServerProcess, number: int = signal.SIGKILL) -> 
     """End the engine; how many seconds it took until the server said that it is back."""
     pid, started = server.engine_pid, time.monotonic()
     os.kill(pid, number)
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=120) as client:
         while True:
-            has_died = pid not in server.engine_pids()
-            if has_died and (await client.get("/health")).status_code == 200:
+            # The next engine is there only once the server has seen the death of this one.
+            is_replaced = server.engine_pids() not in ({pid}, set())
+            if is_replaced and (await client.get("/health")).status_code == 200:
                 return time.monotonic() - started
             await asyncio.sleep(0.01)

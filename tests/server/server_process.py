@@ -56,8 +56,10 @@ class ServerProcess:
                 env=environment(env or {}),
             )
         self.log: list[str] = []
-        if (lines := self.process.stderr) is not None:
-            threading.Thread(target=self.log.extend, args=(lines,), daemon=True).start()
+        self._log_reader = threading.Thread(
+            target=self.log.extend, args=(self.process.stderr or (),), daemon=True
+        )
+        self._log_reader.start()
         if banner_to is None:
             self._read_banner()
             told = "".join(self.banner)
@@ -100,7 +102,7 @@ class ServerProcess:
 
     def engine_pids(self) -> set[int]:
         """Children that have, or load, a model: a spare engine does not."""
-        return {pid for pid in self.child_pids() if name_of(pid) == "penstock-engine"}
+        return engines_of(self.process.pid)
 
     @contextlib.contextmanager
     def engine_stopped(self) -> Iterator[None]:
@@ -110,14 +112,14 @@ class ServerProcess:
         try:
             yield
         finally:
-            os.kill(pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # its server may have ended it
+                os.kill(pid, signal.SIGCONT)
 
     def child_pids(self) -> set[int]:
-        pids: set[int] = set()
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # the thread may end meanwhile
-                pids |= {int(pid) for pid in (task / "children").read_text().split()}
-        return pids
+        return children_of(self.process.pid)
+
+    def has_logged(self, text: str) -> bool:
+        return any(text in line for line in self.log)
 
     def is_idle(self) -> bool:
         load = self.get("/load").json()
@@ -128,7 +130,10 @@ class ServerProcess:
         return self.wait()
 
     def wait(self) -> int:
-        return self.process.wait(120)
+        """How it ended; `log` is complete then."""
+        code = self.process.wait(120)
+        self._log_reader.join(120)
+        return code
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -149,6 +154,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def children_of(pid: int) -> set[int]:
+    pids: set[int] = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread may end meanwhile
+            pids |= {int(child) for child in (task / "children").read_text().split()}
+    return pids
+
+
+def engines_of(pid: int) -> set[int]:
+    return {child for child in children_of(pid) if name_of(child) == "penstock-engine"}
+
+
 def name_of(pid: int) -> str:
     """As top shows it; nothing if it is gone."""
     try:
@@ -159,10 +176,9 @@ def name_of(pid: int) -> str:
 
 def is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
         return False
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
 def events(text: str) -> list[Any]:

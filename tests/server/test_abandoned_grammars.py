@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server_process import ServerProcess, name_of
+from server_process import ServerProcess, children_of, name_of
 from waiting import eventually
 
 KEYS = ("attacker", "victim")
@@ -81,8 +81,7 @@ def test_abandoned_grammars_hold_up_neither_known_nor_new_ones(server: ServerPro
 
 def confined_pids(server: ServerProcess) -> list[int]:
     """The processes that try grammars out: children of the engine."""
-    children = Path(f"/proc/{server.engine_pid}/task").glob("*/children")
-    pids = [int(pid) for path in children for pid in path.read_text().split()]
+    pids = children_of(server.engine_pid)
     return [pid for pid in pids if "penstock.confined" in command_of(pid)]
 
 

@@ -278,7 +278,7 @@ def test_a_request_that_runs_out_of_tokens_to_choose_is_told_which_fields_do_tha
 
 
 def test_what_is_not_http_is_refused_in_the_same_shape(server: ServerProcess) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=120) as connection:
         connection.sendall(b"nonsense\r\n\r\n")
         head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
     headers = dict(line.split(": ", 1) for line in head.decode().split("\r\n")[1:])

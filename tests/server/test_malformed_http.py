@@ -76,7 +76,7 @@ def talk(
 ) -> bytes:
     """Everything that the server says to `parts`, until it closes the connection."""
     said = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         for part in parts:
             connection.sendall(part)
             while until is not None and until not in said:
@@ -135,7 +135,7 @@ def test_a_head_that_is_too_large_is_refused(port: int, at_once: bool) -> None:
 def test_a_large_body_and_many_requests_are_no_large_head(port: int) -> None:
     body = b"x" * (3 * MAX_HEAD_BYTES)
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(body)
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         for _ in range(3):
             connection.sendall(head + b"\r\n" + body)
             said = b""
@@ -154,7 +154,7 @@ def test_a_request_that_offers_an_upgrade_is_answered_without_one(
         b"POST / HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\n"
         b"Upgrade: " + offered + b"\r\nHTTP2-Settings: AAMAAABk\r\nContent-Length: 5\r\n\r\n"
     )
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         for part in [head + b"hello"] if at_once else [head, b"hello"]:
             connection.sendall(part)
         said = b""
@@ -182,7 +182,7 @@ def test_nothing_is_written_into_an_answer_that_has_begun(port: int) -> None:
 def test_trailers_are_no_headers(port: int, at_once: bool) -> None:
     head = CHUNKED.replace(b"/echo", b"/headers")
     rest = b"5\r\nhello\r\n0\r\nX-Api-Key: secret\r\nX-More: x\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         for _ in range(2):  # the next request of the connection has none of them either
             for part in [head + rest] if at_once else [head, rest]:
                 connection.sendall(part)
@@ -202,7 +202,7 @@ def test_what_comes_around_chunks_without_end_is_refused(port: int, what: str) -
     }[what]
     pieces = [endless[at : at + 8192] for at in range(0, len(endless), 8192)]
     said = b""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as connection:
         try:
             for piece in (CHUNKED, *pieces):
                 connection.sendall(piece)

@@ -76,11 +76,12 @@ def test_the_api_process_never_imports_torch(tiny_model: Path) -> None:
 
 def test_when_the_server_is_killed_the_engine_ends_too(serve_tiny: ServeTiny) -> None:
     with tempfile.TemporaryDirectory(prefix="p") as folder:  # short: sockets have short names
-        server = serve_tiny("--max-num-seqs", "1", env={"TMPDIR": folder})
+        server = serve_tiny(env={"TMPDIR": folder})
         assert list(Path(folder).glob("penstock-*")) == []
-    Caller(server, {**LONG, "n": 128})
-    eventually(lambda: not server.is_idle())
     engine = server.engine_pid
+    with server.engine_stopped():
+        Caller(server, LONG)
+        eventually(lambda: not server.is_idle())
     server.process.kill()
     server.process.wait()
     eventually(lambda: not is_running(engine))
@@ -103,9 +104,11 @@ def test_a_signal_lets_requests_finish(
     body = {**LONG, "stream": True, "n": 8}
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
-        next(lines)
-        server.process.send_signal(number)
-        received = events("\n".join(lines))
+        first = next(lines)
+        with server.engine_stopped():
+            server.process.send_signal(number)
+            eventually(lambda: server.has_logged("Shutting down"))
+        received = events("\n".join([first, *lines]))
     assert received[-1] == "[DONE]"
     reasons = [event["choices"][0]["finish_reason"] for event in received[:-1]]
     assert reasons.count("length") == 8
@@ -132,17 +135,20 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(serve_tiny: ServeT
     with server.client() as client, client.stream("POST", "/v1/completions", json=body):
         eventually(server.is_idle)
         assert server.stop() == 0
-    assert not any("Traceback" in line for line in server.log)
+    assert not server.has_logged("Traceback")
 
 
 def test_requests_that_outlast_the_drain_get_an_error(serve_tiny: ServeTiny) -> None:
-    server = serve_tiny("--shutdown-timeout", "0", "--max-num-seqs", "1")
-    body = {**LONG, "n": 128, "stream": True}  # one after the other: 25,600 steps
-    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
-        lines = stream.iter_lines()
-        next(lines)
+    server = serve_tiny("--shutdown-timeout", "0", "--stream-start-timeout-s", "0")
+    with (
+        server.client() as client,
+        server.engine_stopped(),
+        client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream,
+    ):
+        eventually(lambda: not server.is_idle())
         server.process.send_signal(signal.SIGINT)
-        *_, error, done = events("\n".join(lines))
+        pieces = [line for line in stream.iter_lines() if not line.startswith(":")]
+    error, done = events("\n".join(pieces))
     assert error["error"]["code"] == 503
     assert "shutting down" in error["error"]["message"]
     assert done == "[DONE]"
@@ -156,9 +162,10 @@ def test_a_second_sighup_lets_requests_finish_too(serve_tiny: ServeTiny) -> None
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGHUP)
-        eventually(lambda: any("Shutting down" in line for line in server.log))
-        server.process.send_signal(signal.SIGHUP)
+        with server.engine_stopped():
+            server.process.send_signal(signal.SIGHUP)
+            eventually(lambda: server.has_logged("Shutting down"))
+            server.process.send_signal(signal.SIGHUP)
         assert events("\n".join(lines))[-1] == "[DONE]"
     assert server.wait() == 0
 
@@ -171,7 +178,7 @@ def test_a_server_under_nohup_outlives_its_terminal(serve_tiny: ServeTiny) -> No
         signal.signal(signal.SIGHUP, before)
     server.process.send_signal(signal.SIGHUP)
     assert server.post("/v1/completions", {"prompt": "x"}).status_code == 200
-    assert not any("Shutting down" in line for line in server.log)
+    assert not server.has_logged("Shutting down")
     assert server.stop() == 0
 
 
@@ -190,13 +197,14 @@ def test_unseeded_requests_do_not_repeat_after_a_restart(serve_tiny: ServeTiny) 
 
 
 def test_a_second_signal_stops_at_once(serve_tiny: ServeTiny) -> None:
-    server = serve_tiny("--max-num-seqs", "1")
+    server = serve_tiny()
     engine = server.engine_pid
-    Caller(server, {**LONG, "n": 128})
-    eventually(lambda: not server.is_idle())
-    server.process.send_signal(signal.SIGINT)
-    eventually(lambda: any("Shutting down" in line for line in server.log))
-    assert server.stop(signal.SIGINT) == 130
+    with server.engine_stopped():
+        Caller(server, LONG)
+        eventually(lambda: not server.is_idle())
+        server.process.send_signal(signal.SIGINT)
+        eventually(lambda: server.has_logged("Shutting down"))
+        assert server.stop(signal.SIGINT) == 130
     eventually(lambda: not is_running(engine))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import ssl
 import subprocess
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,33 +106,25 @@ def test_a_body_that_is_too_large_is_a_413(client: httpx.Client) -> None:
         assert "10240 bytes" in response.json()["error"]["message"]
 
 
-def test_a_full_queue_is_a_429(client: httpx.Client) -> None:
-    done = threading.Event()
+@contextlib.contextmanager
+def held(guarded: ServerProcess, client: httpx.Client, num_completions: int) -> Iterator[None]:
+    """So many completions are under way meanwhile."""
+    with ThreadPoolExecutor(1) as threads:
+        with guarded.engine_stopped():
+            body = {**LONG, "n": num_completions}
+            running = threads.submit(client.post, "/v1/completions", json=body)
+            eventually(lambda: client.get("/load").json()["server_load"] == num_completions)
+            yield
+        assert running.result().status_code == 200
 
-    def occupy() -> None:
-        while not done.is_set():
-            client.post("/v1/completions", json={**LONG, "n": 2})
 
-    threads = [threading.Thread(target=occupy, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    refusals: list[httpx.Response] = []
-
-    def is_refused() -> bool:
-        response = client.post("/v1/completions", json={**LONG, "stream": len(refusals) % 2 == 1})
-        if response.status_code == 429:
-            refusals.append(response)
-        return len(refusals) == 2
-
-    try:
-        eventually(is_refused)
-    finally:
-        done.set()
-    for response in refusals:
-        assert int(response.headers["retry-after"]) >= 1
-        assert response.json()["error"]["type"] == "RateLimitError"
-    for thread in threads:
-        thread.join()
+def test_a_full_queue_is_a_429(guarded: ServerProcess, client: httpx.Client) -> None:
+    with held(guarded, client, 2):
+        for stream in (False, True):
+            response = client.post("/v1/completions", json={**LONG, "stream": stream})
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["type"] == "RateLimitError"
 
 
 @pytest.mark.parametrize(
@@ -151,20 +144,14 @@ def test_a_request_that_the_whole_queue_could_not_hold_is_a_400(
     assert "got 4" in error["message"]
 
 
-def test_a_request_counts_as_many_completions_as_it_asks_for(client: httpx.Client) -> None:
+def test_a_request_counts_as_many_completions_as_it_asks_for(
+    guarded: ServerProcess, client: httpx.Client
+) -> None:
+    with held(guarded, client, 1):
+        both = client.post("/v1/completions", json={"prompt": ["a", "b"]})
+        assert both.status_code == 429
+        assert "2 more would exceed the 2" in both.json()["error"]["message"]
     eventually(lambda: client.get("/load").json()["server_load"] == 0)
-
-    def two_come_beside_one() -> bool:
-        """Whether they came while the one still ran."""
-        with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as running:
-            assert running.status_code == 200  # one place of two is taken
-            both = client.post("/v1/completions", json={"prompt": ["a", "b"]})
-        eventually(lambda: client.get("/load").json()["server_load"] == 0)
-        refused = both.status_code == 429
-        assert not refused or "2 more would exceed the 2" in both.json()["error"]["message"]
-        return refused
-
-    eventually(two_come_beside_one)
     assert client.post("/v1/completions", json={"prompt": ["a", "b"]}).status_code == 200
 
 

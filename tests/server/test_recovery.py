@@ -127,7 +127,7 @@ def test_a_stopped_process_is_a_dead_one(serve: Serve) -> None:
         eventually(lambda: not is_running(pid))
 
     assert subject.run_held([SEEDED], stop) == calm
-    assert any("no sign of life" in line for line in server.log)
+    eventually(lambda: server.has_logged("no sign of life"))
 
 
 def test_a_step_without_end_is_a_death(serve: Serve) -> None:
@@ -136,7 +136,7 @@ def test_a_step_without_end_is_a_death(serve: Serve) -> None:
     answers = Streams(server).run(bodies)
     assert_whole(answers)
     assert answers == Streams(server).run(bodies)  # it hangs once
-    assert any("a step took longer" in line for line in server.log)
+    eventually(lambda: server.has_logged("a step took longer"))
 
 
 def test_a_request_that_kills_the_engine_fails_alone(tiny_server: ServerProcess) -> None:
@@ -156,7 +156,9 @@ def test_a_request_that_kills_the_engine_fails_alone(tiny_server: ServerProcess)
         assert "no other request beside it" in answer.error["message"]
     assert not at_once.choices
     (harmless,) = Streams(tiny_server).run([{**poison[1], "seed": 0}])
-    assert later.choices[0]["token_ids"] == harmless.choices[0]["token_ids"][:30]
+    received = later.choices[0]["token_ids"]  # what an engine sends just before it dies may be lost
+    assert 0 < len(received) <= 30
+    assert received == harmless.choices[0]["token_ids"][: len(received)]
     assert counters(tiny_server)["requests_quarantined"] > before["requests_quarantined"]
     eventually(tiny_server.is_idle)
 
@@ -195,7 +197,8 @@ def test_while_the_engine_is_away_requests_wait_up_to_the_limit(serve: Serve) ->
     def kill() -> None:
         subject.kill()
         refused.append(server.get("/ready"))
-        refused.append(server.post("/v1/completions", {**GREEDY, "n": 3}))
+        # As many as there is room for, and one of those that came before is there at least.
+        refused.append(server.post("/v1/completions", {**GREEDY, "n": 4}))
         subject.start_gate.open()
 
     assert_whole(subject.run_held([SEEDED], kill))
@@ -248,7 +251,7 @@ def test_without_restarts_the_server_ends_with_its_engine(serve: Serve) -> None:
     server = serve("--no-restart-engine").server
     os.kill(server.engine_pid, signal.SIGKILL)
     assert server.wait() == 3
-    assert not any("Traceback" in line for line in server.log)
+    assert not server.has_logged("Traceback")
 
 
 def test_a_log_on_a_full_disk_stops_nobody(model: Path) -> None:
@@ -280,7 +283,7 @@ def test_standard_output_on_a_full_disk_stops_nobody(model: Path) -> None:
 
 
 def test_two_deaths_in_a_row_and_a_sigterm_between_them_lose_nothing(serve: Serve) -> None:
-    flags = ("--max-num-seqs", "1", "--max-queued-requests", "1", "--queue-timeout-s", "60")
+    flags = ("--max-num-seqs", "1", "--max-queued-requests", "1", "--queue-timeout-s", "600")
     subject = serve(*flags)
     server = subject.server
     calm = Streams(server).run([HELD, SEEDED])  # as many as there is room for
@@ -307,9 +310,9 @@ def test_connections_that_take_all_files_do_not_keep_the_engine_from_coming_back
             for _ in range(200):
                 stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             os.kill(first, signal.SIGKILL)
-            eventually(lambda: any("The engine is back" in line for line in server.log), 60)
-        assert not any("cannot be started" in line for line in server.log)
-        assert any("136 connections at once" in line for line in server.log)
+            eventually(lambda: server.has_logged("The engine is back"))
+        assert not server.has_logged("cannot be started")
+        assert server.has_logged("136 connections at once")
         eventually(lambda: server.post("/v1/completions", GREEDY).status_code == 200)
     finally:
         server.close()
@@ -320,7 +323,7 @@ def test_a_spare_takes_the_place_of_a_dead_engine(serve: Serve) -> None:
     calm = Streams(server).run([GREEDY])
 
     def spare_pid() -> int:
-        eventually(lambda: len(server.child_pids()) == 2, 60)
+        eventually(lambda: len(server.child_pids()) == 2)
         (pid,) = server.child_pids() - server.engine_pids()
         return pid
 
@@ -334,7 +337,7 @@ def test_a_spare_takes_the_place_of_a_dead_engine(serve: Serve) -> None:
     dead_spare = spare_pid()
     os.kill(dead_spare, signal.SIGKILL)
     eventually(lambda: not is_running(dead_spare))
-    eventually(lambda: server.child_pids() - {dead_spare, spare} != set(), 60)
+    eventually(lambda: server.child_pids() - {dead_spare, spare} != set())
     assert server.engine_pid == spare, "the engine goes on while its spare is replaced"
 
     dead_spare = spare_pid()

@@ -147,7 +147,7 @@ def test_what_cannot_be_compiled_is_a_400_before_the_stream(
     server: ServerProcess, given: dict[str, Any], param: str, text: str, stream: bool
 ) -> None:
     body = {"messages": MESSAGES, "max_tokens": 8, "stream": stream, **given}
-    answer = httpx.post(f"{server.base_url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{server.base_url}/v1/chat/completions", json=body, timeout=240)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("BadRequestError", param)

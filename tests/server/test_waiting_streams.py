@@ -18,6 +18,7 @@ import pytest
 from server_process import DUMMY, ServerProcess, events
 from starlette.requests import Request
 from starlette.types import Message
+from waiting import eventually
 
 from penstock.config import ServerConfig
 from penstock.server.anthropic.errors import AnthropicFrame
@@ -111,8 +112,7 @@ def test_a_client_that_leaves_while_its_stream_waits_is_forgotten(hasty: ServerP
             client.stream("POST", "/v1/completions", json=body) as response,
         ):
             assert next(response.iter_text()).startswith(COMMENT)
-        while hasty.get("/load").json()["server_load"]:
-            pass
+        eventually(lambda: hasty.get("/load").json()["server_load"] == 0)
 
 
 def test_the_official_clients_do_not_mind_keep_alives(hasty: ServerProcess) -> None:
