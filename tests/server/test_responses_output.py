@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.protocol.errors import InputError
+from penstock.protocol.outputs import Logprob
 from penstock.server.openai.logprobs import LogprobFormat
 from penstock.server.openai.tools import MAX_TOOLS, MAX_TOOLS_LENGTH, check_tools
 from penstock.server.responses.convert import check_body
@@ -181,3 +182,16 @@ def test_tools_that_are_too_many_or_too_large_or_named_alike_are_refused() -> No
     large = Tool("large", {"type": "object", "description": "x" * MAX_TOOLS_LENGTH})
     with pytest.raises(InputError, match="characters long together"):
         check_tools([large])
+
+
+@pytest.mark.parametrize("comes_alone", [False, True])
+def test_the_token_that_ends_a_message_has_its_logprob_however_it_comes(comes_alone: bool) -> None:
+    said, end = {65: Logprob(-1.0, 1, "A")}, {0: Logprob(-2.0, 1, "<end>")}
+    output = Output({}, LogprobFormat(None, 0, False))
+    output.begin_round()
+    steps = [[said], [end]] if comes_alone else [[said, end]]
+    for number, logprobs in enumerate(steps):
+        list(output.take([] if number else [ContentDelta("A")], logprobs))
+    *_, done = output.end_round(is_cut_off=False)
+    (part,) = done["item"]["content"]
+    assert [entry["token"] for entry in part["logprobs"]] == ["A", "<end>"]

@@ -122,6 +122,8 @@ class Output:
     def end_round(self, is_cut_off: bool) -> Iterator[Event]:
         """The model has ended, or was at its limit."""
         if self._open is not None:
+            if self._open["type"] == "message":  # of the token that ended it, if it came alone
+                self._add_logprobs(self._held)
             yield from self.close("incomplete" if is_cut_off else "completed")
         elif not self.round_items() and not is_cut_off:
             yield from self._say("", [])
@@ -184,10 +186,8 @@ class Output:
             item = {"id": new_id("msg"), "type": "message", "role": "assistant"}
             yield from self._begin_text(item, part)
         assert self._open is not None
-        part = self._open["content"][0]
-        part["text"] += text
-        logprobs = [entry.model_dump() for entry in self._logprobs.chat(positions).content]
-        part["logprobs"] += logprobs
+        self._open["content"][0]["text"] += text
+        logprobs = self._add_logprobs(positions)
         if text:
             yield self._event(
                 "response.output_text.delta",
@@ -196,6 +196,13 @@ class Output:
                 delta=text,
                 logprobs=logprobs,
             )
+
+    def _add_logprobs(self, positions: Sequence[LogprobsAtPosition]) -> list[dict[str, Any]]:
+        """Note them with the message that grows; as they are noted."""
+        assert self._open is not None
+        entries = [entry.model_dump() for entry in self._logprobs.chat(positions).content]
+        self._open["content"][0]["logprobs"] += entries
+        return entries
 
     def _begin_text(self, item: Item, part: dict[str, Any]) -> Iterator[Event]:
         item |= {"status": "in_progress", "content": [part]}
