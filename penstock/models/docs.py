@@ -36,13 +36,13 @@ real checkpoints.
 _ENCODERS = """
 ## Encoders
 
-Pooling models, for embeddings and, with a classifier, for labels and scores. An architecture runs
-with each of its heads: `Model`, `ForMaskedLM` (whose head is not loaded),
+These models pool: they give embeddings and, with a classifier, labels and scores. Each architecture
+runs with all of its heads: `Model`, `ForMaskedLM` (whose head is not loaded),
 `ForSequenceClassification` and `ForTokenClassification`.
 
-How each was verified: on every checkpoint named in the last column, which is small and random
-(`tests/models/tiny_encoders.py`), the states of all tokens and the logits of both classifiers are
-within 1e-4 of transformers' in float32 on a CPU, each request alone and all in one batch
+**Verification.** The last column names small random checkpoints (`tests/models/tiny_encoders.py`).
+On each, the hidden states of all tokens and the logits of both classifiers are within 1e-4 of
+transformers' in float32 on a CPU, each request alone and all in one batch
 (`tests/models/test_encoders.py`).
 
 | architecture | models | verified on |
