@@ -44,8 +44,8 @@ class Stream(Protocol):
 
 
 def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(subparsers, "chat", run, "Talk with the model in the terminal.")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="What the model is told first.")
+    parser = add_command(subparsers, "chat", run, "Chat with a model in the terminal.")
+    parser.add_argument("--system-prompt", metavar="TEXT", help="System prompt.")
     add_engine_arguments(parser)
     add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
 

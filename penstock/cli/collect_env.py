@@ -42,9 +42,9 @@ PACKAGES = (
 
 def add_parser(subparsers: Subparsers[Any]) -> None:
     parser = add_command(
-        subparsers, "collect-env", run, "Show versions and hardware, for a bug report."
+        subparsers, "collect-env", run, "Print versions and hardware, for bug reports."
     )
-    parser.add_argument("--json", action="store_true", help="As JSON.")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 def run(args: argparse.Namespace) -> int:

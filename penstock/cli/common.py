@@ -36,7 +36,7 @@ def add_command(
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """``MODEL`` without a flag, for commands that take nothing else so."""
-    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="The same as --model.")
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="Same as --model.")
 
 
 def take_model_argument(args: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         "prompts",
         nargs="+",
         metavar="PROMPT",
-        help="Text to go on from; - reads it from standard input.",
+        help="Text to complete; - reads it from standard input.",
     )
     add_engine_arguments(parser)
     add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)

@@ -30,16 +30,16 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         subparsers,
         "quantize",
         run,
-        "Write a model's checkpoint anew with smaller numbers, in the compressed-tensors format, "
-        "and compare perplexities before and after.",
+        "Quantize a checkpoint to the compressed-tensors format and compare perplexity before and "
+        "after.",
         "MODEL OUT",
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="A folder with config.json and safetensors in 16 or 32 bits, or a hub id.",
+        help="A folder with config.json and 16- or 32-bit safetensors, or a Hugging Face model ID.",
     )
-    parser.add_argument("out", metavar="OUT", type=Path, help="The folder to write; must be new.")
+    parser.add_argument("out", metavar="OUT", type=Path, help="Output folder; must not exist.")
     parser.add_argument(
         "--method",
         required=True,
@@ -51,35 +51,35 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         type=_group_size,
         default=128,
         metavar="N",
-        help="Columns that share a scale in w4a16: 32, 64 or 128. (default: 128)",
+        help="Group size of w4a16: 32, 64 or 128. (default: 128)",
     )
     parser.add_argument(
         "--keep",
         action="append",
         default=[],
         metavar="PATTERN",
-        help="Leave linear layers as they are whose names match this regular expression from "
-        "their start; may be given several times. What engines fuse goes together: q, k and v; "
-        "gate and up. The head and routers always stay.",
+        help="Do not quantize linear layers whose names match this regular expression (from the "
+        "start of the name). Can be given several times. Fused layers are kept together: q, k and "
+        "v; gate and up. The LM head and routers are never quantized.",
     )
     parser.add_argument(
         "--calibration-text",
         type=Path,
         metavar="FILE",
-        help="Choose scales by the error in layers' outputs on this text, a UTF-8 file, instead "
-        "of rounding to nearest. Experts are rounded to nearest all the same.",
+        help="Calibrate scales on this UTF-8 text file: minimize the error of each layer's output "
+        "instead of rounding to nearest. Experts are always rounded to nearest.",
     )
     parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="What perplexity is measured on; default: a short text that comes with Penstock.",
+        help="Text file to measure perplexity on; default: a short text included in Penstock.",
     )
     parser.add_argument(
         "--no-perplexity",
         action="store_true",
-        help="Only write the checkpoint. Without --calibration-text nothing is computed then, and "
-        "memory holds one file of at most 5 GB, however large the model.",
+        help="Only write the checkpoint. Without --calibration-text this needs memory for one file "
+        "of at most 5 GB, whatever the size of the model.",
     )
 
 

@@ -29,22 +29,32 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         subparsers,
         "run-batch",
         run,
-        "Answer the requests of a file in OpenAI's batch format. Results are added to the output "
-        "as they come; a second run with the same output goes on where the first one stopped.",
+        "Run the requests in an OpenAI batch file. Results are appended to the output file as they "
+        "finish. A second run with the same output file resumes the first.",
         "-i FILE -o FILE [MODEL]",
     )
     add_model_argument(parser)
     parser.add_argument(
-        "-i", "--input-file", type=Path, required=True, metavar="FILE", help="Requests, one a line."
+        "-i",
+        "--input-file",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="Requests, one per line.",
     )
     parser.add_argument(
-        "-o", "--output-file", type=Path, required=True, metavar="FILE", help="Results, one a line."
+        "-o",
+        "--output-file",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="Results, one per line.",
     )
     parser.add_argument(
         "--max-concurrency",
         type=positive_int,
         metavar="N",
-        help="Most requests at once (default: twice as many as the engine runs at once)",
+        help="Maximum concurrent requests (default: twice max_num_seqs)",
     )
     add_engine_arguments(parser)
 

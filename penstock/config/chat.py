@@ -13,31 +13,34 @@ from penstock.protocol.errors import ConfigError
 class ChatConfig:
     tool_call_parser: str | None = option(
         None,
-        "How this model writes tool calls, such as hermes; default: by its chat template, where "
-        "that is unmistakable, and hermes where the template shows no tools; none: there are no "
-        "tool calls. docs/parsers.md lists them.",
+        "Parser for tool calls, such as hermes; default: detected from the chat template, or "
+        "hermes if the template does not render tools; none: no tool calls. docs/parsers.md lists "
+        "the parsers.",
     )
     reasoning_parser: str | None = option(
         None,
-        "How this model writes its reasoning, such as deepseek_r1; default: by its chat template, "
-        "where that is unmistakable; none: reasoning is part of the answer.",
+        "Parser for reasoning, such as deepseek_r1; default: detected from the chat template; "
+        "none: reasoning stays in the content.",
     )
     enable_auto_tool_choice: bool = option(
-        True, "Let the model decide whether to call tools; off: it calls those that a request asks."
+        True,
+        "Let the model decide whether to call tools. If off, it calls only tools that a request "
+        "requires.",
     )
     chat_renderer: Literal["auto", "template", "mistral", "deepseek", "harmony"] = option(
         "auto",
-        "What makes prompts of conversations; auto: harmony for gpt-oss, else the chat template, "
-        "to which tools are added if it shows none, and for a model without one its family's own; "
-        "template: the chat template as it is.",
+        "How conversations become prompts. auto: harmony for gpt-oss, otherwise the chat "
+        "template, with tools added if it does not render them, or the model family's format if "
+        "there is no template. template: the chat template unchanged.",
     )
     default_chat_template_kwargs: dict[str, Any] | None = option(
         None,
-        "Arguments of the chat template that requests may override, as JSON: "
-        '{"enable_thinking": false}.',
+        'Default chat template arguments as JSON, such as {"enable_thinking": false}. Requests '
+        "can override them.",
     )
     trust_request_chat_template: bool = option(
-        False, "Take chat templates from requests: they are code, which runs confined."
+        False,
+        "Accept chat templates in requests. Templates are code; they run in a confined process.",
     )
 
     def __post_init__(self) -> None:

@@ -53,7 +53,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, several: Collection[st
         "--config",
         metavar="FILE",
         type=Path,
-        help="YAML file with options by name; flags win over it.",
+        help="YAML file with options by name. Flags take precedence.",
     )
     for section, options in all_options().items():
         group = parser.add_argument_group(f"{section} options")
@@ -136,8 +136,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_tokens: int) 
     """
     group = parser.add_argument_group(
         "sampling",
-        "Defaults shown here give way to the model's own, where it brings some. "
-        "--seed, above, seeds sampling too.",
+        "The model's own defaults, if it has any, take precedence over those shown here. "
+        "--seed above also seeds sampling.",
     )
     for declared in sampling_options():
         if declared.name not in _NO_FLAG:
@@ -208,7 +208,7 @@ def _add_flag(
     elif declared.is_list:
         # Once for each value: a flag that takes several would swallow the prompts after it.
         settings["action"] = "append"
-        settings["help"] += " May be given several times."
+        settings["help"] += " Can be given several times."
     group.add_argument(declared.flag, **settings)
 
 

@@ -17,15 +17,15 @@ _INTRODUCTION = """\
 
 An engine option has one name everywhere: `--max-model-len 2048` on the command line is
 `LLM(max_model_len=2048)` in Python and `max-model-len: 2048` (or `max_model_len`) in the file that
-`--config file.yaml` names. Flags win over the file. Sizes may be written as `4GiB`. A flag that is
-on by default is turned off with `--no-`: `--no-enable-prefix-caching`. A flag that takes a list is
-given once for each value.
+`--config file.yaml` names. Flags take precedence over the file. Sizes can be written as `4GiB`. To
+turn off a flag that is on by default, add `no-`: `--no-enable-prefix-caching`. To give a list,
+repeat the flag.
 """
 
 _SERVER = """\
 ## Server
 
-Flags of `penstock serve`, besides the engine's, and keys of its `--config` file.
+Flags of `penstock serve`, in addition to the engine's, and keys of its `--config` file.
 """
 
 _SAMPLING = """\

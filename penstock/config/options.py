@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
+from penstock.protocol.errors import ConfigError
+
 _HELP = "help"
 
 
@@ -21,6 +23,20 @@ def option(default: Any, help: str) -> Any:
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={_HELP: help})
     return dataclasses.field(default=default, metadata={_HELP: help})
+
+
+def require(
+    config: object, *names: str, least: float | None = None, above: float | None = None
+) -> None:
+    """Raise `ConfigError` for one of these options that is too small; None is never."""
+    for name in names:
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if least is not None and value < least:
+            raise ConfigError(f"{name} must be at least {least:g}, got {value}")
+        if above is not None and value <= above:
+            raise ConfigError(f"{name} must be above {above:g}, got {value}")
 
 
 @dataclass(frozen=True)

@@ -25,20 +25,19 @@ POOLER_KEYS: dict[str, str] = {
 class PoolingConfig:
     runner: Literal["auto", "generate", "pooling"] = option(
         "auto",
-        "generate: the model writes text; pooling: it gives embeddings, classes or scores; auto: "
-        "what its architecture is for, and pooling where sentence-transformers' files are beside "
-        "it.",
+        "What the model does. generate: text; pooling: embeddings, classes or scores; auto: by "
+        "its architecture, or pooling if it has sentence-transformers files.",
     )
     convert: Literal["auto", "embed", "classify"] = option(
         "auto",
-        "What a pooling model gives; auto: classes if its architecture has a classifier, else "
-        "embeddings.",
+        "What a pooling model returns. auto: classes if its architecture has a classifier, "
+        "otherwise embeddings.",
     )
     pooler_config: dict[str, Any] | None = option(
         None,
-        'How hidden states become vectors, as JSON: {"pooling_type": "MEAN"}. Keys: '
+        'Pooler settings as JSON, such as {"pooling_type": "MEAN"}. Keys: '
         + ", ".join(POOLER_KEYS)
-        + "; default: what the model's files say.",
+        + "; default: from the model's files.",
     )
 
     def __post_init__(self) -> None:

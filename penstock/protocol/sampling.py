@@ -50,61 +50,62 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="samp
     n: int = 1
     """Number of completions for the prompt."""
     presence_penalty: float = 0.0
-    """Subtracted once from every token that the output already contains; -2 to 2."""
+    """Penalty for tokens that already occur in the output; -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted for each time a token occurs in the output so far; -2 to 2."""
+    """Penalty per occurrence of a token in the output; -2 to 2."""
     repetition_penalty: float = 1.0
-    """Divides (or multiplies, if negative) logits of tokens in prompt and output; 0.01 to 100."""
+    """Penalty for tokens in the prompt or the output. Divides positive logits and multiplies
+    negative ones; 0.01 to 100."""
     temperature: float = 1.0
-    """0 is greedy; lower is more certain."""
+    """Sampling temperature; 0: greedy."""
     top_p: float = 1.0
-    """Keep the smallest set of tokens whose probabilities add up to this; (0, 1]."""
+    """Sample from the smallest set of tokens whose probabilities add up to this; (0, 1]."""
     top_k: int = 0
-    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    """Sample from this many most likely tokens; 0 or -1: all."""
     min_p: float = 0.0
-    """Keep tokens at least this likely relative to the most likely one; [0, 1]."""
+    """Minimum probability of a token, relative to the most likely one; [0, 1]."""
     seed: int | None = None
-    """Makes the output repeatable. None draws a seed for each request."""
+    """Seed for reproducible output. None: a random seed for each request."""
     stop: str | list[str] | None = None
-    """Texts that end the output when they appear in it; at most {MAX_STOP_STRINGS}."""
+    """Strings that end the output; at most {MAX_STOP_STRINGS}."""
     stop_token_ids: list[int] | None = None
-    """Tokens that end the output."""
+    """Token IDs that end the output."""
     ignore_eos: bool = False
-    """Go on after the end-of-text token."""
+    """Continue after the end-of-sequence token."""
     max_tokens: int | None = 16
-    """Most tokens to generate; None: as many as fit into the context."""
+    """Maximum tokens to generate; None: as many as the context allows."""
     min_tokens: int = 0
-    """Fewest tokens to generate before a stop token or stop text may end the output."""
+    """Minimum tokens to generate before a stop token or stop string can end the output."""
     logprobs: int | None = None
-    """How many most likely tokens to return log-probabilities for, the chosen one besides;
+    """Number of most likely tokens to return logprobs for, in addition to the sampled one;
     -1: all."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt."""
+    """The same for each prompt token."""
     logprob_token_ids: list[int] | None = None
-    """Return log-probabilities of these tokens, at most 128, in place of the most likely ones."""
+    """Return logprobs of these tokens instead of the most likely ones; at most 128."""
     detokenize: bool = True
-    """Turn tokens into text; off leaves `text` empty and stop strings unusable."""
+    """Convert tokens to text. If off, `text` is empty and stop strings are not allowed."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Remove special tokens from the text."""
     spaces_between_special_tokens: bool = True
-    """Accepted for compatibility: the tokenizer's own spacing is always kept."""
+    """Accepted for compatibility. The tokenizer's spacing is always used."""
     include_stop_str_in_output: bool = False
-    """Keep the stop text that ended the output."""
+    """Keep the stop string in the text."""
     output_kind: OutputKind = OutputKind.CUMULATIVE
     """What each output of a stream holds."""
     logit_bias: dict[int, float] | None = None
-    """Added to the logits of these tokens, at most {MAX_BIAS_ENTRIES}; -{MAX_BIAS} to
-    {MAX_BIAS}."""
+    """Bias for the logits of token IDs, -{MAX_BIAS} to {MAX_BIAS}; at most {MAX_BIAS_ENTRIES}
+    entries."""
     allowed_token_ids: list[int] | None = None
-    """Only these tokens may be chosen."""
+    """Token IDs that can be sampled; all others are masked."""
     bad_words: list[str] | None = None
     """Words that must not be generated; at most {MAX_BAD_WORDS}."""
     structured_outputs: StructuredOutputsParams | None = None
     """What the output must match: a JSON schema, a regular expression, a choice, a grammar."""
     thinking_token_budget: int | None = None
-    """Most tokens of reasoning, after which it is brought to its end; None or -1: no limit."""
+    """Maximum reasoning tokens; then the reasoning is ended. None or -1: no limit."""
     extra_args: dict[str, Any] | None = None
-    """Passed on to custom logits processors."""
+    """Arguments for custom logits processors."""
 
     def __post_init__(self) -> None:
         self.validate()

@@ -196,6 +196,6 @@ def test_every_sampling_parameter_is_described_by_its_docstring() -> None:
     described = {option.name: option for option in sampling_options()}
     assert set(described) == {field.name for field in msgspec.structs.fields(SamplingParams)}
     assert described["n"].help == "Number of completions for the prompt."
-    assert described["logprobs"].help.endswith("the chosen one besides; -1: all.")
+    assert described["logprobs"].help.endswith("in addition to the sampled one; -1: all.")
     assert described["stop"].is_list
     assert described["stop"].optional

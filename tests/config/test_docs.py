@@ -32,9 +32,9 @@ def test_the_reference_page_names_every_option_once() -> None:
 
 def test_the_bounds_of_logit_bias_that_the_page_gives_are_those_that_hold() -> None:
     (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith("| `logit_bias` |")]
-    found = re.search(r"at most (\d+); -(\d+) to (\d+)", row)
+    found = re.search(r"-(\d+) to (\d+); at most (\d+)", row)
     assert found
-    most, lowest, highest = map(int, found.groups())
+    lowest, highest, most = map(int, found.groups())
     biases = {token_id: float(highest) for token_id in range(most)}
     assert SamplingParams(logit_bias={**biases, 0: float(-lowest)}).logit_bias
     for wrong in ({**biases, most: 0.0}, {0: highest + 1.0}, {0: -lowest - 1.0}):

@@ -35,7 +35,7 @@ def add_workload_arguments(
 ) -> None:
     """``--workload``, or lengths and a count of requests under the name `count_flag`."""
     parser.add_argument(
-        "--workload", choices=NAMES, help="A reference workload; excludes lengths and counts."
+        "--workload", choices=NAMES, help="Reference workload; not with lengths and counts."
     )
     parser.add_argument(
         count_flag,
@@ -49,7 +49,7 @@ def add_workload_arguments(
             flag,
             type=positive_int,
             metavar="N",
-            help=f"{what} tokens of each request (default: {DEFAULT_LEN})",
+            help=f"{what} tokens per request (default: {DEFAULT_LEN})",
         )
     parser.set_defaults(default_num_requests=default_count)
 
@@ -68,7 +68,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, num_iters: int, warmup
         type=natural_int,
         default=warmup,
         metavar="N",
-        help="Runs before those, not measured (default: %(default)s)",
+        help="Warm-up runs, not measured (default: %(default)s)",
     )
     add_json_argument(parser)
 
@@ -77,7 +77,7 @@ def add_json_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="Also write the report as JSON; - writes it to standard output, the table moves to "
+        help="Also write the report as JSON. With -, JSON goes to standard output and the table to "
         "standard error.",
     )
 
@@ -86,8 +86,8 @@ def add_profile_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         metavar="FILE",
-        help="After the measured runs, write a torch profiler trace of one more (open it with "
-        "https://ui.perfetto.dev) and print where its time went.",
+        help="Write a torch profiler trace of one more run (open it with https://ui.perfetto.dev) "
+        "and print where the time went.",
     )
 
 

@@ -28,9 +28,9 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         subparsers,
         "latency",
         run,
-        "Time of one batch of requests: to the first token (measured by a run of its own that "
-        "asks for one token), to the last, and for each token in between. Prefix caching is off "
-        "unless asked for.",
+        "Measure the latency of one batch of requests: time to first token (in a separate run of "
+        "one token), time per output token and end-to-end latency. Prefix caching is off by "
+        "default.",
     )
     add_workload_arguments(parser, "--batch-size", "Requests in the batch", default_count=1)
     add_run_arguments(parser, num_iters=5, warmup=1)

@@ -35,7 +35,7 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         subparsers,
         "serve",
         run,
-        "Latency and throughput of any OpenAI-compatible server, measured over streams.",
+        "Measure latency and throughput of any OpenAI-compatible server.",
         "--base-url URL",
     )
     _add_server_arguments(parser.add_argument_group("server"))
@@ -48,72 +48,91 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         type=goal,
         default=[],
         metavar="NAME:MS",
-        help="Count requests that meet all of these, such as ttft:500 tpot:50 e2el:5000.",
+        help="Count requests that meet all of these SLOs (ms), such as ttft:500 tpot:50 e2el:5000.",
     )
-    group.add_argument("--plot", type=Path, metavar="FILE", help="Also draw the run, as a PNG.")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="Also plot the run as a PNG.")
     add_json_argument(group)
 
 
 def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--base-url", required=True, metavar="URL", help="http://127.0.0.1:8000")
+    group.add_argument(
+        "--base-url",
+        required=True,
+        metavar="URL",
+        help="Server to measure, such as http://127.0.0.1:8000.",
+    )
     group.add_argument(
         "--backend",
         choices=("openai", "openai-chat"),
         default="openai",
-        help="/v1/completions or /v1/chat/completions (default: %(default)s)",
+        help="API to use: /v1/completions or /v1/chat/completions (default: %(default)s)",
     )
-    group.add_argument("--model", metavar="NAME", help="default: the first of /v1/models")
-    group.add_argument("--api-key", metavar="TEXT", help="Sent as a bearer token.")
+    group.add_argument(
+        "--model", metavar="NAME", help="Model name (default: the first of /v1/models)"
+    )
+    group.add_argument("--api-key", metavar="TEXT", help="API key, sent as a bearer token.")
     group.add_argument(
         "--timeout",
         type=positive_float,
         default=600.0,
         metavar="S",
-        help="Seconds after which a request has failed (default: %(default)s)",
+        help="Timeout per request in seconds (default: %(default)s)",
     )
     group.add_argument(
         "--extra-body",
         type=json_object,
         default={},
         metavar="JSON",
-        help='Fields of every request, such as {"top_k": 5}; null removes one.',
+        help='Extra fields for every request, such as {"top_k": 5}; null removes a field.',
     )
 
 
 def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--workload", choices=NAMES, help="A reference workload.")
+    group.add_argument("--workload", choices=NAMES, help="Reference workload.")
     group.add_argument(
         "--dataset",
         choices=("random", "custom"),
-        help="Random prompts, or those of --dataset-path (default: random)",
+        help="Random prompts, or those in --dataset-path (default: random)",
     )
     group.add_argument(
-        "--dataset-path", type=Path, metavar="FILE", help="JSON lines of prompt and output_len."
+        "--dataset-path",
+        type=Path,
+        metavar="FILE",
+        help="JSON Lines file with prompt and output_len.",
     )
     group.add_argument(
         "--num-prompts",
         type=positive_int,
         metavar="N",
-        help=f"Requests (default: {DEFAULT_NUM_PROMPTS}, or all of the file)",
+        help=f"Number of requests (default: {DEFAULT_NUM_PROMPTS}, or all in the file)",
     )
     for flag, what in (("--input-len", "Prompt"), ("--output-len", "Output")):
-        text = f"{what} tokens of each (default: {DEFAULT_LEN})"
+        text = f"{what} tokens per request (default: {DEFAULT_LEN})"
         group.add_argument(flag, type=positive_int, metavar="N", help=text)
     group.add_argument(
         "--range-ratio",
         type=ratio,
         metavar="R",
-        help="Draw lengths from (1 - R) to (1 + R) times those (default: 0)",
+        help="Draw lengths from (1 - R) to (1 + R) times these values (default: 0)",
     )
-    group.add_argument("--temperature", type=float, metavar="X", help="default: the workload's, 0")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="Sampling temperature (default: the workload's, or 0)",
+    )
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="Go on to the asked length (default: on, off for --dataset custom)",
+        help="Always generate the full output length (default: on, off for --dataset custom)",
     )
     group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="Of prompts and arrivals (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="Seed for prompts and arrival times (default: 0)",
     )
 
 
@@ -123,27 +142,27 @@ def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
         type=positive_float,
         default=math.inf,
         metavar="R",
-        help="Requests a second, on average (default: inf, all at once)",
+        help="Average requests per second (default: inf, all at once)",
     )
     group.add_argument(
         "--burstiness",
         type=positive_float,
         default=1.0,
         metavar="X",
-        help="1: Poisson arrivals; below: in bursts; above: evener (default: %(default)s)",
+        help="1: Poisson arrivals; lower: burstier; higher: more even (default: %(default)s)",
     )
     group.add_argument(
         "--max-concurrency",
         type=positive_int,
         metavar="N",
-        help="Most requests in flight; others wait for a place (default: no limit)",
+        help="Maximum requests in flight; further ones wait (default: no limit)",
     )
     group.add_argument(
         "--num-warmups",
         type=natural_int,
         default=0,
         metavar="N",
-        help="Requests before those, not measured (default: %(default)s)",
+        help="Warm-up requests, not measured (default: %(default)s)",
     )
 
 

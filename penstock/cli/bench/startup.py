@@ -27,8 +27,8 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         subparsers,
         "startup",
         run,
-        "Time from the start of a process to its first token, in fresh processes; the warm-up "
-        "run fetches the model where it is not yet there.",
+        "Measure the time from process start to the first token, in fresh processes. The warm-up "
+        "run downloads the model if necessary.",
     )
     add_run_arguments(parser, num_iters=3, warmup=1)
     add_engine_arguments(parser)

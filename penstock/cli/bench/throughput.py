@@ -27,7 +27,8 @@ def add_parser(subparsers: Subparsers[Any]) -> None:
         subparsers,
         "throughput",
         run,
-        "Tokens a second with all requests sent at once. Prefix caching is off unless asked for.",
+        "Measure tokens per second with all requests sent at once. Prefix caching is off by "
+        "default.",
     )
     add_workload_arguments(parser, "--num-prompts", "Requests sent at once", default_count=16)
     add_run_arguments(parser, num_iters=1, warmup=0)
