@@ -14,8 +14,8 @@ from penstock.executor.step_queue import StepQueue
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
-from penstock.models.pooler import Pooler, make_pooler, needs_whole_prompts
-from penstock.models.runtime import hold_whole_prompts, resolve_limits
+from penstock.models.pooler import Pooler, make_pooler, needs_whole_prompts, sentence_files
+from penstock.models.runtime import hold_whole_prompts, keep_trained_length, resolve_limits
 from penstock.platforms.platform import Platform
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
@@ -50,15 +50,18 @@ class Worker:
             num_drafts=drafter.num_drafts if drafter else 0,
             needs_tokens=any(processor.needs_tokens for processor in self.processors),
         )
+        task = choose_task(config, source)
+        files = sentence_files(source) if task == "embed" else None
+        if files is not None and config.model.max_model_len is None:
+            self.limits = keep_trained_length(self.limits, files.max_seq_length)
         self.model, self.dtypes, self.ops = load_model(
             config, source, platform, mesh, self.limits.max_model_len
         )
         if needs_whole_prompts(self.model):
             self.limits = hold_whole_prompts(self.limits, config)
-        task = choose_task(config, source)
         self.pooler: Pooler | None = None
         if task != "generate":
-            self.pooler = make_pooler(self.model, task, config, source)
+            self.pooler = make_pooler(self.model, task, config, source, files)
         self.runner: ModelRunner | None = None
         self.routed_experts: RoutedExpertsRecorder | None = None
         if config.model.enable_return_routed_experts:

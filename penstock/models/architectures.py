@@ -154,7 +154,7 @@ def _encoder(
     return {f"{family}{head}": known for head in (*every, *heads)}
 
 
-# Pooling models. `parity` names checkpoints of tests/models/tiny_encoders.py.
+# Pooling models. `parity` names checkpoints of tests/tiny_encoders.py.
 ENCODERS: dict[str, Architecture] = {
     **_encoder(
         "Bert",

@@ -40,7 +40,7 @@ These models pool: they give embeddings and, with a classifier, labels and score
 runs with all of its heads: `Model`, `ForMaskedLM` (whose head is not loaded),
 `ForSequenceClassification` and `ForTokenClassification`.
 
-**Verification.** The last column names small random checkpoints (`tests/models/tiny_encoders.py`).
+**Verification.** The last column names small random checkpoints (`tests/tiny_encoders.py`).
 On each, the hidden states of all tokens and the logits of both classifiers are within 1e-4 of
 transformers' in float32 on a CPU, each request alone and all in one batch
 (`tests/models/test_encoders.py`).

@@ -5,16 +5,24 @@ Everything here is float32, whatever the model computes in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from penstock.config import EngineConfig
 from penstock.layers.attention import Attention
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part
+from penstock.loading.sentence_transformers import (
+    ActivationName,
+    DenseFile,
+    SentenceTransformer,
+    read_sentence_transformers,
+)
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import Task, label_tokens
 from penstock.models.base import Model
@@ -28,6 +36,14 @@ from penstock.text.scoring import QWEN3_RERANKER
 from penstock.text.tokenizer import load_tokenizer
 
 Activation = Literal["softmax", "sigmoid", "identity"]
+ACTIVATIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
+    "identity": lambda x: x,
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "gelu": nn.functional.gelu,
+    "silu": nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+}
 
 
 def needs_whole_prompts(model: nn.Module) -> bool:
@@ -192,8 +208,9 @@ class Pooler:
             if use_activation is False or self.activation == "identity":
                 return logits
             return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
-        for layer in self.dense:
-            pooled = layer(pooled)
+        if task == "embed":  # they were trained on pooled vectors
+            for layer in self.dense:
+                pooled = layer(pooled)
         if dimensions is not None:
             pooled = pooled[:, :dimensions]
         if use_activation is None:
@@ -201,7 +218,47 @@ class Pooler:
         return nn.functional.normalize(pooled, dim=-1) if use_activation else pooled
 
 
-def make_pooler(model: Model, task: Task, config: EngineConfig, source: ModelSource) -> Pooler:
+class Dense(nn.Module):
+    """A layer behind the pooling, of sentence-transformers' files."""
+
+    def __init__(self, file: DenseFile, in_features: int, device: torch.device) -> None:
+        super().__init__()
+        path = file.folder / "model.safetensors"
+        if file.in_features != in_features:
+            raise ModelError(
+                f"{file.folder / 'config.json'}: in_features is {file.in_features}, but the vector "
+                f"that comes in has {in_features} numbers"
+            )
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from error
+        expected = {"linear.weight": [file.out_features, in_features]}
+        if file.bias:
+            expected["linear.bias"] = [file.out_features]
+        found = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        if found != expected:
+            raise ModelError(f"{path}: must hold {expected}, got {found}")
+        self.weight = tensors["linear.weight"].float().to(device)
+        self.bias = tensors["linear.bias"].float().to(device) if file.bias else None
+        self.activate = ACTIVATIONS[file.activation]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activate(nn.functional.linear(x, self.weight, self.bias))
+
+
+def sentence_files(source: ModelSource) -> SentenceTransformer | None:
+    """What sentence-transformers' files beside a model say; None where there are none."""
+    return read_sentence_transformers(source.path) if source.path.is_dir() else None
+
+
+def make_pooler(
+    model: Model,
+    task: Task,
+    config: EngineConfig,
+    source: ModelSource,
+    files: SentenceTransformer | None,
+) -> Pooler:
     """The pooler of a loaded model: by the operator's word, else by its files, else its own."""
     given = config.pooling.pooler_config or {}
     raw = source.config
@@ -228,10 +285,14 @@ def make_pooler(model: Model, task: Task, config: EngineConfig, source: ModelSou
         if given.get("use_activation") is False:
             activation = "identity"
         return Pooler(model, info, activation, normalizes=False)
-    pooling_type = given.get("pooling_type", model.pooling)
+    pooling_type = given.get("pooling_type", files.pooling if files else model.pooling)
     tasks = ["token_embed"] if pooling_type == "ALL" else ["embed", "token_embed"]
     sizes = given.get("dimensions", raw.get("matryoshka_dimensions")) or []
     size = model.hidden_size
+    dense = []
+    for file in files.dense if files else ():
+        dense.append(Dense(file, size, next(model.parameters()).device))
+        size = file.out_features
     info = PoolingInfo(
         tasks=tasks,
         pooling_type=pooling_type,
@@ -239,8 +300,12 @@ def make_pooler(model: Model, task: Task, config: EngineConfig, source: ModelSou
         dimensions=[n for n in sizes if isinstance(n, int) and 0 < n <= size],
         any_dimension=not sizes and raw.get("is_matryoshka") is True,
         reads_prefix_cache=pooling_type == "LAST",
+        lower_case=files is not None and files.lower_case,
+        prompts=dict(files.prompts) if files else {},
+        default_prompt_name=files.default_prompt_name if files else None,
     )
-    return Pooler(model, info, "identity", normalizes=given.get("use_activation", True))
+    normalizes = given.get("use_activation", files.normalize if files else True)
+    return Pooler(model, info, "identity", normalizes, dense)
 
 
 def _activation(raw: Mapping[str, Any], num_labels: int) -> Activation:

@@ -91,6 +91,13 @@ def resolve_dtypes(
     return Dtypes(dtype, kv_dtype)
 
 
+def keep_trained_length(limits: StepLimits, max_seq_length: int | None) -> StepLimits:
+    """The same for an embedding model that was trained on texts of at most so many tokens."""
+    if max_seq_length is None or max_seq_length >= limits.max_model_len:
+        return limits
+    return msgspec.structs.replace(limits, max_model_len=max_seq_length)
+
+
 def hold_whole_prompts(limits: StepLimits, config: EngineConfig) -> StepLimits:
     """The same for a model whose prompts cannot be cut: every one must fit into a step."""
     longest, asked = limits.max_model_len, config.scheduler.max_num_batched_tokens

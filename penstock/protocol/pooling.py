@@ -24,6 +24,8 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="pooli
     """Keep the first so many numbers of an embedding; for models that were trained for it."""
     use_activation: bool | None = None
     """Normalize embeddings, turn logits into probabilities; None: as the model says."""
+    prompt_name: str | None = None
+    """Which of the model's prompts to put before the text; None: its default, if it has one."""
 
     def __post_init__(self) -> None:
         self.validate()
@@ -36,6 +38,10 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="pooli
             )
         if self.dimensions is not None:
             check_int("dimensions", self.dimensions, 1, 2**31 - 1)
+        if self.prompt_name is not None and not isinstance(self.prompt_name, str):
+            raise InputError(
+                f"prompt_name must be a string, got {self.prompt_name!r:.80}", "prompt_name"
+            )
         if self.use_activation not in (None, True, False):
             raise InputError(
                 f"use_activation must be True or False, got {self.use_activation!r:.80}",
@@ -69,6 +75,28 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     any_dimension: bool = False  # or to any length
     reads_prefix_cache: bool = False  # a cached prefix lacks nothing that pooling needs
     score_template: str | None = None  # of a pair, with {query}, {document} and {instruction}
+    lower_case: bool = False  # texts are
+    prompts: dict[str, str] = {}  # what may stand before a text, by name
+    default_prompt_name: str | None = None
+
+    def text_of(self, text: str, params: PoolingParams) -> str:
+        """A text as the model was trained to read it."""
+        prompt = self._prompt(params)
+        text = prompt + text
+        return text.lower() if self.lower_case else text
+
+    def _prompt(self, params: PoolingParams) -> str:
+        name = params.prompt_name
+        if name is None:
+            name = self.default_prompt_name
+            return "" if name is None else self.prompts[name]
+        if name not in self.prompts:
+            known = ", ".join(self.prompts) or "none"
+            raise InputError(
+                f"prompt_name must be one of the model's prompts ({known}), got {name!r:.80}",
+                "prompt_name",
+            )
+        return self.prompts[name]
 
     def check(self, params: PoolingParams) -> PoolingTask:
         """The task that these mean. Raises InputError for what this model cannot do."""

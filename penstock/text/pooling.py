@@ -71,8 +71,11 @@ def prepare_pooling(
         encode = _encode_pair if template is None else partial(_encode_templated, template)
         token_ids, second_segment = encode(frontend, prompt, truncation, limit, field)
     elif isinstance(prompt, str):
-        token_ids = _encode(frontend, prompt, truncation, limit, add_special_tokens, field)
+        text = info.text_of(prompt, params)
+        token_ids = _encode(frontend, text, truncation, limit, add_special_tokens, field)
     else:
+        if params.prompt_name is not None:
+            raise InputError("prompt_name is for texts, not for token ids", "prompt_name")
         token_ids = list(prompt)
         if truncation.num_tokens is not None:
             token_ids = token_ids[:limit] if truncation.side == "first" else token_ids[-limit:]

