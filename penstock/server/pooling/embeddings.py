@@ -91,7 +91,12 @@ async def _answer(
     service.check_pools()
     service.check_capacity()
     use_activation: bool | None = getattr(body, "use_activation", None)
-    params = PoolingParams(task=task, dimensions=dimensions, use_activation=use_activation)
+    params = PoolingParams(
+        task=task,
+        dimensions=dimensions,
+        use_activation=use_activation,
+        prompt_name=getattr(body, "prompt_name", None),
+    )
     pooling_info(service.frontend).check(params)  # before a thousand texts are tokenized
     request_id = f"{kind}-{body.request_id or request.state.request_id}"
     inputs = read_inputs(body)

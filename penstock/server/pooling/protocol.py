@@ -58,6 +58,9 @@ class EmbeddingRequest(InputBody):
         None, description="Cut to so many numbers, of models that were trained for it."
     )
     use_activation: bool | None = Field(None, description="Off: do not normalize.")
+    prompt_name: Text | None = Field(
+        None, description="Which of the model's prompts stands before each text."
+    )
 
 
 class PoolingRequest(EmbeddingRequest):
