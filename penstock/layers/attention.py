@@ -10,7 +10,8 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.context import current_context
-from penstock.ops.blocks import BlockTensor, Weight
+from penstock.layers.loadable import copy_shard
+from penstock.ops.blocks import Weight
 from penstock.protocol.kv import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -135,6 +136,4 @@ class Attention(nn.Module):
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
         assert self.sinks is not None
-        assert not isinstance(tensor, BlockTensor), "sinks are not a matrix"
-        first = self.tp.rank * self.num_heads
-        self.sinks.copy_(tensor[first : first + self.num_heads])
+        copy_shard(self.sinks, tensor, self.tp)

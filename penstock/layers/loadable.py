@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from penstock.ops.blocks import Weight
+import torch
+
+from penstock.distributed.group import Group
+from penstock.ops.blocks import BlockTensor, Weight
 
 ANY = -1  # a size in `Expected.shape` that the checkpoint alone knows
 
@@ -37,3 +40,16 @@ class Loadable(Protocol):
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
         """Take this rank's shard of a tensor that has the expected shape."""
+
+
+def copy_shard(
+    parameter: torch.Tensor, tensor: Weight, tp: Group, num_shards: int | None = None
+) -> None:
+    """Fill a parameter with this rank's rows of a tensor that is not a matrix.
+
+    `num_shards` is how many ranks' worth of different rows there are; None: as many as ranks.
+    """
+    assert not isinstance(tensor, BlockTensor), "only matrices are stored in blocks"
+    shards = tp.size if num_shards is None else num_shards
+    first = tp.rank * shards // tp.size * len(parameter)
+    parameter.copy_(tensor[first : first + len(parameter)])

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part, row_linear
+from penstock.layers.loadable import copy_shard
 from penstock.layers.norm import RMSNorm
 from penstock.layers.recurrent import CausalConv, HeadParameters, RecurrentLayer, check_heads
-from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.blocks import Weight
 from penstock.ops.mamba2 import SpaceWeights
 from penstock.protocol.errors import ConfigError
 
@@ -161,6 +162,4 @@ class GatedNorm(RMSNorm):
         return {("weight", ""): (self.full_size,)}
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
-        first = self.tp.rank * len(self.weight)
-        self.weight.copy_(tensor[first : first + len(self.weight)])
+        copy_shard(self.weight, tensor, self.tp)

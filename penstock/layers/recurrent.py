@@ -10,6 +10,7 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.context import current_context
 from penstock.layers.linear import Part
+from penstock.layers.loadable import copy_shard
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.recurrent import StateStep
 from penstock.protocol.errors import ConfigError
@@ -108,9 +109,7 @@ class HeadParameters(nn.Module):
         return {(name, ""): (self.full_size,) for name, _ in self.named_parameters()}
 
     def take(self, name: str, tensor: Weight) -> None:
-        assert not isinstance(tensor, BlockTensor), "these are not a matrix"
-        first = self.build.tp.rank * self.size
-        self.get_parameter(name).copy_(tensor[first : first + self.size])
+        copy_shard(self.get_parameter(name), tensor, self.build.tp)
 
 
 def check_heads(ranks: int, kind: str, num_heads: int) -> None:

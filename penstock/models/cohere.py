@@ -8,11 +8,12 @@ from torch import nn
 
 from penstock.layers.blocks import Angles, RotaryAttention
 from penstock.layers.build import Build
+from penstock.layers.loadable import copy_shard
 from penstock.layers.norm import LayerNorm, Norm
 from penstock.models.base import Hidden
 from penstock.models.config import read_float
 from penstock.models.decoder import DecoderLM
-from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.blocks import Weight
 
 
 class HeadsNorm(LayerNorm):
@@ -28,10 +29,7 @@ class HeadsNorm(LayerNorm):
         return {("weight", ""): self.full_shape}
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
-        heads = len(self.weight)
-        start = self.tp.rank * self.num_shards // self.tp.size * heads
-        self.weight.copy_(tensor[start : start + heads])
+        copy_shard(self.weight, tensor, self.tp, self.num_shards)
 
 
 class CohereLayer(nn.Module):
@@ -67,7 +65,7 @@ class CohereForCausalLM(DecoderLM):
 
     def attention(self, index: int) -> RotaryAttention:
         config = self.config
-        bias = bool(config.raw.get("attention_bias", False))
+        bias = self.attention_bias
         attention = self.rotary_attention(index, qkv_bias=bias, output_bias=bias)
         if config.raw.get("use_qk_norm", False):
             attention.use_norms(

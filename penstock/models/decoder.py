@@ -63,6 +63,25 @@ class DecoderLayer(nn.Module):
         return self.mlp(x), residual
 
 
+class SandwichLayer(nn.Module):
+    """x + norm(attention(norm(x))), then the same with the MLP, its addition left to the next."""
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module, norms: list[Norm]) -> None:
+        super().__init__()
+        self.self_attn = attention
+        self.mlp = mlp
+        self.input_layernorm, self.post_attention_layernorm = norms[:2]
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm.add(x, residual)
+        x = self.post_attention_layernorm(self.self_attn(x, angles))
+        x, residual = self.pre_feedforward_layernorm.add(x, residual)
+        return self.post_feedforward_layernorm(self.mlp(x)), residual
+
+
 class Decoder(nn.Module):
     """Embedding, layers and the last norm: what checkpoints call ``model``."""
 
@@ -137,6 +156,16 @@ class DecoderLM(Model):
         """Layer `index`, called like a DecoderLayer: what it returns is still to be added up."""
         return DecoderLayer(self.attention(index), self.mlp(index), self.norm(), self.norm())
 
+    def sandwich_layer(self, index: int) -> SandwichLayer:
+        """Layer `index`, where norms stand before and behind attention and MLP."""
+        norms = [self.norm() for _ in range(4)]
+        return SandwichLayer(self.attention(index), self.mlp(index), norms)
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether config.json gives attention's projections biases, as most models read it."""
+        return bool(self.config.raw.get("attention_bias", False))
+
     def attention(self, index: int) -> nn.Module:
         """The attention block of layer `index`, called like RotaryAttention."""
         raise NotImplementedError
@@ -188,8 +217,12 @@ class DecoderLM(Model):
         x: torch.Tensor = self.model.embed_tokens(token_ids)
         return x
 
+    def angles(self, positions: torch.Tensor) -> Any:
+        """What layers are told of positions [n]: made once a step, read by their attention."""
+        return self.rotary.angles(positions)
+
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
-        angles = self.rotary.angles(positions)
+        angles = self.angles(positions)
         residual: torch.Tensor | None = None
         for layer in self.model.layers:
             x, residual = layer(x, residual, angles)

@@ -90,7 +90,7 @@ class FalconH1ForCausalLM(DecoderLM):
 
     def attention(self, index: int) -> RotaryAttention:
         config = self.config
-        bias = bool(config.raw.get("attention_bias", False))
+        bias = self.attention_bias
         # The multiplier of the keys is a factor of their products with queries, as the scale is.
         scale = config.head_dim**-0.5 * read_float(config.raw, "key_multiplier", 1.0)
         return self.rotary_attention(index, qkv_bias=bias, output_bias=bias, scale=scale)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
+from penstock.layers.blocks import GatedMLP, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.norm import ZeroCentredNorm
 from penstock.models.base import Hidden
@@ -28,27 +28,6 @@ class GeluMLP(GatedMLP):
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         output: torch.Tensor = self.down_proj(F.gelu(gate, approximate="tanh") * up)
         return output
-
-
-class GemmaLayer(nn.Module):
-    """x + norm(attention(norm(x))), then the same with the MLP, its addition left to the next."""
-
-    def __init__(
-        self, attention: RotaryAttention, mlp: nn.Module, norms: list[ZeroCentredNorm]
-    ) -> None:
-        super().__init__()
-        self.self_attn = attention
-        self.mlp = mlp
-        self.input_layernorm, self.post_attention_layernorm = norms[:2]
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norms[2:]
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.post_attention_layernorm(self.self_attn(x, angles))
-        x, residual = self.pre_feedforward_layernorm.add(x, residual)
-        return self.post_feedforward_layernorm(self.mlp(x)), residual
 
 
 class Gemma2ForCausalLM(DecoderLM):
@@ -81,8 +60,7 @@ class Gemma2ForCausalLM(DecoderLM):
         return ZeroCentredNorm(self.build, self.config.hidden_size, self.config.rms_norm_eps)
 
     def layer(self, index: int) -> nn.Module:
-        norms = [self.norm() for _ in range(4)]
-        return GemmaLayer(self.attention(index), self.mlp(index), norms)
+        return self.sandwich_layer(index)
 
     def mlp(self, index: int) -> nn.Module:
         return GeluMLP(self.build, self.config.hidden_size, self.config.intermediate_size)
@@ -96,14 +74,13 @@ class Gemma2ForCausalLM(DecoderLM):
 
     def gemma_attention(self, index: int, **options: Any) -> RotaryAttention:
         config = self.config
-        bias = bool(config.raw.get("attention_bias", False))
         scalar = read_float(config.raw, "query_pre_attn_scalar", config.head_dim)
         if scalar <= 0:
             raise ModelError(f"config.json: query_pre_attn_scalar must be above 0, got {scalar}")
         return self.rotary_attention(
             index,
-            qkv_bias=bias,
-            output_bias=bias,
+            qkv_bias=self.attention_bias,
+            output_bias=self.attention_bias,
             window=config.sliding_window if self.is_windowed(index) else None,
             scale=scalar**-0.5,
             softcap=read_cap(config, "attn_logit_softcapping"),

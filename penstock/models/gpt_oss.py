@@ -13,17 +13,15 @@ import torch
 from torch import nn
 
 from penstock.layers.blocks import RotaryAttention
-from penstock.layers.experts import Experts, ExpertsConfig
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantized.experts import QuantizedExperts
 from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.models.base import WeightTable
 from penstock.models.config import read_float
 from penstock.models.decoder import DecoderLM
+from penstock.models.experts import make_experts
 from penstock.models.gemma2 import layer_is_windowed
-from penstock.models.qwen3_moe import read_num_experts
 from penstock.ops.blocks import BlockTensor, Weight
-from penstock.ops.experts import Routing
 from penstock.ops.quantized import dequantize_fp4
 from penstock.protocol.errors import ModelError
 
@@ -48,11 +46,10 @@ class GptOssForCausalLM(DecoderLM):
 
     def attention(self, index: int) -> RotaryAttention:
         config = self.config
-        bias = bool(config.raw["attention_bias"])
         return self.rotary_attention(
             index,
-            qkv_bias=bias,
-            output_bias=bias,
+            qkv_bias=self.attention_bias,
+            output_bias=self.attention_bias,
             window=config.sliding_window if layer_is_windowed(config, index, 2) else None,
             has_sinks=True,
         )
@@ -64,17 +61,15 @@ class GptOssForCausalLM(DecoderLM):
                 raise ModelError(
                     f"config.json: {name} must be {fixed}, got {config.raw[name]!r:.80}"
                 )
-        num_experts, top_k = read_num_experts(config)
-        experts = ExpertsConfig(
-            num_experts=num_experts,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            routing=Routing(top_k, renormalize=True),
+        return make_experts(
+            self.build,
+            config,
+            config.intermediate_size,
+            renormalize=True,
             activation="swiglu_clamped",
             bias=True,
             router_bias=True,
         )
-        return Experts(self.build, experts)
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Experts one by one, where the file has a layer's in one tensor, packed or not."""

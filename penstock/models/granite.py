@@ -44,7 +44,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
     def attention(self, index: int) -> RotaryAttention:
         raw = self.config.raw
-        bias = bool(raw.get("attention_bias", False))
+        bias = self.attention_bias
         return self.rotary_attention(
             index,
             qkv_bias=bias,

@@ -8,7 +8,7 @@ from penstock.models.decoder import DecoderLM
 
 class LlamaForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
-        bias = bool(self.config.raw.get("attention_bias", False))
+        bias = self.attention_bias
         return self.rotary_attention(index, qkv_bias=bias, output_bias=bias)
 
     def mlp(self, index: int) -> GatedMLP:

@@ -11,18 +11,18 @@ from torch import nn
 
 from penstock.layers.blocks import Angles, RotaryAttention
 from penstock.layers.build import Build
-from penstock.layers.experts import Experts, ExpertsConfig
-from penstock.layers.norm import Norm
-from penstock.models.base import Hidden, WeightTable
+from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, layer_kind, read_float, read_int
 from penstock.models.decoder import DecoderLM
-from penstock.models.qwen3_moe import read_num_experts
+from penstock.models.experts import make_experts
 from penstock.ops.blocks import BlockTensor, Weight
-from penstock.ops.experts import Routing
 from penstock.protocol.errors import ModelError
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
 EXPERTS = ".feed_forward.experts."
+
+# The usual angles, and what queries without positions are multiplied with, [n, 1, 1].
+Llama4Angles = tuple[Angles, torch.Tensor | None]
 
 
 class HeadNorm(nn.Module):
@@ -42,9 +42,8 @@ class HeadNorm(nn.Module):
 class Llama4Attention(RotaryAttention):
     """Norms follow the rotation; without one, queries are scaled by how far along they are."""
 
-    def forward(
-        self, x: torch.Tensor, angles: Angles, temperature: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, given: Llama4Angles) -> torch.Tensor:  # type: ignore[override]
+        angles, temperature = given
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [n, heads, head_dim]
         query, key, value = heads.split(
             [self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1
@@ -57,31 +56,6 @@ class Llama4Attention(RotaryAttention):
             query = (query * temperature).to(query.dtype)
         output: torch.Tensor = self.o_proj(self.attention(query, key, value))
         return output
-
-
-class Llama4Layer(nn.Module):
-    """A usual layer, whose attention is told the temperature."""
-
-    def __init__(
-        self, attention: Llama4Attention, mlp: nn.Module, input_norm: Norm, mlp_norm: Norm
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = input_norm
-        self.self_attn = attention
-        self.post_attention_layernorm = mlp_norm
-        self.mlp = mlp
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        angles: Angles,
-        temperature: torch.Tensor | None,  # [n, 1, 1]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm.add(x, residual)
-        x = self.self_attn(x, angles, temperature)
-        x, residual = self.post_attention_layernorm.add(x, residual)
-        return self.mlp(x), residual
 
 
 class Llama4ForCausalLM(DecoderLM):
@@ -109,12 +83,8 @@ class Llama4ForCausalLM(DecoderLM):
         settings["intermediate_size"] = settings["intermediate_size_mlp"]
         return settings
 
-    def layer(self, index: int) -> Llama4Layer:
-        return Llama4Layer(self.attention(index), self.mlp(index), self.norm(), self.norm())
-
     def attention(self, index: int) -> Llama4Attention:
         config, raw = self.config, self.config.raw
-        bias = bool(raw.get("attention_bias", False))
         has_positions = layer_has_positions(config, index)
         attention = Llama4Attention(
             self.build,
@@ -124,8 +94,8 @@ class Llama4ForCausalLM(DecoderLM):
             config.num_kv_heads,
             config.head_dim,
             self.rotary if has_positions else None,
-            qkv_bias=bias,
-            output_bias=bias,
+            qkv_bias=self.attention_bias,
+            output_bias=self.attention_bias,
             chunk=chunk_of_layer(config, index),
         )
         if has_positions and raw.get("use_qk_norm", True):
@@ -137,17 +107,10 @@ class Llama4ForCausalLM(DecoderLM):
         config = self.config
         if not layer_has_experts(config, index):
             return super().mlp(index)
-        num_experts, top_k = read_num_experts(config)
-        expert_size = read_int(config.raw, "moe_intermediate_size")
-        experts = ExpertsConfig(
-            num_experts=num_experts,
-            hidden_size=config.hidden_size,
-            intermediate_size=expert_size,
-            routing=Routing(top_k, scoring="sigmoid"),
-            scale_inputs=True,
-            shared_size=expert_size,
+        size = read_int(config.raw, "moe_intermediate_size")
+        return make_experts(
+            self.build, config, size, scoring="sigmoid", scale_inputs=True, shared_size=size
         )
-        return Experts(self.build, experts)
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
         """Experts one by one, where the file has a layer's in one tensor, inputs before outputs."""
@@ -169,13 +132,8 @@ class Llama4ForCausalLM(DecoderLM):
                 for part, columns in zip(("gate_proj", "up_proj"), own.chunk(2, 1), strict=True):
                     yield f"{prefix}{part}.weight", columns.t().contiguous()
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
-        angles, temperature = self.rotary.angles(positions), self._temperature(positions)
-        residual: torch.Tensor | None = None
-        for layer in self.model.layers:
-            x, residual = layer(x, residual, angles, temperature)
-        states, residual = self.model.norm.add(x, residual)
-        return Hidden(states)
+    def angles(self, positions: torch.Tensor) -> Llama4Angles:
+        return self.rotary.angles(positions), self._temperature(positions)
 
     def _temperature(self, positions: torch.Tensor) -> torch.Tensor | None:
         """What layers without positions multiply queries with, [n, 1, 1]; None for nothing."""

@@ -8,15 +8,13 @@ from torch import nn
 
 from penstock.layers.blocks import RotaryAttention
 from penstock.layers.build import Build
-from penstock.layers.experts import Experts, ExpertsConfig
 from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.models.deepseek_v3 import without_extra_layers
+from penstock.models.experts import make_experts
 from penstock.models.mixtral import MixtralForCausalLM
-from penstock.models.olmo2 import AllHeadsNorm
-from penstock.models.qwen3_moe import read_num_experts
-from penstock.ops.experts import Routing
+from penstock.models.olmo2 import use_all_heads_norms
 
 
 class MiniMaxM2ForCausalLM(DecoderLM):
@@ -40,21 +38,17 @@ class MiniMaxM2ForCausalLM(DecoderLM):
         config = self.config
         attention = self.rotary_attention(index)
         if config.raw.get("use_qk_norm", True):
-            attention.use_norms(
-                AllHeadsNorm(self.build, config.num_heads, config.head_dim, config.rms_norm_eps),
-                AllHeadsNorm(self.build, config.num_kv_heads, config.head_dim, config.rms_norm_eps),
-            )
+            use_all_heads_norms(attention, self.build, config)
         return attention
 
     def mlp(self, index: int) -> nn.Module:
         config = self.config
-        num_experts, top_k = read_num_experts(config)
-        experts = ExpertsConfig(
-            num_experts=num_experts,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            routing=Routing(top_k, scoring="sigmoid", renormalize=True),
+        return make_experts(
+            self.build,
+            config,
+            config.intermediate_size,
+            renormalize=True,
+            scoring="sigmoid",
             router_float32=True,
             correction=bool(config.raw.get("use_routing_bias", True)),
         )
-        return Experts(self.build, experts)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from penstock.layers.experts import Experts, ExpertsConfig
 from penstock.models.base import WeightTable
 from penstock.models.decoder import DecoderLM
+from penstock.models.experts import make_experts
 from penstock.models.mistral import MistralForCausalLM
-from penstock.models.qwen3_moe import read_num_experts
-from penstock.ops.experts import Routing
 
 
 class MixtralForCausalLM(MistralForCausalLM):
@@ -24,12 +22,6 @@ class MixtralForCausalLM(MistralForCausalLM):
     )
 
     def mlp(self, index: int) -> nn.Module:
-        config = self.config
-        num_experts, top_k = read_num_experts(config)
-        experts = ExpertsConfig(
-            num_experts=num_experts,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            routing=Routing(top_k, renormalize=True),
+        return make_experts(
+            self.build, self.config, self.config.intermediate_size, renormalize=True
         )
-        return Experts(self.build, experts)

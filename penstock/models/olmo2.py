@@ -7,9 +7,11 @@ from torch import nn
 
 from penstock.layers.blocks import Angles, RotaryAttention
 from penstock.layers.build import Build
+from penstock.layers.loadable import copy_shard
 from penstock.layers.norm import Norm, RMSNorm
+from penstock.models.config import DecoderConfig
 from penstock.models.decoder import DecoderLM
-from penstock.ops.blocks import BlockTensor, Weight
+from penstock.ops.blocks import Weight
 
 
 class AllHeadsNorm(RMSNorm):
@@ -36,10 +38,15 @@ class AllHeadsNorm(RMSNorm):
         return {("weight", ""): (self.full_size,)}
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
-        size = len(self.weight)
-        start = self.tp.rank * self.num_shards // self.tp.size * size
-        self.weight.copy_(tensor[start : start + size])
+        copy_shard(self.weight, tensor, self.tp, self.num_shards)
+
+
+def use_all_heads_norms(attention: RotaryAttention, build: Build, config: DecoderConfig) -> None:
+    """Norm all queries of a token at once, and all keys."""
+    attention.use_norms(
+        AllHeadsNorm(build, config.num_heads, config.head_dim, config.rms_norm_eps),
+        AllHeadsNorm(build, config.num_kv_heads, config.head_dim, config.rms_norm_eps),
+    )
 
 
 class Olmo2Layer(nn.Module):
@@ -69,11 +76,7 @@ class Olmo2ForCausalLM(DecoderLM):
         return Olmo2Layer(self.attention(index), self.mlp(index), self.norm(), self.norm())
 
     def attention(self, index: int) -> RotaryAttention:
-        config = self.config
-        bias = bool(config.raw.get("attention_bias", False))
+        bias = self.attention_bias
         attention = self.rotary_attention(index, qkv_bias=bias, output_bias=bias)
-        attention.use_norms(
-            AllHeadsNorm(self.build, config.num_heads, config.head_dim, config.rms_norm_eps),
-            AllHeadsNorm(self.build, config.num_kv_heads, config.head_dim, config.rms_norm_eps),
-        )
+        use_all_heads_norms(attention, self.build, self.config)
         return attention

@@ -5,12 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from penstock.layers.blocks import RotaryAttention
-from penstock.layers.experts import Experts, ExpertsConfig
-from penstock.models.config import read_int
 from penstock.models.decoder import DecoderLM
+from penstock.models.experts import is_sparse, make_qwen_experts
 from penstock.models.qwen2 import qwen_window
-from penstock.models.qwen3_moe import is_sparse, read_num_experts
-from penstock.ops.experts import Routing
 
 
 class Qwen2MoeForCausalLM(DecoderLM):
@@ -22,14 +19,4 @@ class Qwen2MoeForCausalLM(DecoderLM):
         config = self.config
         if not is_sparse(config, index):
             return super().mlp(index)
-        num_experts, top_k = read_num_experts(config)
-        renormalize = bool(config.raw.get("norm_topk_prob", False))
-        experts = ExpertsConfig(
-            num_experts=num_experts,
-            hidden_size=config.hidden_size,
-            intermediate_size=read_int(config.raw, "moe_intermediate_size"),
-            routing=Routing(top_k, renormalize=renormalize),
-            shared_size=read_int(config.raw, "shared_expert_intermediate_size"),
-            shared_gate=True,
-        )
-        return Experts(self.build, experts)
+        return make_qwen_experts(self.build, config, renormalize=False, is_shared=True)

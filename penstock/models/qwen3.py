@@ -9,7 +9,7 @@ from penstock.models.qwen2 import qwen_window
 
 class Qwen3ForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
-        bias = bool(self.config.raw.get("attention_bias", False))
+        bias = self.attention_bias
         return self.rotary_attention(
             index,
             qkv_bias=bias,

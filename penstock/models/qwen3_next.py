@@ -8,7 +8,6 @@ from torch import nn
 from penstock.layers.attention import Attention
 from penstock.layers.blocks import Angles
 from penstock.layers.build import Build
-from penstock.layers.experts import Experts, ExpertsConfig
 from penstock.layers.gated_delta_net import DeltaNetConfig, GatedDeltaNet
 from penstock.layers.linear import Linear, Part, row_linear
 from penstock.layers.norm import Norm, ZeroCentredNorm
@@ -16,8 +15,7 @@ from penstock.layers.rotary import Rotary
 from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, layer_kind, read_int
 from penstock.models.decoder import DecoderLM
-from penstock.models.qwen3_moe import is_sparse, read_num_experts
-from penstock.ops.experts import Routing
+from penstock.models.experts import is_sparse, make_qwen_experts
 from penstock.protocol.errors import ModelError
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -112,16 +110,7 @@ class Qwen3NextForCausalLM(DecoderLM):
         config = self.config
         if not is_sparse(config, index):
             return super().mlp(index)
-        num_experts, top_k = read_num_experts(config)
-        experts = ExpertsConfig(
-            num_experts=num_experts,
-            hidden_size=config.hidden_size,
-            intermediate_size=read_int(config.raw, "moe_intermediate_size"),
-            routing=Routing(top_k, renormalize=bool(config.raw.get("norm_topk_prob", True))),
-            shared_size=read_int(config.raw, "shared_expert_intermediate_size"),
-            shared_gate=True,
-        )
-        return Experts(self.build, experts)
+        return make_qwen_experts(self.build, config, renormalize=True, is_shared=True)
 
     def _delta_net(self) -> DeltaNetConfig:
         config, raw = self.config, self.config.raw

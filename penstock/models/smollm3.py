@@ -17,7 +17,7 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     def attention(self, index: int) -> RotaryAttention:
         raw = self.config.raw
-        bias = bool(raw.get("attention_bias", False))
+        bias = self.attention_bias
         has_positions = layer_has_positions(self.config, index)
         if raw.get("layer_types") is not None:
             window = qwen_window(self.config, index)

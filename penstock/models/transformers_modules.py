@@ -106,7 +106,8 @@ def make_loadable(model: nn.Module) -> None:
             seen.add(id(tensor))
             tensors[name] = tensor
         if tensors:
-            module.__dict__.update(_Filler(tensors).methods())
+            filler = _Filler(tensors)
+            module.__dict__.update(expected=filler.expected, load=filler.load)
 
 
 class _Filler:
@@ -114,9 +115,6 @@ class _Filler:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
-
-    def methods(self) -> dict[str, Any]:
-        return {"expected": self.expected, "load": self.load}
 
     def expected(self) -> dict[tuple[str, str], Expected]:
         shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
