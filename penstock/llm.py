@@ -26,9 +26,9 @@ from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
-from penstock.text.chat import read_chat_template
 from penstock.text.collector import OutputCollector
 from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt
+from penstock.text.templates import read_chat_template
 from penstock.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from penstock.protocol.errors import ContextOverflow, InputError, ModelError
 from penstock.protocol.pooling import PoolingInfo
 from penstock.protocol.request import EngineRequest, ThinkingFormat
 from penstock.protocol.sampling import SamplingParams, check_int
-from penstock.text.chat import ChatTemplate
 from penstock.text.output import OutputAssembler
 from penstock.text.parsing.parser import (
     Detected,
@@ -28,11 +27,17 @@ from penstock.text.parsing.parser import (
     reasoning_format,
     thinking_is_open,
 )
-from penstock.text.pieces import Encode
 from penstock.text.renderers.base import Renderer
 from penstock.text.renderers.choose import choose_renderer
 from penstock.text.renderers.generic_tools import GenericToolRenderer
-from penstock.text.tokenizer import Tokenizer, TooManyTokens, eos_token_ids, load_tokenizer
+from penstock.text.renderers.template import ChatTemplate
+from penstock.text.tokenizer import (
+    EncodePiece,
+    Tokenizer,
+    TooManyTokens,
+    eos_token_ids,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
     from penstock.text.text_pool import TextPool
@@ -194,7 +199,7 @@ class Frontend:
         )
 
     @property
-    def encode_piece(self) -> Encode | None:
+    def encode_piece(self) -> EncodePiece | None:
         return None if self.pool is None else self.pool.encode_piece
 
     def known_tokenizer(self) -> Tokenizer:
@@ -291,13 +296,10 @@ class Frontend:
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """Each word as it is tokenized at the start of a text and after a space."""
-        if not words:
-            return []
-        assert self.tokenizer is not None
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for spelling in (word, " " + word.lstrip()):
-                token_ids = self.tokenizer.encode(spelling, add_special_tokens=False)
+                token_ids = self.encode(spelling, add_special_tokens=False)
                 if token_ids:
                     sequences[tuple(token_ids)] = None
         return [list(token_ids) for token_ids in sequences]

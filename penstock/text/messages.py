@@ -1,4 +1,4 @@
-"""Messages as clients send them, checked where templates would stumble over them."""
+"""Conversations as clients send them: checked, and copied into plain JSON values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,93 @@ from penstock.protocol.errors import InputError
 OPTIONAL = ("tool_calls", "reasoning", "reasoning_content", "tool_call_id", "name")
 
 
-def check_calls(messages: Sequence[dict[str, Any]]) -> None:
+def check_conversation(
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    keep_parts: bool = False,
+) -> list[dict[str, Any]]:
+    """A plain copy of `messages`; InputError for what no renderer could make a prompt of."""
+    if add_generation_prompt and continue_final_message:
+        raise InputError(
+            "continue_final_message and add_generation_prompt exclude each other: one goes on "
+            "with the last message, the other begins a new one",
+            "continue_final_message",
+        )
+    chat = check_messages(messages, keep_parts)
+    _check_calls(chat)
+    return chat
+
+
+def check_messages(
+    messages: Sequence[Mapping[str, Any]], keep_parts: bool = False
+) -> list[dict[str, Any]]:
+    """A plain copy of `messages`, or InputError for the first one that is wrong.
+
+    Contents in parts become one string, unless `keep_parts`.
+    """
+    if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
+        raise InputError(
+            f"messages must be a list of objects with role and content, got {messages!r:.100}",
+            "messages",
+        )
+    if not messages:
+        raise InputError("messages must hold at least one message, got none", "messages")
+    return [_check_message(message, i, keep_parts) for i, message in enumerate(messages)]
+
+
+def _check_message(message: Mapping[str, Any], index: int, keep_parts: bool) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise InputError(f"{where} must be an object, got {message!r:.100}", where)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InputError(f"{where}.role must be a non-empty string, got {role!r:.100}", where)
+    checked: dict[str, Any] = plain(message, where)
+    content = checked.get("content")
+    if isinstance(content, list):
+        texts = [_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
+        if not keep_parts:
+            checked["content"] = "\n".join(texts)
+    elif content is None:
+        if not checked.get("tool_calls"):
+            raise InputError(f"{where}.content is missing: it must be a string", where)
+    elif not isinstance(content, str):
+        raise InputError(f"{where}.content must be a string, got {content!r:.100}", where)
+    return checked
+
+
+def _part_text(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind is None:
+        raise InputError(f"{where} must be an object with a type, got {part!r:.100}", where)
+    if kind != "text":
+        raise InputError(
+            f"{where} is of type {kind!r:.100}, but this model takes text only: send parts of "
+            "type 'text'",
+            where,
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InputError(f"{where}.text must be a string, got {text!r:.100}", where)
+    return text
+
+
+def plain(value: Any, where: str) -> Any:
+    """A deep copy made of JSON's types only: other objects have methods a template might call."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item, where) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, where) for item in value]
+    for base in (str, int, float):  # subclasses, such as enums
+        if isinstance(value, base):
+            return base(value.value if hasattr(value, "value") else value)
+    raise InputError(f"{where} must be plain JSON values, got a {type(value).__name__}", where)
+
+
+def _check_calls(messages: Sequence[dict[str, Any]]) -> None:
     """InputError for calls that are none. What is null is taken out of the messages, which are
     plain copies."""
     for index, message in enumerate(messages):

@@ -9,7 +9,8 @@ pieces. A text is cut before a space or a line break that follows something else
   normalizer, the pre-tokenizer and the added tokens do not mind either. Some normalizers put a
   space in front of every text: there the second part goes without its own.
 
-Where there is no such place, a piece grows until there is one.
+Where there is no such place, a piece grows until there is one. One that would be longer than
+`MAX_PIECE_LENGTH` is all that is left of the text.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 Encode = Callable[[str], list[int]]
 
 PIECE_LENGTH = 64 * 1024  # characters
+MAX_PIECE_LENGTH = 2**20  # characters in which a cut is looked for
 SURROUNDINGS = 128  # characters on each side of a cut that are looked at
 SEARCHED = 4096  # characters in which cuts are looked for at a time
 MAX_TRIES = 4  # cuts that are tried there
@@ -44,7 +46,7 @@ class Cuts:
         """The text in pieces, each to be encoded by itself; the last one may be empty."""
         start = 0
         while len(text) - start > PIECE_LENGTH:
-            cut = self._find(text, start + PIECE_LENGTH, len(text))
+            cut = self._find(text, start + PIECE_LENGTH, min(start + MAX_PIECE_LENGTH, len(text)))
             if cut is None:
                 break
             end, next_start = cut
@@ -56,7 +58,7 @@ class Cuts:
         """The same pieces or others, the text's last one first."""
         end = len(text)
         while end > PIECE_LENGTH:
-            cut = self._find_before(text, end - PIECE_LENGTH)
+            cut = self._find_before(text, end - PIECE_LENGTH, max(end - MAX_PIECE_LENGTH, 0))
             if cut is None:
                 break
             yield text[cut[1] : end]
@@ -64,15 +66,15 @@ class Cuts:
         yield text[:end]
 
     def _find(self, text: str, start: int, end: int) -> tuple[int, int] | None:
-        """The first cut from `start` on: where a piece ends, and where the next one begins."""
+        """The first cut in a range: where a piece ends, and where the next one begins."""
         for position in range(start, end, SEARCHED):
             if (cut := self._try(text, position, min(position + SEARCHED, end))) is not None:
                 return cut
         return None
 
-    def _find_before(self, text: str, end: int) -> tuple[int, int] | None:
-        for position in range(end, 0, -SEARCHED):
-            if (cut := self._try(text, max(position - SEARCHED, 0), position)) is not None:
+    def _find_before(self, text: str, end: int, start: int) -> tuple[int, int] | None:
+        for position in range(end, start, -SEARCHED):
+            if (cut := self._try(text, max(position - SEARCHED, start), position)) is not None:
                 return cut
         return None
 

@@ -13,13 +13,13 @@ from penstock.confined.errors import TooMuchMemory, TooMuchTime
 from penstock.confined.pool import ConfinedPool, Limits
 from penstock.confined.scope import run_confined
 from penstock.protocol.errors import InputError
-from penstock.text.text_worker import ENCODE, ENTRY, ID_TYPE, RENDER, RenderReply
+from penstock.text.pieces import MAX_PIECE_LENGTH
+from penstock.text.text_worker import ENCODE, ENCODE_WHOLE, ENTRY, ID_TYPE, RENDER, RenderReply
 from penstock.text.tokenizer import Tokenizer
 
 # What one piece of a text, or one template, may take. A large vocabulary takes a process some
 # hundred MB, so they are few.
 LIMITS = Limits(cpu_s=10.0, memory_bytes=192 * 2**20, num_workers=2, max_queued=64)
-MAX_PIECE_LENGTH = 2**20  # characters without a place to cut
 
 _read_reply = msgspec.json.Decoder(RenderReply).decode
 
@@ -35,15 +35,16 @@ class TextPool:
         self._special_tokens = tokenizer.special_tokens
         self.pool = ConfinedPool(ENTRY, tokenizer.to_json, limits)
 
-    def encode_piece(self, piece: str) -> list[int]:
+    def encode_piece(self, piece: str, add_special_tokens: bool = False) -> list[int]:
         """As `Tokenizer.encode_piece`."""
         if len(piece) > MAX_PIECE_LENGTH:
             raise InputError(
-                f"the text has a stretch of {len(piece)} characters with no place to cut it, such "
-                f"as a space after a word, and may have one of {MAX_PIECE_LENGTH}: send token ids"
+                f"the text has a stretch of more than {MAX_PIECE_LENGTH} characters with no place "
+                "to cut it, such as a space after a word: send token ids"
             )
+        kind = ENCODE_WHOLE if add_special_tokens else ENCODE
         try:
-            answer = run_confined(self.pool, ENCODE + piece.encode())
+            answer = run_confined(self.pool, kind + piece.encode())
         except (TooMuchMemory, TooMuchTime) as error:
             raise InputError(
                 f"the text has a stretch of {len(piece)} characters that takes too long to "

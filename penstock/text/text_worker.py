@@ -10,10 +10,11 @@ import msgspec
 import tokenizers
 
 from penstock.protocol.errors import InputError
-from penstock.text.chat import ChatTemplate
+from penstock.text.renderers.template import ChatTemplate
 
 ENTRY = "penstock.text.text_worker:make_worker"
-ENCODE, RENDER = b"e", b"r"  # what a job begins with
+# What a job begins with: encode a text as it is or with special tokens around it, or render one.
+ENCODE, ENCODE_WHOLE, RENDER = b"e", b"w", b"r"
 ID_TYPE = "I"  # of token ids in an answer
 
 
@@ -30,10 +31,10 @@ def make_worker(setup: bytes) -> Callable[[bytes], bytes]:
     backend = tokenizers.Tokenizer.from_str(setup.decode())
 
     def work(job: bytes) -> bytes:
-        body = job[1:].decode()
-        if job[:1] == RENDER:
+        kind, body = job[:1], job[1:].decode()
+        if kind == RENDER:
             return msgspec.json.encode(_render(body))
-        encoding = backend.encode_batch_fast([body], add_special_tokens=False)[0]
+        (encoding,) = backend.encode_batch_fast([body], add_special_tokens=kind == ENCODE_WHOLE)
         return array(ID_TYPE, encoding.ids).tobytes()
 
     return work

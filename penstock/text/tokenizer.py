@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -20,11 +20,13 @@ from penstock.text.detokenizer import (
     WindowDetokenizer,
     byte_vocabulary,
 )
-from penstock.text.pieces import PIECE_LENGTH, Cuts, Encode
+from penstock.text.pieces import PIECE_LENGTH, Cuts
 from penstock.text.tekken import FILE as TEKKEN_FILE
 from penstock.text.tekken import ROLES as TEKKEN_ROLES
 from penstock.text.tekken import read_tekken, tekken_backend
 from penstock.text.token_bounds import most_characters
+
+EncodePiece = Callable[[str, bool], list[int]]  # as `Tokenizer.encode_piece`
 
 REMEDY = "give another folder as tokenizer=, or run with skip_tokenizer_init and token ids"
 
@@ -93,12 +95,12 @@ class Tokenizer:
         text: str,
         add_special_tokens: bool = True,
         limit: int | None = None,
-        encode_piece: Encode | None = None,
+        encode_piece: EncodePiece | None = None,
     ) -> list[int]:
         """The token ids of `text`; special tokens written in it count as such.
 
         Raises `TooManyTokens`, as soon as that is known, if they are more than `limit`. Long texts
-        are encoded in pieces, by `encode_piece` if that is given.
+        are encoded by `encode_piece` if that is given, and in pieces if the tokenizer permits.
         """
         _check_characters(text)
 
@@ -113,15 +115,17 @@ class Tokenizer:
                 check(num_tokens + self.fewest_tokens(rest))
 
         foresee(0, text)
-        frame = self._frame(add_special_tokens) if len(text) > PIECE_LENGTH else None
-        if frame is None:
-            ids = self._encode(text, add_special_tokens)
+        encode = encode_piece or self.encode_piece
+        if len(text) <= PIECE_LENGTH:
+            ids = self.encode_piece(text, add_special_tokens)
+        elif (frame := self._frame(add_special_tokens)) is None:
+            ids = encode(text, add_special_tokens)
         else:
             before, after = frame
             ids = [*before]
             for piece in self._cuts.pieces(text):
                 foresee(len(ids), piece)
-                ids += (encode_piece or self.encode_piece)(piece)
+                ids += encode(piece, False)
                 check(len(ids))
             ids += after
         check(len(ids), is_exact=True)
@@ -133,14 +137,14 @@ class Tokenizer:
         num_tokens: int,
         side: Literal["first", "last"],
         add_special_tokens: bool = True,
-        encode_piece: Encode | None = None,
+        encode_piece: EncodePiece | None = None,
     ) -> list[int]:
         """The first or the last tokens of `text`; no more of it is encoded than that takes."""
-        _check_characters(text)
         frame = self._frame(add_special_tokens) if len(text) > PIECE_LENGTH else None
         if frame is None:
-            ids = self._encode(text, add_special_tokens)
+            ids = self.encode(text, add_special_tokens, encode_piece=encode_piece)
             return ids[:num_tokens] if side == "first" else ids[-num_tokens:]
+        _check_characters(text)
         before, after = frame
         encode = encode_piece or self.encode_piece
         if side == "first":
@@ -148,13 +152,13 @@ class Tokenizer:
             for piece in self._cuts.pieces(text):
                 if len(ids) >= num_tokens:
                     return ids[:num_tokens]
-                ids += encode(piece)
+                ids += encode(piece, False)
             return [*ids, *after][:num_tokens]
         ids = [*after]
         for piece in self._cuts.pieces_from_end(text):
             if len(ids) >= num_tokens:
                 return ids[-num_tokens:]
-            ids = encode(piece) + ids
+            ids = encode(piece, False) + ids
         return [*before, *ids][-num_tokens:]
 
     def encode_cut(
@@ -163,7 +167,7 @@ class Tokenizer:
         num_tokens: int,
         side: Literal["first", "last"],
         add_special_tokens: bool = True,
-        encode_piece: Encode | None = None,
+        encode_piece: EncodePiece | None = None,
     ) -> list[int]:
         """At most `num_tokens` of `text`: its first or last, within those that are put around it.
 
@@ -197,11 +201,8 @@ class Tokenizer:
             has_segments=encoding.type_ids[second] == 1,
         )
 
-    def encode_piece(self, text: str) -> list[int]:
-        """The tokens of a piece of text, without any around it."""
-        return self._encode(text, add_special_tokens=False)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode_piece(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """The tokens of a piece of text, or of a whole one with special tokens around it."""
         # Unlike `encode`, this leaves other threads of Python alone, which a long text would stop.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
@@ -215,11 +216,12 @@ class Tokenizer:
         """The tokens that are put before and after a text; None where that is not all."""
         if not add_special_tokens:
             return [], []
-        bare, framed = self.encode_piece("a"), self._encode("a", True)
-        for start in range(len(framed) - len(bare) + 1):
-            if framed[start : start + len(bare)] == bare:
-                return framed[:start], framed[start + len(bare) :]
-        return None
+        bare, framed = self.encode_piece("a"), self.encode_piece("a", True)
+        size = len(bare)
+        starts = [at for at in range(len(framed)) if framed[at : at + size] == bare]
+        if not bare or len(starts) != 1:
+            return None
+        return framed[: starts[0]], framed[starts[0] + size :]
 
     def fewest_tokens(self, text: str) -> int:
         """A text of this length has at least so many tokens; 0 where that cannot be told."""

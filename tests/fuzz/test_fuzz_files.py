@@ -27,7 +27,8 @@ from penstock.loading.source import resolve_source
 from penstock.models.config import DecoderConfig
 from penstock.protocol.errors import ConfigError, InputError, ModelError
 from penstock.server.batch_files import BadLine, BatchOutput, BatchRequest, parse_line
-from penstock.text.chat import ChatTemplate, load_chat_template
+from penstock.text.renderers.template import ChatTemplate
+from penstock.text.templates import load_chat_template
 from penstock.text.tokenizer import eos_token_ids, load_tokenizer
 
 FORMS = [

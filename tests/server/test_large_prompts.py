@@ -126,7 +126,9 @@ def test_eight_mb_of_spaces_are_refused_and_seven_tokens_of_them_are_had(
     spaces = {"prompt": " " * (8 * MIB), "max_tokens": 1}
     answer = post(server, "/v1/completions", spaces)
     assert answer.status_code == 400
-    assert "8388608 characters with no place to cut it" in answer.json()["error"]["message"]
+    assert (
+        "more than 1048576 characters with no place to cut it" in answer.json()["error"]["message"]
+    )
     answer = post(server, "/tokenize", spaces)
     assert answer.status_code == 400
     body = {"prompt": LARGE, "max_tokens": 1, "truncate_prompt_tokens": 7}

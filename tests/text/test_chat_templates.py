@@ -14,12 +14,8 @@ import pytest
 from tiny_tokenizers import byte_level_backend
 
 from penstock.protocol.errors import ConfigError, InputError, ModelError
-from penstock.text.chat import (
-    ChatTemplate,
-    load_chat_template,
-    templates_in_folder,
-    templates_in_gguf,
-)
+from penstock.text.renderers.template import ChatTemplate
+from penstock.text.templates import load_chat_template, templates_in_folder, templates_in_gguf
 from penstock.text.tokenizer import Tokenizer
 
 CHATML = """{% for message in messages %}
@@ -359,7 +355,7 @@ def test_jinja_is_imported_only_when_a_conversation_arrives() -> None:
     import subprocess
 
     code = (
-        "import sys, penstock.text.chat as c; c.ChatTemplate({'default': 'x'}); "
+        "import sys, penstock.text.renderers.template as c; c.ChatTemplate({'default': 'x'}); "
         "sys.exit(any(m in sys.modules for m in ('jinja2', 'torch', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,9 +9,9 @@ import pytest
 
 from penstock.config import ChatConfig
 from penstock.protocol.errors import InputError
-from penstock.text.chat import ChatTemplate
 from penstock.text.frontend import choose_parsers
 from penstock.text.renderers.generic_tools import GenericToolRenderer, shows_tools
+from penstock.text.renderers.template import ChatTemplate
 
 TOOLS: Any = [
     {

@@ -110,7 +110,7 @@ def short_pieces() -> object:
 
 def check_same(tokenizer: Tokenizer, text: str, keep: int) -> None:
     for adds in (False, True):
-        whole = tokenizer._encode(text, adds)
+        whole = tokenizer.encode_piece(text, adds)
         assert tokenizer.encode(text, adds) == whole
         assert tokenizer.encode(text, adds, limit=len(whole)) == whole
         assert tokenizer.fewest_tokens(text) <= len(whole)
@@ -195,9 +195,9 @@ def test_no_more_of_a_text_is_tokenized_than_it_takes_to_know() -> None:
     words, spelled = TOKENIZERS["words"], TOKENIZERS["byte level"]
     seen: list[str] = []
 
-    def encode(piece: str) -> list[int]:
+    def encode(piece: str, add_special_tokens: bool) -> list[int]:
         seen.append(piece)
-        return words.encode_piece(piece)
+        return words.encode_piece(piece, add_special_tokens)
 
     with pytest.raises(TooManyTokens, match="at least"):
         words.encode("the cat sat " * 10_000, False, limit=40, encode_piece=encode)
@@ -209,6 +209,44 @@ def test_no_more_of_a_text_is_tokenized_than_it_takes_to_know() -> None:
     with pytest.raises(TooManyTokens, match="at least 2000"):  # by its length alone
         spelled.encode("x" * 10_000, False, limit=40, encode_piece=encode)
     assert seen == []
+
+
+def test_a_long_text_that_cannot_be_framed_is_encoded_elsewhere_as_a_whole() -> None:
+    backend = byte_level_backend()
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A <s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = Tokenizer(backend)
+    text = "the cat sat " * 30
+    seen: list[tuple[str, bool]] = []
+
+    def encode(piece: str, add_special_tokens: bool) -> list[int]:
+        seen.append((piece, add_special_tokens))
+        return tokenizer.encode_piece(piece, add_special_tokens)
+
+    whole = tokenizer.encode_piece(text, True)
+    assert tokenizer.encode(text, encode_piece=encode) == whole
+    assert tokenizer.encode_part(text, 9, "last", encode_piece=encode) == whole[-9:]
+    assert seen == [(text, True)] * 2
+
+
+def test_cuts_are_looked_for_in_no_more_than_the_longest_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pieces_module, "MAX_PIECE_LENGTH", 4 * LENGTH)
+    tried: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        tried.append(text)
+        return [len(tried)]  # no two parts have the tokens of the whole
+
+    cuts = Cuts(encode, ["the"])
+    text = "the cat sat " * 1000
+    assert list(cuts.pieces(text)) == [text]
+    assert 0 < len(tried) < 4 * LENGTH
+    tried.clear()
+    assert list(cuts.pieces_from_end(text)) == [text]
+    assert 0 < len(tried) < 4 * LENGTH
 
 
 def test_a_lone_surrogate_is_found_wherever_it_is() -> None:

@@ -14,8 +14,9 @@ from tiny_tokenizers import byte_level_backend
 from penstock.confined.errors import PoolClosed
 from penstock.confined.scope import JobScope
 from penstock.protocol.errors import InputError
-from penstock.text.chat import ChatTemplate
-from penstock.text.text_pool import LIMITS, MAX_PIECE_LENGTH, TextPool
+from penstock.text.pieces import MAX_PIECE_LENGTH
+from penstock.text.renderers.template import ChatTemplate
+from penstock.text.text_pool import LIMITS, TextPool
 from penstock.text.tokenizer import Tokenizer
 
 USER = {"role": "user", "content": "hello"}
@@ -111,10 +112,11 @@ def test_pieces_of_text_have_the_tokens_that_they_have_in_this_process(
 ) -> None:
     text = "the cat sat é 😀\n" * 20_000
     assert tokenizer.encode(text, encode_piece=pool.encode_piece) == tokenizer.encode(text)
+    assert pool.encode_piece("the cat", True) == tokenizer.encode_piece("the cat", True)
 
 
 def test_a_stretch_that_cannot_be_cut_is_bounded(pool: TextPool, tokenizer: Tokenizer) -> None:
-    with pytest.raises(InputError, match="a stretch of 8388608 characters"):
+    with pytest.raises(InputError, match=f"a stretch of more than {MAX_PIECE_LENGTH} characters"):
         tokenizer.encode(" " * 2**23, encode_piece=pool.encode_piece)
     hurried = TextPool(tokenizer, replace(LIMITS, cpu_s=0.01))
     with pytest.raises(InputError, match=f"a stretch of {MAX_PIECE_LENGTH} characters that takes"):

@@ -5,64 +5,78 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from penstock.protocol.errors import InputError
+from penstock.text.messages import check_conversation
 
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
 
-class Renderer(Protocol):
-    """Turns a conversation into a prompt, special tokens included: encode it without adding more.
+@dataclass(frozen=True)
+class Conversation:
+    """What a prompt is made of. Messages and tools have the form of OpenAI's chat."""
 
-    Messages and tools have the form of OpenAI's chat. InputError says what is wrong with them.
-    """
+    messages: Sequence[Mapping[str, Any]]  # as the client sent them
+    add_generation_prompt: bool
+    continue_final_message: bool  # the prompt ends where the last message does
+    tools: Tools | None
+    documents: Sequence[Mapping[str, Any]] | None
+    options: Mapping[str, Any]  # further arguments of a template
 
-    @property
-    def source(self) -> str:
-        """A chat template, or texts that are in such a family's: what parsers are chosen by."""
+    def checked(self, keep_parts: bool = False) -> list[Message]:
+        """A plain copy of the messages; see `check_conversation`."""
+        return check_conversation(
+            self.messages, self.add_generation_prompt, self.continue_final_message, keep_parts
+        )
+
+
+class Renderer(ABC):
+    """Turns a conversation into a prompt with its special tokens: add none when encoding it."""
+
+    source = ""  # a chat template, or texts that are in such a family's: what parsers are chosen by
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        /,
+        /,  # so that a template's argument may have any name
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Tools | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
-        **template_kwargs: Any,
+        **options: Any,
     ) -> str:
-        """With `continue_final_message` the prompt ends where the last message does."""
+        """The prompt for `messages`. InputError says what is wrong with them.
+
+        With `continue_final_message` the prompt ends where the last message does.
+        """
+        return self.prompt(
+            Conversation(
+                messages, add_generation_prompt, continue_final_message, tools, documents, options
+            )
+        )
+
+    @abstractmethod
+    def prompt(self, chat: Conversation) -> str:
+        """The same, with all arguments in one."""
 
 
-class FamilyRenderer(ABC):
+class FamilyRenderer(Renderer):
     """Writes a family's published format itself. Arguments that it does not know are ignored, as
     templates do."""
 
-    source = ""
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Tools | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        **template_kwargs: Any,
-    ) -> str:
-        from penstock.text.chat import check_conversation
-
-        chat = check_conversation(messages, add_generation_prompt, continue_final_message)
-        if documents:
+    def prompt(self, chat: Conversation) -> str:
+        messages = chat.checked()
+        if chat.documents:
             raise InputError("documents is not supported by this model: leave it out", "documents")
-        goes_on = chat.pop() if continue_final_message else None
-        prompt = self.write(chat, tools or (), template_kwargs)
-        if goes_on is None and not add_generation_prompt:
+        goes_on = messages.pop() if chat.continue_final_message else None
+        prompt = self.write(messages, chat.tools or (), chat.options)
+        if goes_on is None and not chat.add_generation_prompt:
             return prompt
-        before = chat[-1]["role"] if chat else ""
-        return prompt + self.begin_answer(goes_on, before, template_kwargs)
+        before = messages[-1]["role"] if messages else ""
+        return prompt + self.begin_answer(goes_on, before, chat.options)
 
     @abstractmethod
     def write(self, chat: list[Message], tools: Tools, options: Mapping[str, Any]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from penstock.loading.source import ModelSource
 from penstock.protocol.errors import ConfigError
-from penstock.text.chat import load_chat_template
 from penstock.text.renderers.base import Renderer
 from penstock.text.renderers.deepseek import DeepSeekRenderer
 from penstock.text.renderers.generic_tools import GenericToolRenderer, shows_tools
 from penstock.text.renderers.harmony import HarmonyRenderer
 from penstock.text.renderers.mistral import MistralRenderer
 from penstock.text.tekken import read_tekken, special_tokens_of, version_of
+from penstock.text.templates import load_chat_template
 from penstock.text.tokenizer import Tokenizer
 
 

@@ -10,14 +10,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.protocol.errors import InputError
-from penstock.text.chat import ChatTemplate, check_conversation
 from penstock.text.parsing.detect import detect
 from penstock.text.parsing.formats import Tool
 from penstock.text.parsing.parser import call_grammar, writes_json
-from penstock.text.renderers.base import Message, Tools, calls_of, text_of
+from penstock.text.renderers.base import (
+    Conversation,
+    Message,
+    Renderer,
+    Tools,
+    calls_of,
+    text_of,
+)
+from penstock.text.renderers.template import ChatTemplate
 
 _PROBE = "penstock_probe"
 _PROBE_TOOL = {
@@ -62,45 +70,27 @@ def _try(template: ChatTemplate, messages: list[Message], tools: Tools | None) -
         return None
 
 
-class GenericToolRenderer:
+class GenericToolRenderer(Renderer):
     """A model's chat template, with tools, calls and results in the texts of messages. `parser` is
     the tool-call parser that goes with it."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
+        self.source = template.source
         own = detect(template.source).tools
         self._writes_calls = own is not None and writes_json(own)
         self.parser = own if own is not None and self._writes_calls else "hermes"
         self._takes_system: bool | None = None  # found out when there are tools to show
 
-    @property
-    def source(self) -> str:
-        return self._template.source
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Tools | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        **template_kwargs: Any,
-    ) -> str:
-        chat: Sequence[Mapping[str, Any]] = messages
+    def prompt(self, chat: Conversation) -> str:
+        messages, tools = chat.messages, chat.tools
         is_list = isinstance(messages, Sequence)  # else the template's own check says so
         if is_list and (tools or any(map(_is_about_calls, messages))):
-            plain = check_conversation(messages, add_generation_prompt, continue_final_message)
-            chat = plain = plain if self._writes_calls else _spell_out_calls(plain)
+            checked = chat.checked()
+            messages = checked = checked if self._writes_calls else _spell_out_calls(checked)
             if tools:
-                self._describe(tools, plain)
-        return self._template.render(
-            chat,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            documents=documents,
-            **template_kwargs,
-        )
+                self._describe(tools, checked)
+        return self._template.prompt(replace(chat, messages=messages, tools=None))
 
     def _describe(self, tools: Tools, chat: list[Message]) -> None:
         """Put the tools behind the system prompt; before the first message of a template that

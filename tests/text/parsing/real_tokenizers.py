@@ -15,7 +15,8 @@ from pathlib import Path
 
 import tokenizers
 
-from penstock.text.chat import ChatTemplate, templates_in_folder
+from penstock.text.renderers.template import ChatTemplate
+from penstock.text.templates import templates_in_folder
 from penstock.text.tokenizer import Tokenizer, tokenizer_from_folder
 
 VERSION = "3.7.2"

@@ -10,7 +10,7 @@ from real_tokenizers import real_template
 from replay import calls_in, parse
 from test_real_chat_templates import FAMILIES, Family
 
-from penstock.text.chat import ChatTemplate
+from penstock.text.renderers.template import ChatTemplate
 
 ARGUMENTS = {"city": 'Pa"ris', "days": None}
 TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {}}}]
