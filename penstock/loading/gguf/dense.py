@@ -12,16 +12,16 @@ from penstock.loading.gguf.architecture import (
 )
 from penstock.loading.gguf.metadata import Metadata
 from penstock.loading.gguf.rules import (
-    ATTENTION,
     DECODER,
-    EMBEDDINGS,
     FUSED_MLP,
     GATED_MLP,
     HEAD_NORMS,
-    LAYER,
+    HEADS,
     NORMS,
+    NORMS_BEHIND,
     PERMUTED,
     Rule,
+    in_layer,
     minus_one,
 )
 
@@ -31,10 +31,8 @@ _SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
 _GEMMA_NORMS = minus_one(
     {
         "output_norm": Rule("model.norm"),
-        "blk.{n}.attn_norm": Rule(LAYER + "input_layernorm"),
-        "blk.{n}.post_attention_norm": Rule(LAYER + "post_attention_layernorm"),
-        "blk.{n}.ffn_norm": Rule(LAYER + "pre_feedforward_layernorm"),
-        "blk.{n}.post_ffw_norm": Rule(LAYER + "post_feedforward_layernorm"),
+        **NORMS_BEHIND,
+        **in_layer({"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}),
     }
 )
 
@@ -147,40 +145,32 @@ DENSE: dict[str, Architecture] = {
     ),
     "gemma2": Architecture(
         "Gemma 2", "Gemma2ForCausalLM", "gemma2",
-        {**EMBEDDINGS, **ATTENTION, **GATED_MLP, **_GEMMA_NORMS},
+        {**HEADS, **GATED_MLP, **_GEMMA_NORMS},
         _gemma2,
     ),
     "gemma3": Architecture(
         "Gemma 3 (text)", "Gemma3ForCausalLM", "gemma3_text",
         {
-            **EMBEDDINGS, **ATTENTION, **GATED_MLP, **_GEMMA_NORMS, **minus_one(HEAD_NORMS),
+            **HEADS, **GATED_MLP, **_GEMMA_NORMS, **minus_one(HEAD_NORMS),
         },
         _gemma3,
     ),
     "phi3": Architecture(
         "Phi-3 and Phi-4", "Phi3ForCausalLM", "phi3",
         {
-            **EMBEDDINGS, **ATTENTION, **NORMS, **FUSED_MLP,
-            "blk.{n}.attn_qkv": Rule(LAYER + "self_attn.qkv_proj"),
+            **HEADS, **NORMS, **FUSED_MLP,
+            **in_layer({"attn_qkv": "self_attn.qkv_proj"}),
         },
         _phi3, mlp="fused", tables=(LONG_FACTORS, SHORT_FACTORS), partly_rotated=True,
     ),
     "olmo2": Architecture(
         "OLMo 2 and 3", "Olmo2ForCausalLM", "olmo2",
-        {
-            **EMBEDDINGS, **ATTENTION, **HEAD_NORMS, **GATED_MLP,
-            "blk.{n}.post_attention_norm": Rule(LAYER + "post_attention_layernorm"),
-            "blk.{n}.post_ffw_norm": Rule(LAYER + "post_feedforward_layernorm"),
-        },
+        {**HEADS, **HEAD_NORMS, **GATED_MLP, **NORMS_BEHIND},
         biases,
     ),
     "exaone4": Architecture(
         "EXAONE 4", "Exaone4ForCausalLM", "exaone4",
-        {
-            **EMBEDDINGS, **ATTENTION, **HEAD_NORMS, **GATED_MLP,
-            "blk.{n}.post_attention_norm": Rule(LAYER + "post_attention_layernorm"),
-            "blk.{n}.post_ffw_norm": Rule(LAYER + "post_feedforward_layernorm"),
-        },
+        {**HEADS, **HEAD_NORMS, **GATED_MLP, **NORMS_BEHIND},
         _exaone4,
     ),
     "granite": Architecture(
@@ -189,17 +179,21 @@ DENSE: dict[str, Architecture] = {
     "glm4": Architecture(
         "GLM-4-0414", "Glm4ForCausalLM", "glm4",
         {
-            **EMBEDDINGS, **ATTENTION, **NORMS, **FUSED_MLP,
-            "blk.{n}.post_attention_norm": Rule(LAYER + "post_self_attn_layernorm"),
-            "blk.{n}.post_ffw_norm": Rule(LAYER + "post_mlp_layernorm"),
+            **HEADS, **NORMS, **FUSED_MLP,
+            **in_layer(
+                {
+                    "post_attention_norm": "post_self_attn_layernorm",
+                    "post_ffw_norm": "post_mlp_layernorm",
+                }
+            ),
         },
         biases, mlp="fused", partly_rotated=True,
     ),
     "command-r": Architecture(
         "Command R", "CohereForCausalLM", "cohere",
         {
-            **EMBEDDINGS, **ATTENTION, **HEAD_NORMS, **GATED_MLP,
-            "blk.{n}.attn_norm": Rule(LAYER + "input_layernorm"),
+            **HEADS, **HEAD_NORMS, **GATED_MLP,
+            **in_layer({"attn_norm": "input_layernorm"}),
         },
         _command_r, eps_key="layer_norm_eps",
     ),
@@ -209,9 +203,8 @@ DENSE: dict[str, Architecture] = {
     "starcoder2": Architecture(
         "StarCoder2", "Starcoder2ForCausalLM", "starcoder2",
         {
-            **EMBEDDINGS, **ATTENTION, **NORMS,
-            "blk.{n}.ffn_up": Rule(LAYER + "mlp.c_fc"),
-            "blk.{n}.ffn_down": Rule(LAYER + "mlp.c_proj"),
+            **HEADS, **NORMS,
+            **in_layer({"ffn_up": "c_fc", "ffn_down": "c_proj"}, "mlp."),
         },
         _starcoder2, eps_key="norm_epsilon", mlp="plain",
     ),

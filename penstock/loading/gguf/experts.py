@@ -7,20 +7,22 @@ from typing import Any
 from penstock.loading.gguf.architecture import Architecture, biases
 from penstock.loading.gguf.metadata import Metadata
 from penstock.loading.gguf.rules import (
-    ATTENTION,
     CORRECTION,
     EMBEDDINGS,
     EXPERTS,
     GATED_MLP,
     HEAD_NORMS,
+    HEADS,
     LAYER,
     NORMS,
     NORMS_POST,
     PERMUTED,
     SHARED_EXPERT,
     SHARED_GATE,
+    SPARSE_DECODER,
     HalfOfKVB,
     Rule,
+    in_layer,
     whole,
 )
 
@@ -152,20 +154,25 @@ def _llama4(metadata: Metadata) -> dict[str, Any]:
 
 MIXTRAL = Architecture(
     "Mixtral", "MixtralForCausalLM", "mixtral",
-    {**EMBEDDINGS, **ATTENTION, **PERMUTED, **NORMS, **EXPERTS},
+    {**SPARSE_DECODER, **PERMUTED},
     _local_experts, mlp="experts",
 )  # fmt: skip
 _LATENT = {
-    "blk.{n}.attn_q": Rule(LAYER + "self_attn.q_proj"),
-    "blk.{n}.attn_q_a": Rule(LAYER + "self_attn.q_a_proj"),
-    "blk.{n}.attn_q_a_norm": Rule(LAYER + "self_attn.q_a_layernorm"),
-    "blk.{n}.attn_q_b": Rule(LAYER + "self_attn.q_b_proj"),
-    "blk.{n}.attn_kv_a_mqa": Rule(LAYER + "self_attn.kv_a_proj_with_mqa"),
-    "blk.{n}.attn_kv_a_norm": Rule(LAYER + "self_attn.kv_a_layernorm"),
-    "blk.{n}.attn_kv_b": Rule(LAYER + "self_attn.kv_b_proj"),  # in older files
+    **in_layer(
+        {
+            "attn_q": "q_proj",
+            "attn_q_a": "q_a_proj",
+            "attn_q_a_norm": "q_a_layernorm",
+            "attn_q_b": "q_b_proj",
+            "attn_kv_a_mqa": "kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "kv_a_layernorm",
+            "attn_kv_b": "kv_b_proj",  # in older files
+            "attn_output": "o_proj",
+        },
+        "self_attn.",
+    ),
     "blk.{n}.attn_k_b": Rule(LAYER + "self_attn.kv_b_proj", HalfOfKVB("keys")),
     "blk.{n}.attn_v_b": Rule(LAYER + "self_attn.kv_b_proj", HalfOfKVB("values")),
-    "blk.{n}.attn_output": Rule(LAYER + "self_attn.o_proj"),
 }
 _DEEPSEEK = {
     **EMBEDDINGS, **_LATENT, **NORMS, **GATED_MLP, **EXPERTS, **SHARED_EXPERT, **CORRECTION
@@ -178,12 +185,12 @@ DEEPSEEK_V2 = Architecture(
 SPARSE: dict[str, Architecture] = {
     "qwen2moe": Architecture(
         "Qwen 2 with experts", "Qwen2MoeForCausalLM", "qwen2_moe",
-        {**EMBEDDINGS, **ATTENTION, **NORMS, **EXPERTS, **SHARED_EXPERT, **SHARED_GATE},
+        {**SPARSE_DECODER, **SHARED_EXPERT, **SHARED_GATE},
         _qwen2moe, mlp="experts",
     ),
     "qwen3moe": Architecture(
         "Qwen 3 with experts", "Qwen3MoeForCausalLM", "qwen3_moe",
-        {**EMBEDDINGS, **ATTENTION, **HEAD_NORMS, **NORMS, **EXPERTS},
+        {**SPARSE_DECODER, **HEAD_NORMS},
         _qwen3moe, mlp="experts",
     ),
     "deepseek2": Architecture(
@@ -193,27 +200,27 @@ SPARSE: dict[str, Architecture] = {
     "glm4moe": Architecture(
         "GLM-4.5 to 4.7", "Glm4MoeForCausalLM", "glm4_moe",
         {
-            **EMBEDDINGS, **ATTENTION, **HEAD_NORMS, **NORMS_POST, **GATED_MLP, **EXPERTS,
+            **HEADS, **HEAD_NORMS, **NORMS_POST, **GATED_MLP, **EXPERTS,
             **SHARED_EXPERT, **CORRECTION,
         },
         _glm4moe, mlp="mixed", partly_rotated=True,
     ),
     "minimax-m2": Architecture(
         "MiniMax-M2", "MiniMaxM2ForCausalLM", "minimax_m2",
-        {**EMBEDDINGS, **ATTENTION, **HEAD_NORMS, **NORMS, **EXPERTS, **CORRECTION},
+        {**SPARSE_DECODER, **HEAD_NORMS, **CORRECTION},
         _minimax_m2, mlp="experts", partly_rotated=True,
     ),
     "gpt-oss": Architecture(
         "gpt-oss", "GptOssForCausalLM", "gpt_oss",
         {
-            **EMBEDDINGS, **ATTENTION, **NORMS_POST, **EXPERTS,
+            **HEADS, **NORMS_POST, **EXPERTS,
             "blk.{n}.attn_sinks.weight": whole(LAYER + "self_attn.sinks"),
         },
         _gpt_oss, mlp="experts", truncates_yarn=False,
     ),
     "llama4": Architecture(
         "Llama 4 (text)", "Llama4ForCausalLM", "llama4_text",
-        {**EMBEDDINGS, **ATTENTION, **NORMS, **GATED_MLP, **EXPERTS, **SHARED_EXPERT},
+        {**SPARSE_DECODER, **GATED_MLP, **SHARED_EXPERT},
         _llama4, mlp="mixed",
     ),
 }  # fmt: skip

@@ -10,16 +10,15 @@ from penstock.loading.gguf.experts import num_experts
 from penstock.loading.gguf.metadata import Metadata
 from penstock.loading.gguf.rope import rope_scaling
 from penstock.loading.gguf.rules import (
-    ATTENTION,
     DECODER,
-    EMBEDDINGS,
-    EXPERTS,
     GATED_MLP,
     HEAD_NORMS,
-    LAYER,
+    HEADS,
     NORMS,
     NORMS_POST,
+    SPARSE_DECODER,
     Rule,
+    in_layer,
     minus_one,
 )
 
@@ -82,17 +81,14 @@ OTHERS: dict[str, Architecture] = {
     "gemma": Architecture(
         "Gemma 1", "GemmaForCausalLM", "gemma",
         {
-            **EMBEDDINGS, **ATTENTION, **GATED_MLP, **minus_one(NORMS),
+            **HEADS, **GATED_MLP, **minus_one(NORMS),
             **minus_one({"output_norm": Rule("model.norm")}),
         },
         _gemma,
     ),
     "cohere2": Architecture(
         "Command R7B, Command A", "Cohere2ForCausalLM", "cohere2",
-        {
-            **EMBEDDINGS, **ATTENTION, **GATED_MLP,
-            "blk.{n}.attn_norm": Rule(LAYER + "input_layernorm"),
-        },
+        {**HEADS, **GATED_MLP, **in_layer({"attn_norm": "input_layernorm"})},
         _cohere2, eps_key="layer_norm_eps",
     ),
     "stablelm": Architecture(
@@ -101,12 +97,12 @@ OTHERS: dict[str, Architecture] = {
     ),
     "olmoe": Architecture(
         "OLMoE", "OlmoeForCausalLM", "olmoe",
-        {**EMBEDDINGS, **ATTENTION, **HEAD_NORMS, **NORMS, **EXPERTS},
+        {**SPARSE_DECODER, **HEAD_NORMS},
         _olmoe, mlp="experts",
     ),
     "seed_oss": Architecture(
         "Seed-OSS", "SeedOssForCausalLM", "seed_oss",
-        {**EMBEDDINGS, **ATTENTION, **NORMS_POST, **GATED_MLP},
+        {**HEADS, **NORMS_POST, **GATED_MLP},
         _seed_oss,
     ),
 }  # fmt: skip

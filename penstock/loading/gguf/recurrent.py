@@ -8,11 +8,12 @@ from penstock.loading.gguf.architecture import Architecture, biases
 from penstock.loading.gguf.experts import num_experts, shared_expert
 from penstock.loading.gguf.metadata import Metadata
 from penstock.loading.gguf.rules import (
-    ATTENTION,
     EMBEDDINGS,
     EXPERTS,
+    GATED,
     GATED_MLP,
     HEAD_NORMS,
+    HEADS,
     LAYER,
     NORMS_POST,
     SHARED_EXPERT,
@@ -20,6 +21,7 @@ from penstock.loading.gguf.rules import (
     ConvFilter,
     LogOfNegative,
     Rule,
+    in_layer,
     mamba,
     minus_one,
     whole,
@@ -89,7 +91,7 @@ RECURRENT: dict[str, Architecture] = {
         "Mamba-2", "Mamba2ForCausalLM", "mamba2",
         {
             **EMBEDDINGS,
-            "blk.{n}.attn_norm": Rule(LAYER + "norm"),
+            **in_layer({"attn_norm": "norm"}),
             **mamba(LAYER + "mixer."),
         },
         _mamba2, eps_key="layer_norm_epsilon", mlp="none", attention="none",
@@ -97,14 +99,12 @@ RECURRENT: dict[str, Architecture] = {
     "falcon-h1": Architecture(
         "Falcon-H1", "FalconH1ForCausalLM", "falcon_h1",
         {
-            **EMBEDDINGS, **ATTENTION,
-            "blk.{n}.attn_norm": Rule(LAYER + "input_layernorm"),
+            **HEADS,
+            **in_layer({"attn_norm": "input_layernorm"}),
             # Converters leave the ending of this one out.
             "blk.{n}.ffn_norm": whole(LAYER + "pre_ff_layernorm.weight"),
             "blk.{n}.ffn_norm.weight": whole(LAYER + "pre_ff_layernorm.weight"),
-            "blk.{n}.ffn_gate": Rule(LAYER + "feed_forward.gate_proj"),
-            "blk.{n}.ffn_up": Rule(LAYER + "feed_forward.up_proj"),
-            "blk.{n}.ffn_down": Rule(LAYER + "feed_forward.down_proj"),
+            **in_layer(GATED, "feed_forward."),
             **mamba(LAYER + "mamba."),
         },
         _falcon_h1,
@@ -112,18 +112,23 @@ RECURRENT: dict[str, Architecture] = {
     "qwen3next": Architecture(
         "Qwen3-Next", "Qwen3NextForCausalLM", "qwen3_next",
         {
-            **EMBEDDINGS, **minus_one({"output_norm": Rule("model.norm")}), **minus_one(NORMS_POST),
-            **ATTENTION, **minus_one(HEAD_NORMS), **GATED_MLP, **EXPERTS, **SHARED_EXPERT,
+            **HEADS, **minus_one({"output_norm": Rule("model.norm")}), **minus_one(NORMS_POST),
+            **minus_one(HEAD_NORMS), **GATED_MLP, **EXPERTS, **SHARED_EXPERT,
             **SHARED_GATE,
-            "blk.{n}.attn_qkv": Rule(_LINEAR + "in_proj_qkv"),
-            "blk.{n}.attn_gate": Rule(_LINEAR + "in_proj_z"),
-            "blk.{n}.ssm_in": Rule(_LINEAR + "in_proj_qkvz"),
-            "blk.{n}.ssm_ba": Rule(_LINEAR + "in_proj_ba"),
+            **in_layer(
+                {
+                    "attn_qkv": "in_proj_qkv",
+                    "attn_gate": "in_proj_z",
+                    "ssm_in": "in_proj_qkvz",
+                    "ssm_ba": "in_proj_ba",
+                    "ssm_norm": "norm",
+                    "ssm_out": "out_proj",
+                },
+                "linear_attn.",
+            ),
             "blk.{n}.ssm_conv1d.weight": whole(_LINEAR + "conv1d.weight", ConvFilter()),
             "blk.{n}.ssm_dt.bias": whole(_LINEAR + "dt_bias"),
             "blk.{n}.ssm_a": whole(_LINEAR + "A_log", LogOfNegative()),
-            "blk.{n}.ssm_norm": Rule(_LINEAR + "norm"),
-            "blk.{n}.ssm_out": Rule(_LINEAR + "out_proj"),
         },
         _qwen3next, mlp="experts", attention="gated", partly_rotated=True,
     ),

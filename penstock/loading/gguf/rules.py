@@ -5,6 +5,7 @@ A change is declared as data (`Rule.transform`); `checkpoint` undoes it when it 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,67 +85,67 @@ def whole(name: str, transform: Transform | None = None) -> Rule:
 
 
 LAYER = "model.layers.{n}."
+
+
+def in_layer(names: Mapping[str, str], path: str = "") -> dict[str, Rule]:
+    """Rules of a layer: what GGUF calls a tensor, and what Hugging Face does, within `path`."""
+    return {f"blk.{{n}}.{stem}": Rule(f"{LAYER}{path}{name}") for stem, name in names.items()}
+
+
 EMBEDDINGS = {
     "token_embd": Rule("model.embed_tokens"),
     "output_norm": Rule("model.norm"),
     "output": Rule("lm_head"),
 }
-ATTENTION = {
-    "blk.{n}.attn_q": Rule(LAYER + "self_attn.q_proj"),
-    "blk.{n}.attn_k": Rule(LAYER + "self_attn.k_proj"),
-    "blk.{n}.attn_v": Rule(LAYER + "self_attn.v_proj"),
-    "blk.{n}.attn_output": Rule(LAYER + "self_attn.o_proj"),
-}
+ATTENTION = in_layer(
+    {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"},
+    "self_attn.",
+)
 PERMUTED = {
     "blk.{n}.attn_q": Rule(LAYER + "self_attn.q_proj", UnpermuteRope("num_attention_heads")),
     "blk.{n}.attn_k": Rule(LAYER + "self_attn.k_proj", UnpermuteRope("num_key_value_heads")),
 }
-HEAD_NORMS = {
-    "blk.{n}.attn_q_norm": Rule(LAYER + "self_attn.q_norm"),
-    "blk.{n}.attn_k_norm": Rule(LAYER + "self_attn.k_norm"),
-}
-NORMS = {
-    "blk.{n}.attn_norm": Rule(LAYER + "input_layernorm"),
-    "blk.{n}.ffn_norm": Rule(LAYER + "post_attention_layernorm"),
-}
+HEAD_NORMS = in_layer({"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}, "self_attn.")
+NORMS = in_layer({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"})
 # Where the norm between attention and MLP has another name.
-NORMS_POST = {
-    "blk.{n}.attn_norm": Rule(LAYER + "input_layernorm"),
-    "blk.{n}.post_attention_norm": Rule(LAYER + "post_attention_layernorm"),
-}
-GATED_MLP = {
-    "blk.{n}.ffn_gate": Rule(LAYER + "mlp.gate_proj"),
-    "blk.{n}.ffn_up": Rule(LAYER + "mlp.up_proj"),
-    "blk.{n}.ffn_down": Rule(LAYER + "mlp.down_proj"),
-}
-FUSED_MLP = {
-    "blk.{n}.ffn_up": Rule(LAYER + "mlp.gate_up_proj"),
-    "blk.{n}.ffn_down": Rule(LAYER + "mlp.down_proj"),
-}
+NORMS_POST = in_layer(
+    {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+)
+# Norms behind attention and MLP, not in front.
+NORMS_BEHIND = in_layer(
+    {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+)
+GATED = {"ffn_gate": "gate_proj", "ffn_up": "up_proj", "ffn_down": "down_proj"}
+GATED_MLP = in_layer(GATED, "mlp.")
+FUSED_MLP = in_layer({"ffn_up": "gate_up_proj", "ffn_down": "down_proj"}, "mlp.")
 EXPERTS = {
     "blk.{n}.ffn_gate_inp": Rule(LAYER + "mlp.gate"),
-    "blk.{n}.ffn_gate_exps": Rule(LAYER + "mlp.experts.{e}.gate_proj", SplitExperts()),
-    "blk.{n}.ffn_up_exps": Rule(LAYER + "mlp.experts.{e}.up_proj", SplitExperts()),
-    "blk.{n}.ffn_down_exps": Rule(LAYER + "mlp.experts.{e}.down_proj", SplitExperts()),
+    **{
+        f"blk.{{n}}.{stem}_exps": Rule(f"{LAYER}mlp.experts.{{e}}.{name}", SplitExperts())
+        for stem, name in GATED.items()
+    },
     # What some converters write in place of the first two.
     "blk.{n}.ffn_gate_up_exps": Rule(
         LAYER + "mlp.experts.{e}.{p}_proj", SplitExperts(parts=("gate", "up"))
     ),
 }
-SHARED_EXPERT = {
-    "blk.{n}.ffn_gate_shexp": Rule(LAYER + "mlp.shared_expert.gate_proj"),
-    "blk.{n}.ffn_up_shexp": Rule(LAYER + "mlp.shared_expert.up_proj"),
-    "blk.{n}.ffn_down_shexp": Rule(LAYER + "mlp.shared_expert.down_proj"),
-}
+SHARED_EXPERT = in_layer(
+    {f"{stem}_shexp": name for stem, name in GATED.items()}, "mlp.shared_expert."
+)
 SHARED_GATE = {
     "blk.{n}.ffn_gate_inp_shexp": Rule(LAYER + "mlp.shared_expert_gate", AsRow()),
 }
 # Converters of 2024 left the ending out.
 CORRECTION = {
-    "blk.{n}.exp_probs_b.bias": whole(LAYER + "mlp.gate.e_score_correction_bias"),
-    "blk.{n}.exp_probs_b": whole(LAYER + "mlp.gate.e_score_correction_bias"),
+    f"blk.{{n}}.exp_probs_b{ending}": whole(LAYER + "mlp.gate.e_score_correction_bias")
+    for ending in (".bias", "")
 }
-DECODER = {**EMBEDDINGS, **ATTENTION, **NORMS, **GATED_MLP}
+HEADS = {**EMBEDDINGS, **ATTENTION}
+DECODER = {**HEADS, **NORMS, **GATED_MLP}
+SPARSE_DECODER = {**HEADS, **NORMS, **EXPERTS}
 
 
 def minus_one(rules: dict[str, Rule]) -> dict[str, Rule]:
