@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,8 +18,8 @@ from penstock.layers.blocks import GatedMLP
 from penstock.layers.build import Build
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
-from penstock.layers.loadable import Expected, Shape
-from penstock.layers.quantization import DeferredQuantization, DenseMethod, LinearMethod
+from penstock.layers.loadable import Expected, Shape, copy_shard
+from penstock.layers.quantization import DeferredQuantization, DenseMethod, LinearMethod, Shard
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, run_by_expert, sigmoid
@@ -137,61 +138,103 @@ def _float32_method(build: Build) -> LinearMethod:
     return DenseMethod()
 
 
-class StackedExperts(nn.Module):
-    """All experts' matrices in two tensors; `compute` is an implementation of ops.experts.
+class ExpertWeights(nn.Module):
+    """All experts of a layer, whose matrices checkpoints have one by one:
+    ``experts.3.gate_proj.weight``.
 
-    Checkpoints have them one by one: ``experts.3.gate_proj.weight``. Ranks share the intermediate
-    size, so that the sum of what they give is the layer's output.
+    Ranks share the intermediate size, so that the sum of what they give is the layer's output.
     """
+
+    def __init__(self, build: Build, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.build = build
+        self.config = config
+        self.size = config.intermediate_size // build.tp.size  # on this rank
+        count, hidden = config.num_experts, config.hidden_size
+        self.gate_up_bias = build.empty(count, 2 * self.size) if config.bias else None
+        self.down_bias = build.empty(count, hidden) if config.bias else None
+
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of gate and up, and of down: the latter must enter the sum over ranks only once."""
+        return self.gate_up_bias, self.down_bias if self.build.tp.rank == 0 else None
+
+    def tensors(self, part: str) -> Mapping[str, Expected]:
+        """The checkpoint's tensors of one matrix, by parameter."""
+        return {"weight": Expected(self.shape(part))}
+
+    def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
+        expected: dict[tuple[str, str], Shape | Expected] = {}
+        for part in expert_parts(self.config):
+            for parameter, tensor in self.tensors(part).items():
+                expected[parameter, part] = tensor
+            if self.config.bias:
+                expected["bias", part] = self.shape(part)[:1]
+        return expected
+
+    def shape(self, part: str) -> tuple[int, int]:
+        hidden, size = self.config.hidden_size, self.config.intermediate_size
+        return (hidden, size) if part.endswith("down_proj") else (size, hidden)
+
+    def shard(self, part: str) -> Shard:
+        first, hidden = self.build.tp.rank * self.size, self.config.hidden_size
+        if part.endswith("down_proj"):
+            return Shard(self.shape(part), 0, hidden, first, self.size)
+        return Shard(self.shape(part), first, self.size, 0, hidden)
+
+    def load_bias(self, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "a bias is not a matrix"
+        _, expert, name = part.split(".")
+        if name == "down_proj":
+            assert self.down_bias is not None
+            self.down_bias[int(expert)].copy_(tensor)
+            return
+        assert self.gate_up_bias is not None
+        copy_shard(self.rows_of(self.gate_up_bias, int(expert), name), tensor, self.build.tp)
+
+    def rows_of(self, gate_up: torch.Tensor, expert: int, name: str) -> torch.Tensor:
+        """The rows of an expert's gate_proj or up_proj."""
+        start = 0 if name == "gate_proj" else self.size
+        return gate_up[expert, start : start + self.size]
+
+
+def expert_parts(config: ExpertsConfig) -> list[str]:
+    """The names of all experts' matrices."""
+    return [
+        f"experts.{expert}.{name}"
+        for expert in range(config.num_experts)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+
+
+class StackedExperts(ExpertWeights):
+    """All matrices in two tensors; `compute` is an implementation of ops.experts."""
 
     def __init__(
         self, build: Build, config: ExpertsConfig, compute: Callable[..., torch.Tensor]
     ) -> None:
-        super().__init__()
-        self.build = build
-        self.config = config
+        super().__init__(build, config)
         self.compute = compute
         count, hidden = config.num_experts, config.hidden_size
-        self.size = size = config.intermediate_size // build.tp.size  # on this rank
-        self.gate_up = build.empty(count, 2 * size, hidden)
-        self.down = build.empty(count, hidden, size)
-        self.gate_up_bias = build.empty(count, 2 * size) if config.bias else None
-        self.down_bias = build.empty(count, hidden) if config.bias else None
+        self.gate_up = build.empty(count, 2 * self.size, hidden)
+        self.down = build.empty(count, hidden, self.size)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        down_bias = self.down_bias if self.build.tp.rank == 0 else None  # in the sum only once
         return self.compute(
-            x, weights, ids, self.gate_up, self.down, self.config.activation,
-            self.gate_up_bias, down_bias,
-        )  # fmt: skip
-
-    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        hidden, size = self.config.hidden_size, self.config.intermediate_size
-        shapes: dict[tuple[str, str], tuple[int, ...]] = {}
-        for expert in range(self.config.num_experts):
-            for name, rows, columns in (
-                ("gate_proj", size, hidden), ("up_proj", size, hidden), ("down_proj", hidden, size)
-            ):  # fmt: skip
-                shapes["weight", f"experts.{expert}.{name}"] = (rows, columns)
-                if self.config.bias:
-                    shapes["bias", f"experts.{expert}.{name}"] = (rows,)
-        return shapes
+            x, weights, ids, self.gate_up, self.down, self.config.activation, *self.biases()
+        )
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        if isinstance(tensor, BlockTensor):
-            tensor = dequantize(tensor)
-        _, expert, name = part.split(".")
-        first, size = self.build.tp.rank * self.size, self.size
-        is_bias = parameter == "bias"
-        if name == "down_proj":
-            down = self.down_bias if is_bias else self.down
-            assert down is not None
-            down[int(expert)].copy_(tensor if is_bias else tensor[:, first : first + size])
+        if parameter == "bias":
+            self.load_bias(part, tensor)
             return
-        gate_up = self.gate_up_bias if is_bias else self.gate_up
-        assert gate_up is not None
-        start = 0 if name == "gate_proj" else size
-        gate_up[int(expert), start : start + size].copy_(tensor[first : first + size])
+        floats = dequantize(tensor) if isinstance(tensor, BlockTensor) else tensor
+        own = self.shard(part).cut(floats)
+        assert isinstance(own, torch.Tensor)
+        _, expert, name = part.split(".")
+        if name == "down_proj":
+            self.down[int(expert)].copy_(own)
+        else:
+            self.rows_of(self.gate_up, int(expert), name).copy_(own)
 
 
 class UndecidedExperts(nn.Module):
@@ -295,14 +338,6 @@ def _refuse_torch(build: Build, config: ExpertsConfig) -> str | None:
     return None
 
 
-def _make_torch(build: Build, config: ExpertsConfig) -> nn.Module:
-    return StackedExperts(build, config, reference.experts)
-
-
-def _make_dense(build: Build, config: ExpertsConfig) -> nn.Module:
-    return StackedExperts(build, config, dense_experts)
-
-
 IMPLEMENTATIONS = (
     Implementation("quantized: as each layer's scheme says", _refuse_undecided, UndecidedExperts),
     Implementation("blocks: as in the GGUF file, grouped by expert", _refuse_blocks, _make_blocks),
@@ -310,8 +345,16 @@ IMPLEMENTATIONS = (
     Implementation(
         "packed: one matmul of the C++ library an expert", _refuse_packed, PackedExperts
     ),
-    Implementation("torch: one matmul an expert", _refuse_torch, _make_torch),
-    Implementation("dense: every expert over every token", lambda *_: None, _make_dense),
+    Implementation(
+        "torch: one matmul an expert",
+        _refuse_torch,
+        partial(StackedExperts, compute=reference.experts),
+    ),
+    Implementation(
+        "dense: every expert over every token",
+        lambda *_: None,
+        partial(StackedExperts, compute=dense_experts),
+    ),
 )
 
 

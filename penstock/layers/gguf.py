@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.layers.loadable import Expected
-from penstock.layers.quantization import Shard, check_floats
+from penstock.layers.quantization import LinearMethod, Shard, check_floats
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.gguf import BlockMatrix
 
@@ -26,22 +24,17 @@ class GgufWeights:
         self.matrices: list[Matrix] = []  # neighbours of one type are one matrix
 
 
-class GgufMethod:
+class GgufMethod(LinearMethod):
     """Each part keeps its own type of blocks; what a file has in floats is in the model's type.
 
     With `expert_blocks`, experts stay in their blocks, too (`layers/gguf_experts.py`).
     """
-
-    packs = True
 
     def __init__(self, expert_blocks: bool = True) -> None:
         self.expert_blocks = expert_blocks
 
     def create_weights(self, layer: MatrixLayer) -> None:
         layer.gguf = GgufWeights()
-
-    def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
-        return {"weight": Expected(shape)}
 
     def load(
         self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from penstock.layers.build import Build
-from penstock.layers.experts import ExpertsConfig
-from penstock.layers.quantization import Shard
+from penstock.layers.experts import ExpertsConfig, ExpertWeights
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.gguf import BlockMatrix, stack_gguf
 
 
-class GgufExperts(nn.Module):
+class GgufExperts(ExpertWeights):
     """All experts' matrices one above the other, by gate, up and down; gate and up together where
-    they are of one type. Ranks share the intermediate size."""
+    they are of one type."""
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
-        super().__init__()
-        self.build = build
-        self.config = config
-        self.size = config.intermediate_size // build.tp.size  # on this rank
+        super().__init__(build, config)
         self._parts: dict[str, dict[int, BlockTensor]] = {
             name: {} for name in ("gate_proj", "up_proj", "down_proj")
         }
@@ -33,16 +28,9 @@ class GgufExperts(nn.Module):
         )
         return output
 
-    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        return {
-            ("weight", f"experts.{expert}.{name}"): self._shape(name)
-            for expert in range(self.config.num_experts)
-            for name in self._parts
-        }
-
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
         _, expert, name = part.split(".")
-        own = self._shard(name).cut(tensor)
+        own = self.shard(part).cut(tensor)
         assert isinstance(own, BlockTensor), "floats are for StackedExperts"
         self._parts[name][int(expert)] = own
         self._stack()
@@ -76,13 +64,3 @@ class GgufExperts(nn.Module):
             # A buffer, so that the model's size counts it.
             self.register_buffer(f"{name}_{field}", data, persistent=False)
         return stacked
-
-    def _shape(self, name: str) -> tuple[int, int]:
-        hidden, size = self.config.hidden_size, self.config.intermediate_size
-        return (hidden, size) if name == "down_proj" else (size, hidden)
-
-    def _shard(self, name: str) -> Shard:
-        first, hidden = self.build.tp.rank * self.size, self.config.hidden_size
-        if name == "down_proj":
-            return Shard(self._shape(name), 0, hidden, first, self.size)
-        return Shard(self._shape(name), first, self.size, 0, hidden)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.layers.loadable import Expected
-from penstock.layers.quantization import Shard, check_floats
+from penstock.layers.quantization import LinearMethod, Shard, check_floats
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.cpu.packed import PackedLinear, PackedMatrix, quantize_int8
 from penstock.protocol.errors import ModelError
@@ -27,14 +25,12 @@ class NativeWeights:
         self.linear: PackedLinear | None = None
 
 
-class NativeMethod:
+class NativeMethod(LinearMethod):
     """Each part keeps its own block type; floats keep their own precision.
 
     With `int8`, float weights are quantized to 8 bits in blocks of 32 columns while they load;
     with `float_dtype` they are kept in that type, whatever they come in.
     """
-
-    packs = True
 
     def __init__(self, int8: bool = False, float_dtype: torch.dtype | None = None) -> None:
         self.int8 = int8
@@ -42,9 +38,6 @@ class NativeMethod:
 
     def create_weights(self, layer: MatrixLayer) -> None:
         layer.native = NativeWeights()
-
-    def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
-        return {"weight": Expected(shape)}
 
     def load(
         self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -80,39 +80,40 @@ def _cut(
     return tensor.narrow(dim, start // total, length // total)
 
 
-class LinearMethod(Protocol):
+class LinearMethod:
     """Chosen once, from the checkpoint's own configuration and the device."""
 
-    packs: bool  # whether it keeps each matrix in a layout of its own
+    packs = True  # whether it keeps each matrix in a layout of its own
 
     def create_weights(self, layer: MatrixLayer) -> None:
         """Register the layer's parameters."""
 
     def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
         """The checkpoint's tensors of one part [out, in], by parameter."""
+        return {"weight": Expected(shape)}
 
     def load(
         self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
     ) -> None:
         """Take this rank's share of one of them."""
+        raise NotImplementedError
 
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, in] -> [n, out]."""
+        raise NotImplementedError
 
     def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
         """Rows [n] of a matrix with one part -> [n, in]."""
+        raise NotImplementedError
 
 
-class DenseMethod:
+class DenseMethod(LinearMethod):
     """Plain floating-point weights, fused into one matrix."""
 
     packs = False
 
     def create_weights(self, layer: MatrixLayer) -> None:
         layer.weight = layer.build.empty(layer.out_features, layer.in_features)
-
-    def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
-        return {"weight": Expected(shape)}
 
     def load(
         self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
@@ -133,27 +134,11 @@ class DenseMethod:
         return embedded
 
 
-class DeferredQuantization:
-    """Stands in for the methods of a quantized checkpoint's layers until the plan has chosen."""
+class DeferredQuantization(LinearMethod):
+    """Stands in for the methods of a quantized checkpoint's layers until the plan has chosen.
 
-    packs = True
-
-    def create_weights(self, layer: MatrixLayer) -> None:
-        pass
-
-    def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
-        raise AssertionError("the plan chooses a method before anything is loaded")
-
-    def load(
-        self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
-    ) -> None:
-        raise AssertionError("the plan chooses a method before anything is loaded")
-
-    def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        raise AssertionError("the plan chooses a method before anything is computed")
-
-    def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("the plan chooses a method before anything is computed")
+    Nothing is loaded or computed before that.
+    """
 
 
 def check_floats(part: str, tensor: torch.Tensor) -> None:

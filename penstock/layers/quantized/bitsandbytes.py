@@ -8,7 +8,7 @@ import torch
 
 from penstock.layers.loadable import ANY, Expected
 from penstock.layers.quantization import Shard
-from penstock.layers.quantized.schemes import Tensors, check_type, scales_of
+from penstock.layers.quantized.schemes import Scheme, Tensors, check_type, scales_of
 from penstock.layers.quantized.weights import QuantizedWeight, TableWeight, W4Weight
 from penstock.protocol.errors import ModelError
 
@@ -17,7 +17,7 @@ _BY_ROW = 0  # the one weight_format that is not some GPU's own
 
 
 @dataclass(frozen=True)
-class TableScheme:
+class TableScheme(Scheme):
     """4 bits that are places in a table, as `loading/bitsandbytes.py` brings them into rows.
 
     How many columns share a scale is known when the scales come: configurations do not say it.
@@ -28,14 +28,6 @@ class TableScheme:
     @property
     def label(self) -> str:
         return f"bitsandbytes {self.kind}"
-
-    @property
-    def optional(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def marks(self) -> frozenset[str]:
-        return frozenset({"weight_scale"})
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         rows, columns = shape
@@ -58,23 +50,15 @@ class TableScheme:
 
 
 @dataclass(frozen=True)
-class LlmInt8Scheme:
+class LlmInt8Scheme(Scheme):
     """8-bit numbers under each row's largest (SCB).
 
     Activations stay as they are: the library itself rounds all but their outliers, to go faster.
     """
 
-    @property
-    def label(self) -> str:
-        return "bitsandbytes int8"
-
-    @property
-    def optional(self) -> frozenset[str]:
-        return frozenset({"weight_format"})
-
-    @property
-    def marks(self) -> frozenset[str]:
-        return frozenset({"SCB"})
+    label = "bitsandbytes int8"
+    optional = frozenset({"weight_format"})
+    marks = frozenset({"SCB"})
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         return {

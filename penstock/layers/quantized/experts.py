@@ -9,9 +9,14 @@ import torch
 from torch import nn
 
 from penstock.layers.build import Build
-from penstock.layers.experts import ExpertsConfig, UndecidedExperts, choose_implementation
-from penstock.layers.loadable import Expected, Shape
-from penstock.layers.quantization import LinearMethod, Shard
+from penstock.layers.experts import (
+    ExpertsConfig,
+    ExpertWeights,
+    UndecidedExperts,
+    choose_implementation,
+)
+from penstock.layers.loadable import Expected
+from penstock.layers.quantization import LinearMethod
 from penstock.layers.quantized.schemes import Scheme
 from penstock.layers.quantized.weights import (
     Fp4Weight,
@@ -45,7 +50,7 @@ def decide_experts(
     return QuantizedExperts(build, config, scheme, present), f"quantized: {scheme.label}"
 
 
-class QuantizedExperts(nn.Module):
+class QuantizedExperts(ExpertWeights):
     """As StackedExperts, with the weights of a scheme: one op computes all experts."""
 
     def __init__(
@@ -55,24 +60,17 @@ class QuantizedExperts(nn.Module):
         scheme: Scheme,
         present: Mapping[str, Collection[str]],
     ) -> None:
-        super().__init__()
-        self.build = build
-        self.config = config
+        super().__init__(build, config)
         self.scheme = scheme
         self.present = present
-        self.size = config.intermediate_size // build.tp.size  # on this rank
-        count, hidden = config.num_experts, config.hidden_size
-        self.gate_up_bias = build.empty(count, 2 * self.size) if config.bias else None
-        self.down_bias = build.empty(count, hidden) if config.bias else None
         self._staged: dict[str, dict[str, torch.Tensor]] = {}
         self._halves: dict[int, dict[str, QuantizedWeight]] = {}  # gate or up without the other
-        self.gate_up = Stack(count)
-        self.down = Stack(count)
+        self.gate_up = Stack(config.num_experts)
+        self.down = Stack(config.num_experts)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        down_bias = self.down_bias if self.build.tp.rank == 0 else None  # in the sum only once
         first, second = self.gate_up.weight, self.down.weight
-        biases = (self.gate_up_bias, down_bias)
+        biases = self.biases()
         ops, activation = self.build.ops, self.config.activation
         output: torch.Tensor
         if isinstance(first, Fp8Weight):
@@ -105,27 +103,18 @@ class QuantizedExperts(nn.Module):
             )  # fmt: skip
         return output
 
-    def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
-        expected: dict[tuple[str, str], Shape | Expected] = {}
-        for expert in range(self.config.num_experts):
-            for name in ("gate_proj", "up_proj", "down_proj"):
-                part = f"experts.{expert}.{name}"
-                for parameter, tensor in self._tensors(part).items():
-                    expected[parameter, part] = tensor
-                if self.config.bias:
-                    expected["bias", part] = (self._shape(part)[0],)
-        return expected
+    def tensors(self, part: str) -> Mapping[str, Expected]:
+        missing = self.scheme.optional.difference(self.present.get(part, ()))
+        tensors = self.scheme.expected(self.shape(part))
+        return {name: tensor for name, tensor in tensors.items() if name not in missing}
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
         if isinstance(tensor, BlockTensor):
             raise ModelError("a GGUF file is quantized already: leave --quantization out")
-        _, index, name = part.split(".")
-        expert = int(index)
         if parameter == "bias":
-            self._load_bias(expert, name, tensor)
+            self.load_bias(part, tensor)
             return
-        expected = self._tensors(part)
-        shard = self._shard(part)
+        expected, shard = self.tensors(part), self.shard(part)
         staged = self._staged.setdefault(part, {})
         own = shard.cut_packed(parameter, tensor, expected[parameter])
         if parameter in INPUT_SCALES and own.is_floating_point():
@@ -134,7 +123,8 @@ class QuantizedExperts(nn.Module):
         if len(staged) < len(expected):
             return
         del self._staged[part]
-        self.put(expert, name, self.scheme.convert(staged, shard))
+        _, expert, name = part.split(".")
+        self.put(int(expert), name, self.scheme.convert(staged, shard))
 
     def put(self, expert: int, name: str, weight: QuantizedWeight) -> None:
         """Take one matrix of an expert, this rank's share."""
@@ -168,31 +158,6 @@ class QuantizedExperts(nn.Module):
                 )
         self.gate_up.prepare(self.build.ops)
         self.down.prepare(self.build.ops)
-
-    def _shape(self, part: str) -> tuple[int, int]:
-        hidden, size = self.config.hidden_size, self.config.intermediate_size
-        return (hidden, size) if part.endswith("down_proj") else (size, hidden)
-
-    def _shard(self, part: str) -> Shard:
-        first, hidden = self.build.tp.rank * self.size, self.config.hidden_size
-        if part.endswith("down_proj"):
-            return Shard(self._shape(part), 0, hidden, first, self.size)
-        return Shard(self._shape(part), first, self.size, 0, hidden)
-
-    def _tensors(self, part: str) -> dict[str, Expected]:
-        missing = self.scheme.optional.difference(self.present.get(part, ()))
-        tensors = self.scheme.expected(self._shape(part))
-        return {name: tensor for name, tensor in tensors.items() if name not in missing}
-
-    def _load_bias(self, expert: int, name: str, tensor: torch.Tensor) -> None:
-        if name == "down_proj":
-            assert self.down_bias is not None
-            self.down_bias[expert].copy_(tensor)
-            return
-        assert self.gate_up_bias is not None
-        first, size = self.build.tp.rank * self.size, self.size
-        start = 0 if name == "gate_proj" else size
-        self.gate_up_bias[expert, start : start + size].copy_(tensor[first : first + size])
 
 
 class Stack(nn.Module):

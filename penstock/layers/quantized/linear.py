@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.layers.loadable import Expected
-from penstock.layers.quantization import Shard
+from penstock.layers.quantization import LinearMethod, Shard
 from penstock.layers.quantized.schemes import Scheme
 from penstock.layers.quantized.weights import QuantizedWeight, fuse
 from penstock.ops.blocks import BlockTensor, Weight
@@ -30,14 +30,12 @@ class QuantizedWeights:
         self.fused: list[QuantizedWeight] = []
 
 
-class QuantizedMethod:
+class QuantizedMethod(LinearMethod):
     """One layer's: the tensors of a part are converted as soon as they are all there.
 
     `present` has the optional tensors that the checkpoint has, by part. Memory beyond the weights
     themselves is that of one layer.
     """
-
-    packs = True
 
     def __init__(
         self,

@@ -9,15 +9,13 @@ Weights that have no place here stay with `penstock.ops.quantized`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from penstock.layers.loadable import Expected
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.native import NativeMethod
-from penstock.layers.quantization import Shard
+from penstock.layers.quantization import LinearMethod
 from penstock.layers.quantized.weights import (
     Fp4Weight,
     Fp8Weight,
@@ -165,10 +163,8 @@ def _same_order(parts: list[Blocks]) -> bool:
     return all(part.perm is not None and torch.equal(part.perm, first) for part in parts)
 
 
-class NativeBlocksMethod:
+class NativeBlocksMethod(LinearMethod):
     """The library's product of one layer, with what blocks cannot hold done around it."""
-
-    packs = True
 
     def __init__(self, layer: MatrixLayer, parts: list[Blocks]) -> None:
         self._perm = parts[0].perm
@@ -199,17 +195,6 @@ class NativeBlocksMethod:
             layer.register_buffer("offsets", self._offsets.data, persistent=False)
         if self._row_factor is not None:
             layer.register_buffer("row_factor", self._row_factor, persistent=False)
-
-    def create_weights(self, layer: MatrixLayer) -> None:
-        raise AssertionError("made from a layer that has its weights")
-
-    def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
-        raise AssertionError("made from a layer that has its weights")
-
-    def load(
-        self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
-    ) -> None:
-        raise AssertionError("made from a layer that has its weights")
 
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         linear = layer.native.linear

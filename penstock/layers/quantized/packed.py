@@ -9,7 +9,7 @@ import torch
 
 from penstock.layers.loadable import Expected
 from penstock.layers.quantization import Shard
-from penstock.layers.quantized.schemes import Tensors, check_type, scales_of
+from penstock.layers.quantized.schemes import Scheme, Tensors, check_type, scales_of
 from penstock.layers.quantized.weights import QuantizedWeight, W4Weight
 from penstock.ops.quantized import pack_nibbles, unpack_nibbles
 from penstock.protocol.errors import ModelError
@@ -21,7 +21,7 @@ _SMALL_GROUP = 32
 
 
 @dataclass(frozen=True)
-class _Grouped:
+class _Grouped(Scheme):
     bits: int
     group_size: int  # columns that share a scale; -1: all of a row
 
@@ -67,9 +67,7 @@ class GptqScheme(_Grouped):
         needs_order = self.act_order and self.group_size != -1
         return frozenset() if needs_order else frozenset({"g_idx"})
 
-    @property
-    def marks(self) -> frozenset[str]:
-        return frozenset({"qweight"})
+    marks = frozenset({"qweight"})
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         rows, columns, groups = self.check(shape)
@@ -129,9 +127,7 @@ class AwqScheme(_Grouped):
     def optional(self) -> frozenset[str]:
         return frozenset() if self.has_zeros else frozenset({"qzeros"})
 
-    @property
-    def marks(self) -> frozenset[str]:
-        return frozenset({"qweight"})
+    marks = frozenset({"qweight"})
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         rows, columns, groups = self.check(shape)
@@ -175,9 +171,7 @@ class PackedScheme(_Grouped):
         unused = {"weight_shape", "input_scale", "input_zero_point", "weight_g_idx"}
         return frozenset(unused if self.has_zeros else {*unused, "weight_zero_point"})
 
-    @property
-    def marks(self) -> frozenset[str]:
-        return frozenset({"weight_packed"})
+    marks = frozenset({"weight_packed"})
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         rows, columns, groups = self.check(shape)

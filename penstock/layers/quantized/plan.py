@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from torch import nn
 
 from penstock.layers.embedding import VocabEmbedding
-from penstock.layers.experts import Experts, ExpertsConfig, UndecidedExperts
+from penstock.layers.experts import Experts, UndecidedExperts, expert_parts
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantization import DeferredQuantization, LinearMethod
 from penstock.layers.quantized.experts import decide_experts
@@ -175,7 +175,7 @@ def _asked_names(model: nn.Module, stored: StoredLayers | None) -> list[str]:
 def _part_names(path: str, module: nn.Module) -> dict[str, str]:
     """The names of a layer's matrices by part; none if it is no layer that is to be decided."""
     if isinstance(module, Experts) and isinstance(module.experts, UndecidedExperts):
-        return _expert_names(path, module.experts.config)
+        return {part: f"{path}.{part}" for part in expert_parts(module.experts.config)}
     if isinstance(module, MatrixLayer) and isinstance(module.method, DeferredQuantization):
         return {part: _sibling(path, part) for part in module.part_rows}
     return {}
@@ -183,13 +183,3 @@ def _part_names(path: str, module: nn.Module) -> dict[str, str]:
 
 def _sibling(path: str, part: str) -> str:
     return f"{path.rpartition('.')[0]}.{part}" if part else path
-
-
-def _expert_names(path: str, config: ExpertsConfig) -> dict[str, str]:
-    """The experts' matrices by part, as StackedExperts names them."""
-    parts = [
-        f"experts.{expert}.{name}"
-        for expert in range(config.num_experts)
-        for name in ("gate_proj", "up_proj", "down_proj")
-    ]
-    return {part: f"{path}.{part}" for part in parts}

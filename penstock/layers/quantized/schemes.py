@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -34,26 +34,31 @@ Tensors = Mapping[str, torch.Tensor]
 Granularity = Literal["tensor", "channel", "block"]
 
 
-class Scheme(Protocol):
+class Scheme:
     """The format of one layer."""
 
     @property
     def label(self) -> str:
         """In a few words, for errors and logs."""
+        raise NotImplementedError
 
     @property
     def optional(self) -> frozenset[str]:
         """Parameters that a checkpoint may leave out."""
+        return frozenset()
 
     @property
     def marks(self) -> frozenset[str]:
         """Parameters that a layer of floats does not have."""
+        return frozenset({"weight_scale"})
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         """The tensors of a part [out, in], optional ones too."""
+        raise NotImplementedError
 
     def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         """This rank's share, from tensors that `Shard.cut_packed` has cut, on their device."""
+        raise NotImplementedError
 
 
 def check_type(name: str, tensor: torch.Tensor, *known: torch.dtype) -> None:
@@ -97,7 +102,7 @@ def one_scale(tensors: Tensors, name: str) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Fp8Scheme:
+class Fp8Scheme(Scheme):
     """e4m3 weights under a scale a matrix, a row, or a block of 128 x 128."""
 
     granularity: Granularity
@@ -138,11 +143,7 @@ class Fp8Scheme:
 
     def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
         weight = tensors["weight"]
-        if weight.dtype != FP8:
-            raise ModelError(
-                f"an fp8 weight is stored as {str(weight.dtype).removeprefix('torch.')}, "
-                "supported is float8_e4m3fn"
-            )
+        check_type("weight", weight, FP8)
         scale = scales_of(tensors, self.scale_name).float()
         if self.granularity == "block":
             scale = _own_blocks(scale, shard)
@@ -169,7 +170,7 @@ def _own_blocks(scale: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Int8Scheme:
+class Int8Scheme(Scheme):
     """int8 weights under a scale a matrix or a row; activations in int8, or as they are."""
 
     granularity: Literal["tensor", "channel"]
@@ -183,10 +184,6 @@ class Int8Scheme:
     def optional(self) -> frozenset[str]:
         unused = {"input_zero_point", "weight_zero_point"}
         return frozenset(unused if self.activations == "static" else {*unused, "input_scale"})
-
-    @property
-    def marks(self) -> frozenset[str]:
-        return frozenset({"weight_scale"})
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         one = Expected((), rows=None, columns=None)
@@ -208,10 +205,7 @@ class Int8Scheme:
                     "quantize the model with symmetric: true"
                 )
         weight = tensors["weight"]
-        if weight.dtype != torch.int8:
-            raise ModelError(
-                f"an int8 weight is stored as {str(weight.dtype).removeprefix('torch.')}"
-            )
+        check_type("weight", weight, torch.int8)
         scale = scales_of(tensors, "weight_scale").float().expand(len(weight)).contiguous()
         if self.activations == "none":
             packed = (weight.view(torch.uint8) ^ 128).contiguous()
@@ -223,7 +217,7 @@ class Int8Scheme:
 
 
 @dataclass(frozen=True)
-class Fp4Scheme:
+class Fp4Scheme(Scheme):
     """e2m1 weights: MXFP4 with exponents for scales, NVFP4 with e4m3 scales and one over all."""
 
     kind: Literal["mxfp4", "nvfp4"]
@@ -239,13 +233,7 @@ class Fp4Scheme:
     def group_size(self) -> int:
         return 32 if self.kind == "mxfp4" else 16
 
-    @property
-    def optional(self) -> frozenset[str]:
-        return frozenset({"input_global_scale", "input_scale"})
-
-    @property
-    def marks(self) -> frozenset[str]:
-        return frozenset({"weight_scale"})
+    optional = frozenset({"input_global_scale", "input_scale"})
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         rows, columns = shape
@@ -273,11 +261,7 @@ class Fp4Scheme:
             exponents = scales.view(torch.uint8)
             check_finite("weight_scale", exponents.view(torch.float8_e8m0fnu).float())
             return Fp4Weight(packed, exponents, None, self.group_size)
-        if scales.dtype != FP8:
-            raise ModelError(
-                f"NVFP4 scales are stored as {str(scales.dtype).removeprefix('torch.')}, "
-                "supported is float8_e4m3fn"
-            )
+        check_type("weight_scale", scales, FP8)
         check_finite("weight_scale", scales.float())
         if self.divides:
             one = 1.0 / one_scale(tensors, self.global_name)
@@ -290,7 +274,7 @@ class Fp4Scheme:
 
 
 @dataclass(frozen=True)
-class OnlineScheme:
+class OnlineScheme(Scheme):
     """Float weights, quantized as they come."""
 
     kind: Literal["fp8", "int8", "int8_weight_only"]
@@ -300,13 +284,7 @@ class OnlineScheme:
     def label(self) -> str:
         return f"{self.kind} by {self.granularity}, made while loading"
 
-    @property
-    def optional(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def marks(self) -> frozenset[str]:
-        return frozenset()
+    marks = frozenset()  # the checkpoint has floats
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         return {"weight": Expected(shape)}

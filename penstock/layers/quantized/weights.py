@@ -40,12 +40,27 @@ class QuantizedWeight(Protocol):
         """Its parts, by field."""
 
 
+T = TypeVar("T", bound="_Fields")
+SHARED = ("input_scale", "perm", "values")  # fields with the same numbers for all rows
+
+
+@dataclass(frozen=True)
 class _Fields:
-    """What is the same for all kinds: a frozen dataclass whose tensors have a row an output."""
+    """What is the same for most kinds: a frozen dataclass whose tensors have a row an output, but
+    for those in `SHARED`."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
+
+    def padded(self: T, num_rows: int) -> T:
+        rows = {name: tensor for name, tensor in self.tensors().items() if name not in SHARED}
+        return dataclasses.replace(
+            self, **{name: _pad(tensor, num_rows) for name, tensor in rows.items()}
+        )
+
+    def prepare(self: T, ops: Ops) -> T:
+        return self
 
 
 @dataclass(frozen=True)
@@ -100,14 +115,6 @@ class Int8Weight(_Fields):
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         return self.weight[rows].float() * self.scale[rows, None]
 
-    def padded(self, num_rows: int) -> Int8Weight:
-        return dataclasses.replace(
-            self, weight=_pad(self.weight, num_rows), scale=_pad(self.scale, num_rows)
-        )
-
-    def prepare(self, ops: Ops) -> Int8Weight:
-        return self
-
 
 @dataclass(frozen=True)
 class W4Weight(_Fields):
@@ -130,15 +137,6 @@ class W4Weight(_Fields):
         zeros = None if self.zeros is None else self.zeros[rows]
         return dequantize_w4(
             self.packed[rows], self.scales[rows], zeros, self.group_size, self.bits
-        )
-
-    def padded(self, num_rows: int) -> W4Weight:
-        zeros = None if self.zeros is None else _pad(self.zeros, num_rows)
-        return dataclasses.replace(
-            self,
-            packed=_pad(self.packed, num_rows),
-            scales=_pad(self.scales, num_rows),
-            zeros=zeros,
         )
 
     def prepare(self, ops: Ops) -> W4Weight:
@@ -169,15 +167,6 @@ class Fp4Weight(_Fields):
         own = None if self.global_scale is None else self.global_scale[rows]
         return dequantize_fp4(self.packed[rows], scales, own, self.group_size)
 
-    def padded(self, num_rows: int) -> Fp4Weight:
-        whole = None if self.global_scale is None else _pad(self.global_scale, num_rows)
-        return dataclasses.replace(
-            self,
-            packed=_pad(self.packed, num_rows),
-            scales=_pad(self.scales, num_rows),
-            global_scale=whole,
-        )
-
     def prepare(self, ops: Ops) -> Fp4Weight:
         prepare = ops.find("prepare_fp4")
         if prepare is None:
@@ -200,11 +189,6 @@ class TableWeight(_Fields):
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         return dequantize_table(self.packed[rows], self.scales[rows], self.values)
-
-    def padded(self, num_rows: int) -> TableWeight:
-        return dataclasses.replace(
-            self, packed=_pad(self.packed, num_rows), scales=_pad(self.scales, num_rows)
-        )
 
     def prepare(self, ops: Ops) -> TableWeight:
         prepare = ops.find("prepare_table")
