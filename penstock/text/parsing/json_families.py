@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import string
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.text.parsing.json_calls import (
     read_named_call,
 )
 from penstock.text.parsing.stream import Steps, Stream
-from penstock.text.parsing.tool_format import ToolFormat
+from penstock.text.parsing.tool_format import ToolFormat, UnmarkedFormat
 
 # Keywords by which a schema may say what properties there are.
 ARGUMENTS = frozenset(
@@ -27,9 +28,6 @@ ARGUMENTS = frozenset(
         "oneOf", "patternProperties", "properties", "required", "unevaluatedProperties",
     )
 )  # fmt: skip
-
-# The beginning of a function's name at a text's end.
-_NAME_BEGUN = re.compile(r'"(?:name|function)"\s*:\s*"([^"]*)\Z')
 
 
 class Hermes(ToolFormat):
@@ -58,22 +56,11 @@ class Hermes(ToolFormat):
         return CallGrammar("", calls, separator, "", parallel, cls.markers)
 
 
-class BareJson(ToolFormat):
-    """`[{"name": ..., "parameters": {...}}, ...]`, or one such object, and nothing before it.
+class BareJson(UnmarkedFormat):
+    """`[{"name": ..., "parameters": {...}}, ...]`, or one such object, and nothing before it."""
 
-    No marker says that this is a call, so only tools that were offered can be called: anything
-    else is an answer in JSON.
-    """
-
-    def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
-        out.content((yield from stream.skip_space()))
-        if (yield from stream.next_is("{", "[")):
-            yield from self._attempt(stream, out, "", promised=False)
-        yield from super().parse(stream, out)
-
-    def may_begin_call(self, text: str) -> bool:
-        named = _NAME_BEGUN.search(text)
-        return named is None or any(name.startswith(named[1]) for name in self._tools)
+    openings = ("{", "[")
+    name_begun = re.compile(r'"(?:name|function)"\s*:\s*"([^"]*)\Z')
 
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
         yield from read_call_objects(stream, out, known_names=self._tools)
@@ -161,34 +148,47 @@ class Mistral(ToolFormat):
         return CallGrammar("", calls, "", "", parallel, cls.markers)
 
 
-class DeepSeekV3(ToolFormat):
+class SectionedFormat(ToolFormat):
+    """A section of calls, each with an end. `markers` are those of the section's beginning and a
+    call's, what stands before the arguments, the call's end and the section's."""
+
+    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+        section, call, _, call_end, section_end = self.markers
+        if marker == section:
+            yield from stream.skip_space()
+            yield from stream.expect(call)
+        while True:
+            yield from self._read_call(stream, out)
+            yield from stream.expect(call_end)
+            yield from stream.skip_space()
+            if (yield from stream.accept(call, section_end)) != call:
+                return
+
+    @abstractmethod
+    def _read_call(self, stream: Stream, out: Emitter) -> Steps[None]:
+        """Read a call whose marker was just read, and the space behind it."""
+
+
+class DeepSeekV3(SectionedFormat):
     """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, the arguments fenced as json; V3.1 writes
     `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}`."""
 
     begins = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
     markers = (*begins, "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
-        section, call, separator, call_end, section_end = self.markers
-        if marker == section:
+    def _read_call(self, stream: Stream, out: Emitter) -> Steps[None]:
+        _, _, separator, call_end, _ = self.markers
+        name, _ = yield from stream.read_until((separator,))
+        yield from stream.skip_space()
+        fenced = not (yield from stream.next_is("{", call_end))
+        if fenced:
+            name, _ = yield from stream.read_until(("\n",))
             yield from stream.skip_space()
-            yield from stream.expect(call)
-        while True:
-            name, _ = yield from stream.read_until((separator,))
-            yield from stream.skip_space()
-            fenced = not (yield from stream.next_is("{", call_end))
-            if fenced:
-                name, _ = yield from stream.read_until(("\n",))
-                yield from stream.skip_space()
-                yield from stream.pass_over("```json", "```")
-            yield from read_named_call(stream, out, name, ("```", call_end))
-            yield from stream.skip_space()
-            if fenced:
-                yield from stream.pass_over("```")
-            yield from stream.expect(call_end)
-            yield from stream.skip_space()
-            if (yield from stream.accept(call, section_end)) != call:
-                return
+            yield from stream.pass_over("```json", "```")
+        yield from read_named_call(stream, out, name, ("```", call_end))
+        yield from stream.skip_space()
+        if fenced:
+            yield from stream.pass_over("```")
 
     @classmethod
     def grammar(
@@ -203,7 +203,7 @@ class DeepSeekV3(ToolFormat):
         return CallGrammar(section, calls, between, section_end, parallel, cls.markers)
 
 
-class KimiK2(ToolFormat):
+class KimiK2(SectionedFormat):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`.
 
     The text before the arguments is the call's id, which the model wants to see again.
@@ -222,26 +222,18 @@ class KimiK2(ToolFormat):
         super().__init__(tools)
         self._used_ids: set[str] = set()
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
-        section, call, arguments, call_end, section_end = self.markers
-        if marker == section:
-            yield from stream.skip_space()
-            yield from stream.expect(call)
-        while True:
-            head, _ = yield from stream.read_until((arguments,))
-            match = self._ID.fullmatch(head.strip())
-            name = match["name"] if match is not None else ""
-            number = match["number"] if match is not None else None
-            call_id = f"functions.{name}:{number or out.next_index}"
-            if call_id in self._used_ids:
-                call_id = f"functions.{name}:{out.next_index}"
-            self._used_ids.add(call_id)
-            yield from read_named_call(stream, out, name, (call_end,), call_id)
-            yield from stream.skip_space()
-            yield from stream.expect(call_end)
-            yield from stream.skip_space()
-            if (yield from stream.accept(call, section_end)) != call:
-                return
+    def _read_call(self, stream: Stream, out: Emitter) -> Steps[None]:
+        _, _, arguments, call_end, _ = self.markers
+        head, _ = yield from stream.read_until((arguments,))
+        match = self._ID.fullmatch(head.strip())
+        name = match["name"] if match is not None else ""
+        number = match["number"] if match is not None else None
+        call_id = f"functions.{name}:{number or out.next_index}"
+        if call_id in self._used_ids:
+            call_id = f"functions.{name}:{out.next_index}"
+        self._used_ids.add(call_id)
+        yield from read_named_call(stream, out, name, (call_end,), call_id)
+        yield from stream.skip_space()
 
     @classmethod
     def grammar(

@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 
 from penstock.text.parsing.emitter import Emitter
-from penstock.text.parsing.formats import CallGrammar, Tool
 from penstock.text.parsing.json_text import MAX_DEPTH, load_json, to_json
 from penstock.text.parsing.stream import Malformed, Steps, Stream, Truncated
-from penstock.text.parsing.tool_format import ToolFormat, check_name
+from penstock.text.parsing.tool_format import UnmarkedFormat, check_name
 from penstock.text.parsing.typed_values import python_literal
 
 _NAME_END = re.compile(r"[^\w.\-]")
-_NAME_BEGUN = re.compile(r"[\[,]\s*([\w.\-]*)\Z")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
-class Pythonic(ToolFormat):
+class Pythonic(UnmarkedFormat):
     """A list of calls with keyword arguments that are literals, at the output's beginning or
-    between `<|python_start|>` and `<|python_end|>`.
+    between `<|python_start|>` and `<|python_end|>`."""
 
-    Without that marker only tools that were offered can be called: any other list is an answer.
-    """
-
+    openings = ("[",)
+    name_begun = re.compile(r"[\[,]\s*([\w.\-]*)\Z")
     begins = ("<|python_start|>", "<|python_tag|>")
     markers = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
-
-    def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
-        out.content((yield from stream.skip_space()))
-        if (yield from stream.next_is("[")):
-            yield from self._attempt(stream, out, "", promised=False)
-        yield from super().parse(stream, out)
-
-    def may_begin_call(self, text: str) -> bool:
-        named = _NAME_BEGUN.search(text)
-        return named is None or any(name.startswith(named[1]) for name in self._tools)
 
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
         yield from stream.skip_space()
@@ -55,12 +41,6 @@ class Pythonic(ToolFormat):
                 break
         yield from stream.skip_space()
         yield from stream.pass_over("<|python_end|>")
-
-    @classmethod
-    def grammar(
-        cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
-    ) -> CallGrammar | None:
-        return None
 
 
 def _read_name(stream: Stream) -> Steps[str]:

@@ -6,45 +6,55 @@ enforced, these are held to a JSON array in place of their own format.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from typing import ClassVar
 
 from penstock.text.parsing.emitter import Emitter
-from penstock.text.parsing.formats import CallGrammar, Tool
 from penstock.text.parsing.stream import Malformed, Steps, Stream, Truncated
 from penstock.text.parsing.tool_format import ToolFormat, check_name
 from penstock.text.parsing.typed_values import ArgumentsWriter
 
 
 class TaggedFormat(ToolFormat):
-    @classmethod
-    def grammar(
-        cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
-    ) -> CallGrammar | None:
-        return None
+    """A call's arguments, each of which `argument` begins, up to the tag `call_end`."""
 
-    def _start(self, out: Emitter, name: str) -> ArgumentsWriter:
+    argument: ClassVar[str]
+    call_end: ClassVar[str]
+
+    def _read_call(self, stream: Stream, out: Emitter, name: str) -> Steps[None]:
         name = check_name(name)
         out.start_call(name)
-        return ArgumentsWriter(out, self.parameters_of(name))
+        writer = ArgumentsWriter(out, self.parameters_of(name))
+        while True:
+            yield from stream.skip_space()
+            if (yield from stream.expect(self.argument, self.call_end)) == self.call_end:
+                break
+            yield from self._read_argument(stream, writer)
+        writer.end()
+        out.end_call()
 
+    @abstractmethod
+    def _read_argument(self, stream: Stream, writer: ArgumentsWriter) -> Steps[None]:
+        """Read an argument whose tag was just read."""
 
-def read_value(
-    stream: Stream, writer: ArgumentsWriter, key: str, closings: tuple[str, ...], *next_tags: str
-) -> Steps[None]:
-    """An argument's value. A closing tag ends it only if one of `next_tags` follows: a value may
-    hold tags itself, such as a file that is to be written."""
-    writer.begin_value(key)
-    while True:
-        closing = yield from stream.until(closings, writer.add, drop_partial=True)
-        if closing is None:
-            raise Truncated
-        space = yield from stream.skip_space()
-        if (yield from stream.next_is(*next_tags)):
-            writer.end_value()
-            return
-        if (yield from stream.goes_on_with(*next_tags)):
-            raise Truncated
-        writer.add(closing + space)
+    def _read_value(
+        self, stream: Stream, writer: ArgumentsWriter, key: str, *closings: str
+    ) -> Steps[None]:
+        """A closing tag ends a value only if another argument or the call's end follows: a value
+        may hold tags itself, such as a file that is to be written."""
+        next_tags = (self.argument, self.call_end)
+        writer.begin_value(key)
+        while True:
+            closing = yield from stream.until(closings, writer.add, drop_partial=True)
+            if closing is None:
+                raise Truncated
+            space = yield from stream.skip_space()
+            if (yield from stream.next_is(*next_tags)):
+                writer.end_value()
+                return
+            if (yield from stream.goes_on_with(*next_tags)):
+                raise Truncated
+            writer.add(closing + space)
 
 
 class Qwen3Coder(TaggedFormat):
@@ -53,25 +63,21 @@ class Qwen3Coder(TaggedFormat):
 
     begins = ("<tool_call>", "<function=")  # the outer tag is sometimes left out
     markers = ("<tool_call>", "</tool_call>")
+    argument, call_end = "<parameter=", "</function>"
 
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
         if marker == "<tool_call>":
             yield from stream.skip_space()
             yield from stream.expect("<function=")
         name, _ = yield from stream.read_until((">",))
-        writer = self._start(out, name)
-        while True:
-            yield from stream.skip_space()
-            if (yield from stream.expect("<parameter=", "</function>")) == "</function>":
-                break
-            key, _ = yield from stream.read_until((">",))
-            yield from stream.accept("\n")
-            closings = ("\n</parameter>", "</parameter>")
-            yield from read_value(stream, writer, key, closings, "<parameter=", "</function>")
-        writer.end()
-        out.end_call()
+        yield from self._read_call(stream, out, name)
         yield from stream.skip_space()
         yield from stream.pass_over("</tool_call>")
+
+    def _read_argument(self, stream: Stream, writer: ArgumentsWriter) -> Steps[None]:
+        key, _ = yield from stream.read_until((">",))
+        yield from stream.accept("\n")
+        yield from self._read_value(stream, writer, key, "\n</parameter>", "</parameter>")
 
 
 class Glm45(TaggedFormat):
@@ -81,24 +87,19 @@ class Glm45(TaggedFormat):
     markers = (
         "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     )  # fmt: skip
+    argument, call_end = "<arg_key>", "</tool_call>"
 
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
         yield from stream.skip_space()
-        name, after = yield from stream.read_until(("\n", "<arg_key>", "</tool_call>"))
+        name, after = yield from stream.read_until(("\n", self.argument, self.call_end))
         stream.put_back(after)
-        writer = self._start(out, name)
-        while True:
-            yield from stream.skip_space()
-            if (yield from stream.expect("<arg_key>", "</tool_call>")) == "</tool_call>":
-                break
-            key, _ = yield from stream.read_until(("</arg_key>",))
-            yield from stream.skip_space()
-            yield from stream.expect("<arg_value>")
-            yield from read_value(
-                stream, writer, key, ("</arg_value>",), "<arg_key>", "</tool_call>"
-            )
-        writer.end()
-        out.end_call()
+        yield from self._read_call(stream, out, name)
+
+    def _read_argument(self, stream: Stream, writer: ArgumentsWriter) -> Steps[None]:
+        key, _ = yield from stream.read_until(("</arg_key>",))
+        yield from stream.skip_space()
+        yield from stream.expect("<arg_value>")
+        yield from self._read_value(stream, writer, key, "</arg_value>")
 
 
 class MiniMaxM2(TaggedFormat):
@@ -107,6 +108,7 @@ class MiniMaxM2(TaggedFormat):
 
     begins = ("<minimax:tool_call>",)
     markers = ("<minimax:tool_call>", "</minimax:tool_call>")
+    argument, call_end = "<parameter name=", "</invoke>"
 
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
         yield from stream.skip_space()
@@ -117,18 +119,9 @@ class MiniMaxM2(TaggedFormat):
             yield from stream.skip_space()
             after = yield from stream.expect("<invoke name=", "</minimax:tool_call>")
 
-    def _read_call(self, stream: Stream, out: Emitter, name: str) -> Steps[None]:
-        writer = self._start(out, name)
-        while True:
-            yield from stream.skip_space()
-            if (yield from stream.expect("<parameter name=", "</invoke>")) == "</invoke>":
-                break
-            key, _ = yield from stream.read_until((">",))
-            yield from read_value(
-                stream, writer, _unquoted(key), ("</parameter>",), "<parameter name=", "</invoke>"
-            )
-        writer.end()
-        out.end_call()
+    def _read_argument(self, stream: Stream, writer: ArgumentsWriter) -> Steps[None]:
+        key, _ = yield from stream.read_until((">",))
+        yield from self._read_value(stream, writer, _unquoted(key), "</parameter>")
 
 
 def _unquoted(attribute: str) -> str:

@@ -118,11 +118,11 @@ class ToolFormat(ABC):
         """Read the calls that `marker`, which was just read, begins."""
 
     @classmethod
-    @abstractmethod
     def grammar(
         cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
     ) -> CallGrammar | None:
         """What calls look like; None where they are not JSON. `chat_template` tells dialects."""
+        return None
 
     @staticmethod
     def new_call_id() -> str:
@@ -140,11 +140,27 @@ class PlainText(ToolFormat):
     def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
         raise AssertionError("no marker begins a call")
 
-    @classmethod
-    def grammar(
-        cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
-    ) -> CallGrammar | None:
-        return None
+
+class UnmarkedFormat(ToolFormat):
+    """Calls that may come with no marker before them, at the output's beginning.
+
+    Nothing then says that this is a call, so only tools that were offered can be called: anything
+    else is an answer. Calls begin with one of `openings`; `name_begun` finds the beginning of a
+    function's name at a text's end.
+    """
+
+    openings: ClassVar[tuple[str, ...]]
+    name_begun: ClassVar[re.Pattern[str]]
+
+    def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
+        out.content((yield from stream.skip_space()))
+        if (yield from stream.next_is(*self.openings)):
+            yield from self._attempt(stream, out, "", promised=False)
+        yield from super().parse(stream, out)
+
+    def may_begin_call(self, text: str) -> bool:
+        named = self.name_begun.search(text)
+        return named is None or any(name.startswith(named[1]) for name in self._tools)
 
 
 def check_name(name: object) -> str:
