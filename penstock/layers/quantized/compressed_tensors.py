@@ -19,7 +19,7 @@ _SPARSE = ("sparse-24-bitmask", "sparse-bitmask", "marlin-24", "24")
 
 
 @dataclass(frozen=True)
-class Group:
+class ConfigGroup:
     targets: tuple[str, ...]  # names, "re:" and a pattern, or classes
     scheme: Scheme
 
@@ -34,7 +34,7 @@ class Group:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    groups: tuple[Group, ...]
+    groups: tuple[ConfigGroup, ...]
     skipped: tuple[str, ...]  # of the same three sorts as targets
     ignored: tuple[str, ...] = (
         r"\.(k|v|q|kv|prob_output|output)_(scale|zero_point)$",
@@ -65,7 +65,7 @@ class CompressedTensors:
                     f"config.json: {name} of config_groups must be an object, got {group!r:.80}"
                 )
         made = tuple(
-            Group(names_in(group, "targets") or ("Linear",), _scheme(name, group))
+            ConfigGroup(names_in(group, "targets") or ("Linear",), _scheme(name, group))
             for name, group in groups.items()
         )
         return cls(made, names_in(raw, "ignore"))
