@@ -37,7 +37,7 @@ COLUMNS = 32  # of a block
 
 
 @dataclass(frozen=True)
-class Blocks:
+class QuantizedBlocks:
     """A matrix in blocks: row_factor * (blocks + offsets), its columns in the order of `perm`."""
 
     blocks: Weight
@@ -46,7 +46,7 @@ class Blocks:
     perm: torch.Tensor | None = None
 
 
-def to_blocks(weight: QuantizedWeight) -> Blocks | None:
+def to_blocks(weight: QuantizedWeight) -> QuantizedBlocks | None:
     """The same numbers in blocks, or None where they have no place there."""
     if isinstance(weight, Int8Weight):
         whole = weight.weight.shape[1]
@@ -78,7 +78,7 @@ def _blocks(
     group_size: int,
     bits: int,
     perm: torch.Tensor | None,
-) -> Blocks | None:
+) -> QuantizedBlocks | None:
     if group_size % COLUMNS:
         return None
     found = _float16(scales.float())
@@ -96,10 +96,10 @@ def _blocks(
     offsets = None
     if zeros is not None:
         offsets = (float(1 << (bits - 1)) - zeros.float()) * halves.float()
-    return Blocks(blocks, factor, offsets, perm)
+    return QuantizedBlocks(blocks, factor, offsets, perm)
 
 
-def _table(weight: TableWeight) -> Blocks | None:
+def _table(weight: TableWeight) -> QuantizedBlocks | None:
     """What is off is at most 1/254 of a group's largest weight, and scales' rounding to float16."""
     unit = weight.values.abs().amax().clamp_min(1e-30) / 127
     places = (weight.values / unit).round().to(torch.int8)
@@ -110,12 +110,12 @@ def _table(weight: TableWeight) -> Blocks | None:
     return _blocks(numbers, rounded, None, numbers.shape[1] // scales.shape[1], 8, None)
 
 
-def _fp8(weight: Fp8Weight) -> Blocks:
+def _fp8(weight: Fp8Weight) -> QuantizedBlocks:
     if weight.scale.ndim == 1:
-        return Blocks(weight.weight.half(), weight.scale)
+        return QuantizedBlocks(weight.weight.half(), weight.scale)
     floats = dequantize_fp8(weight.weight, weight.scale)
     factor = _near_one(floats)
-    return Blocks((floats / factor[:, None]).half(), factor)
+    return QuantizedBlocks((floats / factor[:, None]).half(), factor)
 
 
 def _near_one(numbers: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ class NativeFinish:
         return True
 
 
-def _same_order(parts: list[Blocks]) -> bool:
+def _same_order(parts: list[QuantizedBlocks]) -> bool:
     first = parts[0].perm
     if first is None:
         return all(part.perm is None for part in parts)
@@ -166,7 +166,7 @@ def _same_order(parts: list[Blocks]) -> bool:
 class NativeBlocksMethod(LinearMethod):
     """The library's product of one layer, with what blocks cannot hold done around it."""
 
-    def __init__(self, layer: MatrixLayer, parts: list[Blocks]) -> None:
+    def __init__(self, layer: MatrixLayer, parts: list[QuantizedBlocks]) -> None:
         self._perm = parts[0].perm
         self._row_factor: torch.Tensor | None = None
         self._offsets: PackedMatrix | None = None  # [out, groups]
