@@ -15,7 +15,7 @@ Settings = Callable[[Metadata], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GGUFArchitecture:
     """One `general.architecture`: the Hugging Face class it stands for, and its tensors."""
 
     models: str  # for users

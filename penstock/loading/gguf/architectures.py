@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.loading.gguf.architecture import Architecture
+from penstock.loading.gguf.architecture import GGUFArchitecture
 from penstock.loading.gguf.dense import DENSE
 from penstock.loading.gguf.experts import DEEPSEEK_V2, MIXTRAL, SPARSE, is_corrected
 from penstock.loading.gguf.file import GGUFFile
@@ -10,10 +10,10 @@ from penstock.loading.gguf.metadata import Metadata, fail
 from penstock.loading.gguf.others import OLMO3, OTHERS
 from penstock.loading.gguf.recurrent import RECURRENT
 
-ARCHITECTURES: dict[str, Architecture] = {**DENSE, **SPARSE, **RECURRENT, **OTHERS}
+ARCHITECTURES: dict[str, GGUFArchitecture] = {**DENSE, **SPARSE, **RECURRENT, **OTHERS}
 
 
-def architecture_of(file: GGUFFile) -> Architecture:
+def architecture_of(file: GGUFFile) -> GGUFArchitecture:
     """What a file is; ModelError for what is not in ARCHITECTURES."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:

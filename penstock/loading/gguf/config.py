@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.loading.gguf.architecture import Architecture
+from penstock.loading.gguf.architecture import GGUFArchitecture
 from penstock.loading.gguf.architectures import architecture_of
 from penstock.loading.gguf.end_tokens import end_token_ids
 from penstock.loading.gguf.file import GGUFFile, GGUFTensor
@@ -83,7 +83,7 @@ def _attention(metadata: Metadata, hidden_size: int) -> dict[str, Any]:
     }
 
 
-def _intermediate_size(metadata: Metadata, architecture: Architecture) -> int:
+def _intermediate_size(metadata: Metadata, architecture: GGUFArchitecture) -> int:
     if architecture.mlp == "experts" and not metadata.get("feed_forward_length"):
         return metadata.expert_size()  # and there is no other MLP
     return metadata.integer("feed_forward_length")
@@ -180,13 +180,13 @@ def _dtype(file: GGUFFile) -> str:
     return "float16" if types == {"F16"} else "bfloat16"
 
 
-def _eps_key(architecture: Architecture) -> str:
+def _eps_key(architecture: GGUFArchitecture) -> str:
     is_rms = architecture.eps_key in ("rms_norm_eps", "layer_norm_epsilon")  # the latter Mamba's
     return "attention.layer_norm_rms_epsilon" if is_rms else "attention.layer_norm_epsilon"
 
 
 def _set_rotated_part(
-    metadata: Metadata, config: dict[str, Any], architecture: Architecture
+    metadata: Metadata, config: dict[str, Any], architecture: GGUFArchitecture
 ) -> None:
     if metadata.get("expert_count") and architecture.mlp not in ("experts", "mixed"):
         fail(

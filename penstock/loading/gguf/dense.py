@@ -7,7 +7,7 @@ from typing import Any
 from penstock.loading.gguf.architecture import (
     LONG_FACTORS,
     SHORT_FACTORS,
-    Architecture,
+    GGUFArchitecture,
     biases,
 )
 from penstock.loading.gguf.metadata import Metadata
@@ -135,27 +135,27 @@ def windowed_layers(metadata: Metadata, default: int) -> list[str]:
     return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
 
-DENSE: dict[str, Architecture] = {
-    "llama": Architecture(
+DENSE: dict[str, GGUFArchitecture] = {
+    "llama": GGUFArchitecture(
         "Llama, Mistral, Mixtral", "LlamaForCausalLM", "llama", {**DECODER, **PERMUTED}, biases
     ),
-    "qwen2": Architecture("Qwen 2", "Qwen2ForCausalLM", "qwen2", DECODER),
-    "qwen3": Architecture(
+    "qwen2": GGUFArchitecture("Qwen 2", "Qwen2ForCausalLM", "qwen2", DECODER),
+    "qwen3": GGUFArchitecture(
         "Qwen 3", "Qwen3ForCausalLM", "qwen3", {**DECODER, **HEAD_NORMS}, biases
     ),
-    "gemma2": Architecture(
+    "gemma2": GGUFArchitecture(
         "Gemma 2", "Gemma2ForCausalLM", "gemma2",
         {**HEADS, **GATED_MLP, **_GEMMA_NORMS},
         _gemma2,
     ),
-    "gemma3": Architecture(
+    "gemma3": GGUFArchitecture(
         "Gemma 3 (text)", "Gemma3ForCausalLM", "gemma3_text",
         {
             **HEADS, **GATED_MLP, **_GEMMA_NORMS, **minus_one(HEAD_NORMS),
         },
         _gemma3,
     ),
-    "phi3": Architecture(
+    "phi3": GGUFArchitecture(
         "Phi-3 and Phi-4", "Phi3ForCausalLM", "phi3",
         {
             **HEADS, **NORMS, **FUSED_MLP,
@@ -163,20 +163,20 @@ DENSE: dict[str, Architecture] = {
         },
         _phi3, mlp="fused", tables=(LONG_FACTORS, SHORT_FACTORS), partly_rotated=True,
     ),
-    "olmo2": Architecture(
+    "olmo2": GGUFArchitecture(
         "OLMo 2 and 3", "Olmo2ForCausalLM", "olmo2",
         {**HEADS, **HEAD_NORMS, **GATED_MLP, **NORMS_BEHIND},
         biases,
     ),
-    "exaone4": Architecture(
+    "exaone4": GGUFArchitecture(
         "EXAONE 4", "Exaone4ForCausalLM", "exaone4",
         {**HEADS, **HEAD_NORMS, **GATED_MLP, **NORMS_BEHIND},
         _exaone4,
     ),
-    "granite": Architecture(
+    "granite": GGUFArchitecture(
         "Granite 3", "GraniteForCausalLM", "granite", {**DECODER, **PERMUTED}, _granite
     ),
-    "glm4": Architecture(
+    "glm4": GGUFArchitecture(
         "GLM-4-0414", "Glm4ForCausalLM", "glm4",
         {
             **HEADS, **NORMS, **FUSED_MLP,
@@ -189,7 +189,7 @@ DENSE: dict[str, Architecture] = {
         },
         biases, mlp="fused", partly_rotated=True,
     ),
-    "command-r": Architecture(
+    "command-r": GGUFArchitecture(
         "Command R", "CohereForCausalLM", "cohere",
         {
             **HEADS, **HEAD_NORMS, **GATED_MLP,
@@ -197,10 +197,10 @@ DENSE: dict[str, Architecture] = {
         },
         _command_r, eps_key="layer_norm_eps",
     ),
-    "smollm3": Architecture(
+    "smollm3": GGUFArchitecture(
         "SmolLM3", "SmolLM3ForCausalLM", "smollm3", {**DECODER, **PERMUTED}, biases
     ),
-    "starcoder2": Architecture(
+    "starcoder2": GGUFArchitecture(
         "StarCoder2", "Starcoder2ForCausalLM", "starcoder2",
         {
             **HEADS, **NORMS,

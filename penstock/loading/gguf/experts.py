@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.loading.gguf.architecture import Architecture, biases
+from penstock.loading.gguf.architecture import GGUFArchitecture, biases
 from penstock.loading.gguf.metadata import Metadata
 from penstock.loading.gguf.rules import (
     CORRECTION,
@@ -152,7 +152,7 @@ def _llama4(metadata: Metadata) -> dict[str, Any]:
     return settings
 
 
-MIXTRAL = Architecture(
+MIXTRAL = GGUFArchitecture(
     "Mixtral", "MixtralForCausalLM", "mixtral",
     {**SPARSE_DECODER, **PERMUTED},
     _local_experts, mlp="experts",
@@ -177,27 +177,27 @@ _LATENT = {
 _DEEPSEEK = {
     **EMBEDDINGS, **_LATENT, **NORMS, **GATED_MLP, **EXPERTS, **SHARED_EXPERT, **CORRECTION
 }  # fmt: skip
-DEEPSEEK_V2 = Architecture(
+DEEPSEEK_V2 = GGUFArchitecture(
     "DeepSeek V2", "DeepseekV2ForCausalLM", "deepseek_v2", _DEEPSEEK, _deepseek2,
     mlp="mixed", attention="latent",
 )  # fmt: skip
 
-SPARSE: dict[str, Architecture] = {
-    "qwen2moe": Architecture(
+SPARSE: dict[str, GGUFArchitecture] = {
+    "qwen2moe": GGUFArchitecture(
         "Qwen 2 with experts", "Qwen2MoeForCausalLM", "qwen2_moe",
         {**SPARSE_DECODER, **SHARED_EXPERT, **SHARED_GATE},
         _qwen2moe, mlp="experts",
     ),
-    "qwen3moe": Architecture(
+    "qwen3moe": GGUFArchitecture(
         "Qwen 3 with experts", "Qwen3MoeForCausalLM", "qwen3_moe",
         {**SPARSE_DECODER, **HEAD_NORMS},
         _qwen3moe, mlp="experts",
     ),
-    "deepseek2": Architecture(
+    "deepseek2": GGUFArchitecture(
         "DeepSeek V2 to V3.1, R1, Kimi K2, GLM-4.7-Flash", "DeepseekV3ForCausalLM", "deepseek_v3",
         _DEEPSEEK, _deepseek2, mlp="mixed", attention="latent",
     ),
-    "glm4moe": Architecture(
+    "glm4moe": GGUFArchitecture(
         "GLM-4.5 to 4.7", "Glm4MoeForCausalLM", "glm4_moe",
         {
             **HEADS, **HEAD_NORMS, **NORMS_POST, **GATED_MLP, **EXPERTS,
@@ -205,12 +205,12 @@ SPARSE: dict[str, Architecture] = {
         },
         _glm4moe, mlp="mixed", partly_rotated=True,
     ),
-    "minimax-m2": Architecture(
+    "minimax-m2": GGUFArchitecture(
         "MiniMax-M2", "MiniMaxM2ForCausalLM", "minimax_m2",
         {**SPARSE_DECODER, **HEAD_NORMS, **CORRECTION},
         _minimax_m2, mlp="experts", partly_rotated=True,
     ),
-    "gpt-oss": Architecture(
+    "gpt-oss": GGUFArchitecture(
         "gpt-oss", "GptOssForCausalLM", "gpt_oss",
         {
             **HEADS, **NORMS_POST, **EXPERTS,
@@ -218,7 +218,7 @@ SPARSE: dict[str, Architecture] = {
         },
         _gpt_oss, mlp="experts", truncates_yarn=False,
     ),
-    "llama4": Architecture(
+    "llama4": GGUFArchitecture(
         "Llama 4 (text)", "Llama4ForCausalLM", "llama4_text",
         {**SPARSE_DECODER, **GATED_MLP, **SHARED_EXPERT},
         _llama4, mlp="mixed",

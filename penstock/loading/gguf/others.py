@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.loading.gguf.architecture import Architecture, biases
+from penstock.loading.gguf.architecture import GGUFArchitecture, biases
 from penstock.loading.gguf.dense import DENSE, windowed_layers
 from penstock.loading.gguf.experts import num_experts
 from penstock.loading.gguf.metadata import Metadata
@@ -74,11 +74,11 @@ def _seed_oss(metadata: Metadata) -> dict[str, Any]:
 
 
 # Under the name of OLMo 2, which has no sliding windows.
-OLMO3 = Architecture(
+OLMO3 = GGUFArchitecture(
     "OLMo 3", "Olmo3ForCausalLM", "olmo3", DENSE["olmo2"].rules, _olmo3
 )  # fmt: skip
-OTHERS: dict[str, Architecture] = {
-    "gemma": Architecture(
+OTHERS: dict[str, GGUFArchitecture] = {
+    "gemma": GGUFArchitecture(
         "Gemma 1", "GemmaForCausalLM", "gemma",
         {
             **HEADS, **GATED_MLP, **minus_one(NORMS),
@@ -86,21 +86,21 @@ OTHERS: dict[str, Architecture] = {
         },
         _gemma,
     ),
-    "cohere2": Architecture(
+    "cohere2": GGUFArchitecture(
         "Command R7B, Command A", "Cohere2ForCausalLM", "cohere2",
         {**HEADS, **GATED_MLP, **in_layer({"attn_norm": "input_layernorm"})},
         _cohere2, eps_key="layer_norm_eps",
     ),
-    "stablelm": Architecture(
+    "stablelm": GGUFArchitecture(
         "StableLM", "StableLmForCausalLM", "stablelm", DECODER, _stablelm,
         eps_key="layer_norm_eps", partly_rotated=True,
     ),
-    "olmoe": Architecture(
+    "olmoe": GGUFArchitecture(
         "OLMoE", "OlmoeForCausalLM", "olmoe",
         {**SPARSE_DECODER, **HEAD_NORMS},
         _olmoe, mlp="experts",
     ),
-    "seed_oss": Architecture(
+    "seed_oss": GGUFArchitecture(
         "Seed-OSS", "SeedOssForCausalLM", "seed_oss",
         {**HEADS, **NORMS_POST, **GATED_MLP},
         _seed_oss,

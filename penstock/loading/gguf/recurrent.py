@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.loading.gguf.architecture import Architecture, biases
+from penstock.loading.gguf.architecture import GGUFArchitecture, biases
 from penstock.loading.gguf.experts import num_experts, shared_expert
 from penstock.loading.gguf.metadata import Metadata
 from penstock.loading.gguf.rules import (
@@ -86,8 +86,8 @@ def _qwen3next(metadata: Metadata) -> dict[str, Any]:
 
 _LINEAR = LAYER + "linear_attn."
 
-RECURRENT: dict[str, Architecture] = {
-    "mamba2": Architecture(
+RECURRENT: dict[str, GGUFArchitecture] = {
+    "mamba2": GGUFArchitecture(
         "Mamba-2", "Mamba2ForCausalLM", "mamba2",
         {
             **EMBEDDINGS,
@@ -96,7 +96,7 @@ RECURRENT: dict[str, Architecture] = {
         },
         _mamba2, eps_key="layer_norm_epsilon", mlp="none", attention="none",
     ),
-    "falcon-h1": Architecture(
+    "falcon-h1": GGUFArchitecture(
         "Falcon-H1", "FalconH1ForCausalLM", "falcon_h1",
         {
             **HEADS,
@@ -109,7 +109,7 @@ RECURRENT: dict[str, Architecture] = {
         },
         _falcon_h1,
     ),
-    "qwen3next": Architecture(
+    "qwen3next": GGUFArchitecture(
         "Qwen3-Next", "Qwen3NextForCausalLM", "qwen3_next",
         {
             **HEADS, **minus_one({"output_norm": Rule("model.norm")}), **minus_one(NORMS_POST),

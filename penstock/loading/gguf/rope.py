@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.loading.gguf.architecture import LONG_FACTORS, ROPE_FREQS, Architecture
+from penstock.loading.gguf.architecture import LONG_FACTORS, ROPE_FREQS, GGUFArchitecture
 from penstock.loading.gguf.file import GGUFFile
 from penstock.loading.gguf.metadata import Metadata, fail, find_tensor
 
@@ -20,7 +20,7 @@ _PUBLISHED = (4.0, 8192)  # high_freq_factor and original length of Llama 3.1 to
 
 
 def rope_scaling(
-    metadata: Metadata, config: Mapping[str, Any], architecture: Architecture
+    metadata: Metadata, config: Mapping[str, Any], architecture: GGUFArchitecture
 ) -> dict[str, Any] | None:
     """config.json's `rope_scaling`."""
     if ROPE_FREQS in metadata.file.tensors:
@@ -43,7 +43,7 @@ def rope_scaling(
     return None
 
 
-def _yarn_scaling(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
+def _yarn_scaling(metadata: Metadata, architecture: GGUFArchitecture) -> dict[str, Any]:
     factor = metadata.number("rope.scaling.factor")
     original = metadata.integer("rope.scaling.original_context_length")
     scaling: dict[str, Any] = {

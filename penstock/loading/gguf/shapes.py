@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.loading.gguf.architecture import Architecture
+from penstock.loading.gguf.architecture import GGUFArchitecture
 from penstock.loading.gguf.file import GGUFTensor
 from penstock.loading.gguf.metadata import LAYER_OF_TENSOR, Metadata, fail, find_tensor
 
 Shape = tuple[int, ...]
 
 
-def check_sizes(metadata: Metadata, config: Mapping[str, Any], architecture: Architecture) -> None:
+def check_sizes(
+    metadata: Metadata, config: Mapping[str, Any], architecture: GGUFArchitecture
+) -> None:
     """Of the embedding and the first layers: the others are checked when they are loaded."""
     file, num_layers = metadata.file, config["num_hidden_layers"]
     layers = {int(m.group(1)) for name in file.tensors if (m := LAYER_OF_TENSOR.match(name))}
@@ -39,7 +41,7 @@ def _check(metadata: Metadata, tensor: GGUFTensor, shape: Shape) -> None:
 
 
 def _attention_shapes(
-    metadata: Metadata, config: Mapping[str, Any], architecture: Architecture
+    metadata: Metadata, config: Mapping[str, Any], architecture: GGUFArchitecture
 ) -> Iterator[tuple[str, Shape]]:
     if architecture.attention == "none":
         return
@@ -69,7 +71,7 @@ def _attention_shapes(
 
 
 def _mlp_shapes(
-    metadata: Metadata, config: Mapping[str, Any], architecture: Architecture
+    metadata: Metadata, config: Mapping[str, Any], architecture: GGUFArchitecture
 ) -> Iterator[tuple[str, Shape]]:
     kind, hidden = architecture.mlp, config["hidden_size"]
     if kind in ("experts", "mixed"):
