@@ -70,7 +70,7 @@ def measure(llm: LLM, windows: Sequence[list[int]], description: str) -> Perplex
     return Perplexity(torch.tensor(found, dtype=torch.float64))
 
 
-class Observer:
+class InputObserver:
     """Adds up the squares of what a linear layer is fed; changes nothing."""
 
     def __init__(self, layer: Linear) -> None:
@@ -90,10 +90,10 @@ def observe(llm: LLM, windows: Sequence[list[int]]) -> dict[str, torch.Tensor]:
     assert isinstance(executor, InProcessExecutor)
     model = executor.runner.model
     assert isinstance(model, torch.nn.Module)
-    observers: dict[str, Observer] = {}
+    observers: dict[str, InputObserver] = {}
     for path, layer in model.named_modules():
         if isinstance(layer, Linear):
-            layer.adapter = observer = Observer(layer)
+            layer.adapter = observer = InputObserver(layer)
             parent = path.rpartition(".")[0]
             names = [f"{parent}.{part}" if part else path for part in layer.parts]
             observers |= dict.fromkeys([path, *names], observer)
