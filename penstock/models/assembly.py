@@ -17,7 +17,7 @@ from penstock.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.loading.load import fill_dummy, load_weights, own_name
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
-from penstock.models.backend import Backend, choose_backend
+from penstock.models.backend import ModelBackend, choose_backend
 from penstock.models.base import Model
 from penstock.models.pooler import add_classifier
 from penstock.models.registry import build_model
@@ -90,7 +90,7 @@ def load_model(
     return model, dtypes, backend.ops
 
 
-def _quantize(model: Model, backend: Backend, checkpoint: Checkpoint | None) -> None:
+def _quantize(model: Model, backend: ModelBackend, checkpoint: Checkpoint | None) -> None:
     """Let the layers of a quantized model know how they are stored."""
     if backend.quantization is None:
         return

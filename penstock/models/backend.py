@@ -27,7 +27,7 @@ from penstock.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Backend:
+class ModelBackend:
     ops: Ops
     linear_method: LinearMethod  # of layers that are not quantized
     dtype: torch.dtype  # of activations
@@ -65,7 +65,7 @@ def choose_backend(
     dtype: torch.dtype,
     gguf: GGUFFile | None,
     model_config: Mapping[str, Any],
-) -> Backend:
+) -> ModelBackend:
     """The C++ library on a CPU that has it, Triton on a GPU, else torch.
 
     Sets how many threads each may use. `gguf` is the file, where weights come from one.
@@ -85,7 +85,7 @@ def choose_backend(
         if gguf is not None and config.load.gguf_compute == "auto" and quantization is None:
             return _gguf_on_gpu(gguf, dtype)
     if native is None:
-        return Backend(_ops(device), DenseMethod(), dtype, quantization=quantization)
+        return ModelBackend(_ops(device), DenseMethod(), dtype, quantization=quantization)
     start_threads(native, platform.cpu_threads)
     torch.set_num_threads(1)  # two pools would fight for the cores
     # Imported here because both need the library.
@@ -104,7 +104,7 @@ def choose_backend(
     # Weights of 8 bits and less: keys and values of 16 lose nothing that shows, and halve what
     # attention reads. Measured in docs/benchmarks.md.
     in_blocks = method.int8 or (gguf is not None and bool(types))
-    return Backend(
+    return ModelBackend(
         _ops("cpu-native"),
         method,
         torch.float32,
@@ -116,14 +116,14 @@ def choose_backend(
     )
 
 
-def _gguf_on_gpu(gguf: GGUFFile, dtype: torch.dtype) -> Backend:
+def _gguf_on_gpu(gguf: GGUFFile, dtype: torch.dtype) -> ModelBackend:
     """Matrices stay in their blocks; experts, too, if all of them are in blocks."""
     from penstock.ops.triton.gguf_layout import LAYOUTS  # only where Triton is
 
     experts = {tensor.type.name for tensor in gguf.tensors.values() if "_exps." in tensor.name}
     recoded = {name for name, recoding in RECODINGS.items() if recoding.target in LAYOUTS}
     method = GgufMethod(expert_blocks=experts <= LAYOUTS.keys() | recoded)
-    return Backend(_ops("cuda"), method, dtype, native_types=(*LAYOUTS, *FLOAT_DTYPES))
+    return ModelBackend(_ops("cuda"), method, dtype, native_types=(*LAYOUTS, *FLOAT_DTYPES))
 
 
 def _ops(backend: str) -> Ops:
