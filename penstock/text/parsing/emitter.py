@@ -20,7 +20,7 @@ from penstock.text.parsing.deltas import (
     ToolCallEnd,
     ToolCallStart,
 )
-from penstock.text.parsing.stream import Malformed, Stream
+from penstock.text.parsing.stream import Malformed, TextStream
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Emitter:
 
     def __init__(
         self,
-        stream: Stream,
+        stream: TextStream,
         new_call_id: Callable[[], str],
         next_index: int = 0,
         only: Collection[str] | None = None,
@@ -121,7 +121,7 @@ class Emitter:
         self._drop_space = False
         self._deltas.append(ToolCallBroken(self.next_index - 1, self._space_before_call + text))
 
-    def trial(self, stream: Stream, only: Collection[str]) -> Emitter:
+    def trial(self, stream: TextStream, only: Collection[str]) -> Emitter:
         """One for calls that may turn out to be none, until they are adopted."""
         return Emitter(stream, self._new_call_id, self.next_index, only)
 

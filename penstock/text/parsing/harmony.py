@@ -13,7 +13,7 @@ from penstock.text.parsing.emitter import Emitter
 from penstock.text.parsing.formats import CallGrammar, ReasoningFormat, Tool
 from penstock.text.parsing.json_calls import read_named_call
 from penstock.text.parsing.json_families import named_shapes
-from penstock.text.parsing.stream import Malformed, Steps, Stream, Truncated
+from penstock.text.parsing.stream import Malformed, Steps, TextStream, Truncated
 from penstock.text.parsing.tool_format import ToolFormat
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -49,7 +49,7 @@ class Harmony(ToolFormat):
     _name = ""  # the tool that the message at hand calls
     _channel = "final"  # of the message at hand
 
-    def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
+    def parse(self, stream: TextStream, out: Emitter) -> Steps[None]:
         """The prompt ends with `<|start|>assistant`, so the output begins within a header."""
         while True:
             stream.record()
@@ -74,7 +74,7 @@ class Harmony(ToolFormat):
             if stream.ended and not (yield from stream.peek()):
                 return
 
-    def _read_header(self, stream: Stream) -> Steps[str]:
+    def _read_header(self, stream: TextStream) -> Steps[str]:
         """Read a header and the marker that ends it, which should be that of a message."""
         yield from stream.skip_space()
         yield from stream.accept(START)
@@ -84,7 +84,7 @@ class Harmony(ToolFormat):
                 return marker
 
     def _read_message(
-        self, stream: Stream, out: Emitter, header: str, marker: str | None
+        self, stream: TextStream, out: Emitter, header: str, marker: str | None
     ) -> Steps[None]:
         if channel := _CHANNEL.search(header):
             self._channel = channel["name"] or channel["bare"]
@@ -123,14 +123,14 @@ class Harmony(ToolFormat):
         name = recipient[1].removeprefix("functions.")
         return name if name != recipient[1] or name in self._tools else None
 
-    def _read_call(self, stream: Stream, out: Emitter, name: str) -> Steps[None]:
+    def _read_call(self, stream: TextStream, out: Emitter, name: str) -> Steps[None]:
         self._name = name
         yield from self._attempt(stream, out, "")
         # Nothing, if all is well.
         marker = yield from stream.until((*ENDS, START), out.content, cut_markers=self.markers)
         _put_back_start(stream, marker)
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         yield from read_named_call(stream, out, self._name, ENDS)
 
     @classmethod
@@ -143,7 +143,7 @@ class Harmony(ToolFormat):
         return CallGrammar(f"{START}assistant", calls, "", "", False, cls.markers)
 
 
-def _put_back_start(stream: Stream, marker: str | None) -> None:
+def _put_back_start(stream: TextStream, marker: str | None) -> None:
     """A message that begins ends the one before it, even if that was left open."""
     if marker == START:
         stream.put_back(START)

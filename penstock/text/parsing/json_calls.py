@@ -12,14 +12,14 @@ from penstock.text.parsing.json_text import (
     read_whole_value,
     to_json,
 )
-from penstock.text.parsing.stream import Malformed, Sink, Steps, Stream
+from penstock.text.parsing.stream import Malformed, Sink, Steps, TextStream
 from penstock.text.parsing.tool_format import check_name
 
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _OTHER_KEYS = ("id", "type")
 
 
-def read_arguments(stream: Stream, sink: Sink) -> Steps[None]:
+def read_arguments(stream: TextStream, sink: Sink) -> Steps[None]:
     """A call's arguments: an object, an object written as a string, or null for none."""
     char = yield from stream.next_char()
     if char == "{":
@@ -47,7 +47,7 @@ def _object_within(text: str) -> str:
 
 
 def read_named_call(
-    stream: Stream, out: Emitter, name: str, ends: tuple[str, ...], call_id: str | None = None
+    stream: TextStream, out: Emitter, name: str, ends: tuple[str, ...], call_id: str | None = None
 ) -> Steps[None]:
     """The arguments of a call whose name is known. None at all before one of `ends` is `{}`."""
     name = check_name(name)
@@ -67,7 +67,7 @@ def read_named_call(
 
 
 def read_call_object(
-    stream: Stream, out: Emitter, known_names: Collection[str] | None = None
+    stream: TextStream, out: Emitter, known_names: Collection[str] | None = None
 ) -> Steps[None]:
     """A call as one object, its keys in any order.
 
@@ -130,7 +130,7 @@ def read_call_object(
 
 
 def read_call_objects(
-    stream: Stream, out: Emitter, known_names: Collection[str] | None = None
+    stream: TextStream, out: Emitter, known_names: Collection[str] | None = None
 ) -> Steps[None]:
     """One call as an object, or several in an array."""
     yield from stream.skip_space()

@@ -18,7 +18,7 @@ from penstock.text.parsing.json_calls import (
     read_call_objects,
     read_named_call,
 )
-from penstock.text.parsing.stream import Steps, Stream
+from penstock.text.parsing.stream import Steps, TextStream
 from penstock.text.parsing.tool_format import ToolFormat, UnmarkedFormat
 
 # Keywords by which a schema may say what properties there are.
@@ -36,7 +36,7 @@ class Hermes(ToolFormat):
     begins = ("<tool_call>",)
     markers = ("<tool_call>", "</tool_call>")
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         yield from read_call_objects(stream, out)
         while True:
             yield from stream.skip_space()
@@ -62,7 +62,7 @@ class BareJson(UnmarkedFormat):
     openings = ("{", "[")
     name_begun = re.compile(r'"(?:name|function)"\s*:\s*"([^"]*)\Z')
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         yield from read_call_objects(stream, out, known_names=self._tools)
         while True:
             yield from stream.skip_space()
@@ -98,7 +98,7 @@ class Granite(ToolFormat):
     begins = ("<|tool_call|>", "<tool_call>")
     markers = ("<|tool_call|>", "<tool_call>", "</tool_call>")
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         yield from read_call_objects(stream, out)
         yield from stream.skip_space()
         yield from stream.pass_over("</tool_call>")
@@ -118,7 +118,7 @@ class Mistral(ToolFormat):
     begins = ("[TOOL_CALLS]",)
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         yield from stream.skip_space()
         if (yield from stream.next_is("[", "{")):
             yield from read_call_objects(stream, out)
@@ -152,7 +152,7 @@ class SectionedFormat(ToolFormat):
     """A section of calls, each with an end. `markers` are those of the section's beginning and a
     call's, what stands before the arguments, the call's end and the section's."""
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         section, call, _, call_end, section_end = self.markers
         if marker == section:
             yield from stream.skip_space()
@@ -165,7 +165,7 @@ class SectionedFormat(ToolFormat):
                 return
 
     @abstractmethod
-    def _read_call(self, stream: Stream, out: Emitter) -> Steps[None]:
+    def _read_call(self, stream: TextStream, out: Emitter) -> Steps[None]:
         """Read a call whose marker was just read, and the space behind it."""
 
 
@@ -176,7 +176,7 @@ class DeepSeekV3(SectionedFormat):
     begins = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
     markers = (*begins, "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 
-    def _read_call(self, stream: Stream, out: Emitter) -> Steps[None]:
+    def _read_call(self, stream: TextStream, out: Emitter) -> Steps[None]:
         _, _, separator, call_end, _ = self.markers
         name, _ = yield from stream.read_until((separator,))
         yield from stream.skip_space()
@@ -222,7 +222,7 @@ class KimiK2(SectionedFormat):
         super().__init__(tools)
         self._used_ids: set[str] = set()
 
-    def _read_call(self, stream: Stream, out: Emitter) -> Steps[None]:
+    def _read_call(self, stream: TextStream, out: Emitter) -> Steps[None]:
         _, _, arguments, call_end, _ = self.markers
         head, _ = yield from stream.read_until((arguments,))
         match = self._ID.fullmatch(head.strip())

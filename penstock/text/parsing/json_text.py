@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import Any
 
-from penstock.text.parsing.stream import Malformed, Sink, Steps, Stream, Truncated
+from penstock.text.parsing.stream import Malformed, Sink, Steps, TextStream, Truncated
 
 MAX_DEPTH = 64
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -52,7 +52,7 @@ def _parts(value: Any) -> Collection[Any]:
     return value if isinstance(value, list) else ()
 
 
-def read_value(stream: Stream, sink: Sink, depth: int = 0) -> Steps[None]:
+def read_value(stream: TextStream, sink: Sink, depth: int = 0) -> Steps[None]:
     """Read one JSON value and pass its text on. Malformed where it is none.
 
     Control characters within strings, which JSON forbids and models write, are passed on escaped.
@@ -69,7 +69,7 @@ def read_value(stream: Stream, sink: Sink, depth: int = 0) -> Steps[None]:
         yield from _read_scalar(stream, sink)
 
 
-def _read_items(stream: Stream, sink: Sink, depth: int) -> Steps[None]:
+def _read_items(stream: TextStream, sink: Sink, depth: int) -> Steps[None]:
     """An object or an array."""
     is_object = stream.take(1) == "{"
     end = "}" if is_object else "]"
@@ -92,7 +92,7 @@ def _read_items(stream: Stream, sink: Sink, depth: int) -> Steps[None]:
             return
 
 
-def _read_string(stream: Stream, sink: Sink) -> Steps[None]:
+def _read_string(stream: TextStream, sink: Sink) -> Steps[None]:
     sink((yield from stream.expect('"')))
     while True:
         char = yield from stream.next_char()
@@ -107,7 +107,7 @@ def _read_string(stream: Stream, sink: Sink) -> Steps[None]:
             sink(stream.take_match(_PLAIN))  # what of it is there already
 
 
-def _read_escape(stream: Stream, sink: Sink) -> Steps[None]:
+def _read_escape(stream: TextStream, sink: Sink) -> Steps[None]:
     escape = yield from stream.peek(2)
     if len(escape) < 2:
         raise Truncated
@@ -124,7 +124,7 @@ def _read_escape(stream: Stream, sink: Sink) -> Steps[None]:
     sink(stream.take(6))
 
 
-def _read_scalar(stream: Stream, sink: Sink) -> Steps[None]:
+def _read_scalar(stream: TextStream, sink: Sink) -> Steps[None]:
     """A number, true, false or null."""
     text = ""
     while True:
@@ -148,14 +148,14 @@ def _begins_scalar(text: str) -> bool:
     return any(word.startswith(text) for word in ("true", "false", "null"))
 
 
-def read_whole_value(stream: Stream) -> Steps[Any]:
+def read_whole_value(stream: TextStream) -> Steps[Any]:
     """One JSON value, parsed."""
     pieces: list[str] = []
     yield from read_value(stream, pieces.append)
     return json.loads("".join(pieces))
 
 
-def read_object_keys(stream: Stream, on_key: Callable[[str], Steps[None]]) -> Steps[None]:
+def read_object_keys(stream: TextStream, on_key: Callable[[str], Steps[None]]) -> Steps[None]:
     """Read an object. `on_key` is called at each key's value, which it must read."""
     yield from stream.expect("{")
     yield from stream.skip_space()

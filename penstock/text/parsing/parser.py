@@ -18,7 +18,7 @@ from penstock.text.parsing.deltas import ContentDelta, Delta
 from penstock.text.parsing.detect import Detected, detect
 from penstock.text.parsing.emitter import Emitter
 from penstock.text.parsing.formats import CallGrammar, ReasoningFormat, Tool
-from penstock.text.parsing.stream import Steps, Stream
+from penstock.text.parsing.stream import Steps, TextStream
 
 if TYPE_CHECKING:
     from penstock.text.parsing.reasoning import ReasoningTags
@@ -245,7 +245,7 @@ class StreamParser:
     ) -> None:
         self.markers = frozenset(tools.markers) | (reasoning.markers if reasoning else frozenset())
         self._token_bytes = context.token_bytes
-        self._stream = Stream()
+        self._stream = TextStream()
         self._out = Emitter(self._stream, context.new_call_id or tools.new_call_id)
         self._token_offsets: list[int] = []  # in bytes: where in the text each token begins
         self._num_bytes_fed = 0

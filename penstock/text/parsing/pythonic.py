@@ -7,7 +7,7 @@ import re
 
 from penstock.text.parsing.emitter import Emitter
 from penstock.text.parsing.json_text import MAX_DEPTH, load_json, to_json
-from penstock.text.parsing.stream import Malformed, Steps, Stream, Truncated
+from penstock.text.parsing.stream import Malformed, Steps, TextStream, Truncated
 from penstock.text.parsing.tool_format import UnmarkedFormat, check_name
 from penstock.text.parsing.typed_values import python_literal
 
@@ -24,7 +24,7 @@ class Pythonic(UnmarkedFormat):
     begins = ("<|python_start|>", "<|python_tag|>")
     markers = ("<|python_start|>", "<|python_end|>", "<|python_tag|>")
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         yield from stream.skip_space()
         yield from stream.expect("[")
         while True:
@@ -43,7 +43,7 @@ class Pythonic(UnmarkedFormat):
         yield from stream.pass_over("<|python_end|>")
 
 
-def _read_name(stream: Stream) -> Steps[str]:
+def _read_name(stream: TextStream) -> Steps[str]:
     count = 0
     while True:
         text = yield from stream.peek(count + 1)
@@ -56,7 +56,7 @@ def _read_name(stream: Stream) -> Steps[str]:
             raise Malformed("no name has that many characters")
 
 
-def _read_keywords(stream: Stream, out: Emitter) -> Steps[None]:
+def _read_keywords(stream: TextStream, out: Emitter) -> Steps[None]:
     """Arguments up to the closing parenthesis, passed on as JSON one by one."""
     out.arguments("{")
     comma = ""
@@ -91,7 +91,7 @@ def _json_literal(text: str) -> object:
         raise Malformed(f"{text!r:.40} is no literal") from None
 
 
-def _read_literal(stream: Stream) -> Steps[str]:
+def _read_literal(stream: TextStream) -> Steps[str]:
     """The text of a value, up to the comma or parenthesis after it."""
     pieces: list[str] = []
     open_brackets: list[str] = []
@@ -113,7 +113,7 @@ def _read_literal(stream: Stream) -> Steps[str]:
         pieces.append(stream.take(1))
 
 
-def _read_quoted(stream: Stream) -> Steps[str]:
+def _read_quoted(stream: TextStream) -> Steps[str]:
     """A string with its quotes. A line break in it is written as an escape."""
     quote = yield from stream.expect('"""', "'''", '""', "''", '"', "'")
     if len(quote) == 2:

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.text.parsing.emitter import Emitter
 from penstock.text.parsing.formats import ReasoningFormat
-from penstock.text.parsing.stream import Steps, Stream
+from penstock.text.parsing.stream import Steps, TextStream
 from penstock.text.parsing.tool_format import Interludes, ToolFormat
 
 QUOTES = ("`", '"', "'")
@@ -66,7 +66,9 @@ class ReasoningTags:
             return True
         return self.begins_open
 
-    def parse(self, stream: Stream, out: Emitter, is_open: bool, tools: ToolFormat) -> Steps[bool]:
+    def parse(
+        self, stream: TextStream, out: Emitter, is_open: bool, tools: ToolFormat
+    ) -> Steps[bool]:
         """Read the reasoning before the answer, if there is any: whether `frame` has begun then."""
         space = yield from stream.skip_space()
         started = yield from stream.accept(*self.starts)
@@ -82,7 +84,7 @@ class ReasoningTags:
         stream.drop_cut(self.frame[0])
         return is_framed
 
-    def think(self, stream: Stream, out: Emitter, tools: ToolFormat) -> Steps[None]:
+    def think(self, stream: TextStream, out: Emitter, tools: ToolFormat) -> Steps[None]:
         """Read reasoning that has begun, up to its end and over that."""
         out.begin_reasoning()
         while True:
@@ -118,7 +120,7 @@ class LaterReasoning(Interludes):
         later = (self._start, FENCE, *quoted) if is_free else ()
         self.markers = (*later, *(tags.frame[1:] if is_framed else ()))
 
-    def read(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         if marker in self._tags.frame:
             return
         if marker == self._start and not self._in_code:

@@ -28,7 +28,7 @@ class Truncated(Exception):
     """The output ended where more had to come."""
 
 
-class Stream:
+class TextStream:
     """The text of one output. `ended` once no more will come, `is_whole` if no more would have.
 
     From `record()` on, what is read is kept, so that it can become text again.

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from typing import ClassVar
 
 from penstock.text.parsing.emitter import Emitter
-from penstock.text.parsing.stream import Malformed, Steps, Stream, Truncated
+from penstock.text.parsing.stream import Malformed, Steps, TextStream, Truncated
 from penstock.text.parsing.tool_format import ToolFormat, check_name
 from penstock.text.parsing.typed_values import ArgumentsWriter
 
@@ -21,7 +21,7 @@ class TaggedFormat(ToolFormat):
     argument: ClassVar[str]
     call_end: ClassVar[str]
 
-    def _read_call(self, stream: Stream, out: Emitter, name: str) -> Steps[None]:
+    def _read_call(self, stream: TextStream, out: Emitter, name: str) -> Steps[None]:
         name = check_name(name)
         out.start_call(name)
         writer = ArgumentsWriter(out, self.parameters_of(name))
@@ -34,11 +34,11 @@ class TaggedFormat(ToolFormat):
         out.end_call()
 
     @abstractmethod
-    def _read_argument(self, stream: Stream, writer: ArgumentsWriter) -> Steps[None]:
+    def _read_argument(self, stream: TextStream, writer: ArgumentsWriter) -> Steps[None]:
         """Read an argument whose tag was just read."""
 
     def _read_value(
-        self, stream: Stream, writer: ArgumentsWriter, key: str, *closings: str
+        self, stream: TextStream, writer: ArgumentsWriter, key: str, *closings: str
     ) -> Steps[None]:
         """A closing tag ends a value only if another argument or the call's end follows: a value
         may hold tags itself, such as a file that is to be written."""
@@ -65,7 +65,7 @@ class Qwen3Coder(TaggedFormat):
     markers = ("<tool_call>", "</tool_call>")
     argument, call_end = "<parameter=", "</function>"
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         if marker == "<tool_call>":
             yield from stream.skip_space()
             yield from stream.expect("<function=")
@@ -74,7 +74,7 @@ class Qwen3Coder(TaggedFormat):
         yield from stream.skip_space()
         yield from stream.pass_over("</tool_call>")
 
-    def _read_argument(self, stream: Stream, writer: ArgumentsWriter) -> Steps[None]:
+    def _read_argument(self, stream: TextStream, writer: ArgumentsWriter) -> Steps[None]:
         key, _ = yield from stream.read_until((">",))
         yield from stream.accept("\n")
         yield from self._read_value(stream, writer, key, "\n</parameter>", "</parameter>")
@@ -89,13 +89,13 @@ class Glm45(TaggedFormat):
     )  # fmt: skip
     argument, call_end = "<arg_key>", "</tool_call>"
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         yield from stream.skip_space()
         name, after = yield from stream.read_until(("\n", self.argument, self.call_end))
         stream.put_back(after)
         yield from self._read_call(stream, out, name)
 
-    def _read_argument(self, stream: Stream, writer: ArgumentsWriter) -> Steps[None]:
+    def _read_argument(self, stream: TextStream, writer: ArgumentsWriter) -> Steps[None]:
         key, _ = yield from stream.read_until(("</arg_key>",))
         yield from stream.skip_space()
         yield from stream.expect("<arg_value>")
@@ -110,7 +110,7 @@ class MiniMaxM2(TaggedFormat):
     markers = ("<minimax:tool_call>", "</minimax:tool_call>")
     argument, call_end = "<parameter name=", "</invoke>"
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         yield from stream.skip_space()
         after = yield from stream.expect("<invoke name=")
         while after == "<invoke name=":
@@ -119,7 +119,7 @@ class MiniMaxM2(TaggedFormat):
             yield from stream.skip_space()
             after = yield from stream.expect("<invoke name=", "</minimax:tool_call>")
 
-    def _read_argument(self, stream: Stream, writer: ArgumentsWriter) -> Steps[None]:
+    def _read_argument(self, stream: TextStream, writer: ArgumentsWriter) -> Steps[None]:
         key, _ = yield from stream.read_until((">",))
         yield from self._read_value(stream, writer, _unquoted(key), "</parameter>")
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from penstock.text.parsing.emitter import Emitter
 from penstock.text.parsing.formats import CallGrammar, Tool
-from penstock.text.parsing.stream import Malformed, Steps, Stream, Truncated
+from penstock.text.parsing.stream import Malformed, Steps, TextStream, Truncated
 
 _NAME = re.compile(r"""[^\s<>{}()\[\]"'`|]{1,256}""")
 
@@ -20,7 +20,7 @@ class Interludes:
 
     markers: tuple[str, ...] = ()
 
-    def read(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         """Read what `marker`, which was just read, begins."""
         raise AssertionError("no marker begins anything")
 
@@ -39,7 +39,7 @@ class ToolFormat(ABC):
         self._tools = {tool.name: tool for tool in tools}
         self.interludes = Interludes()
 
-    def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
+    def parse(self, stream: TextStream, out: Emitter) -> Steps[None]:
         """Everything up to the output's end."""
         while True:
             markers = (*self.begins, *self.interludes.markers)
@@ -53,7 +53,7 @@ class ToolFormat(ABC):
                 yield from self.interludes.read(stream, out, marker)
 
     def _attempt(
-        self, stream: Stream, out: Emitter, marker: str, promised: bool = True
+        self, stream: TextStream, out: Emitter, marker: str, promised: bool = True
     ) -> Steps[None]:
         """Read what `marker` began. What is no call goes out as text, and the marker with it.
 
@@ -80,7 +80,7 @@ class ToolFormat(ABC):
             stream.stop_recording()
 
     def attempt_in_reasoning(
-        self, stream: Stream, out: Emitter, marker: str, ends: tuple[str, ...]
+        self, stream: TextStream, out: Emitter, marker: str, ends: tuple[str, ...]
     ) -> Steps[None]:
         """Read what `marker` began within the reasoning, before one of `ends`, which are left.
 
@@ -89,7 +89,7 @@ class ToolFormat(ABC):
         reasoning. What comes after a call still is.
         """
         start = stream.num_bytes_read - len(marker.encode())
-        thought = Stream()
+        thought = TextStream()
         trial = out.trial(thought, self._tools)
         thought.record(marker)
         calls, is_malformed = self.read_calls(thought, trial, marker), False
@@ -114,7 +114,7 @@ class ToolFormat(ABC):
         return True
 
     @abstractmethod
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         """Read the calls that `marker`, which was just read, begins."""
 
     @classmethod
@@ -137,7 +137,7 @@ class ToolFormat(ABC):
 class PlainText(ToolFormat):
     """No calls: all is content."""
 
-    def read_calls(self, stream: Stream, out: Emitter, marker: str) -> Steps[None]:
+    def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         raise AssertionError("no marker begins a call")
 
 
@@ -152,7 +152,7 @@ class UnmarkedFormat(ToolFormat):
     openings: ClassVar[tuple[str, ...]]
     name_begun: ClassVar[re.Pattern[str]]
 
-    def parse(self, stream: Stream, out: Emitter) -> Steps[None]:
+    def parse(self, stream: TextStream, out: Emitter) -> Steps[None]:
         out.content((yield from stream.skip_space()))
         if (yield from stream.next_is(*self.openings)):
             yield from self._attempt(stream, out, "", promised=False)
