@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from penstock.distributed.group import Group
+from penstock.distributed.mesh import RankGroup
 from penstock.ops.blocks import BlockTensor, Weight
 
 ANY = -1  # a size in `Expected.shape` that the checkpoint alone knows
@@ -43,7 +43,7 @@ class Loadable(Protocol):
 
 
 def copy_shard(
-    parameter: torch.Tensor, tensor: Weight, tp: Group, num_shards: int | None = None
+    parameter: torch.Tensor, tensor: Weight, tp: RankGroup, num_shards: int | None = None
 ) -> None:
     """Fill a parameter with this rank's rows of a tensor that is not a matrix.
 
