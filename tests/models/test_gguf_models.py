@@ -26,7 +26,7 @@ from penstock.loading.gguf.config import config_from_gguf
 from penstock.loading.gguf.dequant import FLOAT_DTYPES
 from penstock.loading.gguf.file import GGUFFile, read_gguf
 from penstock.models import assembly
-from penstock.models.backend import Backend
+from penstock.models.backend import ModelBackend
 from penstock.models.gpt_oss import unpack_mxfp4
 from penstock.ops.blocks import BlockTensor
 from penstock.ops.gguf_blocks import FORMATS, dequantize
@@ -161,11 +161,11 @@ def test_scales_that_do_not_fit_the_experts_are_refused(tmp_path: Path) -> None:
         list(GGUFCheckpoint(file, config_from_gguf(file)).tensors())
 
 
-def in_blocks(config: Any, platform: Any, dtype: Any, gguf: GGUFFile, raw: Any) -> Backend:
+def in_blocks(config: Any, platform: Any, dtype: Any, gguf: GGUFFile, raw: Any) -> ModelBackend:
     """Blocks as a GPU keeps them, computed with torch."""
     experts = {tensor.type.name for tensor in gguf.tensors.values() if "_exps." in tensor.name}
     method = GgufMethod(expert_blocks=experts <= FORMATS.keys())
-    return Backend(Ops("cpu"), method, torch.float32, native_types=(*FORMATS, *FLOAT_DTYPES))
+    return ModelBackend(Ops("cpu"), method, torch.float32, native_types=(*FORMATS, *FLOAT_DTYPES))
 
 
 @pytest.mark.parametrize("twin", TWINS)

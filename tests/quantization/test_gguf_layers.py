@@ -30,7 +30,7 @@ from penstock.loading.gguf.dequant import FLOAT_DTYPES
 from penstock.loading.gguf.file import GGML_TYPES, GGUFFile, GGUFTensor
 from penstock.loading.source import resolve_source
 from penstock.models import assembly
-from penstock.models.backend import Backend, _gguf_on_gpu
+from penstock.models.backend import ModelBackend, _gguf_on_gpu
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import Routing
@@ -202,9 +202,11 @@ def test_on_a_gpu_experts_stay_in_blocks_if_all_of_them_are(
 # -- an engine
 
 
-def in_blocks(*_: Any) -> Backend:
+def in_blocks(*_: Any) -> ModelBackend:
     """What a GPU gets, on a CPU with torch."""
-    return Backend(Ops("cpu"), GgufMethod(), torch.float32, native_types=(*FORMATS, *FLOAT_DTYPES))
+    return ModelBackend(
+        Ops("cpu"), GgufMethod(), torch.float32, native_types=(*FORMATS, *FLOAT_DTYPES)
+    )
 
 
 @pytest.mark.parametrize(
