@@ -103,6 +103,7 @@ class DecoderLM(Model):
     nullable: ClassVar[tuple[str, ...]] = ()  # settings whose null does not mean their default
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # that `mlp` can compute
     interleaved_rotary: ClassVar[bool] = False
+    attention_class: ClassVar[type[RotaryAttention]] = RotaryAttention
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,9 +187,11 @@ class DecoderLM(Model):
         rotary: Rotary | None = None,  # another than the model's
         softcap: float | None = None,
         has_sinks: bool = False,
+        chunk: int | None = None,
     ) -> RotaryAttention:
+        """The usual attention block, an `attention_class`, where config.json says the sizes."""
         config = self.config
-        return RotaryAttention(
+        return self.attention_class(
             self.build,
             f"model.layers.{index}",
             config.hidden_size,
@@ -203,6 +206,7 @@ class DecoderLM(Model):
             scale,
             softcap,
             has_sinks,
+            chunk,
             kind="causal" if self.is_causal else "bidirectional",
         )
 

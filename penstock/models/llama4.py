@@ -74,6 +74,7 @@ class Llama4ForCausalLM(DecoderLM):
         "num_local_experts": 16,
     }
     interleaved_rotary = True
+    attention_class = Llama4Attention
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,22 +84,17 @@ class Llama4ForCausalLM(DecoderLM):
         settings["intermediate_size"] = settings["intermediate_size_mlp"]
         return settings
 
-    def attention(self, index: int) -> Llama4Attention:
-        config, raw = self.config, self.config.raw
+    def attention(self, index: int) -> RotaryAttention:
+        config = self.config
         has_positions = layer_has_positions(config, index)
-        attention = Llama4Attention(
-            self.build,
-            f"model.layers.{index}",
-            config.hidden_size,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            self.rotary if has_positions else None,
+        attention = self.rotary_attention(
+            index,
             qkv_bias=self.attention_bias,
             output_bias=self.attention_bias,
+            has_positions=has_positions,
             chunk=chunk_of_layer(config, index),
         )
-        if has_positions and raw.get("use_qk_norm", True):
+        if has_positions and config.raw.get("use_qk_norm", True):
             norm = HeadNorm(self.build, config.head_dim, config.rms_norm_eps)
             attention.use_norms(norm, norm)
         return attention
