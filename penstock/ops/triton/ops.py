@@ -20,6 +20,7 @@ from penstock.ops.triton.recurrent import causal_conv, gated_delta_rule, mamba2_
 from penstock.ops.triton.rotary import norm_rotate_write
 from penstock.ops.triton.routing import route
 from penstock.ops.triton.sampling import choose_tokens
+from penstock.ops.triton.varlen_attention import varlen_attention
 
 __all__ = [
     "add_rms_norm",
@@ -52,6 +53,7 @@ __all__ = [
     "stack_gguf",
     "table_experts",
     "table_linear",
+    "varlen_attention",
     "w4_experts",
     "w4_linear",
     "w8_experts",
