@@ -58,29 +58,37 @@ class ScoreHead(nn.Module):
     """Labels' logits from one vector: a matrix, or two with a ReLU between them (rewards)."""
 
     def __init__(
-        self, build: Build, hidden_size: int, num_labels: int, pooling: PoolingType, is_deep: bool
+        self,
+        build: Build,
+        hidden_size: int,
+        num_labels: int,
+        pooling: PoolingType,
+        is_deep: bool = False,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         build = build.in_float32()
-        self.num_labels, self.pooling, self.is_deep = num_labels, pooling, is_deep
-        if is_deep:  # under the names that nn.Sequential gives
-            self.add_module("0", Linear(build, hidden_size, [Part("", hidden_size, 1)], bias=True))
-            self.add_module("2", Linear(build, hidden_size, [Part("", num_labels, 1)], bias=True))
-        else:
-            self.weight = build.empty(num_labels, hidden_size)
+        self.num_labels, self.pooling = num_labels, pooling
+        self.layers: list[Linear] = []  # which are parts under the names that they have in files
+        if is_deep:
+            self.layers += [Linear(build, hidden_size, [Part("", hidden_size, 1)], bias=True)]
+        self.layers += [Linear(build, hidden_size, [Part("", num_labels, 1)], bias or is_deep)]
+
+    def register(self, model: Model) -> None:
+        """Become the model's, as `score`, or as nn.Sequential names its layers."""
+        if len(self.layers) == 1:
+            model.add_module("score", self.layers[0])
+            return
+        for index, layer in enumerate(self.layers):
+            self.add_module(str(2 * index), layer)
+        model.add_module("score", self)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
-        if not self.is_deep:
-            return pooled @ self.weight.T
-        first, second = self.get_submodule("0"), self.get_submodule("2")
-        logits: torch.Tensor = second(first(pooled).relu())
+        *first, last = self.layers
+        for layer in first:
+            pooled = layer(pooled).relu()
+        logits: torch.Tensor = last(pooled)
         return logits
-
-    def expected(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
-        return {} if self.is_deep else {("weight", ""): tuple(self.weight.shape)}
-
-    def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        self.weight.copy_(_dense(tensor))
 
 
 class TokenHead(nn.Module):
@@ -140,15 +148,16 @@ def add_classifier(model: Model, build: Build, config: EngineConfig, source: Mod
         model.classifier = rows
         return
     is_reward = any(name.endswith("RewardModel") for name in names)
-    by_token = is_reward or any(name.endswith("ForTokenClassification") for name in names)
+    by_token = any(name.endswith("ForTokenClassification") for name in names)
     head = ScoreHead(
         build,
-        model.config.hidden_size,
+        model.hidden_size,
         read_num_labels(raw),
-        "ALL" if by_token else "LAST",
-        is_reward,
+        "ALL" if is_reward or by_token else "LAST",
+        is_deep=is_reward,
+        bias=by_token,
     )
-    model.add_module("score", head)
+    head.register(model)
     model.classifier = head
 
 

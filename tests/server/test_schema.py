@@ -47,6 +47,17 @@ OPERATIONS = [
     ("GET", "/load"),
     ("GET", "/metrics"),
 ]
+POOLING = [
+    ("POST", "/v1/embeddings"),
+    ("POST", "/pooling"),
+    ("POST", "/classify"),
+    ("POST", "/score"),
+    ("POST", "/v1/score"),
+    ("POST", "/rerank"),
+    ("POST", "/v1/rerank"),
+    ("POST", "/v2/rerank"),
+    ("POST", "/v2/embed"),
+]
 # A field may have a valid type and still make no sense, which is a 400. A text that spells a
 # number is taken for one, which no schema says.
 EXCLUDED = [
@@ -67,8 +78,21 @@ def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
 
 
 @pytest.fixture(scope="module")
+def pooling_server(tiny_model: Path) -> Iterator[ServerProcess]:
+    flags = ("--runner", "pooling", "--max-model-len", "64")
+    process = ServerProcess(str(tiny_model), *DUMMY, *flags)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
 def schema(tiny_server: ServerProcess) -> Any:
     return schemathesis.openapi.from_url(f"{tiny_server.base_url}/openapi.json")
+
+
+@pytest.fixture(scope="module")
+def pooling_schema(pooling_server: ServerProcess) -> Any:
+    return schemathesis.openapi.from_url(f"{pooling_server.base_url}/openapi.json")
 
 
 @pytest.mark.parametrize("num_examples", [40, pytest.param(400, marks=pytest.mark.slow)])
@@ -82,7 +106,26 @@ def test_no_request_breaks_the_promises_of_the_schema(
     mode: GenerationMode,
     num_examples: int,
 ) -> None:
-    operation = schema[path][method]
+    try_requests(schema[path][method], tiny_server, mode, num_examples)
+
+
+@pytest.mark.parametrize("num_examples", [20, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("method", "path"), POOLING, ids=lambda value: value)
+def test_no_pooling_request_breaks_the_promises_of_the_schema(
+    pooling_schema: Any,
+    pooling_server: ServerProcess,
+    method: str,
+    path: str,
+    mode: GenerationMode,
+    num_examples: int,
+) -> None:
+    try_requests(pooling_schema[path][method], pooling_server, mode, num_examples)
+
+
+def try_requests(
+    operation: Any, server: ServerProcess, mode: GenerationMode, num_examples: int
+) -> None:
     has_input = operation.body or operation.path_parameters
     if not operation.body and mode is GenerationMode.NEGATIVE:
         return  # nothing to get wrong: any text may be a name
@@ -98,10 +141,10 @@ def test_no_request_breaks_the_promises_of_the_schema(
         case.call_and_validate(excluded_checks=EXCLUDED)
 
     check()
-    assert not tiny_server.has_logged("Traceback"), "".join(tiny_server.log)
+    assert not server.has_logged("Traceback"), "".join(server.log)
 
 
 def test_every_operation_is_tried(tiny_server: ServerProcess) -> None:
     paths = tiny_server.get("/openapi.json").json()["paths"]
     documented = {(method.upper(), path) for path, item in paths.items() for method in item}
-    assert documented == set(OPERATIONS)
+    assert documented == {*OPERATIONS, *POOLING}

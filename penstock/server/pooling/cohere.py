@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import InputError
-from penstock.protocol.pooling import PoolingParams
+from penstock.protocol.pooling import PoolingInfo, PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.server.bodies import JsonRoute
 from penstock.server.pooling.embeddings import ERRORS
@@ -25,6 +25,11 @@ from penstock.text.pooling import PoolingPrompt, Truncation, pooling_info, prepa
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
 TYPES = ("float", "base64", "binary", "ubinary")
+# What models call the prompts of Cohere's types of input.
+PROMPT_NAMES = {
+    "search_query": ("query", "search_query"),
+    "search_document": ("document", "passage", "search_document"),
+}
 
 
 @router.post("/v2/embed", response_model=CohereEmbeddings, responses=ERRORS)
@@ -45,8 +50,13 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
             raise InputError(
                 f"embedding_types may hold {', '.join(TYPES)}, got {kind!r:.80}", "embedding_types"
             )
-    params = PoolingParams(task="embed", dimensions=body.output_dimension)
-    pooling_info(service.frontend).check(params)
+    info = pooling_info(service.frontend)
+    params = PoolingParams(
+        task="embed",
+        dimensions=body.output_dimension,
+        prompt_name=_prompt_name(info, body.input_type),
+    )
+    info.check(params)
     request_id, texts = f"embd-{request.state.request_id}", body.texts
     truncation = Truncation(
         None if body.truncate == "NONE" else -1, "last" if body.truncate == "START" else "first"
@@ -70,6 +80,12 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
 
     content = await unless_gone(request, work())
     return gone() if content is None else Response(content, media_type="application/json")
+
+
+def _prompt_name(info: PoolingInfo, input_type: str | None) -> str | None:
+    """The model's prompt for this type of input, if it has one."""
+    names = PROMPT_NAMES.get(input_type or "", (input_type or "",))
+    return next((name for name in names if name in info.prompts), None)
 
 
 def _write(
