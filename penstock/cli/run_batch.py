@@ -17,8 +17,8 @@ from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.engine.async_client import AsyncEngineClient
-    from penstock.server.batch import BatchSummary
-    from penstock.server.batch_files import BatchOutput
+    from penstock.server.batch.files import BatchOutput
+    from penstock.server.batch.run import BatchSummary
 
 ALL_FAILED_EXIT_CODE = 4  # no line has an answer
 NO_LIMIT = 2**31  # on the queue: the batch keeps it short itself
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     check_files(args.input_file, args.output_file)
 
     from penstock.observability.logs import setup_logging
-    from penstock.server.batch_files import BatchOutput
+    from penstock.server.batch.files import BatchOutput
 
     setup_logging(config.observability.log_level)
     with BatchOutput(args.output_file) as output:
@@ -113,12 +113,12 @@ async def _run_on(
     """The exit code of a batch that is done."""
     from tqdm import tqdm
 
-    from penstock.server.batch_files import read_lines
+    from penstock.server.batch.files import read_lines
     from penstock.server.run import start
 
     service = await start(config, ServerConfig(max_queued_requests=NO_LIMIT), client)
     from penstock.server.app import build_app
-    from penstock.server.batch import Batch
+    from penstock.server.batch.run import Batch
 
     assert client.info is not None
     num_lines = sum(1 for _ in read_lines(input_path))

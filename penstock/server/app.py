@@ -5,11 +5,12 @@ from __future__ import annotations
 from fastapi import FastAPI
 
 import penstock
-from penstock.server import admin, errors, metrics, playground
-from penstock.server.access import AdminGuard, TenantLabel
+from penstock.server import playground
 from penstock.server.anthropic import messages
 from penstock.server.anthropic.errors import AnthropicErrors
-from penstock.server.middleware import (
+from penstock.server.http import errors
+from penstock.server.http.access import AdminGuard, TenantLabel
+from penstock.server.http.middleware import (
     ApiKeyGuard,
     BodyLimit,
     Cors,
@@ -25,10 +26,11 @@ from penstock.server.openai import (
     models,
     tokenize,
 )
+from penstock.server.operations import admin, metrics
 from penstock.server.pooling import cohere, embeddings, scores
 from penstock.server.responses import conversations
 from penstock.server.responses import routes as responses
-from penstock.server.responses.desk import ResponseDesk
+from penstock.server.responses.runner import ResponseRunner
 from penstock.server.service import Service
 
 ROUTERS = (
@@ -65,7 +67,7 @@ def build_app(service: Service) -> FastAPI:
     )
     app.state.service = service
     app.state.metrics = metrics.observe(service)
-    app.state.responses = ResponseDesk(service)
+    app.state.responses = ResponseRunner(service)
     for router in ROUTERS:
         app.include_router(router)
     if config.enable_tokenizer_info_endpoint:

@@ -22,8 +22,8 @@ from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import EngineDeadError, InputError, PenstockError, RequestFault
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.request import EngineRequest
-from penstock.server.access import salt_by_tenant, tenant_label
-from penstock.server.errors import ModelNotFound, Overloaded, RequestTimeout
+from penstock.server.http.access import salt_by_tenant, tenant_label
+from penstock.server.http.errors import ModelNotFound, Overloaded, RequestTimeout
 from penstock.text.frontend import Frontend, PreparedRequest
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from server.server_process import engines_of, environment
 from penstock.cli.main import main
 from penstock.cli.run_batch import describe
 from penstock.protocol.errors import ConfigError, EngineDeadError
-from penstock.server import batch_files
-from penstock.server.batch import Batch, BatchSummary
-from penstock.server.batch_files import BatchOutput, OutputError, read_lines
+from penstock.server.batch import files as batch_files
+from penstock.server.batch.files import BatchOutput, OutputError, read_lines
+from penstock.server.batch.run import Batch, BatchSummary
 
 Answer = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
 

@@ -26,7 +26,7 @@ from penstock.loading.gguf.file import read_gguf
 from penstock.loading.source import resolve_source
 from penstock.models.config import DecoderConfig
 from penstock.protocol.errors import ConfigError, InputError, ModelError
-from penstock.server.batch_files import BadLine, BatchOutput, BatchRequest, parse_line
+from penstock.server.batch.files import BadLine, BatchOutput, BatchRequest, parse_line
 from penstock.text.renderers.template import ChatTemplate
 from penstock.text.templates import load_chat_template
 from penstock.text.tokenizer import eos_token_ids, load_tokenizer

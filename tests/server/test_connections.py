@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.server.connections import MIN_BYTES_READ, ConnectionWatch
+from penstock.server.http.connections import MIN_BYTES_READ, ConnectionWatch
 
 LIMIT_S = 8.0
 

@@ -17,10 +17,16 @@ from starlette.types import Message
 
 from penstock.config import EngineConfig, ServerConfig
 from penstock.protocol.errors import InputError
-from penstock.server import bodies, errors
 from penstock.server.app import ROUTERS
-from penstock.server.bodies import MAX_JSON_PARTS, MAX_JSON_VALUES, JsonRoute, num_parts, read_body
-from penstock.server.middleware import BodyLimit, RequestContext
+from penstock.server.http import bodies, errors
+from penstock.server.http.bodies import (
+    MAX_JSON_PARTS,
+    MAX_JSON_VALUES,
+    JsonRoute,
+    num_parts,
+    read_body,
+)
+from penstock.server.http.middleware import BodyLimit, RequestContext
 from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.service import LARGE_BODY_BYTES, Service
 

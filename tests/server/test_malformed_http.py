@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 from waiting import eventually
 
-from penstock.server.http import MAX_HEAD_BYTES, JsonH11Protocol, protocol_class
-from penstock.server.http_tools import JsonHttpToolsProtocol
+from penstock.server.http.httptools_protocol import JsonHttpToolsProtocol
+from penstock.server.http.protocols import MAX_HEAD_BYTES, JsonH11Protocol, protocol_class
 
 CHUNKED = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 

@@ -28,8 +28,8 @@ from penstock.protocol.limits import StepLimits
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.scheduler.scheduler import SchedulerStats
-from penstock.server.metrics import MetricsObserver, observe, router
-from penstock.server.throughput import ThroughputLog
+from penstock.server.operations.metrics import MetricsObserver, observe, router
+from penstock.server.operations.throughput import ThroughputLog
 
 ROOT = Path(__file__).parents[2]
 INFO = EngineInfo(
@@ -292,7 +292,7 @@ def test_the_throughput_log_is_silent_without_work(caplog: pytest.LogCaptureFixt
     log = ThroughputLog(lambda: now, lambda delay_s, work: timers.append(work))
     assert not timers
     ours = record()
-    with caplog.at_level(logging.INFO, "penstock.server.throughput"):
+    with caplog.at_level(logging.INFO, "penstock.server.operations.throughput"):
         log.on_submit(ours)
         log.on_tokens(ours, 1, None)
         log.on_tokens(ours, 19, 1.0)

@@ -12,7 +12,7 @@ import pytest
 from server_process import DUMMY, ServerProcess
 from waiting import eventually
 
-from penstock.server.access import KeyRing
+from penstock.server.http.access import KeyRing
 
 KEYS = ("key-of-anna", "key-of-bert")
 PROMPT = "a secret that only one of them has sent; " * 3  # in tokens as long as in bytes

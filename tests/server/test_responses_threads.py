@@ -13,11 +13,11 @@ import pytest
 from fastapi import FastAPI
 
 from penstock.config import EngineConfig, ServerConfig
-from penstock.server import errors
-from penstock.server.middleware import BodyLimit, RequestContext
+from penstock.server.http import errors
+from penstock.server.http.middleware import BodyLimit, RequestContext
 from penstock.server.responses import conversations, routes
-from penstock.server.responses.desk import History, OwnedRun, ResponseDesk
 from penstock.server.responses.items import Item
+from penstock.server.responses.runner import History, OwnedRun, ResponseRunner
 from penstock.server.responses.store import MemoryStore, StoredItems, StoreLimits
 from penstock.server.service import LARGE_BODY_BYTES, Service, current_body_bytes
 
@@ -25,10 +25,10 @@ LARGE_TEXT = "x" * LARGE_BODY_BYTES
 
 
 @pytest.fixture
-def desk() -> Iterator[ResponseDesk]:
+def runner() -> Iterator[ResponseRunner]:
     nothing: Any = None  # neither engine nor tokenizer is asked
     service = Service(EngineConfig(), ServerConfig(), nothing, nothing)
-    yield ResponseDesk(service)
+    yield ResponseRunner(service)
     service.close()
 
 
@@ -38,10 +38,10 @@ def user(text: str) -> Item:
 
 @pytest.mark.parametrize("text", ["short", LARGE_TEXT])
 def test_items_of_large_requests_are_written_in_a_thread(
-    desk: ResponseDesk, text: str, monkeypatch: pytest.MonkeyPatch
+    runner: ResponseRunner, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = FastAPI()
-    app.state.service, app.state.responses = desk.service, desk
+    app.state.service, app.state.responses = runner.service, runner
     app.include_router(conversations.router)
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=2**30)
@@ -90,13 +90,13 @@ class FakeRun:
 
 @pytest.mark.parametrize("num_bytes", [0, LARGE_BODY_BYTES + 1])
 def test_a_response_to_a_large_request_is_written_once_in_a_thread(
-    desk: ResponseDesk, num_bytes: int
+    runner: ResponseRunner, num_bytes: int
 ) -> None:
     async def run() -> FakeRun:
         current_body_bytes.set(num_bytes)
         fake: Any = FakeRun()
-        written = await OwnedRun(desk, fake, "anna", History(), StoredItems()).whole()
-        stored = await desk.response("anna", fake.id)
+        written = await OwnedRun(runner, fake, "anna", History(), StoredItems()).whole()
+        stored = await runner.response("anna", fake.id)
         assert stored is not None
         assert stored.response == written == json.dumps({"id": "resp_1", "output": []}).encode()
         made: FakeRun = fake
@@ -106,22 +106,22 @@ def test_a_response_to_a_large_request_is_written_once_in_a_thread(
     assert (thread is threading.main_thread()) == (num_bytes == 0)
 
 
-def test_what_is_continued_counts_as_a_part_of_the_request(desk: ResponseDesk) -> None:
+def test_what_is_continued_counts_as_a_part_of_the_request(runner: ResponseRunner) -> None:
     async def run() -> None:
         items = StoredItems.of([{**user(LARGE_TEXT), "id": "msg_1"}])
-        made = await desk.conversations.create("anna", {}, items)
+        made = await runner.conversations.create("anna", {}, items)
         body = routes.ResponseRequest.model_validate({"conversation": made.id})
-        assert (await desk.history("anna", body)).items == items
+        assert (await runner.history("anna", body)).items == items
         assert current_body_bytes.get() > LARGE_BODY_BYTES
 
     asyncio.run(run())
 
 
 def test_of_a_client_that_left_nothing_more_is_prepared(
-    desk: ResponseDesk, monkeypatch: pytest.MonkeyPatch
+    runner: ResponseRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = FastAPI()
-    app.state.service, app.state.responses = desk.service, desk
+    app.state.service, app.state.responses = runner.service, runner
     app.include_router(routes.router)
     app.add_middleware(RequestContext)
     preparing, ended, sent = asyncio.Event(), asyncio.Event(), []
@@ -141,8 +141,8 @@ def test_of_a_client_that_left_nothing_more_is_prepared(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    monkeypatch.setattr(desk, "prepare", prepare)
-    monkeypatch.setattr(desk.service, "check_capacity", lambda: None)
+    monkeypatch.setattr(runner, "prepare", prepare)
+    monkeypatch.setattr(runner.service, "check_capacity", lambda: None)
     headers = [(b"content-type", b"application/json")]
     scope = {
         "type": "http", "method": "POST", "path": "/v1/responses", "headers": headers,
@@ -183,20 +183,20 @@ class SlowToWrite(FakeRun):
 
 @pytest.mark.parametrize(("ends", "status"), [(True, "completed"), (False, "cancelled")])
 def test_how_a_response_ended_is_kept_however_often_it_is_cancelled(
-    desk: ResponseDesk, ends: bool, status: str
+    runner: ResponseRunner, ends: bool, status: str
 ) -> None:
     slow: Any = SlowToWrite(ends)
 
     async def run() -> None:
         current_body_bytes.set(LARGE_BODY_BYTES + 1)
-        await desk.start(OwnedRun(desk, slow, "anna", History(), StoredItems()))
-        stops = [] if ends else [asyncio.ensure_future(desk.stop("anna", slow.id))]
+        await runner.start(OwnedRun(runner, slow, "anna", History(), StoredItems()))
+        stops = [] if ends else [asyncio.ensure_future(runner.stop("anna", slow.id))]
         await asyncio.to_thread(slow.is_writing.wait)
-        stops += [asyncio.ensure_future(desk.stop("anna", slow.id)) for _ in range(2)]
+        stops += [asyncio.ensure_future(runner.stop("anna", slow.id)) for _ in range(2)]
         await asyncio.wait(stops, timeout=0)  # they have begun
         slow.may_write.set()
         await asyncio.gather(*stops)
-        stored = await desk.response("anna", slow.id)
+        stored = await runner.response("anna", slow.id)
         assert stored is not None
         assert stored.status == status
 
@@ -207,19 +207,19 @@ def test_how_a_response_ended_is_kept_however_often_it_is_cancelled(
 
 
 def test_a_response_that_has_become_too_large_to_keep_does_not_seem_to_run_on(
-    desk: ResponseDesk,
+    runner: ResponseRunner,
 ) -> None:
     store = MemoryStore(StoreLimits(10, max_bytes=999, max_bytes_per_owner=999, max_items=10))
-    desk = ResponseDesk(desk.service, store)
+    runner = ResponseRunner(runner.service, store)
 
     async def run() -> None:
         fake: Any = FakeRun()
-        owned = OwnedRun(desk, fake, "anna", History(), StoredItems())
+        owned = OwnedRun(runner, fake, "anna", History(), StoredItems())
         fake.status = "in_progress"
         await owned.save()
-        assert await desk.response("anna", fake.id) is not None
+        assert await runner.response("anna", fake.id) is not None
         fake.status, fake.output = "completed", [{**user("x" * 999), "id": "msg_1"}]
         await owned.save()
-        assert await desk.response("anna", fake.id) is None
+        assert await runner.response("anna", fake.id) is None
 
     asyncio.run(run())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.config import EngineConfig, ServerConfig
-from penstock.server.middleware import BodyLimit
+from penstock.server.http.middleware import BodyLimit
 from penstock.server.openai import chat_batch
 from penstock.server.service import LARGE_BODY_BYTES, Service, current_body_bytes
 

@@ -17,7 +17,7 @@ from response_events import types_of
 from server_process import ServerProcess, events
 from test_tool_choice import CHAT_TOOLS, FUNCTIONS, HERMES, MESSAGE_TOOLS, PARIS
 
-from penstock.server.custom_tools import InputReader, arguments_of, input_of
+from penstock.server.openai.custom_tools import InputReader, arguments_of, input_of
 
 CODE: Any = {"type": "custom", "custom": {"name": "run", "description": "Runs code."}}
 DIGITS: Any = {

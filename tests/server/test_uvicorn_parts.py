@@ -23,32 +23,32 @@ REMEDY = "change what needs it, then this list and the bound in pyproject.toml"
 # By the part of uvicorn: who needs what of it.
 METHODS: dict[Any, dict[str, str]] = {
     h11_impl.H11Protocol: {
-        "send_400_response": "server/http.py",
-        "_unsupported_upgrade_warning": "server/http.py",
-        "connection_made": "server/http.py",
+        "send_400_response": "server/http/protocols.py",
+        "_unsupported_upgrade_warning": "server/http/protocols.py",
+        "connection_made": "server/http/protocols.py",
     },
     httptools_impl.HttpToolsProtocol: {
-        "send_400_response": "server/http_tools.py",
-        "data_received": "server/http_tools.py",
-        "on_message_begin": "server/http_tools.py",
-        "on_header": "server/http_tools.py",
-        "on_headers_complete": "server/http_tools.py",
-        "on_body": "server/http_tools.py",
-        "on_message_complete": "server/http_tools.py",
-        "_should_upgrade": "server/http_tools.py",
-        "handle_websocket_upgrade": "server/http_tools.py",
-        "connection_made": "server/http.py",
+        "send_400_response": "server/http/httptools_protocol.py",
+        "data_received": "server/http/httptools_protocol.py",
+        "on_message_begin": "server/http/httptools_protocol.py",
+        "on_header": "server/http/httptools_protocol.py",
+        "on_headers_complete": "server/http/httptools_protocol.py",
+        "on_body": "server/http/httptools_protocol.py",
+        "on_message_complete": "server/http/httptools_protocol.py",
+        "_should_upgrade": "server/http/httptools_protocol.py",
+        "handle_websocket_upgrade": "server/http/httptools_protocol.py",
+        "connection_made": "server/http/protocols.py",
     },
     uvicorn.Server: {"capture_signals": "server/run.py", "startup": "server/run.py"},
 }
 ATTRIBUTES = {  # of a protocol
-    "transport": "server/connections.py",
-    "flow": "server/connections.py",
-    "cycle": "server/connections.py",
-    "timeout_keep_alive_task": "server/connections.py",
-    "connections": "server/http.py",
-    "headers": "server/http_tools.py",
-    "scope": "server/http_tools.py",
+    "transport": "server/http/connections.py",
+    "flow": "server/http/connections.py",
+    "cycle": "server/http/connections.py",
+    "timeout_keep_alive_task": "server/http/connections.py",
+    "connections": "server/http/protocols.py",
+    "headers": "server/http/httptools_protocol.py",
+    "scope": "server/http/httptools_protocol.py",
 }
 CYCLE_ATTRIBUTES = ("response_started", "response_complete", "more_body")
 SERVER_ATTRIBUTES = ("server_state", "should_exit", "force_exit")
@@ -102,7 +102,7 @@ def test_requests_and_flow_control_tell_what_is_asked_of_them(module: Any) -> No
     cycle = module.RequestResponseCycle(*[MagicMock() for _ in range(count)])
     for name in CYCLE_ATTRIBUTES:
         assert isinstance(getattr(cycle, name, None), bool), (
-            f"RequestResponseCycle.{name} is gone: server/connections.py needs it; {REMEDY}"
+            f"RequestResponseCycle.{name} is gone: server/http/connections.py needs it; {REMEDY}"
         )
     flow = module.FlowControl(MagicMock())
     assert flow.write_paused is False, f"FlowControl.write_paused is gone; {REMEDY}"

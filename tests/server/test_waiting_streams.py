@@ -22,8 +22,8 @@ from waiting import eventually
 
 from penstock.config import ServerConfig
 from penstock.server.anthropic.errors import AnthropicFrame
-from penstock.server.errors import Overloaded
-from penstock.server.replies import StreamFrame, event_stream
+from penstock.server.http.errors import Overloaded
+from penstock.server.http.replies import StreamFrame, event_stream
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {

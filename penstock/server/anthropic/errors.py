@@ -8,10 +8,10 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.server.access import route_path
 from penstock.server.anthropic.protocol import AnthropicError
-from penstock.server.errors import body_of, encode_error, status_of
-from penstock.server.replies import StreamFrame
+from penstock.server.http.access import route_path
+from penstock.server.http.errors import body_of, encode_error, status_of
+from penstock.server.http.replies import StreamFrame
 
 PREFIX = "/v1/messages"
 TYPES = {

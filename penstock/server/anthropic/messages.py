@@ -21,9 +21,9 @@ from penstock.server.anthropic.protocol import (
     MessageUsage,
     OutputBlock,
 )
-from penstock.server.bodies import JsonRoute
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.replies import gone, json_response, send_answer, unless_gone
 from penstock.server.openai.stream import EVENT_STREAM
-from penstock.server.replies import gone, json_response, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.server.turn import Turn, prepare_turn
 from penstock.text.parsing.deltas import (

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from penstock.server.openai.base import Body, Items, Reply, Text
 from penstock.server.openai.tools import ToolName, Tools
+from penstock.server.schema.base import Body, Items, Reply, Text
 
 # -- requests
 

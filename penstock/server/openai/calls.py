@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from penstock.protocol.outputs import ToolCall
-from penstock.server.custom_tools import InputReader, input_of
-from penstock.server.openai.base import Reply
+from penstock.server.openai.custom_tools import InputReader, input_of
+from penstock.server.schema.base import Reply
 from penstock.text.parsing.deltas import Delta, ToolCallArguments, ToolCallEnd, ToolCallStart
 
 

@@ -12,8 +12,9 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.conversation.output import TurnAnswer, TurnStep, TurnUsage
 from penstock.protocol.outputs import Message
-from penstock.server.bodies import JsonRoute
-from penstock.server.errors import describe_errors
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.errors import describe_errors
+from penstock.server.http.replies import gone, send_answer, unless_gone
 from penstock.server.openai.calls import CallFormat, FunctionCall
 from penstock.server.openai.logprobs import LogprobFormat, chat_usage, prompt_logprobs
 from penstock.server.openai.prompts import prepare_chat
@@ -35,7 +36,6 @@ from penstock.server.openai.tools import (
     NamedToolChoice,
     ToolReference,
 )
-from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.server.turn import Turn
 from penstock.text.parsing.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallBroken

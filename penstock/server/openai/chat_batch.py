@@ -9,8 +9,9 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.conversation.output import TurnUsage
 from penstock.protocol.errors import InputError
-from penstock.server.bodies import JsonRoute
-from penstock.server.errors import describe_errors
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.errors import describe_errors
+from penstock.server.http.replies import cancel, gone, json_response, unless_gone
 from penstock.server.openai.chat import ChatAnswer
 from penstock.server.openai.logprobs import chat_usage
 from penstock.server.openai.prompts import prepare_chat
@@ -19,7 +20,6 @@ from penstock.server.openai.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
 )
-from penstock.server.replies import cancel, gone, json_response, unless_gone
 from penstock.server.service import Service
 from penstock.server.turn import Turn
 

@@ -11,8 +11,9 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
-from penstock.server.bodies import JsonRoute
-from penstock.server.errors import describe_errors
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.errors import describe_errors
+from penstock.server.http.replies import gone, send_answer, unless_gone
 from penstock.server.openai.logprobs import (
     LogprobFormat,
     TextOffsets,
@@ -28,7 +29,6 @@ from penstock.server.openai.protocol import (
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import EVENT_STREAM, TextChunks, UsageCounter, UsageOptions
-from penstock.server.replies import gone, send_answer, unless_gone
 from penstock.server.service import Service
 from penstock.text.frontend import PreparedRequest
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, RootModel, Tag
 
-from penstock.server.bodies import JsonRoute
-from penstock.server.errors import describe_errors
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.errors import describe_errors
 from penstock.server.openai.chat import create_chat_completion
 from penstock.server.openai.completions import create_completion
 from penstock.server.openai.protocol import (

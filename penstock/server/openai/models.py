@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request
 
-from penstock.server.errors import describe_errors
+from penstock.server.http.errors import describe_errors
 from penstock.server.openai.protocol import ModelCard, ModelList
 from penstock.server.service import Service
 

@@ -10,16 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from penstock.server.openai.base import (
-    Body,
-    Entries,
-    Items,
-    NullsReply,
-    Reply,
-    Seconds,
-    Text,
-    TokenId,
-)
 from penstock.server.openai.calls import FunctionCall, ToolCallDelta, ToolCallReply
 from penstock.server.openai.tools import (
     CalledFunction,
@@ -29,6 +19,16 @@ from penstock.server.openai.tools import (
     ToolDefinition,
     ToolReference,
     Tools,
+)
+from penstock.server.schema.base import (
+    Body,
+    Entries,
+    Items,
+    NullsReply,
+    Reply,
+    Seconds,
+    Text,
+    TokenId,
 )
 
 # -- requests

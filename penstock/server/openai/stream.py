@@ -10,9 +10,9 @@ import msgspec
 
 from penstock.config import ServerConfig
 from penstock.protocol.outputs import RequestOutput
-from penstock.server.openai.base import Reply
 from penstock.server.openai.logprobs import usage
 from penstock.server.openai.protocol import StreamOptions, Usage
+from penstock.server.schema.base import Reply
 
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {
     200: {

@@ -9,8 +9,9 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import InputError
-from penstock.server.bodies import JsonRoute
-from penstock.server.errors import describe_errors
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.errors import describe_errors
+from penstock.server.http.replies import gone, unless_gone
 from penstock.server.openai.prompts import turn_request
 from penstock.server.openai.protocol import (
     DetokenizeReply,
@@ -18,7 +19,6 @@ from penstock.server.openai.protocol import (
     TokenizeReply,
     TokenizeRequest,
 )
-from penstock.server.replies import gone, unless_gone
 from penstock.server.service import Service
 from penstock.text.frontend import Frontend
 from penstock.text.renderers.base import FamilyRenderer

@@ -10,8 +10,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from penstock.conversation.request import NamedTool, ToolChoice
 from penstock.protocol.errors import InputError
-from penstock.server.custom_tools import InputFormat, arguments_of, custom_tool
-from penstock.server.openai.base import Body, Text
+from penstock.server.openai.custom_tools import InputFormat, arguments_of, custom_tool
+from penstock.server.schema.base import Body, Text
 from penstock.text.parsing.formats import Tool
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]

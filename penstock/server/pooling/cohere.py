@@ -13,12 +13,12 @@ from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import InputError
 from penstock.protocol.pooling import PoolingInfo, PoolingParams
 from penstock.protocol.request import EngineRequest
-from penstock.server.bodies import JsonRoute
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.replies import gone, unless_gone
 from penstock.server.pooling.embeddings import ERRORS
 from penstock.server.pooling.protocol import CohereEmbeddings, CohereEmbedRequest
 from penstock.server.pooling.run import prepare_all, run_all
 from penstock.server.pooling.vectors import as_bytes, vector_of
-from penstock.server.replies import gone, unless_gone
 from penstock.server.service import Service
 from penstock.text.pooling import PoolingPrompt, Truncation, pooling_info, prepare_pooling
 

@@ -12,8 +12,9 @@ from fastapi import APIRouter, Request, Response
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.pooling import PoolingParams, PoolingTask
 from penstock.protocol.request import EngineRequest
-from penstock.server.bodies import JsonRoute
-from penstock.server.errors import describe_errors
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.errors import describe_errors
+from penstock.server.http.replies import gone, unless_gone
 from penstock.server.pooling.inputs import input_prepare, read_inputs, render_messages
 from penstock.server.pooling.protocol import (
     ClassificationList,
@@ -26,7 +27,6 @@ from penstock.server.pooling.protocol import (
 )
 from penstock.server.pooling.run import prepare_all, run_all
 from penstock.server.pooling.vectors import usage_of, vector_of, write_vector
-from penstock.server.replies import gone, unless_gone
 from penstock.server.service import Service
 from penstock.text.pooling import PoolingPrompt, pooling_info
 

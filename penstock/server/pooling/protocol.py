@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from penstock.protocol.pooling import PoolingTask
-from penstock.server.openai.base import Body, Items, Reply, Seconds, Text, TokenId
 from penstock.server.openai.protocol import ChatTemplateBody, Messages, RequestId
+from penstock.server.schema.base import Body, Items, Reply, Seconds, Text, TokenId
 
 Input = Text | Items[TokenId] | Items[Text] | Items[Items[TokenId]]
 EncodingFormat = Literal["float", "base64"]

@@ -9,7 +9,8 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.request import EngineRequest
-from penstock.server.bodies import JsonRoute
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.replies import gone, json_response, unless_gone
 from penstock.server.pooling.embeddings import ERRORS
 from penstock.server.pooling.inputs import pair_prepare
 from penstock.server.pooling.protocol import (
@@ -24,7 +25,6 @@ from penstock.server.pooling.protocol import (
 )
 from penstock.server.pooling.run import prepare_all, run_all
 from penstock.server.pooling.vectors import usage_of, vector_of
-from penstock.server.replies import gone, json_response, unless_gone
 from penstock.server.service import Service
 from penstock.text.pooling import Pair, pooling_info
 from penstock.text.scoring import pair_up, score_kind, score_params, similarity

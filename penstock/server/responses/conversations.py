@@ -12,10 +12,9 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
 from penstock.protocol.errors import InputError
-from penstock.server.access import current_tenant
-from penstock.server.bodies import JsonRoute
-from penstock.server.errors import describe_errors, error_response
-from penstock.server.openai.base import Body, Entries, Items, Reply
+from penstock.server.http.access import current_tenant
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.errors import describe_errors, error_response
 from penstock.server.responses.convert import plain_json
 from penstock.server.responses.items import input_items, new_id
 from penstock.server.responses.protocol import (
@@ -25,6 +24,7 @@ from penstock.server.responses.protocol import (
     MetadataValue,
 )
 from penstock.server.responses.store import Order, ResponseStore, StoredConversation, StoredItems
+from penstock.server.schema.base import Body, Entries, Items, Reply
 from penstock.server.service import Service
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)

@@ -14,7 +14,7 @@ from penstock.conversation.request import NamedTool, RunOptions, ToolChoice, Tur
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
-from penstock.server.custom_tools import InputGrammar, custom_tool
+from penstock.server.openai.custom_tools import InputGrammar, custom_tool
 from penstock.server.openai.prompts import check_template_kwargs
 from penstock.server.openai.tools import check_tools
 from penstock.server.responses.items import Item, as_messages

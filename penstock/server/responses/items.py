@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from penstock.server.custom_tools import arguments_of
-from penstock.server.openai.base import Body
+from penstock.server.openai.custom_tools import arguments_of
+from penstock.server.schema.base import Body
 
 Item = dict[str, Any]
 

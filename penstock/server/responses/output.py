@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.protocol.outputs import LogprobsAtPosition
-from penstock.server.custom_tools import InputReader
+from penstock.server.openai.custom_tools import InputReader
 from penstock.server.openai.logprobs import LogprobFormat
 from penstock.server.responses.items import Item, new_id
 from penstock.server.responses.tool_servers import CallResult, ToolServer

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from penstock.server.openai.base import Body, Entries, Items, Reply, Seconds, Text
 from penstock.server.openai.tools import ToolName, Tools
+from penstock.server.schema.base import Body, Entries, Items, Reply, Seconds, Text
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete", "calling", "failed"]

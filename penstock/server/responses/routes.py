@@ -7,12 +7,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from penstock.protocol.errors import InputError
-from penstock.server.access import current_tenant
-from penstock.server.bodies import JsonRoute
-from penstock.server.errors import body_of, describe_errors, encode_error, error_response
+from penstock.server.http.access import current_tenant
+from penstock.server.http.bodies import JsonRoute
+from penstock.server.http.errors import body_of, describe_errors, encode_error, error_response
+from penstock.server.http.replies import StreamFrame, event_stream, gone, json_response, unless_gone
 from penstock.server.openai.stream import EVENT_STREAM
-from penstock.server.replies import StreamFrame, event_stream, gone, json_response, unless_gone
-from penstock.server.responses.desk import ResponseDesk
 from penstock.server.responses.protocol import (
     DeletedReply,
     InputTokensReply,
@@ -21,6 +20,7 @@ from penstock.server.responses.protocol import (
     ResponseRequest,
 )
 from penstock.server.responses.run import error_code
+from penstock.server.responses.runner import ResponseRunner
 from penstock.server.responses.store import Order
 from penstock.server.service import Service
 
@@ -60,21 +60,21 @@ class ResponsesFrame(StreamFrame):
 )
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     """Answer a conversation, calling the tools of tool servers on the way."""
-    service, desk = _service_and_desk(request)
+    service, runner = _service_and_runner(request)
     model = service.check_model(body.model)
     service.check_generates()
     service.check_capacity()
     request_id = request.state.request_id
     owner = current_tenant.get()
-    history = await desk.history(owner, body)
-    preparing = desk.prepare(owner, body, model, f"resp-{request_id}", history)
+    history = await runner.history(owner, body)
+    preparing = runner.prepare(owner, body, model, f"resp-{request_id}", history)
     owned = await unless_gone(request, preparing)
     if owned is None:
         return gone()
     if body.stream:
         return await event_stream(request, owned.events(), ResponsesFrame(request_id))
     if body.background:
-        return _json(await desk.start(owned))
+        return _json(await runner.start(owned))
     response = await unless_gone(request, owned.whole())
     return gone() if response is None else _json(response)
 
@@ -86,9 +86,9 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 )
 async def count_input_tokens(body: ResponseRequest, request: Request) -> Response:
     """How many tokens the model would read for a request to /v1/responses."""
-    service, desk = _service_and_desk(request)
+    service, runner = _service_and_runner(request)
     service.check_model(body.model)
-    count = await unless_gone(request, desk.count(current_tenant.get(), body))
+    count = await unless_gone(request, runner.count(current_tenant.get(), body))
     if count is None:
         return gone()
     return json_response(InputTokensReply(object="response.input_tokens", input_tokens=count))
@@ -105,8 +105,8 @@ async def retrieve_response(
     """A stored response."""
     if stream:
         raise InputError("a stored response is not streamed: leave stream out", "stream")
-    _, desk = _service_and_desk(request)
-    stored = await desk.response(current_tenant.get(), response_id)
+    _, runner = _service_and_runner(request)
+    stored = await runner.response(current_tenant.get(), response_id)
     if stored is None:
         return _not_found(response_id)
     return _json(stored.response)
@@ -119,10 +119,10 @@ async def retrieve_response(
 )
 async def cancel_response(response_id: str, request: Request) -> Response:
     """End a response that runs in the background. One that has ended stays as it is."""
-    _, desk = _service_and_desk(request)
+    _, runner = _service_and_runner(request)
     owner = current_tenant.get()
-    await desk.stop(owner, response_id)
-    stored = await desk.response(owner, response_id)
+    await runner.stop(owner, response_id)
+    stored = await runner.response(owner, response_id)
     if stored is None:
         return _not_found(response_id)
     if not stored.is_background:
@@ -134,12 +134,12 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 @router.delete("/v1/responses/{response_id}", responses=describe_errors(*COMMON_ERRORS))
 async def delete_response(response_id: str, request: Request) -> DeletedReply:
     """Forget a response; one that runs in the background is cancelled."""
-    _, desk = _service_and_desk(request)
+    _, runner = _service_and_runner(request)
     owner = current_tenant.get()
-    await desk.stop(owner, response_id)
-    if await desk.response(owner, response_id) is None:
+    await runner.stop(owner, response_id)
+    if await runner.response(owner, response_id) is None:
         return _not_found(response_id)  # type: ignore[return-value]
-    await desk.store.delete(owner, response_id)
+    await runner.store.delete(owner, response_id)
     return DeletedReply(id=response_id, object="response", deleted=True)
 
 
@@ -156,14 +156,14 @@ async def list_input_items(
     after: str | None = None,
 ) -> Response:
     """The items of the conversation that a response answers, the newest first."""
-    _, desk = _service_and_desk(request)
-    stored = await desk.response(current_tenant.get(), response_id)
+    _, runner = _service_and_runner(request)
+    stored = await runner.response(current_tenant.get(), response_id)
     if stored is None:
         return _not_found(response_id)
     return _json(stored.input.page(limit, order, after))
 
 
-def _service_and_desk(request: Request) -> tuple[Service, ResponseDesk]:
+def _service_and_runner(request: Request) -> tuple[Service, ResponseRunner]:
     return request.app.state.service, request.app.state.responses
 
 

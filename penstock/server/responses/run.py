@@ -15,7 +15,7 @@ import msgspec
 from penstock.conversation.output import TurnUsage
 from penstock.conversation.request import TurnRequest
 from penstock.protocol.errors import InputError
-from penstock.server.errors import Overloaded, body_of
+from penstock.server.http.errors import Overloaded, body_of
 from penstock.server.openai.logprobs import LogprobFormat
 from penstock.server.responses.convert import OfferedTools, prepare
 from penstock.server.responses.items import Item, as_messages, new_id

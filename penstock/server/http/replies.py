@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.config import ServerConfig
-from penstock.server.errors import body_of, encode_error
+from penstock.server.http.errors import body_of, encode_error
 
 logger = logging.getLogger(__name__)
 

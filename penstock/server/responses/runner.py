@@ -1,4 +1,4 @@
-"""What the endpoints share: where responses are kept, and those that run in the background."""
+"""ResponseRunner: prepares responses, runs them, keeps them, and cancels those in the background."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class History:
     conversation_id: str | None = None
 
 
-class ResponseDesk:
+class ResponseRunner:
     """One for each app. Whatever it is asked for belongs to an owner, the key that is sent.
 
     Where anyone may use the API, all are one.
@@ -173,11 +173,16 @@ class OwnedRun:
     """A run whose end is kept for its owner, and told to the conversation that it belongs to."""
 
     def __init__(
-        self, desk: ResponseDesk, run: ResponseRun, owner: str, history: History, added: StoredItems
+        self,
+        runner: ResponseRunner,
+        run: ResponseRun,
+        owner: str,
+        history: History,
+        added: StoredItems,
     ) -> None:
         self.run = run
         self.owner = owner
-        self._desk = desk
+        self._runner = runner
         self._history = history
         self._added = added  # by the request
 
@@ -197,7 +202,7 @@ class OwnedRun:
                     continue
                 if not is_open(event["response"]["status"]):
                     await self._finish()
-                yield await self._desk.service.in_thread_if_large(encode, event)
+                yield await self._runner.service.in_thread_if_large(encode, event)
 
     async def run_to_end(self) -> None:
         """In the background, where nobody is there to be told of errors."""
@@ -228,9 +233,9 @@ class OwnedRun:
                 output=StoredItems.of(run.output),
             )
 
-        stored = await self._desk.service.in_thread_if_large(write)
-        if run.is_stored and not await self._desk.store.put(self.owner, stored):
-            await self._desk.store.delete(self.owner, run.id)  # else it would never seem to end
+        stored = await self._runner.service.in_thread_if_large(write)
+        if run.is_stored and not await self._runner.store.put(self.owner, stored):
+            await self._runner.store.delete(self.owner, run.id)  # else it would never seem to end
         return stored.response
 
     async def _finish(self) -> bytes:
@@ -238,7 +243,7 @@ class OwnedRun:
         if conversation_id is not None and self.run.status in ("completed", "incomplete"):
             said = self._added + StoredItems.of(self.run.output)
             try:
-                await self._desk.conversations.add(self.owner, conversation_id, said)
+                await self._runner.conversations.add(self.owner, conversation_id, said)
             except InputError as error:  # the answer made it too large: that stands, at least
                 logger.warning("Response %s is not in its conversation: %s", self.run.id, error)
         return await self.save()

@@ -1,4 +1,4 @@
-"""The faster one of uvicorn's HTTP parsers, see `http.py`; needs httptools."""
+"""The faster one of uvicorn's HTTP parsers, see `protocols.py`; needs httptools."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from penstock.server.http import MAX_HEAD_BYTES, refuse
+from penstock.server.http.protocols import MAX_HEAD_BYTES, refuse
 
 UPGRADE_NAMES = (b"upgrade", b"http2-settings")
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from penstock.protocol.errors import EngineDeadError
-from penstock.server.batch_files import BadLine, BatchOutput, BatchRequest, Result, parse_line
+from penstock.server.batch.files import BadLine, BatchOutput, BatchRequest, Result, parse_line
 
 NUM_ERRORS_KEPT = 5
 

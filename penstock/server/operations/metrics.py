@@ -13,10 +13,10 @@ from penstock.engine.observer import RequestRecord
 from penstock.observability.metrics import CONTENT_TYPE, Metrics
 from penstock.protocol.delta import FinishReason
 from penstock.scheduler.scheduler import SchedulerStats
-from penstock.server.errors import describe_errors
-from penstock.server.responses.desk import ResponseDesk
+from penstock.server.http.errors import describe_errors
+from penstock.server.operations.throughput import ThroughputLog
+from penstock.server.responses.runner import ResponseRunner
 from penstock.server.service import Service
-from penstock.server.throughput import ThroughputLog
 from penstock.text.frontend import is_first_child
 
 router = APIRouter(tags=["Operations"])
@@ -41,8 +41,8 @@ async def metrics(request: Request) -> PlainTextResponse:
     if not service.client.is_healthy:
         observer.show(NO_STATS)
     observer.count_tokens()
-    desk: ResponseDesk = request.app.state.responses
-    observer.show_stored(desk.store.num_entries, desk.store.num_bytes)
+    runner: ResponseRunner = request.app.state.responses
+    observer.show_stored(runner.store.num_entries, runner.store.num_bytes)
     return PlainTextResponse(observer.metrics.render(), media_type=CONTENT_TYPE)
 
 

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.server.access import KeyRing, route_path
-from penstock.server.errors import error_response, response_of
+from penstock.server.http.access import KeyRing, route_path
+from penstock.server.http.errors import error_response, response_of
 from penstock.server.service import current_body_bytes
 
 VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from penstock.protocol.errors import InputError
-from penstock.server.replies import CLIENT_CLOSED_REQUEST, unless_gone
+from penstock.server.http.replies import CLIENT_CLOSED_REQUEST, unless_gone
 from penstock.server.service import Service, is_large_request
 
 # No request of good faith comes near this; millions of objects take Python's parser, and then its

@@ -17,7 +17,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from penstock.server.errors import encode_error, error_body
+from penstock.server.http.errors import encode_error, error_body
 
 MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
 MAX_WAITING_BYTES = 16 * 1024  # of an answer, in this process; whoever sends more waits
@@ -65,7 +65,7 @@ def protocol_class(max_connections: int) -> type[asyncio.Protocol]:
     """How uvicorn is to speak HTTP, on so many connections at once."""
     base: Any = JsonH11Protocol
     with contextlib.suppress(ImportError):
-        from penstock.server.http_tools import JsonHttpToolsProtocol
+        from penstock.server.http.httptools_protocol import JsonHttpToolsProtocol
 
         base = JsonHttpToolsProtocol
 

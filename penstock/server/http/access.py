@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.server.errors import error_response
+from penstock.server.http.errors import error_response
 
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.server.openai.base import Body, Text
+from penstock.server.schema.base import Body, Text
 from penstock.text.parsing.formats import Tool
 
 ARGUMENT = "input"

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 import penstock
-from penstock.server.errors import describe_errors
+from penstock.server.http.errors import describe_errors
 from penstock.server.service import Service
 
 router = APIRouter(tags=["Operations"])

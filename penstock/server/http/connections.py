@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from penstock.server.http import MAX_WAITING_BYTES, raw_error
+from penstock.server.http.protocols import MAX_WAITING_BYTES, raw_error
 
 logger = logging.getLogger(__name__)
 

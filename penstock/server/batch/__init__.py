@@ -1,0 +1,1 @@
+"""Batch files: a request a line in, a result a line out, through the same app."""

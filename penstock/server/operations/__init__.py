@@ -1,0 +1,1 @@
+"""What operators and load balancers use: health, load, metrics, the throughput log."""

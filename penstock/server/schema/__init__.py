@@ -1,0 +1,1 @@
+"""What the bodies and replies of all APIs are made of."""
