@@ -6,11 +6,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
-
 from penstock.conversation.request import NamedTool, RunOptions, ToolChoice, TurnRequest
 from penstock.protocol.errors import InputError
-from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.server.anthropic.protocol import (
     CountTokensRequest,
@@ -50,9 +48,7 @@ def turn_request(service: Service, body: CountTokensRequest) -> TurnRequest:
         template_kwargs=body.chat_template_kwargs or {},
         add_generation_prompt=not goes_on,
         continue_final_message=goes_on,
-        options=RunOptions(
-            cache_salt=body.cache_salt if isinstance(body, MessagesRequest) else None
-        ),
+        options=body.run_options() if isinstance(body, MessagesRequest) else RunOptions(),
     )
 
 
@@ -60,29 +56,24 @@ def _params(service: Service, body: CountTokensRequest) -> SamplingParams:
     defaults = service.frontend.default_params
     if not isinstance(body, MessagesRequest):
         return defaults
-    options: dict[str, Any] = {
-        name: value
-        for name in ("max_tokens", "temperature", "top_p", "top_k")
-        if (value := getattr(body, name)) is not None
-    }
-    options["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY
+    own: dict[str, Any] = {"max_tokens": body.max_tokens}
     if body.stop_sequences:
-        options["stop"] = body.stop_sequences
+        own["stop"] = body.stop_sequences
     if body.output_config is not None and body.output_config.format is not None:
-        options["structured_outputs"] = StructuredOutputsParams(
+        own["structured_outputs"] = StructuredOutputsParams(
             json=body.output_config.format.schema_,
             lenient=True,
             field="output_config.format.schema",
         )
+    thinking = body.thinking
+    budget = thinking.budget_tokens if thinking and thinking.type != "disabled" else None
     # For a model whose reasoning is not known there is nothing to limit.
-    thinks = body.thinking is not None and body.thinking.type != "disabled"
-    if thinks and service.frontend.parsers.reasoning is not None:
-        assert body.thinking is not None
-        options["thinking_token_budget"] = body.thinking.budget_tokens
+    if budget is not None and service.frontend.parsers.reasoning is not None:
+        own["thinking_token_budget"] = budget
     try:
-        return SamplingParams(**{**msgspec.structs.asdict(defaults), **options})
+        return body.sampling_params(defaults, **own)
     except InputError as error:
-        if error.field == "stop":
+        if error.field == "stop" and body.stop_sequences:
             message = str(error).replace("stop", "stop_sequences", 1)
             raise InputError(message, "stop_sequences") from error
         raise

@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from penstock.server.openai.tools import ToolName, Tools
 from penstock.server.schema.base import Body, Items, Reply, Text
+from penstock.server.schema.request import RequestBody
 
 # -- requests
 
@@ -119,14 +120,9 @@ class CountTokensRequest(Body):
     )
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, RequestBody):
     max_tokens: int = Field(description="Most tokens to generate.")
-    stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
     stop_sequences: Items[Text] | None = Field(None, description="Texts that end the answer.")
-    temperature: float | None = Field(None, description="0 is greedy.")
-    top_p: float | None = None
-    top_k: int | None = None
-    cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
 
 
 # -- replies

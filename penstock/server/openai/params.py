@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from penstock.config import ServerConfig
 from penstock.protocol.errors import InputError
-from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.protocol.sampling import SamplingParams
 from penstock.server.openai.protocol import (
     ChatCompletionRequest,
+    CompletionBody,
     CompletionRequest,
-    GenerationBody,
 )
 from penstock.server.openai.structured import structured_outputs
-
-SAME_NAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "stop", "stop_token_ids", "include_stop_str_in_output",
-    "ignore_eos", "min_tokens", "skip_special_tokens", "spaces_between_special_tokens",
-    "allowed_token_ids", "bad_words", "prompt_logprobs", "logprob_token_ids",
-)  # fmt: skip
 
 STRUCTURED = "use structured_outputs: {}"
 # What to do in place of a field that other servers know and that would change the answer.
@@ -43,63 +34,47 @@ REMEDIES = {
 def completion_params(
     body: CompletionRequest, defaults: SamplingParams, limits: ServerConfig
 ) -> SamplingParams:
-    options = _common(body, limits)
-    options["logprobs"] = body.logprobs
+    own = _own_fields(body, limits)
+    own["logprobs"] = body.logprobs
     if body.max_tokens is not None:
-        options["max_tokens"] = body.max_tokens
+        own["max_tokens"] = body.max_tokens
     if body.echo:
         if body.logprobs is not None and body.prompt_logprobs is None:
-            options["prompt_logprobs"] = body.logprobs
+            own["prompt_logprobs"] = body.logprobs
         if body.max_tokens == 0:
-            options["max_tokens"] = 1  # computed, since a request must sample, but not shown
-    return _override(defaults, options)
+            own["max_tokens"] = 1  # computed, since a request must sample, but not shown
+    return body.sampling_params(defaults, **own)
 
 
 def chat_params(
     body: ChatCompletionRequest, defaults: SamplingParams, limits: ServerConfig
 ) -> SamplingParams:
-    options = _common(body, limits)
+    own = _own_fields(body, limits)
     if body.top_logprobs is not None and not body.logprobs:
         raise InputError("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.logprobs:
-        options["logprobs"] = body.top_logprobs or 0
+        own["logprobs"] = body.top_logprobs or 0
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    options["max_tokens"] = most
-    if body.thinking_token_budget is not None:
-        options["thinking_token_budget"] = body.thinking_token_budget
-    return _override(defaults, options)
+    return body.sampling_params(defaults, max_tokens=most, **own)
 
 
-def _common(body: GenerationBody, limits: ServerConfig) -> dict[str, Any]:
+def _own_fields(body: CompletionBody, limits: ServerConfig) -> dict[str, Any]:
+    """The parameters that depend on the form of the reply."""
     _refuse_unsupported(body)
     if body.n is not None and body.n > limits.max_n:
         raise InputError(f"n must be at most {limits.max_n} here, got {body.n}", "n")
-    if body.timeout is not None and not body.timeout > 0:
-        raise InputError(f"timeout must be above 0 seconds, got {body.timeout}", "timeout")
     if body.stream_options is not None and not body.stream:
         raise InputError("stream_options needs stream to be true", "stream_options")
-    options = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    if body.logit_bias is not None:
-        options["logit_bias"] = _logit_bias(body.logit_bias)
-    options["structured_outputs"] = structured_outputs(body)
-    options["output_kind"] = OutputKind.DELTA if body.stream else OutputKind.FINAL_ONLY
-    return options
+    own = {
+        "n": body.n,
+        "prompt_logprobs": body.prompt_logprobs,
+        "logprob_token_ids": body.logprob_token_ids,
+    }
+    given = {name: value for name, value in own.items() if value is not None}
+    return {**given, "structured_outputs": structured_outputs(body)}
 
 
-def _override(defaults: SamplingParams, options: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**{**msgspec.structs.asdict(defaults), **options})
-
-
-def _logit_bias(biases: dict[str, float]) -> dict[int, float]:
-    converted = {}
-    for key, bias in biases.items():
-        if not key.isascii() or not key.isdecimal() or len(key) > 10:
-            raise InputError(f"logit_bias must have token ids as keys, got {key!r}", "logit_bias")
-        converted[int(key)] = bias
-    return converted
-
-
-def _refuse_unsupported(body: GenerationBody) -> None:
+def _refuse_unsupported(body: CompletionBody) -> None:
     """Say plainly what this server does not do, rather than ignore that it was asked for."""
     for name, value in (body.model_extra or {}).items():
         if name in REMEDIES and value is not None:

@@ -14,8 +14,8 @@ from penstock.server.openai.protocol import (
     ChatCompletionRequest,
     ChatMessage,
     ChatTemplateBody,
+    CompletionBody,
     CompletionRequest,
-    GenerationBody,
     Prompt,
 )
 from penstock.server.openai.tools import (
@@ -75,7 +75,7 @@ def turn_request(
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
-        options=run_options(asks, special) if asks else RunOptions(special),
+        options=_run_options(asks, special) if asks else RunOptions(special),
     )
 
 
@@ -116,7 +116,7 @@ def prepare_completions(
         )
     field = "prompt" if len(prompts) > 1 else "n"
     service.check_size(len(prompts) * params.n, field)  # before each is made ready
-    options = run_options(body, add_special_tokens=body.add_special_tokens is not False)
+    options = _run_options(body, add_special_tokens=body.add_special_tokens is not False)
     try:
         prepared = [
             prepare_request(
@@ -165,14 +165,8 @@ def as_prompts(prompt: Prompt | list[str] | list[list[int]]) -> Sequence[str | l
     return prompt
 
 
-def run_options(body: GenerationBody, add_special_tokens: bool) -> RunOptions:
+def _run_options(body: CompletionBody, add_special_tokens: bool) -> RunOptions:
     keep, truncation = body.truncate_prompt_tokens, None
     if keep is not None:
         truncation = Truncation(keep, body.truncation_side or "left")
-    return RunOptions(
-        add_special_tokens=add_special_tokens,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt,
-        truncation=truncation,
-        timeout_s=body.timeout,
-    )
+    return body.run_options(add_special_tokens, truncation)

@@ -22,14 +22,13 @@ from penstock.server.openai.tools import (
 )
 from penstock.server.schema.base import (
     Body,
-    Entries,
     Items,
     NullsReply,
     Reply,
-    Seconds,
     Text,
     TokenId,
 )
+from penstock.server.schema.request import RequestBody
 
 # -- requests
 
@@ -84,39 +83,12 @@ class StructuredOutputs(Body):
     )
 
 
-class GenerationBody(Body):
+class CompletionBody(RequestBody):
     """What completions and chat completions have in common."""
 
     model: Text | None = Field(None, description="A name from /v1/models; the first by default.")
     n: int | None = Field(None, description="How many completions.")
-    stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(None, description="0 is greedy.")
-    top_p: float | None = Field(
-        None, description="Keep the smallest set of tokens with this probability."
-    )
-    top_k: int | None = Field(None, description="Keep this many most likely tokens; 0: all.")
-    min_p: float | None = Field(None, description="Keep tokens this likely, relative to the best.")
-    presence_penalty: float | None = Field(
-        None, description="Once for each token of the output; -2 to 2."
-    )
-    frequency_penalty: float | None = Field(
-        None, description="For each time a token occurs; -2 to 2."
-    )
-    repetition_penalty: float | None = Field(
-        None, description="For tokens of prompt and output; 1 is none."
-    )
-    seed: int | None = Field(None, description="Makes the answer repeatable.")
-    stop: Text | Items[Text] | None = Field(None, description="Texts that end the answer.")
-    stop_token_ids: Items[int] | None = Field(None, description="Tokens that end the answer.")
-    include_stop_str_in_output: bool | None = Field(None, description="Keep the stop text.")
-    ignore_eos: bool | None = Field(None, description="Go on after the end of text.")
-    min_tokens: int | None = Field(None, description="Fewest tokens before a stop counts.")
-    skip_special_tokens: bool | None = Field(None, description="On by default.")
-    spaces_between_special_tokens: bool | None = None
-    logit_bias: Entries[str, float] | None = Field(None, description="By token id.")
-    allowed_token_ids: Items[int] | None = Field(None, description="Only these may be chosen.")
-    bad_words: Items[Text] | None = Field(None, description="Words that must not be said.")
     prompt_logprobs: int | None = Field(None, description="As logprobs, for the prompt's tokens.")
     logprob_token_ids: Items[int] | None = Field(
         None, description="Report these tokens, at most 128, in place of the most likely ones."
@@ -127,21 +99,18 @@ class GenerationBody(Body):
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Where tokens are cut off; left by default."
     )
-    priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
-    cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
     request_id: RequestId | None = Field(None, description="Part of the answer's id.")
     return_token_ids: bool | None = Field(None, description="Token ids of prompt and answer, too.")
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write tokens in logprobs as token_id:ID."
     )
-    timeout: Seconds | None = Field(None, description="Most seconds that the request may take.")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     use_beam_search: bool | None = Field(None, description="Not supported.")
     best_of: int | None = Field(None, description="Not supported above n.")
 
 
-class CompletionRequest(GenerationBody):
+class CompletionRequest(CompletionBody):
     model_config = ConfigDict(extra="allow")
     prompt: Prompt | Items[Text] | Items[Items[TokenId]] = Field(
         description="A text, several, or the same as token ids."
@@ -202,7 +171,7 @@ class ChatTemplateBody(Body):
 Messages = Annotated[Items[ChatMessage], Field(min_length=1)]
 
 
-class ChatFields(GenerationBody, ChatTemplateBody):
+class ChatFields(CompletionBody, ChatTemplateBody):
     """How a conversation is answered, whichever it is."""
 
     model_config = ConfigDict(extra="allow")
@@ -216,9 +185,6 @@ class ChatFields(GenerationBody, ChatTemplateBody):
     )
     parallel_tool_calls: bool | None = Field(None, description="Off: at most one call.")
     include_reasoning: bool | None = Field(None, description="Off: leave the reasoning out.")
-    thinking_token_budget: int | None = Field(
-        None, description="Most tokens of reasoning: then it is brought to its end; -1: no limit."
-    )
     functions: Tools[FunctionDefinition] | None = Field(
         None, description="The older form of tools; calls then come as function_call."
     )

@@ -6,12 +6,12 @@ from typing import Any
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.structured import StructuredOutputsParams
-from penstock.server.openai.protocol import GenerationBody, ResponseFormat
+from penstock.server.openai.protocol import CompletionBody, ResponseFormat
 
 FIELD = "response_format"
 
 
-def structured_outputs(body: GenerationBody) -> StructuredOutputsParams | None:
+def structured_outputs(body: CompletionBody) -> StructuredOutputsParams | None:
     """What `response_format` or `structured_outputs` asks for; None: nothing."""
     asked = _from_response_format(body.response_format)
     if body.structured_outputs is None:

@@ -6,11 +6,10 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import msgspec
+from typing import Any
 
 from penstock.conversation.prepare import render_turn
-from penstock.conversation.request import NamedTool, RunOptions, ToolChoice, TurnRequest
+from penstock.conversation.request import NamedTool, ToolChoice, TurnRequest
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
@@ -36,10 +35,6 @@ from penstock.text.parsing.formats import Tool
 from penstock.text.tokenizer import TooManyTokens
 
 LOGPROBS = "message.output_text.logprobs"
-SAME_NAME = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-    "repetition_penalty", "seed", "stop", "thinking_token_budget",
-)  # fmt: skip
 # How fields are called here that have other names in every other place.
 FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
@@ -77,8 +72,6 @@ def check_body(body: ResponseRequest) -> None:
         raise InputError("background needs store: leave store out or make it true", "background")
     if body.background and body.stream:
         raise InputError("background and stream exclude each other here: leave one out", "stream")
-    if body.timeout is not None and not body.timeout > 0:
-        raise InputError(f"timeout must be above 0 seconds, got {body.timeout}", "timeout")
     check_template_kwargs(body.chat_template_kwargs or {})
     for name in ("tools", "text"):  # which are kept and echoed
         with plain_json(name):
@@ -219,25 +212,22 @@ def turn_request(
         parallel_tool_calls=body.parallel_tool_calls is not False,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
         template_kwargs=body.chat_template_kwargs or {},
-        options=RunOptions(
-            priority=body.priority or 0, cache_salt=body.cache_salt, timeout_s=body.timeout
-        ),
+        options=body.run_options(),
     )
 
 
 def _params(body: ResponseRequest, defaults: SamplingParams) -> SamplingParams:
-    options = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    options["max_tokens"] = body.max_output_tokens
+    own: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
-        options["logprobs"] = body.top_logprobs or 0
+        own["logprobs"] = body.top_logprobs or 0
     # Of an answer that comes whole it would not be known which tokens are its text's, nor when it
     # has begun.
-    is_delta = body.stream or body.background or "logprobs" in options
-    options["output_kind"] = OutputKind.DELTA if is_delta else OutputKind.FINAL_ONLY
+    if body.background or "logprobs" in own:
+        own["output_kind"] = OutputKind.DELTA
     if body.text is not None and body.text.format is not None:
-        options["structured_outputs"] = _structured(body.text.format)
+        own["structured_outputs"] = _structured(body.text.format)
     with renamed_fields():
-        return SamplingParams(**{**msgspec.structs.asdict(defaults), **options})
+        return body.sampling_params(defaults, **own)
 
 
 def _structured(given: TextFormat) -> StructuredOutputsParams | None:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Discriminator, Field, Tag
 
 from penstock.server.openai.tools import ToolName, Tools
-from penstock.server.schema.base import Body, Entries, Items, Reply, Seconds, Text
+from penstock.server.schema.base import Body, Entries, Items, Reply, Text
+from penstock.server.schema.request import RequestBody
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete", "calling", "failed"]
@@ -293,7 +294,7 @@ class ConversationParam(Body):
     id: Text
 
 
-class ResponseRequest(Body):
+class ResponseRequest(RequestBody):
     model: Text | None = Field(None, description="A name from /v1/models; the first by default.")
     input: Input | None = Field(None, description="A text, or items of a conversation.")
     instructions: Text | None = Field(
@@ -306,10 +307,6 @@ class ResponseRequest(Body):
     max_tool_calls: int | None = Field(
         None, ge=0, description="Most calls to tool servers; by default --max-tool-rounds decides."
     )
-    temperature: float | None = Field(None, description="0 is greedy.")
-    top_p: float | None = Field(
-        None, description="Keep the smallest set of tokens with this probability."
-    )
     top_logprobs: int | None = Field(None, description="How many most likely tokens to report.")
     include: Items[Text] | None = Field(
         None, description="message.output_text.logprobs; others are of no effect."
@@ -317,7 +314,6 @@ class ResponseRequest(Body):
     metadata: Entries[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
     store: bool | None = Field(None, description="On by default.")
     background: bool | None = Field(None, description="Answer at once, and go on; needs store.")
-    stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
     tools: Tools[ToolParam] | None = None
     tool_choice: ToolChoiceParam | None = Field(
         None, description="auto by default: the model decides. required and a function: enforced."
@@ -329,23 +325,9 @@ class ResponseRequest(Body):
         None, description="auto: leave out the oldest messages where all do not fit."
     )
     user: Text | None = None
-    # What OpenAI's API does not have.
-    top_k: int | None = Field(None, description="Keep this many most likely tokens; 0: all.")
-    min_p: float | None = Field(None, description="Keep tokens this likely, relative to the best.")
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = Field(None, description="Makes the answer repeatable.")
-    stop: Text | Items[Text] | None = Field(None, description="Texts that end the answer.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="For the model's chat template."
     )
-    thinking_token_budget: int | None = Field(
-        None, description="Most tokens of reasoning: then it is brought to its end; -1: no limit."
-    )
-    priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
-    cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
-    timeout: Seconds | None = Field(None, description="Most seconds that each round may take.")
     conversation: Text | ConversationParam | None = Field(
         None, description="A conversation, by its id: it is continued, and added to."
     )

@@ -1,4 +1,4 @@
-"""ResponseRunner: prepares responses, runs them, keeps them, and cancels those in the background."""
+"""ResponseRunner: prepares responses, runs and keeps them, and cancels those in the background."""
 
 from __future__ import annotations
 

@@ -1,0 +1,103 @@
+"""What a request of every API may ask for. Sampling fields are derived, none is listed here.
+
+A field of `SamplingParams` is a field of all APIs, under its name and with its help.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+import msgspec
+from pydantic import Field, create_model
+
+from penstock.config.sampling import sampling_options
+from penstock.conversation.request import RunOptions, Truncation
+from penstock.protocol.errors import InputError
+from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.server.schema.base import Body, Entries, Items, Seconds, Text
+
+# What depends on the form of an API's reply: each API says by itself how it is asked for.
+OF_THE_REPLY = frozenset(
+    {
+        "n", "max_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "detokenize",
+        "output_kind", "structured_outputs", "extra_args",
+    }
+)  # fmt: skip
+SAMPLING_FIELDS = {
+    field.name: field.type
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in OF_THE_REPLY
+}
+
+
+def _body_type(kind: Any) -> Any:
+    """A field's type as bodies have it: texts are Unicode, and lists end at the first mistake."""
+    arguments = get_args(kind)
+    match get_origin(kind):
+        case origin if origin is list:
+            return Items[_body_type(arguments[0])]  # type: ignore[misc]
+        case origin if origin is dict:  # JSON has no other keys
+            return Entries[str, _body_type(arguments[1])]  # type: ignore[misc]
+        case origin if origin is UnionType:
+            return functools.reduce(operator.or_, map(_body_type, arguments))
+    return Text if kind is str else kind
+
+
+if TYPE_CHECKING:
+    SamplingBody = Body
+else:
+    _HELP = {option.name: option.help for option in sampling_options()}
+    SamplingBody = create_model(
+        "SamplingBody",
+        __base__=Body,
+        **{
+            name: (_body_type(kind) | None, Field(None, description=_HELP[name]))
+            for name, kind in SAMPLING_FIELDS.items()
+        },
+    )
+
+
+class RequestBody(SamplingBody):
+    """What every API takes that generates."""
+
+    stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
+    priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
+    cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
+    timeout: Seconds | None = Field(
+        None, description="Most seconds that the request may take; of a response, each round."
+    )
+
+    def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
+        """What is asked for, over `defaults`; `own` are those that the API reads by itself."""
+        sent = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        sent = {name: value for name, value in sent.items() if value is not None}
+        if "logit_bias" in sent:
+            sent["logit_bias"] = _by_token_id(sent["logit_bias"])
+        kind = OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY
+        options = {**msgspec.structs.asdict(defaults), "output_kind": kind, **sent, **own}
+        return SamplingParams(**options)
+
+    def run_options(
+        self, add_special_tokens: bool = False, truncation: Truncation | None = None
+    ) -> RunOptions:
+        if self.timeout is not None and not self.timeout > 0:
+            raise InputError(f"timeout must be above 0 seconds, got {self.timeout}", "timeout")
+        return RunOptions(
+            add_special_tokens=add_special_tokens,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt,
+            truncation=truncation,
+            timeout_s=self.timeout,
+        )
+
+
+def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
+    converted = {}
+    for key, bias in biases.items():
+        if not key.isascii() or not key.isdecimal() or len(key) > 10:
+            raise InputError(f"logit_bias must have token ids as keys, got {key!r}", "logit_bias")
+        converted[int(key)] = bias
+    return converted
