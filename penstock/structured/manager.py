@@ -49,7 +49,7 @@ class GrammarManager:
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._pending: dict[str, _Pending] = {}  # by the request that waits
         self._outputs: dict[str, OutputGrammar] = {}
-        self._faults: dict[str, InputError | RequestFault] = {}
+        self._faults: dict[str, InputError] = {}
         self._bits: Bits = np.zeros((0, 0), dtype=np.int32)
         self._is_slow = False  # the last masks took too long: time the next ones request by request
 
@@ -226,9 +226,10 @@ class GrammarManager:
             after = time.perf_counter(), time.process_time()
             seconds = min(end - start for start, end in zip(before, after, strict=True))
             if seconds > STEP_LIMIT_S:
-                self._faults[row.request_id] = RequestFault(
+                self._faults[row.request_id] = InputError(
                     f"{output.field} is too complex: one token took {seconds:.2f} s, where "
-                    f"{STEP_LIMIT_S} s are allowed"
+                    f"{STEP_LIMIT_S} s are allowed; ask for something simpler",
+                    output.field,
                 )
 
     def _find_faults(self, rows: Sequence[Row], num_rows: Sequence[int], bits: Bits) -> None:

@@ -273,3 +273,4 @@ def test_masks_that_take_too_long_fail_their_request_alone(
         assert len(good.outputs[0].text) == 20
         assert bad is not None
         assert "too complex: one token took" in str(bad.error)
+        assert bad.error_field == "structured_outputs"  # the client's to mend, not the server's
