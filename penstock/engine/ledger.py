@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import msgspec
@@ -82,6 +83,7 @@ class Ledger:
     ) -> None:
         self.observers = list(observers)
         self.records: dict[str, RequestRecord] = {}  # in order of submission
+        self.num_by_tenant = Counter[str]()  # of these
         self._streams: dict[str, DeltaStream] = {}
         self._on_retire = on_retire
 
@@ -92,6 +94,7 @@ class Ledger:
             record = RequestRecord(request, submitted_at=time.monotonic())
             self.records[request.request_id] = record
             self._streams[request.request_id] = stream
+            self.num_by_tenant[request.tenant] += 1
             for observer in self.observers:
                 observer.on_submit(record)
         return stream
@@ -131,6 +134,7 @@ class Ledger:
         """A request is over."""
         del self.records[record.request_id]
         del self._streams[record.request_id]
+        self.num_by_tenant[record.request.tenant] -= 1
         record.finished_at, record.finish_reason = time.monotonic(), reason
         self._on_retire(record)
         for observer in self.observers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.protocol.delta import FinishReason
@@ -43,7 +42,7 @@ class RequestRecord:
         return len(self.token_ids) > self.num_tokens_at_death
 
 
-class Observer(Protocol):
+class Observer:
     """Called in the event loop, for every request and every token: be quick, never raise."""
 
     def on_ready(self, info: EngineInfo) -> None:

@@ -9,9 +9,15 @@ from penstock.server import playground
 from penstock.server.anthropic import messages
 from penstock.server.anthropic.errors import AnthropicErrors
 from penstock.server.http import errors
-from penstock.server.http.access import AdminGuard, TenantLabel
+from penstock.server.http.access import (
+    ADMIN_REFUSAL,
+    REFUSAL,
+    KeyGuard,
+    TenantLabel,
+    is_admin_path,
+    is_private_path,
+)
 from penstock.server.http.middleware import (
-    ApiKeyGuard,
     BodyLimit,
     Cors,
     HeadAsGet,
@@ -77,10 +83,12 @@ def build_app(service: Service) -> FastAPI:
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=config.max_request_body_bytes)
     if config.admin_api_key:
-        app.add_middleware(AdminGuard, keys=config.admin_api_key)
+        app.add_middleware(
+            KeyGuard, keys=config.admin_api_key, needs_key=is_admin_path, refusal=ADMIN_REFUSAL
+        )
     keys = [*config.api_key, *config.admin_api_key]
     if config.api_key:
-        app.add_middleware(ApiKeyGuard, keys=keys)
+        app.add_middleware(KeyGuard, keys=keys, needs_key=is_private_path, refusal=REFUSAL)
     if keys:
         app.add_middleware(TenantLabel, keys=keys)
     app.add_middleware(

@@ -98,8 +98,12 @@ class Service:
             raise ModelNotFound(f"there is no model {name!r} here; there is {served}")
         return name
 
-    def check_generates(self) -> None:
-        """Refuse a request for text where the model gives vectors."""
+    def admit(self, model: str | None) -> str:
+        """The model's name to answer with, if there is room for a request of it.
+
+        Refuses a request for text where the model gives vectors.
+        """
+        name = self.check_model(model)
         if self.frontend.pooling is not None:
             tasks = ", ".join(self.frontend.pooling.tasks)
             raise InputError(
@@ -107,6 +111,8 @@ class Service:
                 "routes, such as /v1/embeddings, /classify, /score or /pooling",
                 "model",
             )
+        self.check_capacity()
+        return name
 
     def check_pools(self) -> None:
         """Refuse a request for vectors where the model generates."""
@@ -165,7 +171,7 @@ class Service:
     def _check_share(self, num_new: int) -> None:
         """Where keys take turns, none may fill the queue: each has as many places as another."""
         tenant, share = tenant_label(), self.share
-        num_own = sum(r.request.tenant == tenant for r in self.client.records.values())
+        num_own = self.client.ledger.num_by_tenant[tenant]
         if num_own + num_new > share:
             raise Overloaded(
                 f"{num_own} completions of this API key are running or queued and {num_new} more "

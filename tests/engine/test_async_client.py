@@ -363,3 +363,19 @@ def test_an_engine_that_cannot_be_started_leaves_nothing_behind(
     assert death.uptime_s is None
     assert os.listdir(tmp_path) == []
     assert len(os.listdir("/proc/self/fd")) <= num_fds
+
+
+def test_requests_are_counted_by_tenant_until_they_end() -> None:
+    async def run() -> None:
+        bench = Bench()
+        stream = bench.submit("a", "b", "c")
+        count = bench.client.ledger.num_by_tenant
+        assert count[""] == 3
+        bench.say("a", 1, finish_reason=FinishReason.STOP)
+        assert count[""] == 2
+        bench.client.ledger.fail(bench.client.records["b"], EngineDeadError("gone"))
+        assert count[""] == 1
+        stream.close()
+        assert count[""] == 0
+
+    asyncio.run(run())

@@ -142,7 +142,7 @@ def test_of_a_client_that_left_nothing_more_is_prepared(
         sent.append(message)
 
     monkeypatch.setattr(runner, "prepare", prepare)
-    monkeypatch.setattr(runner.service, "check_capacity", lambda: None)
+    monkeypatch.setattr(runner.service, "admit", lambda model: "model")
     headers = [(b"content-type", b"application/json")]
     scope = {
         "type": "http", "method": "POST", "path": "/v1/responses", "headers": headers,
@@ -223,3 +223,42 @@ def test_a_response_that_has_become_too_large_to_keep_does_not_seem_to_run_on(
         assert await runner.response("anna", fake.id) is None
 
     asyncio.run(run())
+
+
+def test_items_that_come_at_once_have_ids_of_their_own(
+    runner: ResponseRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests read the conversation before either adds to it."""
+    app = FastAPI()
+    app.state.service, app.state.responses = runner.service, runner
+    app.include_router(conversations.router)
+    find, both_have_read = runner.conversations.find, asyncio.Event()
+    num_reads = 0
+
+    async def find_together(owner: str, conversation_id: str) -> Any:
+        nonlocal num_reads
+        found = await find(owner, conversation_id)
+        num_reads += 1
+        if num_reads == 2:
+            both_have_read.set()
+        await both_have_read.wait()
+        return found
+
+    async def run() -> tuple[list[httpx.Response], StoredItems]:
+        made = await runner.conversations.create("", {}, StoredItems())
+        monkeypatch.setattr(runner.conversations, "find", find_together)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            body = {"items": [user("x") | {"id": "same"}]}
+            posts = [client.post(f"/v1/conversations/{made.id}/items", json=body) for _ in "ab"]
+            answers = await asyncio.gather(*posts)
+        found = await find("", made.id)
+        assert found is not None
+        return answers, found.items
+
+    answers, kept = asyncio.run(run())
+    told = [answer.json()["data"][0]["id"] for answer in answers]
+    assert len(set(told)) == 2
+    assert "same" in told
+    assert sorted(kept.ids) == sorted(told)
+    assert [item["id"] for item in kept.read()] == list(kept.ids)

@@ -22,7 +22,7 @@ from penstock.server.openai.protocol import (
     CompletionChoice,
     CompletionRequest,
 )
-from penstock.server.openai.stream import TextChunks
+from penstock.server.openai.stream import TextChunks, UsageCounter, UsageOptions
 from penstock.text.parsing.deltas import ContentDelta
 
 TEXTS = ["Hello", " there", ', "you"\n', "\\\x00\x1f", "é\u2028🙂"]
@@ -137,3 +137,16 @@ def test_a_chunk_with_more_than_text_has_it_in_every_chunk(chat: bool) -> None:
     assert [chunk["choices"][0]["token_ids"] for chunk in pieces] == [
         [number] for number in range(len(TEXTS))
     ]
+
+
+def test_usage_counts_each_prompt_once_and_what_was_cached_of_it_last() -> None:
+    counter = UsageCounter(UsageOptions(at_end=True, in_every_chunk=True, with_details=True))
+    for index, num_cached in [(0, 0), (1, 0), (0, 2), (1, 1), (0, 2)]:
+        items = [CompletionOutput(0, "x", [7]), CompletionOutput(1, "y", [7, 8])]
+        output = RequestOutput("r", "p", [1, 2, 3 + index][: 2 + index], items, False)
+        output.num_cached_tokens = num_cached
+        counter.count(index, output)
+    used = counter.so_far()
+    assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (5, 15, 20)
+    assert used.prompt_tokens_details is not None
+    assert used.prompt_tokens_details.cached_tokens == 3

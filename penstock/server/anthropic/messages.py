@@ -22,7 +22,7 @@ from penstock.server.anthropic.protocol import (
     OutputBlock,
 )
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.http.replies import gone, json_response, send_answer, unless_gone
+from penstock.server.http.replies import json_response, send_answer, unless_gone
 from penstock.server.openai.stream import EVENT_STREAM
 from penstock.server.service import Service
 from penstock.server.turn import Turn, prepare_turn
@@ -50,9 +50,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answer a conversation, in Anthropic's form."""
     service: Service = request.app.state.service
-    model = service.check_model(body.model)
-    service.check_generates()
-    service.check_capacity()
+    model = service.admit(body.model)
     message_id = f"msg_{request.state.request_id}"
 
     def prepare() -> Turn:
@@ -64,8 +62,6 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
             raise InputError(message, "messages") from error
 
     turn = await unless_gone(request, service.in_thread(prepare))
-    if turn is None:
-        return gone()
     answer = MessageAnswer(body, turn, model, message_id)
     return await send_answer(request, answer, body.stream, AnthropicFrame(request.state.request_id))
 
@@ -85,9 +81,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
         return len(service.frontend.encode(prompt, False, service.max_counted_tokens))
 
     num_tokens = await unless_gone(request, service.in_thread(count))
-    return (
-        gone() if num_tokens is None else json_response(CountTokensReply(input_tokens=num_tokens))
-    )
+    return json_response(CountTokensReply(input_tokens=num_tokens))
 
 
 class MessageAnswer:

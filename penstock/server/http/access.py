@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 
 from starlette.datastructures import Headers
@@ -17,6 +17,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from penstock.server.http.errors import error_response
 
 ADMIN_PATHS = frozenset({"/reset_prefix_cache"})
+ADMIN_REFUSAL = (
+    "this route is the operators': send one of the server's admin API keys as 'Authorization: "
+    "Bearer KEY'"
+)
+PUBLIC_PATHS = frozenset({"/", "/docs", "/docs/", "/health", "/ready", "/ping", "/favicon.ico"})
+PUBLIC_PREFIX = "/static/"  # of the pages' files
+REFUSAL = "send one of the server's API keys as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
 
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 """Whose request is being handled: the digest of its key; empty where there are no keys."""
@@ -29,6 +36,15 @@ def route_path(scope: Scope) -> str:
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     below = path.removeprefix(root)
     return below if root and below[:1] in ("", "/") else path
+
+
+def is_admin_path(path: str) -> bool:
+    return path in ADMIN_PATHS
+
+
+def is_private_path(path: str) -> bool:
+    """All but the pages and the health checks."""
+    return path not in PUBLIC_PATHS and not path.startswith(PUBLIC_PREFIX)
 
 
 class KeyRing:
@@ -54,25 +70,26 @@ class KeyRing:
         return hmac.digest(self._secret, key, "sha256")
 
 
-class AdminGuard:
-    """Lets only who brings an operator's key to the routes that change the server for everyone."""
+class KeyGuard:
+    """Lets in who brings one of `keys`, and anyone to paths that need none."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], needs_key: Callable[[str], bool], refusal: str
+    ) -> None:
         self.app = app
         self._keys = KeyRing(keys)
+        self._needs_key = needs_key
+        self._refusal = refusal
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_admin_path = scope["type"] == "http" and route_path(scope) in ADMIN_PATHS
-        if is_admin_path and not self._keys.owner(scope):
-            response = error_response(
-                401,
-                "this route is the operators': send one of the server's admin API keys as "
-                "'Authorization: Bearer KEY'",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await response(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
+        app = self.app
+        if (
+            scope["type"] == "http"
+            and self._needs_key(route_path(scope))
+            and not self._keys.owner(scope)
+        ):
+            app = error_response(401, self._refusal, headers={"WWW-Authenticate": "Bearer"})
+        await app(scope, receive, send)
 
 
 class TenantLabel:

@@ -9,13 +9,12 @@ from typing import Any, get_type_hints
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope
 
 from penstock.protocol.errors import InputError
-from penstock.server.http.replies import CLIENT_CLOSED_REQUEST, unless_gone
+from penstock.server.http.replies import ClientGone, unless_gone
 from penstock.server.service import Service, is_large_request
 
 # No request of good faith comes near this; millions of objects take Python's parser, and then its
@@ -81,14 +80,10 @@ class JsonRequest(Request):
         assert self._content is not None
         service: Service = self.app.state.service
         try:
-            made = await unless_gone(self, service.in_thread(read_body, self._kind, self._content))
-        except (InputError, RequestValidationError) as error:
+            return await unless_gone(self, service.in_thread(read_body, self._kind, self._content))
+        except (InputError, RequestValidationError, ClientGone) as error:
             self.refusal = error.with_traceback(None)
             raise
-        if made is None:
-            self.refusal = HTTPException(CLIENT_CLOSED_REQUEST)
-            raise self.refusal
-        return made
 
 
 def read_body(kind: type[BaseModel], body: bytearray) -> BaseModel:

@@ -1,4 +1,4 @@
-"""What every HTTP request passes: its id, the last resort for errors, the key, the size limit.
+"""What every HTTP request passes: its id, the last resort for errors, the size limit.
 
 Plain ASGI, so that a client that leaves is seen by whoever handles its request.
 """
@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.server.http.access import KeyRing, route_path
+from penstock.server.http.access import route_path
 from penstock.server.http.errors import error_response, response_of
 from penstock.server.service import current_body_bytes
 
 VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-PUBLIC_PATHS = frozenset({"/", "/docs", "/docs/", "/health", "/ready", "/ping", "/favicon.ico"})
 PAGES = frozenset({"", "/", "/docs"})
-PUBLIC_PREFIX = "/static/"  # of the pages' files
 
 
 class RequestContext:
@@ -54,27 +51,8 @@ class RequestContext:
                 await response(scope, receive, send_with_id)
 
 
-class Cors:
-    """Starlette's CORSMiddleware, with refusals in the shape of all errors."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        allow_origins: Sequence[str],
-        allow_methods: Sequence[str],
-        allow_headers: Sequence[str],
-        allow_credentials: bool,
-        expose_headers: Sequence[str],
-    ) -> None:
-        self._cors = CORSMiddleware(
-            app,
-            allow_origins=allow_origins,
-            allow_methods=allow_methods,
-            allow_headers=allow_headers,
-            allow_credentials=allow_credentials,
-            expose_headers=expose_headers,
-        )
+class Cors(CORSMiddleware):
+    """Starlette's, with refusals in the shape of all errors."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_preflight = (
@@ -83,14 +61,14 @@ class Cors:
             and "access-control-request-method" in Headers(scope=scope)
         )
         if not is_preflight:
-            await self._cors(scope, receive, send)
+            await super().__call__(scope, receive, send)
             return
         sent: list[Message] = []
 
         async def keep(message: Message) -> None:
             sent.append(message)
 
-        await self._cors(scope, receive, keep)
+        await super().__call__(scope, receive, keep)
         start, text = sent[0], b"".join(message.get("body", b"") for message in sent)
         if start["status"] != 400:
             for message in sent:
@@ -103,32 +81,6 @@ class Cors:
         )
         kept = {name: value for name, value in headers.items() if not name.startswith("content-")}
         await error_response(400, why, headers=kept)(scope, receive, send)
-
-
-class ApiKeyGuard:
-    """Lets in who brings one of the keys, and anyone to the page and the health checks."""
-
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app = app
-        self._keys = KeyRing(keys)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not self._may_enter(scope):
-            response = error_response(
-                401,
-                "send one of the server's API keys as 'Authorization: Bearer KEY' or "
-                "'x-api-key: KEY'",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await response(scope, receive, send)
-            return
-        await self.app(scope, receive, send)
-
-    def _may_enter(self, scope: Scope) -> bool:
-        path = route_path(scope)
-        if path in PUBLIC_PATHS or path.startswith(PUBLIC_PREFIX):
-            return True
-        return bool(self._keys.owner(scope))
 
 
 class BodyLimit:

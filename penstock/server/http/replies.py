@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -27,26 +28,33 @@ MAX_BYTES_A_TURN = 64 * 1024  # of one stream, before the event loop does someth
 CLIENT_CLOSED_REQUEST = 499  # what proxies log; nobody is there to read it
 
 
-def json_response(model: BaseModel) -> Response:
-    """The fields that were set, and all of a reply that shows nulls."""
-    only_set = not getattr(model, "shows_nulls", False)
-    return Response(model.model_dump_json(exclude_unset=only_set), media_type="application/json")
+def json_response(content: BaseModel | bytes | str) -> Response:
+    """JSON as it is written, or a reply: the fields that were set, or all if it shows nulls."""
+    if isinstance(content, BaseModel):
+        only_set = not getattr(content, "shows_nulls", False)
+        content = content.model_dump_json(exclude_unset=only_set)
+    return Response(content, media_type="application/json")
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`, or None if the client leaves first: then it is cancelled."""
+class ClientGone(HTTPException):
+    """The client has left: nobody is there to read an answer."""
+
+    def __init__(self) -> None:
+        super().__init__(CLIENT_CLOSED_REQUEST, "the client has left")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. `ClientGone` if the client leaves first: then it is cancelled."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        if not task.done():
+            raise ClientGone
+        return task.result()
     finally:
         await cancel(task, leaving)
         del task, leaving  # else an error, this frame and the task keep each other
-
-
-def gone() -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 class Answer(Protocol):
@@ -63,8 +71,7 @@ async def send_answer(
     """Send an answer as the client asked for it."""
     if stream:
         return await event_stream(request, answer.chunks(), frame)
-    whole = await unless_gone(request, answer.whole())
-    return gone() if whole is None else json_response(whole)
+    return json_response(await unless_gone(request, answer.whole()))
 
 
 class StreamFrame(Protocol):
@@ -185,15 +192,12 @@ async def event_stream(
     first = asyncio.ensure_future(_first(chunks))
     waiting = asyncio.wait({first}, timeout=config.stream_start_timeout_s)
     try:
-        is_gone = await unless_gone(request, waiting) is None
+        await unless_gone(request, waiting)
         if first.done():
             first.result()  # or the error
     except BaseException:
         await _close(first, chunks)
         raise
-    if is_gone:
-        await _close(first, chunks)
-        return gone()
     frame = frame or OpenAIFrame(request.state.request_id)
     return EventStream(first, chunks, frame, config.stream_keep_alive_s)
 

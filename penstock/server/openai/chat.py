@@ -14,7 +14,7 @@ from penstock.conversation.output import TurnAnswer, TurnStep, TurnUsage
 from penstock.protocol.outputs import Message
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.errors import describe_errors
-from penstock.server.http.replies import gone, send_answer, unless_gone
+from penstock.server.http.replies import send_answer, unless_gone
 from penstock.server.openai.calls import CallFormat, FunctionCall
 from penstock.server.openai.logprobs import LogprobFormat, chat_usage, prompt_logprobs
 from penstock.server.openai.prompts import prepare_chat
@@ -51,13 +51,9 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""
     service: Service = request.app.state.service
-    model = service.check_model(body.model)
-    service.check_generates()
-    service.check_capacity()
+    model = service.admit(body.model)
     request_id = "chatcmpl-" + (body.request_id or request.state.request_id)
     turn = await unless_gone(request, service.in_thread(prepare_chat, service, body, request_id))
-    if turn is None:
-        return gone()
     answer = ChatAnswer(service, body, turn, model, request_id)
     return await send_answer(request, answer, body.stream)
 

@@ -11,7 +11,7 @@ from penstock.conversation.output import TurnUsage
 from penstock.protocol.errors import InputError
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.errors import describe_errors
-from penstock.server.http.replies import cancel, gone, json_response, unless_gone
+from penstock.server.http.replies import cancel, json_response, unless_gone
 from penstock.server.openai.chat import ChatAnswer
 from penstock.server.openai.logprobs import chat_usage
 from penstock.server.openai.prompts import prepare_chat
@@ -34,22 +34,16 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 async def create_chat_batch(body: ChatBatchRequest, request: Request) -> Response:
     """Answer several conversations: choice i is the answer to the i-th one."""
     service: Service = request.app.state.service
-    model = service.check_model(body.model)
-    service.check_generates()
-    service.check_capacity()
+    model = service.admit(body.model)
     _check(service, body)
     request_id = "chatcmpl-" + (body.request_id or request.state.request_id)
     bodies = _single_bodies(body)
     turns = await unless_gone(request, _prepare_all(service, bodies, request_id))
-    if turns is None:
-        return gone()
     answers = [
         ChatAnswer(service, single, turn, model, request_id)
         for single, turn in zip(bodies, turns, strict=True)
     ]
     completions = await unless_gone(request, _run_all(answers))
-    if completions is None:
-        return gone()
     return json_response(_join(service, completions, turns))
 
 

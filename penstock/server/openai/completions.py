@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from penstock.protocol.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.errors import describe_errors
-from penstock.server.http.replies import gone, send_answer, unless_gone
+from penstock.server.http.replies import send_answer, unless_gone
 from penstock.server.openai.logprobs import (
     LogprobFormat,
     TextOffsets,
@@ -43,14 +43,10 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Go on from a prompt, or from each of several."""
     service: Service = request.app.state.service
-    model = service.check_model(body.model)
-    service.check_generates()
-    service.check_capacity()
+    model = service.admit(body.model)
     request_id = "cmpl-" + (body.request_id or request.state.request_id)
     preparing = service.in_thread(prepare_completions, service, body, request_id)
     prepared = await unless_gone(request, preparing)
-    if prepared is None:
-        return gone()
     answer = CompletionAnswer(service, body, prepared, model, request_id)
     return await send_answer(request, answer, body.stream)
 

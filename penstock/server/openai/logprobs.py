@@ -138,19 +138,18 @@ def prompt_logprobs(positions: Sequence[LogprobsAtPosition | None]) -> PromptLog
     ]
 
 
-def usage(num_prompt: int, num_completion: int, num_cached: int, with_details: bool) -> Usage:
+def usage(counted: TurnUsage, with_details: bool) -> Usage:
+    details = PromptTokensDetails(cached_tokens=counted.num_cached) if with_details else None
     return Usage(
-        prompt_tokens=num_prompt,
-        completion_tokens=num_completion,
-        total_tokens=num_prompt + num_completion,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached)
-        if with_details
-        else None,
+        prompt_tokens=counted.num_prompt,
+        completion_tokens=counted.num_completion,
+        total_tokens=counted.num_total,
+        prompt_tokens_details=details,
     )
 
 
 def chat_usage(counted: TurnUsage, with_details: bool) -> Usage:
-    made = usage(counted.num_prompt, counted.num_completion, counted.num_cached, with_details)
+    made = usage(counted, with_details)
     made.completion_tokens_details = CompletionTokensDetails(reasoning_tokens=counted.num_reasoning)
     return made
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import ServerConfig
+from penstock.conversation.output import TurnUsage
 from penstock.protocol.outputs import RequestOutput
 from penstock.server.openai.logprobs import usage
 from penstock.server.openai.protocol import StreamOptions, Usage
@@ -68,14 +69,15 @@ class UsageCounter:
 
     def __init__(self, options: UsageOptions) -> None:
         self._options = options
-        self._prompts: dict[int, tuple[int, int]] = {}  # tokens and cached tokens, by index
-        self._num_completion = 0
+        self._num_cached: dict[int, int] = {}  # by prompt
+        self._total = TurnUsage()
 
     def count(self, index: int, output: RequestOutput) -> None:
-        self._prompts[index] = (len(output.prompt_token_ids), output.num_cached_tokens)
-        self._num_completion += sum(len(item.token_ids) for item in output.outputs)
+        if index not in self._num_cached:
+            self._total.num_prompt += len(output.prompt_token_ids)
+        self._total.num_cached += output.num_cached_tokens - self._num_cached.get(index, 0)
+        self._num_cached[index] = output.num_cached_tokens
+        self._total.num_completion += sum(len(item.token_ids) for item in output.outputs)
 
     def so_far(self) -> Usage:
-        num_prompt = sum(tokens for tokens, _ in self._prompts.values())
-        num_cached = sum(cached for _, cached in self._prompts.values())
-        return usage(num_prompt, self._num_completion, num_cached, self._options.with_details)
+        return usage(self._total, self._options.with_details)

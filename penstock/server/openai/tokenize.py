@@ -11,7 +11,7 @@ from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import InputError
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.errors import describe_errors
-from penstock.server.http.replies import gone, unless_gone
+from penstock.server.http.replies import json_response, unless_gone
 from penstock.server.openai.prompts import turn_request
 from penstock.server.openai.protocol import (
     DetokenizeReply,
@@ -37,8 +37,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service.check_model(body.model)
     # Written here, in the thread: millions of tokens would hold up whoever else asks for something.
     writing = service.in_thread(lambda: _tokenize(service, body).model_dump_json())
-    content = await unless_gone(request, writing)
-    return gone() if content is None else Response(content, media_type="application/json")
+    return json_response(await unless_gone(request, writing))
 
 
 @info_router.get(
@@ -57,7 +56,7 @@ async def tokenizer_info(request: Request) -> Response:
         info["chat_template"] = renderer.source
     info["vocab_size"] = tokenizer.vocab_size
     info["max_model_len"] = service.frontend.max_model_len
-    return Response(json.dumps(info), media_type="application/json")
+    return json_response(json.dumps(info))
 
 
 @router.post("/detokenize", responses=describe_errors(400, 401, 404, 413))

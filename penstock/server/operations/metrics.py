@@ -9,7 +9,7 @@ from fastapi.responses import PlainTextResponse
 
 from penstock.config import EngineConfig
 from penstock.engine.messages import EngineInfo, EngineStats
-from penstock.engine.observer import RequestRecord
+from penstock.engine.observer import Observer, RequestRecord
 from penstock.observability.metrics import CONTENT_TYPE, Metrics
 from penstock.protocol.delta import FinishReason
 from penstock.scheduler.scheduler import SchedulerStats
@@ -57,7 +57,7 @@ def observe(service: Service) -> MetricsObserver:
     return observer
 
 
-class MetricsObserver:
+class MetricsObserver(Observer):
     """Turns what happens to requests into metrics. Every instrument is looked up once, here."""
 
     def __init__(self, config: EngineConfig, model_name: str) -> None:

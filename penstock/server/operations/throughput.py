@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from penstock.engine.messages import EngineInfo, EngineStats
-from penstock.engine.observer import RequestRecord
+from penstock.engine.observer import Observer, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ def call_later(delay_s: float, work: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_later(delay_s, work)
 
 
-class ThroughputLog:
+class ThroughputLog(Observer):
     """Observes requests; says nothing, and does nothing, while there are none."""
 
     def __init__(
@@ -39,15 +39,6 @@ class ThroughputLog:
     def on_ready(self, info: EngineInfo) -> None:
         self._prefix_counts = (0, 0)
         self._stats = None
-
-    def on_restart(self) -> None:
-        pass
-
-    def on_replay(self, record: RequestRecord) -> None:
-        pass
-
-    def on_quarantine(self, num_requests: int) -> None:
-        pass
 
     def on_submit(self, record: RequestRecord) -> None:
         self._num_unfinished += 1

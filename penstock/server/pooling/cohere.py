@@ -14,7 +14,7 @@ from penstock.protocol.errors import InputError
 from penstock.protocol.pooling import PoolingInfo, PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.http.replies import gone, unless_gone
+from penstock.server.http.replies import json_response, unless_gone
 from penstock.server.pooling.embeddings import ERRORS
 from penstock.server.pooling.protocol import CohereEmbeddings, CohereEmbedRequest
 from penstock.server.pooling.run import prepare_all, run_all
@@ -78,8 +78,7 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
         deltas = await run_all(service, requests, None)
         return await service.in_thread(_write, request_id, texts, kinds, requests, deltas)
 
-    content = await unless_gone(request, work())
-    return gone() if content is None else Response(content, media_type="application/json")
+    return json_response(await unless_gone(request, work()))
 
 
 def _prompt_name(info: PoolingInfo, input_type: str | None) -> str | None:

@@ -14,7 +14,7 @@ from penstock.protocol.pooling import PoolingParams, PoolingTask
 from penstock.protocol.request import EngineRequest
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.errors import describe_errors
-from penstock.server.http.replies import gone, unless_gone
+from penstock.server.http.replies import json_response, unless_gone
 from penstock.server.pooling.inputs import input_prepare, read_inputs, render_messages
 from penstock.server.pooling.protocol import (
     ClassificationList,
@@ -111,8 +111,7 @@ async def _answer(
         # In a thread: millions of numbers would hold up whoever else asks for something.
         return await service.in_thread(_write, request_id, model, requests, deltas, write)
 
-    content = await unless_gone(request, work())
-    return gone() if content is None else Response(content, media_type="application/json")
+    return json_response(await unless_gone(request, work()))
 
 
 def _write(

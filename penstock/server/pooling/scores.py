@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from penstock.protocol.errors import InputError
 from penstock.protocol.request import EngineRequest
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.http.replies import gone, json_response, unless_gone
+from penstock.server.http.replies import json_response, unless_gone
 from penstock.server.pooling.embeddings import ERRORS
 from penstock.server.pooling.inputs import pair_prepare
 from penstock.server.pooling.protocol import (
@@ -49,8 +49,6 @@ async def create_score(body: ScoreRequest, request: Request) -> Response:
     except InputError as error:
         raise InputError(str(error), "text_1") from error
     found = await unless_gone(request, _score(service, body, pairs, request_id, "text_2"))
-    if found is None:
-        return gone()
     scores, requests = found
     return json_response(
         ScoreList(
@@ -84,8 +82,6 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     documents = [item if isinstance(item, str) else item.text for item in body.documents]
     pairs = pair_up([body.query], documents)
     found = await unless_gone(request, _score(service, body, pairs, request_id, "documents"))
-    if found is None:
-        return gone()
     scores, requests = found
     best = sorted(range(len(scores)), key=lambda index: -scores[index])  # stable
     results = []

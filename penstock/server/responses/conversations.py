@@ -15,6 +15,7 @@ from penstock.protocol.errors import InputError
 from penstock.server.http.access import current_tenant
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.errors import describe_errors, error_response
+from penstock.server.http.replies import json_response
 from penstock.server.responses.convert import plain_json
 from penstock.server.responses.items import input_items, new_id
 from penstock.server.responses.protocol import (
@@ -66,13 +67,17 @@ class Conversations:
             await self._put(owner, changed)
             return changed
 
-    async def add(
-        self, owner: str, conversation_id: str, items: StoredItems
-    ) -> StoredConversation | None:
-        """Add items at the end; as `change`."""
-        return await self.change(
-            owner, conversation_id, lambda found: replace(found, items=found.items + items)
-        )
+    async def add(self, owner: str, conversation_id: str, items: StoredItems) -> StoredItems | None:
+        """Add items at the end: as they are in it, each with an id of its own. As `change`."""
+        added = items
+
+        def append(found: StoredConversation) -> StoredConversation:
+            nonlocal added
+            added = items.apart_from(found.items.ids)
+            return replace(found, items=found.items + added)
+
+        changed = await self.change(owner, conversation_id, append)
+        return None if changed is None else added
 
     async def delete(self, owner: str, conversation_id: str) -> bool:
         """Whether there was one."""
@@ -131,7 +136,8 @@ def _reply(conversation: StoredConversation) -> ConversationReply:
 async def create_conversation(body: CreateConversation, request: Request) -> ConversationReply:
     """Begin a conversation, with items or without."""
     conversations = _conversations(request)
-    items = await _service(request).in_thread_if_large(_new_items, body.items or [], ())
+    service: Service = request.app.state.service
+    items = await service.in_thread_if_large(_new_items, body.items or [], ())
     return _reply(await conversations.create(current_tenant.get(), body.metadata or {}, items))
 
 
@@ -176,10 +182,12 @@ async def create_items(conversation_id: str, body: CreateItems, request: Request
     found = await conversations.find(owner, conversation_id)
     if found is None:
         return _not_found(conversation_id)
-    items = await _service(request).in_thread_if_large(_new_items, body.items, found.items.ids)
-    if await conversations.add(owner, conversation_id, items) is None:
+    service: Service = request.app.state.service
+    items = await service.in_thread_if_large(_new_items, body.items, found.items.ids)
+    added = await conversations.add(owner, conversation_id, items)
+    if added is None:
         return _not_found(conversation_id)
-    return _json(items.page(max(len(items), 1), "asc", None))
+    return json_response(added.page(max(len(added), 1), "asc", None))
 
 
 @router.get("/v1/conversations/{conversation_id}/items", response_model=ItemList, responses=ERRORS)
@@ -195,7 +203,7 @@ async def list_items(
     return (
         _not_found(conversation_id)
         if found is None
-        else _json(found.items.page(limit, order, after))
+        else json_response(found.items.page(limit, order, after))
     )
 
 
@@ -210,7 +218,7 @@ async def retrieve_item(conversation_id: str, item_id: str, request: Request) ->
     if found is None:
         return _not_found(conversation_id)
     item = found.items.find(item_id)
-    return _no_item(conversation_id, item_id) if item is None else _json(item)
+    return _no_item(conversation_id, item_id) if item is None else json_response(item)
 
 
 @router.delete(
@@ -243,18 +251,9 @@ def _new_items(given: list[Any], known_ids: tuple[str, ...]) -> StoredItems:
         return StoredItems.of(items, allow_nan=False)
 
 
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
-
-
 def _conversations(request: Request) -> Conversations:
     conversations: Conversations = request.app.state.responses.conversations
     return conversations
-
-
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
 
 
 def _not_found(conversation_id: str) -> Response:

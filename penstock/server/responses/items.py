@@ -17,6 +17,10 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
+def new_item_id(kind: str) -> str:
+    return new_id("msg" if kind == "message" else "item")
+
+
 def input_items(
     given_input: str | Sequence[Body] | None, known_ids: Iterable[str] = ()
 ) -> list[Item]:
@@ -29,7 +33,7 @@ def input_items(
         item: Item = given.model_dump(exclude_unset=True)
         item["type"] = item.get("type") or "message"
         if not item.get("id") or item["id"] in ids:
-            item["id"] = new_id("msg" if item["type"] == "message" else "item")
+            item["id"] = new_item_id(item["type"])
         ids.add(item["id"])
         if item["type"] == "message" and isinstance(item["content"], str):
             kind = "output_text" if item["role"] == "assistant" else "input_text"

@@ -10,7 +10,7 @@ from penstock.protocol.errors import InputError
 from penstock.server.http.access import current_tenant
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.errors import body_of, describe_errors, encode_error, error_response
-from penstock.server.http.replies import StreamFrame, event_stream, gone, json_response, unless_gone
+from penstock.server.http.replies import StreamFrame, event_stream, json_response, unless_gone
 from penstock.server.openai.stream import EVENT_STREAM
 from penstock.server.responses.protocol import (
     DeletedReply,
@@ -61,22 +61,17 @@ class ResponsesFrame(StreamFrame):
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     """Answer a conversation, calling the tools of tool servers on the way."""
     service, runner = _service_and_runner(request)
-    model = service.check_model(body.model)
-    service.check_generates()
-    service.check_capacity()
+    model = service.admit(body.model)
     request_id = request.state.request_id
     owner = current_tenant.get()
     history = await runner.history(owner, body)
     preparing = runner.prepare(owner, body, model, f"resp-{request_id}", history)
     owned = await unless_gone(request, preparing)
-    if owned is None:
-        return gone()
     if body.stream:
         return await event_stream(request, owned.events(), ResponsesFrame(request_id))
     if body.background:
-        return _json(await runner.start(owned))
-    response = await unless_gone(request, owned.whole())
-    return gone() if response is None else _json(response)
+        return json_response(await runner.start(owned))
+    return json_response(await unless_gone(request, owned.whole()))
 
 
 @router.post(
@@ -89,8 +84,6 @@ async def count_input_tokens(body: ResponseRequest, request: Request) -> Respons
     service, runner = _service_and_runner(request)
     service.check_model(body.model)
     count = await unless_gone(request, runner.count(current_tenant.get(), body))
-    if count is None:
-        return gone()
     return json_response(InputTokensReply(object="response.input_tokens", input_tokens=count))
 
 
@@ -109,7 +102,7 @@ async def retrieve_response(
     stored = await runner.response(current_tenant.get(), response_id)
     if stored is None:
         return _not_found(response_id)
-    return _json(stored.response)
+    return json_response(stored.response)
 
 
 @router.post(
@@ -128,7 +121,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     if not stored.is_background:
         message = "only a response that was created with background can be cancelled"
         return error_response(400, message, "response_id")
-    return _json(stored.response)
+    return json_response(stored.response)
 
 
 @router.delete("/v1/responses/{response_id}", responses=describe_errors(*COMMON_ERRORS))
@@ -160,7 +153,7 @@ async def list_input_items(
     stored = await runner.response(current_tenant.get(), response_id)
     if stored is None:
         return _not_found(response_id)
-    return _json(stored.input.page(limit, order, after))
+    return json_response(stored.input.page(limit, order, after))
 
 
 def _service_and_runner(request: Request) -> tuple[Service, ResponseRunner]:
@@ -173,7 +166,3 @@ def _not_found(response_id: str) -> Response:
         "for newer ones"
     )
     return error_response(404, message, "response_id")
-
-
-def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from penstock.protocol.errors import InputError
-from penstock.server.responses.items import Item
+from penstock.server.responses.items import Item, new_item_id
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,17 @@ class StoredItems:
         return self._weighed(
             self.ids[:at] + self.ids[at + 1 :], self.encoded[:at] + self.encoded[at + 1 :]
         )
+
+    def apart_from(self, taken: Sequence[str]) -> StoredItems:
+        """The same, with new ids where theirs are taken: of items that came at the same time."""
+        clashes = set(taken).intersection(self.ids)
+        if not clashes:
+            return self
+        items = self.read()
+        for item in items:
+            if item["id"] in clashes:
+                item["id"] = new_item_id(item["type"])
+        return StoredItems.of(items)
 
     def page(self, limit: int, order: Order, after: str | None) -> bytes:
         """At most `limit` items behind the item `after`, in the form in which APIs list them."""
