@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from penstock.config import EngineConfig
 from penstock.conversation.output import join_steps
-from penstock.conversation.prepare import prepare_turn
+from penstock.conversation.prepare import check_template_kwargs, prepare_turn
 from penstock.conversation.request import TurnRequest, read_tool_choice, read_tools
 from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
@@ -120,8 +120,9 @@ class LLM(PoolingMethods):
         `chat_template`, a Jinja file or the template itself, is used in place of the model's own.
         `tools` are shown to the model. Outputs are what it wrote, with calls and reasoning as they
         stand in the text. With `parse_output`, each output has a `message` too: content,
-        reasoning and tool calls apart, as the chat APIs give them; `tool_choice` is then "none",
-        "auto", "required" or {"function": {"name": ...}}.
+        reasoning and tool calls apart, as the chat APIs give them, and one that ends with calls
+        has the finish reason "tool_calls"; `tool_choice` is then "none", "auto", "required" or
+        {"function": {"name": ...}}.
         """
         several = _is_list(messages) and bool(messages) and _is_list(messages[0])
         conversations: Sequence[Any] = messages if several else [messages]
@@ -133,12 +134,7 @@ class LLM(PoolingMethods):
             "continue_final_message": continue_final_message,
             "tools": tools,
         }
-        for name in chat_template_kwargs or {}:
-            if name == "messages" or name in options:
-                raise InputError(
-                    f"chat_template_kwargs must not hold {name}, which is an argument by itself",
-                    "chat_template_kwargs",
-                )
+        check_template_kwargs(chat_template_kwargs or {})
         if tool_choice != "auto" and not parse_output:
             raise InputError(
                 "tool_choice is for messages that are parsed: set parse_output, or leave it out",
@@ -166,7 +162,9 @@ class LLM(PoolingMethods):
             outputs = self._run([turn.request for turn in turns], use_tqdm)
             for turn, output in zip(turns, outputs, strict=True):
                 for step in turn.reader.steps(output):
-                    output.outputs[step.index].message = join_steps([step]).message
+                    item = output.outputs[step.index]
+                    item.message = join_steps([step]).message
+                    item.finish_reason = step.finish_reason
             return outputs
         prepared = []
         for conversation, own in zip(conversations, params, strict=True):

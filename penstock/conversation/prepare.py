@@ -16,7 +16,9 @@ from penstock.text.parsing.formats import Tool
 from penstock.text.parsing.parser import ParserContext
 from penstock.text.tokenizer import Tokenizer
 
-NUM_SPARE_TOKENS = 256
+GIVEN_APART = (
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+)  # fmt: skip
 PROMPT_TAIL = 4096  # characters: parsers look at how a prompt ends
 
 
@@ -30,8 +32,8 @@ def render_turn(frontend: Frontend, request: TurnRequest) -> str:
     """The prompt of a turn. Takes time: call it in a thread."""
     if request.chat_template is not None and not frontend.chat.trust_request_chat_template:
         raise InputError(
-            "chat_template is not taken from requests: start the server with --chat-template, or "
-            "with --trust-request-chat-template",
+            "chat_template is not taken from requests here: that takes "
+            "--trust-request-chat-template, and --chat-template sets one for all",
             "chat_template",
         )
     options: dict[str, Any] = {}
@@ -41,6 +43,7 @@ def render_turn(frontend: Frontend, request: TurnRequest) -> str:
         options["documents"] = request.documents
     if request.chat_template is not None:
         options["chat_template"] = request.chat_template
+    check_template_kwargs(request.template_kwargs, options)
     try:
         return frontend.render_chat(
             request.messages,
@@ -53,6 +56,16 @@ def render_turn(frontend: Frontend, request: TurnRequest) -> str:
         raise InputError(
             "messages, documents and chat_template_kwargs must be nested less deeply", "messages"
         ) from error
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], others: Collection[str] = ()) -> None:
+    """Refuse what is given apart from the keywords; `others` besides what always is."""
+    for name in (*GIVEN_APART, *others):
+        if name in kwargs:
+            raise InputError(
+                f"chat_template_kwargs must not hold {name}, which is a field by itself",
+                "chat_template_kwargs",
+            )
 
 
 def prepare_turn(frontend: Frontend, request: TurnRequest, request_id: str) -> PreparedTurn:
@@ -87,14 +100,14 @@ def _check_tool_choice(frontend: Frontend, request: TurnRequest) -> None:
         return
     if not frontend.chat.enable_auto_tool_choice:
         raise InputError(
-            'tool_choice "auto" is turned off here (--no-enable-auto-tool-choice): choose '
+            'tool_choice "auto" is turned off (--no-enable-auto-tool-choice): choose '
             '"required", a function or "none"',
             "tool_choice",
         )
     if frontend.parsers.tools is None:
         raise InputError(
             'tool_choice "auto" needs to know how this model writes calls, which its chat template '
-            "does not tell: start the server with --tool-call-parser, or choose "
+            "does not tell: set tool_call_parser (--tool-call-parser), or choose "
             '"required", a function or "none"',
             "tool_choice",
         )

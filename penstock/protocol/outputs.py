@@ -48,7 +48,8 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[LogprobsAtPosition] | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    # "stop", "length", "abort" or "error"; "tool_calls" with a `message` that ends with calls.
+    finish_reason: str | None = None
     stop_reason: int | str | None = None  # the stop token or stop text; None for end of text
     # With enable_return_routed_experts, once the completion is finished: [tokens, layers, top_k],
     # the experts of every token but the last, which is never computed with, prompt included.

@@ -198,6 +198,7 @@ def test_what_a_model_writes_can_be_read_offline(tmp_path: Path) -> None:
         )
     message = output.outputs[0].message
     assert message is not None
+    assert output.outputs[0].finish_reason == "tool_calls"  # as the chat APIs say it
     assert (message.reasoning, message.content) == ("so", "Look.")
     assert json.loads(message.tool_calls[0].arguments) == ARGUMENTS
 

@@ -23,7 +23,6 @@ from penstock.server.anthropic.protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from penstock.server.openai.prompts import check_template_kwargs
 from penstock.server.openai.tools import check_tools
 from penstock.server.service import Service
 from penstock.text.parsing.formats import Tool
@@ -33,7 +32,6 @@ def turn_request(service: Service, body: CountTokensRequest) -> TurnRequest:
     """The turn that a body asks for; InputError says what is wrong with it."""
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
     check_tools(tools)
-    check_template_kwargs(body.chat_template_kwargs or {})
     messages = list(_messages(body))
     goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     choice = body.tool_choice

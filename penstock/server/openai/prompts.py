@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from penstock.conversation.prepare import prepare_request
 from penstock.conversation.request import RunOptions, ToolChoice, Truncation, TurnRequest
@@ -30,11 +29,6 @@ from penstock.server.turn import Turn, prepare_turn
 from penstock.text.frontend import PreparedRequest
 from penstock.text.parsing.formats import Tool
 
-FIELDS_OF_THEIR_OWN = (
-    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
-    "chat_template",
-)  # fmt: skip
-
 MAX_PROMPT_LOGPROBS = 1024 * 1024  # in an answer with several completions of a prompt
 
 
@@ -57,8 +51,6 @@ def turn_request(
     body: ChatTemplateBody, messages: Sequence[ChatMessage], params: SamplingParams
 ) -> TurnRequest:
     """The turn that a body asks for; of one that generates nothing, what its prompt depends on."""
-    kwargs: dict[str, Any] = body.chat_template_kwargs or {}
-    check_template_kwargs(kwargs)
     asks = body if isinstance(body, ChatCompletionRequest) else None
     choice, tools = _tools(body)
     parallel = asks is None or (asks.parallel_tool_calls is not False and not asks.functions)
@@ -70,7 +62,7 @@ def turn_request(
         tool_choice=choice,
         parallel_tool_calls=parallel,
         reasoning_effort=body.reasoning_effort,
-        template_kwargs=kwargs,
+        template_kwargs=body.chat_template_kwargs or {},
         chat_template=body.chat_template,
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt is not False,
@@ -93,15 +85,6 @@ def _tools(body: ChatTemplateBody) -> tuple[ToolChoice, list[Tool]]:
         )
     functions = read_functions(body.functions or ())
     return read_function_call(body.function_call, functions), functions
-
-
-def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    for name in FIELDS_OF_THEIR_OWN:
-        if name in kwargs:
-            raise InputError(
-                f"chat_template_kwargs must not hold {name}, which is a field by itself",
-                "chat_template_kwargs",
-            )
 
 
 def prepare_completions(

@@ -14,7 +14,6 @@ from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.server.openai.custom_tools import InputGrammar, custom_tool
-from penstock.server.openai.prompts import check_template_kwargs
 from penstock.server.openai.tools import check_tools
 from penstock.server.responses.items import Item, as_messages
 from penstock.server.responses.protocol import (
@@ -72,7 +71,6 @@ def check_body(body: ResponseRequest) -> None:
         raise InputError("background needs store: leave store out or make it true", "background")
     if body.background and body.stream:
         raise InputError("background and stream exclude each other here: leave one out", "stream")
-    check_template_kwargs(body.chat_template_kwargs or {})
     for name in ("tools", "text"):  # which are kept and echoed
         with plain_json(name):
             json.dumps(body.model_dump(include={name}), allow_nan=False)
