@@ -20,7 +20,7 @@ import pytest
 from server_process import DUMMY, ServerProcess, events
 from waiting import eventually
 
-from penstock.server.run import PROBE_AFTER_S
+from penstock.server.http.sockets import PROBE_AFTER_S
 
 LIMIT_S = 4.0  # far longer than a client on a busy machine takes to send a request
 # Ten megabytes of events or more: what sockets hold is at most about four.
