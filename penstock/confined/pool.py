@@ -26,7 +26,7 @@ from penstock.confined.errors import (
     WorkerLost,
 )
 from penstock.confined.fair_queue import FairQueue
-from penstock.confined.process import Activity, ConfinedProcess, Death
+from penstock.confined.process import Activity, ConfinedProcess, ProcessDied
 from penstock.confined.worker import Start
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class ConfinedPool:
                 self._start_process(worker)
             assert worker.process is not None
             result, job.cpu_s = worker.process.ask(job.payload)
-        except Death as death:
+        except ProcessDied as death:
             self._discard(worker)
             self._after_death(worker, job, death)
         except Exception as error:  # the job's, or of a process that cannot be set up
@@ -243,7 +243,7 @@ class ConfinedPool:
         if process is not None:
             process.close()
 
-    def _after_death(self, worker: _Worker, job: Job, death: Death) -> None:
+    def _after_death(self, worker: _Worker, job: Job, death: ProcessDied) -> None:
         why, limits = worker.killed_for, self.limits
         if why == "closed" or self._is_closed:
             _fail(job, PoolClosed("the pool was closed"))

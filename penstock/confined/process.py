@@ -29,7 +29,7 @@ _ENVIRONMENT = {
 SLOW_NICENESS = 10
 
 
-class Death(Exception):
+class ProcessDied(Exception):
     """The process ended before it answered."""
 
     def __init__(self, returncode: int) -> None:
@@ -78,7 +78,7 @@ class ConfinedProcess:
         self._exchange(msgspec.msgpack.encode(self._start), setup)
 
     def ask(self, job: bytes) -> tuple[bytes, float]:
-        """The result of a job, and the CPU seconds it took. Raises `Death` and `JobError`."""
+        """The result of a job, and the CPU seconds it took. Raises `ProcessDied` and `JobError`."""
         return self._exchange(job)
 
     def _exchange(self, *messages: bytes) -> tuple[bytes, float]:
@@ -87,7 +87,7 @@ class ConfinedProcess:
                 self._connection.send_bytes(message)
             answer = self._connection.recv_bytes()
         except (EOFError, OSError):
-            raise Death(self._end()) from None
+            raise ProcessDied(self._end()) from None
         kind, cpu_s = HEAD.unpack_from(answer)
         if kind == OUT_OF_MEMORY:
             raise TooMuchMemory(f"it needs more than {self._start.memory_bytes // 2**20} MiB")

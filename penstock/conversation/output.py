@@ -93,7 +93,7 @@ class TurnReader:
     """
 
     def __init__(self, parsing: Parsing, num_choices: int, num_prompt_tokens: int) -> None:
-        self._choices = [_Choice(index, parsing) for index in range(num_choices)]
+        self._choices = [_ChoiceParser(index, parsing) for index in range(num_choices)]
         self.prompt_logprobs: list[LogprobsAtPosition | None] | None = None
         self.usage = TurnUsage(num_prompt=num_prompt_tokens)
 
@@ -188,7 +188,7 @@ class Parsing:
         return msgspec.structs.replace(params, structured_outputs=wanted)
 
 
-class _Choice:
+class _ChoiceParser:
     """One completion as it is parsed."""
 
     def __init__(self, index: int, parsing: Parsing) -> None:

@@ -12,7 +12,7 @@ from penstock.text.parsing.formats import Tool
 
 
 @dataclass(frozen=True)
-class Truncation:
+class PromptTruncation:
     """Keep `keep` tokens of a prompt, -1: as many as the model takes; cut the others off `side`."""
 
     keep: int
@@ -26,7 +26,7 @@ class RunOptions:
     add_special_tokens: bool = False
     priority: int = 0
     cache_salt: str | None = None
-    truncation: Truncation | None = None
+    truncation: PromptTruncation | None = None
     timeout_s: float | None = None
 
 

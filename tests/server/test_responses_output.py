@@ -20,7 +20,7 @@ from penstock.server.responses.convert import check_body
 from penstock.server.responses.output import Output
 from penstock.server.responses.protocol import ResponseRequest
 from penstock.server.responses.routes import ResponsesFrame
-from penstock.server.responses.tool_servers import CallResult, ToolServer
+from penstock.server.responses.tool_servers import ToolResult, ToolServer
 from penstock.text.parsing.deltas import (
     ContentDelta,
     Delta,
@@ -132,7 +132,7 @@ def test_events_add_up_to_what_was_written_however_it_is_cut(
     for item in output.round_items():
         if item["type"] == "mcp_call":
             assert item["status"] == "in_progress"
-            events += output.finish_call(item, CallResult("fine"))
+            events += output.finish_call(item, ToolResult("fine"))
     told = replay(events)
     assert [(item["type"], text_of(item)) for item in output.items] == expected_items(written)
     shown = [item for _, item in sorted(told.items()) if item["status"] != "incomplete"]

@@ -11,8 +11,8 @@ from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.server.anthropic.protocol import (
+    ClientTool,
     CountTokensRequest,
-    CustomTool,
     InputMessage,
     MessagesRequest,
     RedactedThinkingBlock,
@@ -77,7 +77,7 @@ def _params(service: Service, body: CountTokensRequest) -> SamplingParams:
         raise
 
 
-def _tool(given: CustomTool | ServerTool, where: str) -> Tool:
+def _tool(given: ClientTool | ServerTool, where: str) -> Tool:
     if isinstance(given, ServerTool):
         named = f"{given.name} ({given.type})" if given.name else given.type
         raise InputError(

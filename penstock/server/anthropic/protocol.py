@@ -54,7 +54,7 @@ class InputMessage(Body):
     content: Text | Items[Block]
 
 
-class CustomTool(Body):
+class ClientTool(Body):
     name: ToolName
     description: Text | None = None
     input_schema: dict[str, Any]
@@ -75,7 +75,7 @@ def _kind_of_tool(value: Any) -> str:
 
 
 ToolParam = Annotated[
-    Annotated[CustomTool, Tag("custom tool")] | Annotated[ServerTool, Tag("server tool")],
+    Annotated[ClientTool, Tag("custom tool")] | Annotated[ServerTool, Tag("server tool")],
     Discriminator(_kind_of_tool),
 ]
 

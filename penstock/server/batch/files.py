@@ -126,7 +126,7 @@ def _required(fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) 
 # -- out
 
 
-class Answer(msgspec.Struct):
+class LineResponse(msgspec.Struct):
     """What the API answered."""
 
     status_code: int
@@ -148,12 +148,14 @@ class Result(msgspec.Struct):
 
     id: str
     custom_id: str | None
-    response: Answer | None
+    response: LineResponse | None
     error: LineError | None
 
     @staticmethod
     def of_answer(custom_id: str, status: int, request_id: str, body: bytes) -> Result:
-        return Result(_new_id(), custom_id, Answer(status, request_id, msgspec.Raw(body)), None)
+        return Result(
+            _new_id(), custom_id, LineResponse(status, request_id, msgspec.Raw(body)), None
+        )
 
     @staticmethod
     def of_bad_line(number: int, error: BadLine) -> Result:

@@ -32,7 +32,7 @@ class BatchSummary:
             self.first_errors.append(f"{what}: {message}")
 
 
-class _Usage(msgspec.Struct):
+class _UsageFields(msgspec.Struct):
     """Under the names of chat completions, and of the other APIs."""
 
     prompt_tokens: int = 0
@@ -49,7 +49,7 @@ class _Error(msgspec.Struct):
 class _Body(msgspec.Struct):
     """What is read of an answer's body."""
 
-    usage: _Usage | None = None
+    usage: _UsageFields | None = None
     error: _Error | None = None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.conversation.prepare import prepare_request
-from penstock.conversation.request import RunOptions, ToolChoice, Truncation, TurnRequest
+from penstock.conversation.request import PromptTruncation, RunOptions, ToolChoice, TurnRequest
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import SamplingParams
 from penstock.server.openai.params import chat_params, completion_params
@@ -151,5 +151,5 @@ def as_prompts(prompt: Prompt | list[str] | list[list[int]]) -> Sequence[str | l
 def _run_options(body: CompletionBody, add_special_tokens: bool) -> RunOptions:
     keep, truncation = body.truncate_prompt_tokens, None
     if keep is not None:
-        truncation = Truncation(keep, body.truncation_side or "left")
+        truncation = PromptTruncation(keep, body.truncation_side or "left")
     return body.run_options(add_special_tokens, truncation)

@@ -16,7 +16,7 @@ class Version(BaseModel):
     version: str
 
 
-class Load(BaseModel):
+class ServerLoad(BaseModel):
     server_load: int = Field(description="Requests that the server has not finished.")
     num_requests_running: int
     num_requests_waiting: int
@@ -63,11 +63,11 @@ async def version() -> Version:
 
 
 @router.get("/load", responses=describe_errors(401))
-async def load(request: Request) -> Load:
+async def load(request: Request) -> ServerLoad:
     """How busy the server is, a tenth of a second ago at most."""
     service: Service = request.app.state.service
     stats = service.client.stats
-    return Load(
+    return ServerLoad(
         server_load=len(service.client.records),
         num_requests_running=stats.scheduler.num_running if stats else 0,
         num_requests_waiting=stats.scheduler.num_waiting if stats else 0,

@@ -10,7 +10,7 @@ from penstock.protocol.outputs import LogprobsAtPosition
 from penstock.server.openai.custom_tools import InputReader
 from penstock.server.openai.logprobs import LogprobFormat
 from penstock.server.responses.items import Item, new_id
-from penstock.server.responses.tool_servers import CallResult, ToolServer
+from penstock.server.responses.tool_servers import ToolResult, ToolServer
 from penstock.text.parsing.deltas import (
     ContentDelta,
     Delta,
@@ -129,7 +129,7 @@ class Output:
             yield from self._say("", [])
             yield from self.close()
 
-    def finish_call(self, item: Item, result: CallResult) -> Iterator[Event]:
+    def finish_call(self, item: Item, result: ToolResult) -> Iterator[Event]:
         """What came of a call that was made here."""
         item["output"], item["error"] = result.output, result.error
         item["status"] = "completed" if result.error is None else "failed"

@@ -21,13 +21,13 @@ from penstock.server.responses.convert import OfferedTools, prepare
 from penstock.server.responses.items import Item, as_messages, new_id
 from penstock.server.responses.output import Event, Output
 from penstock.server.responses.protocol import FunctionTool, ResponseRequest
-from penstock.server.responses.tool_servers import CallResult, ToolServers
+from penstock.server.responses.tool_servers import ToolResult, ToolServers
 from penstock.server.service import Service
 from penstock.server.turn import Turn
 
 
 @dataclass
-class Job:
+class ResponseJob:
     """What a response is made from. `items` are the conversation that it answers."""
 
     body: ResponseRequest
@@ -44,7 +44,7 @@ class ResponseRun:
     """Runs one response. `events` or `steps` may be called once. Takes time to make."""
 
     def __init__(
-        self, service: Service, tool_servers: ToolServers, job: Job, request_id: str
+        self, service: Service, tool_servers: ToolServers, job: ResponseJob, request_id: str
     ) -> None:
         self._service = service
         self._tool_servers = tool_servers
@@ -160,10 +160,10 @@ class ResponseRun:
             for event in self._output.finish_call(item, result):
                 yield event
 
-    async def _call(self, item: Item) -> CallResult:
+    async def _call(self, item: Item) -> ToolResult:
         most = self._job.body.max_tool_calls
         if most is not None and self._num_calls >= most:
-            return CallResult.failed(f"no more than {most} calls are allowed (max_tool_calls)")
+            return ToolResult.failed(f"no more than {most} calls are allowed (max_tool_calls)")
         self._num_calls += 1
         server = self._job.offered.servers[item["name"]]
         return await self._tool_servers.call(server, item["name"], item["arguments"])
@@ -262,7 +262,7 @@ def is_open(status: str) -> bool:
     return status in ("queued", "in_progress")
 
 
-def _echo(job: Job) -> dict[str, Any]:
+def _echo(job: ResponseJob) -> dict[str, Any]:
     """Those fields of the request that may be long, as the response repeats them."""
     body = job.body
     text = body.text.model_dump(exclude_unset=True, by_alias=True) if body.text else {}

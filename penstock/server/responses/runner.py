@@ -21,7 +21,7 @@ from penstock.server.responses.convert import (
 )
 from penstock.server.responses.items import input_items
 from penstock.server.responses.protocol import ResponseRequest
-from penstock.server.responses.run import Job, ResponseRun, encode, is_open
+from penstock.server.responses.run import ResponseJob, ResponseRun, encode, is_open
 from penstock.server.responses.store import (
     MemoryStore,
     ResponseStore,
@@ -74,7 +74,9 @@ class ResponseRunner:
         is_stored = self._is_stored(body, history, added)
         request = turn_request(service, body, items, offered)
         turn, request = prepare(service, request, request_id, body.truncation == "auto")
-        job = Job(body, model, items, offered, turn, request, history.conversation_id, is_stored)
+        job = ResponseJob(
+            body, model, items, offered, turn, request, history.conversation_id, is_stored
+        )
         run = ResponseRun(service, self._tool_servers, job, request_id)
         return OwnedRun(self, run, owner, history, added)
 

@@ -35,14 +35,14 @@ class ToolServer:
 
 
 @dataclass(frozen=True)
-class CallResult:
+class ToolResult:
     """What came of a call: `error` in the form of the API if it failed, else `output`."""
 
     output: str | None
     error: dict[str, Any] | None = None
 
     @classmethod
-    def failed(cls, message: str) -> CallResult:
+    def failed(cls, message: str) -> ToolResult:
         """A call that no tool answered."""
         return cls(None, {"type": "mcp_protocol_error", "code": -32000, "message": message})
 
@@ -71,24 +71,24 @@ class ToolServers:
                     return server, tool
         return None
 
-    async def call(self, server: ToolServer, name: str, arguments: str) -> CallResult:
+    async def call(self, server: ToolServer, name: str, arguments: str) -> ToolResult:
         """Call a tool. Never raises for what the tool or its server does."""
         limit_s = self._call_timeout_s
         try:
             given = json.loads(arguments or "{}")
             return await asyncio.wait_for(self._call(server, name, given), limit_s)
         except (asyncio.TimeoutError, TimeoutError):
-            return CallResult.failed(f"{name} took longer than {limit_s:g} s")
+            return ToolResult.failed(f"{name} took longer than {limit_s:g} s")
         except Exception as error:  # whatever a foreign server makes its client run into
-            return CallResult.failed(f"{name} could not be called: {_cause(error)}")
+            return ToolResult.failed(f"{name} could not be called: {_cause(error)}")
 
-    async def _call(self, server: ToolServer, name: str, arguments: dict[str, Any]) -> CallResult:
+    async def _call(self, server: ToolServer, name: str, arguments: dict[str, Any]) -> ToolResult:
         async with _connect(server.url) as client:
             result = await client.call_tool(name, arguments)
         text = self._cut("\n".join(_text_of(part) for part in result.content))
         if result.is_error:
-            return CallResult(None, {"type": "mcp_tool_execution_error", "content": text})
-        return CallResult(text)
+            return ToolResult(None, {"type": "mcp_tool_execution_error", "content": text})
+        return ToolResult(text)
 
     def _cut(self, text: str) -> str:
         encoded = text.encode(errors="replace")

@@ -14,7 +14,7 @@ import msgspec
 from pydantic import Field, create_model
 
 from penstock.config.sampling import sampling_options
-from penstock.conversation.request import RunOptions, Truncation
+from penstock.conversation.request import PromptTruncation, RunOptions
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.server.schema.base import Body, Entries, Items, Seconds, Text
@@ -81,7 +81,7 @@ class RequestBody(SamplingBody):
         return SamplingParams(**options)
 
     def run_options(
-        self, add_special_tokens: bool = False, truncation: Truncation | None = None
+        self, add_special_tokens: bool = False, truncation: PromptTruncation | None = None
     ) -> RunOptions:
         if self.timeout is not None and not self.timeout > 0:
             raise InputError(f"timeout must be above 0 seconds, got {self.timeout}", "timeout")
