@@ -42,7 +42,7 @@ class Grammar(Protocol):
         """One for a new output, independent of others. This may take as long as compiling."""
 
 
-class Backend(Protocol):
+class GrammarBackend(Protocol):
     """Compiles grammars for one vocabulary. May be called from several threads."""
 
     def lower(self, params: StructuredOutputsParams) -> str:
@@ -67,7 +67,7 @@ def make_backend(
     vocabulary: Vocabulary,
     tokenize: Tokenize | None = None,
     num_threads: int = 1,
-) -> Backend:
+) -> GrammarBackend:
     """Takes a part of a second for a large vocabulary.
 
     `tokenize` is the model's own way to write a text, where a backend wants to know it for text

@@ -26,7 +26,7 @@ from penstock.confined.errors import PoolClosed, PoolFull, TooMuchMemory, TooMuc
 from penstock.confined.pool import ConfinedPool, Job, Limits
 from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.structured import FIELD, StructuredOutputsParams
-from penstock.structured.backend import Backend, Grammar, Tokenize, make_backend
+from penstock.structured.backend import Grammar, GrammarBackend, Tokenize, make_backend
 from penstock.structured.fair_threads import FairThreads
 from penstock.structured.trial import ENTRY, Refused, Setup, read_verdict
 from penstock.structured.vocabulary import Vocabulary
@@ -92,7 +92,7 @@ class GrammarCompiler:
         self._name = backend
         self._read_vocabulary = read_vocabulary
         self._lock = threading.Lock()  # of what is built when it is first needed
-        self._built: tuple[Backend, Vocabulary] | None = None
+        self._built: tuple[GrammarBackend, Vocabulary] | None = None
         self.tokenize: Tokenize | None = None
         limits = Limits(cpu_s=timeout_s, memory_bytes=MEMORY_LIMIT, max_queued=MAX_WAITING)
         self._timeout_s = timeout_s
@@ -101,7 +101,7 @@ class GrammarCompiler:
         self._matchers = ThreadPoolExecutor(NUM_MATCHER_THREADS, thread_name_prefix="matcher")
         self._compilations: OrderedDict[bytes, Compilation] = OrderedDict()
 
-    def backend(self) -> tuple[Backend, Vocabulary]:
+    def backend(self) -> tuple[GrammarBackend, Vocabulary]:
         """Built when it is first asked for, which takes a part of a second."""
         with self._lock:
             if self._built is None:
@@ -115,7 +115,7 @@ class GrammarCompiler:
             return self._built
 
     @property
-    def built(self) -> tuple[Backend, Vocabulary]:
+    def built(self) -> tuple[GrammarBackend, Vocabulary]:
         """What `backend` has built."""
         assert self._built is not None
         return self._built

@@ -16,7 +16,7 @@ from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import ScheduledRequest, StepMasks, StepPlan
 from penstock.protocol.structured import FIELD
 from penstock.scheduler.gates import PENDING, READY, Failed, GateStatus
-from penstock.structured.backend import Backend, Bits, Grammar
+from penstock.structured.backend import Bits, Grammar, GrammarBackend
 from penstock.structured.compiler import Compilation, GrammarCompiler, ReadVocabulary, TryAgain
 from penstock.structured.output import ALL_TOKENS, Misfit, OutputGrammar
 from penstock.structured.reasoning import Reasoning
@@ -208,7 +208,7 @@ class GrammarManager:
             bits=bits.data.cast("B"),
         )
 
-    def _fill(self, backend: Backend, rows: Sequence[Row], bits: Bits) -> None:
+    def _fill(self, backend: GrammarBackend, rows: Sequence[Row], bits: Bits) -> None:
         """All at once. After it took too long, the next time one by one, to see who it is."""
         if not rows:
             return

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.structured import FIELD
-from penstock.structured.backend import Backend, Bits, Matcher
+from penstock.structured.backend import Bits, GrammarBackend, Matcher
 from penstock.structured.reasoning import Phase, Reasoning, State
 
 ALL_TOKENS = -1  # every bit of an int32
@@ -83,7 +83,7 @@ class OutputGrammar:
                 return count
         return None
 
-    def fill_with_drafts(self, backend: Backend, bits: Bits) -> None:
+    def fill_with_drafts(self, backend: GrammarBackend, bits: Bits) -> None:
         """Fill one row for each position: the next token, and the one after each draft.
 
         Rows behind a draft that the grammar refuses are free, since that draft will not hold; so
@@ -109,7 +109,7 @@ class OutputGrammar:
         """Whether reasoning may come next, or the answer without any."""
         return self._state.phase is Phase.BEFORE and self._start_id is not None
 
-    def _fill(self, backend: Backend, bits: Bits) -> None:
+    def _fill(self, backend: GrammarBackend, bits: Bits) -> None:
         """Fill one row, all of whose bits are set."""
         if self.is_free:
             return

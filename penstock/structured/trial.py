@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.structured import FIELD, StructuredOutputsParams
-from penstock.structured.backend import Backend, Bits, make_backend
+from penstock.structured.backend import Bits, GrammarBackend, make_backend
 from penstock.structured.schemas import read_schema
 from penstock.structured.tags import tool_schemas
 from penstock.structured.vocabulary import Vocabulary
@@ -31,7 +31,7 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Passed(msgspec.Struct, tag=True):
-    lowered: str  # what `Backend.compile` takes
+    lowered: str  # what `GrammarBackend.compile` takes
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -53,7 +53,7 @@ def make_trial(setup: bytes) -> Callable[[bytes], bytes]:
     return lambda params: msgspec.msgpack.encode(try_out(backend, _read_params(params), bits))
 
 
-def try_out(backend: Backend, params: StructuredOutputsParams, bits: Bits) -> Verdict:
+def try_out(backend: GrammarBackend, params: StructuredOutputsParams, bits: Bits) -> Verdict:
     """Compile it and fill its first mask into `bits`."""
     try:
         lowered = backend.lower(params)
@@ -71,7 +71,9 @@ def try_out(backend: Backend, params: StructuredOutputsParams, bits: Bits) -> Ve
     return refused
 
 
-def _blame_tool(backend: Backend, params: StructuredOutputsParams, bits: Bits) -> Refused | None:
+def _blame_tool(
+    backend: GrammarBackend, params: StructuredOutputsParams, bits: Bits
+) -> Refused | None:
     """Why the schema of one of the tools is refused, where what is refused holds tools."""
     if params.kind != "structural_tag":
         return None

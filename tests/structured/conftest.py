@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from byte_model import make_byte_model, make_byte_tokenizer
 
-from penstock.structured.backend import Backend, make_backend
+from penstock.structured.backend import GrammarBackend, make_backend
 from penstock.structured.vocabulary import Vocabulary, read_vocabulary
 from penstock.text.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 @pytest.fixture(scope="session", params=["llguidance", "xgrammar"])
 def backend(
     request: pytest.FixtureRequest, vocabulary: Vocabulary, tokenizer: Tokenizer
-) -> Backend:
+) -> GrammarBackend:
     return make_backend(
         request.param, vocabulary, lambda text: tokenizer.encode(text, add_special_tokens=False)
     )

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.structured import StructuredOutputsParams as Structured
-from penstock.structured.backend import Backend, Matcher
+from penstock.structured.backend import GrammarBackend, Matcher
 from penstock.structured.llguidance_backend import GuidanceBackend
 from penstock.structured.output import OutputGrammar
 from penstock.structured.reasoning import Reasoning
@@ -90,11 +90,11 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 ]  # fmt: skip
 
 
-def matcher_for(backend: Backend, **spec: Any) -> Matcher:
+def matcher_for(backend: GrammarBackend, **spec: Any) -> Matcher:
     return backend.compile(backend.lower(Structured(**spec))).matcher()
 
 
-def allowed(backend: Backend, matcher: Matcher, vocabulary: Vocabulary) -> set[int]:
+def allowed(backend: GrammarBackend, matcher: Matcher, vocabulary: Vocabulary) -> set[int]:
     bits = np.zeros((1, -(-len(vocabulary) // 32)), dtype=np.int32)
     backend.fill([matcher], bits)
     assert matcher.error is None
@@ -103,7 +103,9 @@ def allowed(backend: Backend, matcher: Matcher, vocabulary: Vocabulary) -> set[i
     return set(np.flatnonzero(flags).tolist())
 
 
-def feed(backend: Backend, matcher: Matcher, vocabulary: Vocabulary, token_ids: list[int]) -> int:
+def feed(
+    backend: GrammarBackend, matcher: Matcher, vocabulary: Vocabulary, token_ids: list[int]
+) -> int:
     """How many tokens the matcher takes; masks agree with it at every one."""
     for count, token_id in enumerate(token_ids):
         mask = allowed(backend, matcher, vocabulary)
@@ -116,14 +118,14 @@ def feed(backend: Backend, matcher: Matcher, vocabulary: Vocabulary, token_ids: 
     return len(token_ids)
 
 
-def ends(backend: Backend, matcher: Matcher, vocabulary: Vocabulary) -> bool:
+def ends(backend: GrammarBackend, matcher: Matcher, vocabulary: Vocabulary) -> bool:
     """Whether the output may end here."""
     return matcher.is_complete or END in allowed(backend, matcher, vocabulary)
 
 
 @pytest.mark.parametrize(("spec", "right", "wrong"), CASES, ids=[next(iter(c[0])) for c in CASES])
 def test_what_matches_passes_and_what_does_not_is_stopped(
-    backend: Backend,
+    backend: GrammarBackend,
     vocabulary: Vocabulary,
     tokenizer: Tokenizer,
     spec: dict[str, Any],
@@ -143,7 +145,7 @@ def test_what_matches_passes_and_what_does_not_is_stopped(
 
 @pytest.mark.parametrize(("spec", "right", "_wrong"), CASES, ids=[next(iter(c[0])) for c in CASES])
 def test_going_back_forgets_the_way(
-    backend: Backend,
+    backend: GrammarBackend,
     vocabulary: Vocabulary,
     tokenizer: Tokenizer,
     spec: dict[str, Any],
@@ -170,7 +172,7 @@ def test_going_back_forgets_the_way(
         assert straight.is_complete == winding.is_complete
 
 
-def test_random_outputs_always_find_an_end(backend: Backend, vocabulary: Vocabulary) -> None:
+def test_random_outputs_always_find_an_end(backend: GrammarBackend, vocabulary: Vocabulary) -> None:
     """A matcher that is not complete always allows a token, and takes it."""
     spec = {"json": {"type": "array", "items": {"enum": [2, "é", None, True]}, "maxItems": 3}}
     grammar = backend.compile(backend.lower(Structured(**spec, disable_any_whitespace=True)))
@@ -186,7 +188,9 @@ def test_random_outputs_always_find_an_end(backend: Backend, vocabulary: Vocabul
         assert len(items) <= 3
 
 
-def test_a_string_never_holds_special_tokens(backend: Backend, vocabulary: Vocabulary) -> None:
+def test_a_string_never_holds_special_tokens(
+    backend: GrammarBackend, vocabulary: Vocabulary
+) -> None:
     matcher = matcher_for(backend, regex=r"(.|\n)*")
     free = allowed(backend, matcher, vocabulary)
     assert not free & set(vocabulary.special_ids) - {END}
@@ -196,7 +200,7 @@ def test_a_string_never_holds_special_tokens(backend: Backend, vocabulary: Vocab
 
 
 def test_half_a_character_is_followed_by_its_other_half(
-    backend: Backend, vocabulary: Vocabulary
+    backend: GrammarBackend, vocabulary: Vocabulary
 ) -> None:
     matcher = matcher_for(backend, regex="(é|ê){2}")
     first, second = "é".encode()[:1], {"é".encode()[1:], "ê".encode()[1:]}
@@ -226,14 +230,14 @@ def test_half_a_character_is_followed_by_its_other_half(
     ],
     ids=str,
 )
-def test_what_is_wrong_is_refused(backend: Backend, spec: dict[str, Any]) -> None:
+def test_what_is_wrong_is_refused(backend: GrammarBackend, spec: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="structured_outputs") as caught:
         backend.compile(backend.lower(Structured(**spec)))
     assert caught.value.field == "structured_outputs"
 
 
 def test_objects_are_held_to_what_their_schema_names_unless_it_is_asked_for_more(
-    backend: Backend, vocabulary: Vocabulary, tokenizer: Tokenizer
+    backend: GrammarBackend, vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     schema = {
         "type": "object",
@@ -252,7 +256,7 @@ def test_objects_are_held_to_what_their_schema_names_unless_it_is_asked_for_more
 
 
 def test_an_object_that_two_schemas_describe_has_what_either_names(
-    backend: Backend, vocabulary: Vocabulary, tokenizer: Tokenizer
+    backend: GrammarBackend, vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     named = [
         {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
@@ -271,7 +275,7 @@ def test_an_object_that_two_schemas_describe_has_what_either_names(
 
 
 def test_white_space_can_be_forbidden_and_never_goes_on_forever(
-    backend: Backend, vocabulary: Vocabulary, tokenizer: Tokenizer
+    backend: GrammarBackend, vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     spaced = tokenizer.encode('{ "a" : 1 }', add_special_tokens=False)
     assert feed(backend, matcher_for(backend, json=OBJECT), vocabulary, spaced) == len(spaced)
@@ -282,7 +286,7 @@ def test_white_space_can_be_forbidden_and_never_goes_on_forever(
 
 
 def test_rows_for_drafts_follow_them_as_far_as_they_go(
-    backend: Backend, vocabulary: Vocabulary, tokenizer: Tokenizer
+    backend: GrammarBackend, vocabulary: Vocabulary, tokenizer: Tokenizer
 ) -> None:
     def rows_of(text: str, drafts: str, marker: bytes = b"") -> list[set[int]]:
         reasoning = Reasoning(vocabulary.tokens, ends=(marker,)) if marker else None
@@ -306,7 +310,7 @@ def test_rows_for_drafts_follow_them_as_far_as_they_go(
 
 
 def test_drafts_may_go_on_behind_the_end(
-    backend: Backend, tokenizer: Tokenizer, vocabulary: Vocabulary
+    backend: GrammarBackend, tokenizer: Tokenizer, vocabulary: Vocabulary
 ) -> None:
     matcher = backend.compile(backend.lower(Structured(regex="[a-z]*"))).matcher()
     output = OutputGrammar(matcher)

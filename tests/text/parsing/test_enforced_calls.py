@@ -11,7 +11,7 @@ import pytest
 from real_tokenizers import real_templates, real_tokenizer
 from replay import feed_tokens, make_parser
 
-from penstock.structured.backend import Backend, make_backend
+from penstock.structured.backend import GrammarBackend, make_backend
 from penstock.structured.tags import params_for_calls
 from penstock.structured.vocabulary import Vocabulary, read_vocabulary
 from penstock.text.parsing.deltas import collect
@@ -40,7 +40,7 @@ MODELS = {
 
 
 @cache
-def backend_for(model: str) -> tuple[Backend, Vocabulary]:
+def backend_for(model: str) -> tuple[GrammarBackend, Vocabulary]:
     tokenizer = real_tokenizer(model)
     end = tokenizer.encode("<|endoftext|>", add_special_tokens=False)
     ends = [] if tokenizer.end_ids else [end[0] if len(end) == 1 else 0]
