@@ -23,7 +23,7 @@ from penstock.protocol.errors import EngineDeadError, InputError, PenstockError,
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.request import EngineRequest
 from penstock.server.http.access import salt_by_tenant, tenant_label
-from penstock.server.http.errors import ModelNotFound, Overloaded, RequestTimeout
+from penstock.server.http.errors import NotFound, Overloaded, RequestTimeout
 from penstock.text.frontend import Frontend, PreparedRequest
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Service:
     # -- what may come in
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; ModelNotFound for one that is not served here.
+        """The name to answer with; NotFound for one that is not served here.
 
         Where the model has no names of the operator's choice, what it was given as is an alias.
         """
@@ -95,7 +95,7 @@ class Service:
             return self.model_names[0]
         if name not in self.model_names:
             served = ", ".join(self.model_names)
-            raise ModelNotFound(f"there is no model {name!r} here; there is {served}")
+            raise NotFound(f"there is no model {name!r} here; there is {served}", "model")
         return name
 
     def admit(self, model: str | None) -> str:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from penstock.protocol.errors import InputError
 from penstock.server.responses.store import (
     MemoryStore,
+    Page,
     Stored,
     StoredConversation,
     StoredItems,
@@ -53,7 +54,7 @@ def test_pages_make_up_the_list(order: Literal["asc", "desc"], ids: list[str], l
     seen: list[str] = []
     after: str | None = None
     for _ in range(len(ids) + 1):
-        page = json.loads(items.page(limit, order, after))
+        page = json.loads(items.page(Page(limit, order, after)))
         shown = [item["id"] for item in page["data"]]
         assert len(shown) <= limit
         assert (page["first_id"], page["last_id"]) == (
@@ -70,12 +71,12 @@ def test_pages_make_up_the_list(order: Literal["asc", "desc"], ids: list[str], l
 
 def test_a_page_behind_an_item_that_is_not_there_is_refused() -> None:
     with pytest.raises(InputError, match="no item 'b'"):
-        StoredItems.of([message("a")]).page(1, "asc", "b")
+        StoredItems.of([message("a")]).page(Page(1, "asc", "b"))
 
 
 def test_a_page_is_cut_without_looking_at_the_other_items() -> None:
     items = StoredItems(tuple("abc"), (b"no JSON", b'{"id": "b"}', b"no JSON"))
-    assert json.loads(items.page(1, "asc", "a"))["data"] == [{"id": "b"}]
+    assert json.loads(items.page(Page(1, "asc", "a")))["data"] == [{"id": "b"}]
 
 
 operations = st.lists(

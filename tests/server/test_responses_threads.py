@@ -96,7 +96,7 @@ def test_a_response_to_a_large_request_is_written_once_in_a_thread(
         current_body_bytes.set(num_bytes)
         fake: Any = FakeRun()
         written = await OwnedRun(runner, fake, "anna", History(), StoredItems()).whole()
-        stored = await runner.response("anna", fake.id)
+        stored = await runner.find("anna", fake.id)
         assert stored is not None
         assert stored.response == written == json.dumps({"id": "resp_1", "output": []}).encode()
         made: FakeRun = fake
@@ -196,7 +196,7 @@ def test_how_a_response_ended_is_kept_however_often_it_is_cancelled(
         await asyncio.wait(stops, timeout=0)  # they have begun
         slow.may_write.set()
         await asyncio.gather(*stops)
-        stored = await runner.response("anna", slow.id)
+        stored = await runner.find("anna", slow.id)
         assert stored is not None
         assert stored.status == status
 
@@ -217,10 +217,10 @@ def test_a_response_that_has_become_too_large_to_keep_does_not_seem_to_run_on(
         owned = OwnedRun(runner, fake, "anna", History(), StoredItems())
         fake.status = "in_progress"
         await owned.save()
-        assert await runner.response("anna", fake.id) is not None
+        assert await runner.find("anna", fake.id) is not None
         fake.status, fake.output = "completed", [{**user("x" * 999), "id": "msg_1"}]
         await owned.save()
-        assert await runner.response("anna", fake.id) is None
+        assert await runner.find("anna", fake.id) is None
 
     asyncio.run(run())
 

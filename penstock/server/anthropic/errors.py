@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.anthropic.protocol import AnthropicError
+from penstock.server.http import errors
 from penstock.server.http.access import route_path
 from penstock.server.http.errors import body_of, encode_error, status_of
 from penstock.server.http.replies import StreamFrame
@@ -26,13 +28,7 @@ TYPES = {
 }
 
 
-def describe_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may answer with these errors, for the OpenAPI document."""
-    described: dict[int | str, dict[str, Any]] = {
-        status: {"model": AnthropicError, "description": TYPES[status]} for status in statuses
-    }
-    described["default"] = {"model": AnthropicError, "description": "Any other error."}
-    return described
+describe_errors = partial(errors.describe_errors, model=AnthropicError, types=TYPES)
 
 
 def error_body(status: int, message: str, request_id: str | None) -> dict[str, Any]:

@@ -58,8 +58,12 @@ class Overloaded(PenstockError):
     """The queue is full; a later attempt may succeed."""
 
 
-class ModelNotFound(PenstockError):
-    """The model that the client asked for is not served here."""
+class NotFound(PenstockError):
+    """There is nothing of the name that the client gave in `field`."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class RequestTimeout(PenstockError):
@@ -68,7 +72,7 @@ class RequestTimeout(PenstockError):
 
 STATUS_OF: tuple[tuple[type[PenstockError], int], ...] = (
     (InputError, 400),
-    (ModelNotFound, 404),
+    (NotFound, 404),
     (RequestTimeout, 408),
     (Overloaded, 429),
     (PoolFull, 429),
@@ -79,12 +83,14 @@ STATUS_OF: tuple[tuple[type[PenstockError], int], ...] = (
 )
 
 
-def describe_errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def describe_errors(
+    *statuses: int, model: type[BaseModel] = ErrorResponse, types: Mapping[int, str] = TYPES
+) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that may answer with these errors, for the OpenAPI document."""
     described: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorResponse, "description": TYPES[status]} for status in statuses
+        status: {"model": model, "description": types[status]} for status in statuses
     }
-    described["default"] = {"model": ErrorResponse, "description": "Any other error."}
+    described["default"] = {"model": model, "description": "Any other error."}
     return described
 
 
@@ -118,17 +124,12 @@ def body_of(error: Exception, request_id: str) -> dict[str, Any]:
     """What a client is told about `error`; what it is not told is logged."""
     if isinstance(error, tuple(kind for kind, _ in STATUS_OF)):
         code = CONTEXT_OVERFLOW if isinstance(error, ContextOverflow) else None
-        return error_body(status_of(error), str(error), _param_of(error), code)
+        param = error.field if isinstance(error, (InputError, NotFound)) else None
+        return error_body(status_of(error), str(error), param, code)
     logger.error("Request %s failed", request_id, exc_info=error)
     return error_body(
         500, f"the server failed to answer; its log says why under request id {request_id}"
     )
-
-
-def _param_of(error: Exception) -> str | None:
-    if isinstance(error, ModelNotFound):
-        return "model"
-    return error.field if isinstance(error, InputError) else None
 
 
 def response_of(error: Exception, request_id: str) -> Response:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 from pydantic import Field
 
 from penstock.protocol.errors import InputError
 from penstock.server.http.access import current_tenant
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.http.errors import describe_errors, error_response
+from penstock.server.http.errors import NotFound, describe_errors
 from penstock.server.http.replies import json_response
 from penstock.server.responses.convert import plain_json
 from penstock.server.responses.items import input_items, new_id
@@ -24,7 +24,7 @@ from penstock.server.responses.protocol import (
     MetadataKey,
     MetadataValue,
 )
-from penstock.server.responses.store import Order, ResponseStore, StoredConversation, StoredItems
+from penstock.server.responses.store import Page, ResponseStore, StoredConversation, StoredItems
 from penstock.server.schema.base import Body, Entries, Items, Reply
 from penstock.server.service import Service
 
@@ -48,26 +48,30 @@ class Conversations:
         await self._put(owner, made)
         return made
 
-    async def find(self, owner: str, conversation_id: str) -> StoredConversation | None:
+    async def find(self, owner: str, conversation_id: str) -> StoredConversation:
+        """NotFound if there is none."""
         found = await self._store.get(owner, conversation_id)
-        return found if isinstance(found, StoredConversation) else None
+        if not isinstance(found, StoredConversation):
+            raise NotFound(
+                f"there is no conversation {conversation_id!r:.100}: it was deleted, or made room "
+                "for newer ones",
+                "conversation_id",
+            )
+        return found
 
     async def change(
         self,
         owner: str,
         conversation_id: str,
         change: Callable[[StoredConversation], StoredConversation],
-    ) -> StoredConversation | None:
-        """The conversation as it is then; None if there is none, InputError if it is too large."""
+    ) -> StoredConversation:
+        """The conversation as it is then. NotFound, or InputError if it is too large."""
         async with self._changing:
-            found = await self.find(owner, conversation_id)
-            if found is None:
-                return None
-            changed = change(found)
+            changed = change(await self.find(owner, conversation_id))
             await self._put(owner, changed)
             return changed
 
-    async def add(self, owner: str, conversation_id: str, items: StoredItems) -> StoredItems | None:
+    async def add(self, owner: str, conversation_id: str, items: StoredItems) -> StoredItems:
         """Add items at the end: as they are in it, each with an id of its own. As `change`."""
         added = items
 
@@ -76,14 +80,13 @@ class Conversations:
             added = items.apart_from(found.items.ids)
             return replace(found, items=found.items + added)
 
-        changed = await self.change(owner, conversation_id, append)
-        return None if changed is None else added
+        await self.change(owner, conversation_id, append)
+        return added
 
-    async def delete(self, owner: str, conversation_id: str) -> bool:
-        """Whether there was one."""
+    async def delete(self, owner: str, conversation_id: str) -> None:
         async with self._changing:
-            found = await self.find(owner, conversation_id)
-            return found is not None and await self._store.delete(owner, conversation_id)
+            await self.find(owner, conversation_id)
+            await self._store.delete(owner, conversation_id)
 
     async def _put(self, owner: str, conversation: StoredConversation) -> None:
         if not await self._store.put(owner, conversation):
@@ -141,37 +144,29 @@ async def create_conversation(body: CreateConversation, request: Request) -> Con
     return _reply(await conversations.create(current_tenant.get(), body.metadata or {}, items))
 
 
-@router.get(
-    "/v1/conversations/{conversation_id}", response_model=ConversationReply, responses=ERRORS
-)
-async def retrieve_conversation(conversation_id: str, request: Request) -> Any:
+@router.get("/v1/conversations/{conversation_id}", responses=ERRORS)
+async def retrieve_conversation(conversation_id: str, request: Request) -> ConversationReply:
     """A conversation without its items."""
-    found = await _conversations(request).find(current_tenant.get(), conversation_id)
-    return _not_found(conversation_id) if found is None else _reply(found)
+    return _reply(await _conversations(request).find(current_tenant.get(), conversation_id))
 
 
-@router.post(
-    "/v1/conversations/{conversation_id}", response_model=ConversationReply, responses=ERRORS
-)
+@router.post("/v1/conversations/{conversation_id}", responses=ERRORS)
 async def update_conversation(
     conversation_id: str, body: UpdateConversation, request: Request
-) -> Any:
+) -> ConversationReply:
     """Change a conversation's metadata."""
     changed = await _conversations(request).change(
         current_tenant.get(),
         conversation_id,
         lambda found: replace(found, metadata=body.metadata),
     )
-    return _not_found(conversation_id) if changed is None else _reply(changed)
+    return _reply(changed)
 
 
-@router.delete(
-    "/v1/conversations/{conversation_id}", response_model=DeletedConversation, responses=ERRORS
-)
-async def delete_conversation(conversation_id: str, request: Request) -> Any:
+@router.delete("/v1/conversations/{conversation_id}", responses=ERRORS)
+async def delete_conversation(conversation_id: str, request: Request) -> DeletedConversation:
     """Forget a conversation and its items; responses in it stay."""
-    if not await _conversations(request).delete(current_tenant.get(), conversation_id):
-        return _not_found(conversation_id)
+    await _conversations(request).delete(current_tenant.get(), conversation_id)
     return DeletedConversation(id=conversation_id, object="conversation.deleted", deleted=True)
 
 
@@ -180,31 +175,21 @@ async def create_items(conversation_id: str, body: CreateItems, request: Request
     """Add items at a conversation's end; these items."""
     owner, conversations = current_tenant.get(), _conversations(request)
     found = await conversations.find(owner, conversation_id)
-    if found is None:
-        return _not_found(conversation_id)
     service: Service = request.app.state.service
     items = await service.in_thread_if_large(_new_items, body.items, found.items.ids)
     added = await conversations.add(owner, conversation_id, items)
-    if added is None:
-        return _not_found(conversation_id)
-    return json_response(added.page(max(len(added), 1), "asc", None))
+    return json_response(added.page(Page(max(len(added), 1), "asc")))
 
 
 @router.get("/v1/conversations/{conversation_id}/items", response_model=ItemList, responses=ERRORS)
 async def list_items(
     conversation_id: str,
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Order = "desc",
-    after: str | None = None,
+    page: Annotated[Page, Depends()],
 ) -> Response:
     """The items of a conversation, the newest first."""
     found = await _conversations(request).find(current_tenant.get(), conversation_id)
-    return (
-        _not_found(conversation_id)
-        if found is None
-        else json_response(found.items.page(limit, order, after))
-    )
+    return json_response(found.items.page(page))
 
 
 @router.get(
@@ -215,30 +200,23 @@ async def list_items(
 async def retrieve_item(conversation_id: str, item_id: str, request: Request) -> Response:
     """One item."""
     found = await _conversations(request).find(current_tenant.get(), conversation_id)
-    if found is None:
-        return _not_found(conversation_id)
     item = found.items.find(item_id)
-    return _no_item(conversation_id, item_id) if item is None else json_response(item)
+    if item is None:
+        raise _no_item(conversation_id, item_id)
+    return json_response(item)
 
 
-@router.delete(
-    "/v1/conversations/{conversation_id}/items/{item_id}",
-    response_model=ConversationReply,
-    responses=ERRORS,
-)
-async def delete_item(conversation_id: str, item_id: str, request: Request) -> Any:
+@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", responses=ERRORS)
+async def delete_item(conversation_id: str, item_id: str, request: Request) -> ConversationReply:
     """Take an item out of a conversation; the conversation."""
-    was_there = False
 
     def take_out(found: StoredConversation) -> StoredConversation:
-        nonlocal was_there
-        was_there = item_id in found.items.ids
-        return replace(found, items=found.items.without(item_id)) if was_there else found
+        if item_id not in found.items.ids:
+            raise _no_item(conversation_id, item_id)
+        return replace(found, items=found.items.without(item_id))
 
-    changed = await _conversations(request).change(current_tenant.get(), conversation_id, take_out)
-    if changed is None:
-        return _not_found(conversation_id)
-    return _reply(changed) if was_there else _no_item(conversation_id, item_id)
+    conversations = _conversations(request)
+    return _reply(await conversations.change(current_tenant.get(), conversation_id, take_out))
 
 
 def _new_items(given: list[Any], known_ids: tuple[str, ...]) -> StoredItems:
@@ -256,14 +234,6 @@ def _conversations(request: Request) -> Conversations:
     return conversations
 
 
-def _not_found(conversation_id: str) -> Response:
-    message = (
-        f"there is no conversation {conversation_id!r:.100}: it was deleted, or made room for "
-        "newer ones"
-    )
-    return error_response(404, message, "conversation_id")
-
-
-def _no_item(conversation_id: str, item_id: str) -> Response:
+def _no_item(conversation_id: str, item_id: str) -> NotFound:
     message = f"there is no item {item_id!r:.100} in conversation {conversation_id!r:.100}"
-    return error_response(404, message, "item_id")
+    return NotFound(message, "item_id")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from penstock.protocol.errors import InputError
 from penstock.server.http.access import current_tenant
@@ -21,7 +21,7 @@ from penstock.server.responses.protocol import (
 )
 from penstock.server.responses.run import error_code
 from penstock.server.responses.runner import ResponseRunner
-from penstock.server.responses.store import Order
+from penstock.server.responses.store import Page
 from penstock.server.service import Service
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -100,8 +100,6 @@ async def retrieve_response(
         raise InputError("a stored response is not streamed: leave stream out", "stream")
     _, runner = _service_and_runner(request)
     stored = await runner.response(current_tenant.get(), response_id)
-    if stored is None:
-        return _not_found(response_id)
     return json_response(stored.response)
 
 
@@ -116,8 +114,6 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     owner = current_tenant.get()
     await runner.stop(owner, response_id)
     stored = await runner.response(owner, response_id)
-    if stored is None:
-        return _not_found(response_id)
     if not stored.is_background:
         message = "only a response that was created with background can be cancelled"
         return error_response(400, message, "response_id")
@@ -130,8 +126,7 @@ async def delete_response(response_id: str, request: Request) -> DeletedReply:
     _, runner = _service_and_runner(request)
     owner = current_tenant.get()
     await runner.stop(owner, response_id)
-    if await runner.response(owner, response_id) is None:
-        return _not_found(response_id)  # type: ignore[return-value]
+    await runner.response(owner, response_id)
     await runner.store.delete(owner, response_id)
     return DeletedReply(id=response_id, object="response", deleted=True)
 
@@ -144,25 +139,13 @@ async def delete_response(response_id: str, request: Request) -> DeletedReply:
 async def list_input_items(
     response_id: str,
     request: Request,
-    limit: Annotated[int, Query(ge=1, le=100)] = 20,
-    order: Order = "desc",
-    after: str | None = None,
+    page: Annotated[Page, Depends()],
 ) -> Response:
     """The items of the conversation that a response answers, the newest first."""
     _, runner = _service_and_runner(request)
     stored = await runner.response(current_tenant.get(), response_id)
-    if stored is None:
-        return _not_found(response_id)
-    return json_response(stored.input.page(limit, order, after))
+    return json_response(stored.input.page(page))
 
 
 def _service_and_runner(request: Request) -> tuple[Service, ResponseRunner]:
     return request.app.state.service, request.app.state.responses
-
-
-def _not_found(response_id: str) -> Response:
-    message = (
-        f"there is no response {response_id!r:.100}: it was not stored, was deleted, or made room "
-        "for newer ones"
-    )
-    return error_response(404, message, "response_id")

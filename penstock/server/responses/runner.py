@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import InputError
+from penstock.server.http.errors import NotFound
 from penstock.server.responses.conversations import Conversations
 from penstock.server.responses.convert import (
     check_body,
@@ -101,13 +102,11 @@ class ResponseRunner:
         if body.conversation is not None:
             given = body.conversation
             conversation_id = given if isinstance(given, str) else given.id
-            found = await self.conversations.find(owner, conversation_id)
-            if found is None:
-                raise InputError(
-                    f"there is no conversation {conversation_id!r:.100}: it was deleted, or made "
-                    "room for newer ones; create one at /v1/conversations",
-                    "conversation",
-                )
+            try:
+                found = await self.conversations.find(owner, conversation_id)
+            except NotFound as error:
+                message = f"{error}; create one at /v1/conversations"
+                raise InputError(message, "conversation") from error
             history = History(found.items, conversation_id)
         elif body.previous_response_id is not None:
             history = History(await self._items_before(owner, body.previous_response_id))
@@ -115,7 +114,7 @@ class ResponseRunner:
         return history
 
     async def _items_before(self, owner: str, response_id: str) -> StoredItems:
-        stored = await self.response(owner, response_id)
+        stored = await self.find(owner, response_id)
         if stored is None:
             raise InputError(
                 f"there is no response {response_id!r:.100}: it was not stored, was deleted, or "
@@ -143,14 +142,25 @@ class ResponseRunner:
             raise InputError(f"{name}: this response cannot be kept: {refusal}", name)
         return False
 
-    async def response(self, owner: str, response_id: str) -> StoredResponse | None:
+    async def find(self, owner: str, response_id: str) -> StoredResponse | None:
         stored = await self.store.get(owner, response_id)
         return stored if isinstance(stored, StoredResponse) else None
+
+    async def response(self, owner: str, response_id: str) -> StoredResponse:
+        """NotFound if there is none."""
+        stored = await self.find(owner, response_id)
+        if stored is None:
+            raise NotFound(
+                f"there is no response {response_id!r:.100}: it was not stored, was deleted, or "
+                "made room for newer ones",
+                "response_id",
+            )
+        return stored
 
     async def start(self, owned: OwnedRun) -> bytes:
         """Run in the background; the response as it is at first."""
         queued = await owned.save()
-        if await self.response(owned.owner, owned.run.id) is None:
+        if await self.find(owned.owner, owned.run.id) is None:
             raise InputError(
                 "background: this response cannot be kept, it repeats too much of the request",
                 "background",
@@ -246,6 +256,8 @@ class OwnedRun:
             said = self._added + StoredItems.of(self.run.output)
             try:
                 await self._runner.conversations.add(self.owner, conversation_id, said)
+            except NotFound:
+                pass  # it was deleted meanwhile
             except InputError as error:  # the answer made it too large: that stands, at least
                 logger.warning("Response %s is not in its conversation: %s", self.run.id, error)
         return await self.save()

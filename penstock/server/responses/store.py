@@ -11,7 +11,9 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
+
+from fastapi import Query
 
 from penstock.protocol.errors import InputError
 from penstock.server.responses.items import Item, new_item_id
@@ -21,6 +23,15 @@ logger = logging.getLogger(__name__)
 Order = Literal["asc", "desc"]
 # What Python takes for an item besides its JSON and its id: two objects and a place in two tuples.
 ITEM_OVERHEAD_BYTES = 112
+
+
+@dataclass(frozen=True)
+class Page:
+    """At most `limit` items behind the item `after`."""
+
+    limit: Annotated[int, Query(ge=1, le=100)] = 20
+    order: Order = "desc"
+    after: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,8 +90,9 @@ class StoredItems:
                 item["id"] = new_item_id(item["type"])
         return StoredItems.of(items)
 
-    def page(self, limit: int, order: Order, after: str | None) -> bytes:
-        """At most `limit` items behind the item `after`, in the form in which APIs list them."""
+    def page(self, page: Page) -> bytes:
+        """The items of a page, in the form in which APIs list them."""
+        order, after = page.order, page.after
         places = range(len(self.ids))  # which is cut and turned without looking at any
         if order == "desc":
             places = places[::-1]
@@ -93,7 +105,7 @@ class StoredItems:
                     while True:
                         at = self.ids.index(after, at + 1)
             places = places[places.index(at) + 1 :]
-        shown = places[:limit]
+        shown = places[: page.limit]
         ends = {
             "first_id": self.ids[shown[0]] if shown else None,
             "last_id": self.ids[shown[-1]] if shown else None,
