@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from penstock.server.openai.tools import ToolName, Tools
-from penstock.server.schema.base import Body, Items, Reply, Text
+from penstock.server.schema.base import Body, Items, Reply, Text, type_of
 from penstock.server.schema.request import RequestBody
 
 # -- requests
@@ -69,9 +69,7 @@ class ServerTool(Body):
 
 
 def _kind_of_tool(value: Any) -> str:
-    """Tags are no identifiers: so they are left out of the path in an error."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "custom tool" if kind in (None, "custom") else "server tool"
+    return "custom tool" if type_of(value) in (None, "custom") else "server tool"
 
 
 ToolParam = Annotated[

@@ -13,7 +13,6 @@ from fastapi import APIRouter, Request, Response
 from penstock.conversation.output import TurnAnswer, TurnStep, TurnUsage
 from penstock.protocol.outputs import Message
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.http.errors import describe_errors
 from penstock.server.http.replies import send_answer, unless_gone
 from penstock.server.openai.calls import CallFormat, FunctionCall
 from penstock.server.openai.logprobs import LogprobFormat, chat_usage, prompt_logprobs
@@ -29,7 +28,7 @@ from penstock.server.openai.protocol import (
     ChatLogprobs,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import EVENT_STREAM, TextChunks, UsageOptions
+from penstock.server.openai.stream import ANSWERS, TextChunks, UsageOptions
 from penstock.server.openai.tools import (
     CustomToolDefinition,
     NamedCustomChoice,
@@ -46,7 +45,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 @router.post(
     "/v1/chat/completions",
     response_model=ChatCompletion,
-    responses={**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)},
+    responses=ANSWERS,
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a conversation."""

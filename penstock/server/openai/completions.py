@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.http.errors import describe_errors
 from penstock.server.http.replies import send_answer, unless_gone
 from penstock.server.openai.logprobs import (
     LogprobFormat,
@@ -28,7 +27,7 @@ from penstock.server.openai.protocol import (
     CompletionRequest,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import EVENT_STREAM, TextChunks, UsageCounter, UsageOptions
+from penstock.server.openai.stream import ANSWERS, TextChunks, UsageCounter, UsageOptions
 from penstock.server.service import Service
 from penstock.text.frontend import PreparedRequest
 
@@ -38,7 +37,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 @router.post(
     "/v1/completions",
     response_model=Completion,
-    responses={**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)},
+    responses=ANSWERS,
 )
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Go on from a prompt, or from each of several."""

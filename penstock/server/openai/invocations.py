@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Discriminator, RootModel, Tag
 
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.http.errors import describe_errors
 from penstock.server.openai.chat import create_chat_completion
 from penstock.server.openai.completions import create_completion
 from penstock.server.openai.protocol import (
@@ -18,7 +17,7 @@ from penstock.server.openai.protocol import (
     Completion,
     CompletionRequest,
 )
-from penstock.server.openai.stream import EVENT_STREAM
+from penstock.server.openai.stream import ANSWERS
 
 router = APIRouter(tags=["Operations"], route_class=JsonRoute)
 
@@ -43,7 +42,7 @@ class Invocation(RootModel[Any]):
 @router.post(
     "/invocations",
     response_model=ChatCompletion | Completion,
-    responses={**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)},
+    responses=ANSWERS,
 )
 async def invoke(body: Invocation, request: Request) -> Response:
     """Answer a conversation if there are `messages`, or complete a `prompt`."""

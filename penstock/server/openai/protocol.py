@@ -22,6 +22,7 @@ from penstock.server.openai.tools import (
 )
 from penstock.server.schema.base import (
     Body,
+    Effort,
     Items,
     NullsReply,
     Reply,
@@ -163,8 +164,8 @@ class ChatTemplateBody(Body):
     tools: Tools[ToolDefinition] | None = Field(
         None, description="Functions and custom tools that the model may call."
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        Field(None, description="For the chat template; none: do not think, where it can be told.")
+    reasoning_effort: Effort | None = Field(
+        None, description="For the chat template; none: do not think, where it can be told."
     )
 
 
@@ -255,28 +256,34 @@ class CompletionLogprobs(Reply):
     text_offset: list[int]
 
 
-class CompletionChoice(Reply):
+class Choice(Reply):
     index: int
-    text: str
-    logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     routed_experts: str | None = None  # base64 of a .npy file [tokens, layers, top_k]
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class Completion(NullsReply):
+class AnswerReply(NullsReply):
     id: str
-    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
     system_fingerprint: str | None = None
     service_tier: None = None
     kv_transfer_params: None = None
+
+
+class Completion(AnswerReply):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
 
 
 class TopLogprob(Reply):
@@ -304,26 +311,15 @@ class AssistantMessage(Reply):
     tool_calls: list[ToolCallReply] | None = None
 
 
-class ChatChoice(Reply):
-    index: int
+class ChatChoice(Choice):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    routed_experts: str | None = None  # base64 of a .npy file [tokens, layers, top_k]
 
 
-class ChatCompletion(NullsReply):
-    id: str
+class ChatCompletion(AnswerReply):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
-    system_fingerprint: str | None = None
-    service_tier: None = None
-    kv_transfer_params: None = None
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -336,14 +332,9 @@ class ChatDelta(Reply):
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(Reply):
-    index: int
+class ChatChunkChoice(Choice):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-    routed_experts: str | None = None  # base64 of a .npy file [tokens, layers, top_k]
 
 
 class ChatCompletionChunk(Reply):

@@ -11,6 +11,7 @@ import msgspec
 from penstock.config import ServerConfig
 from penstock.conversation.output import TurnUsage
 from penstock.protocol.outputs import RequestOutput
+from penstock.server.http.errors import describe_errors
 from penstock.server.openai.logprobs import usage
 from penstock.server.openai.protocol import StreamOptions, Usage
 from penstock.server.schema.base import Reply
@@ -21,6 +22,7 @@ EVENT_STREAM: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {}},
     }
 }
+ANSWERS = {**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)}
 
 
 class TextChunks:

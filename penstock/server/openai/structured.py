@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.protocol.errors import InputError
 from penstock.protocol.structured import StructuredOutputsParams
-from penstock.server.openai.protocol import CompletionBody, ResponseFormat
+from penstock.server.openai.protocol import CompletionBody, JsonSchemaFormat, ResponseFormat
 
 FIELD = "response_format"
 
@@ -35,9 +35,10 @@ def _from_response_format(given: ResponseFormat | None) -> StructuredOutputsPara
         return StructuredOutputsParams(structural_tag=tag, lenient=True, field=FIELD)
     if given.json_schema is None:
         raise InputError(f"{FIELD} of type json_schema needs json_schema", FIELD)
-    schema = given.json_schema.schema_
-    return StructuredOutputsParams(
-        json={} if schema is None else schema,
-        lenient=not given.json_schema.strict,
-        field=f"{FIELD}.json_schema.schema",
-    )
+    return schema_params(given.json_schema, f"{FIELD}.json_schema.schema")
+
+
+def schema_params(given: JsonSchemaFormat, field: str) -> StructuredOutputsParams:
+    """JSON of a schema, any JSON without one; `field` is what the client calls it."""
+    schema = {} if given.schema_ is None else given.schema_
+    return StructuredOutputsParams(json=schema, lenient=not given.strict, field=field)

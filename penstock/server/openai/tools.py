@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from penstock.conversation.request import NamedTool, ToolChoice
 from penstock.protocol.errors import InputError
 from penstock.server.openai.custom_tools import InputFormat, arguments_of, custom_tool
-from penstock.server.schema.base import Body, Text
+from penstock.server.schema.base import Body, Text, type_of
 from penstock.text.parsing.formats import Tool
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
@@ -73,8 +73,7 @@ class AllowedToolsChoice(Body):
 
 
 def _kind(value: Any) -> str | None:
-    """Tags are no identifiers: so they are left out of the path in an error."""
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     return f"{kind} tool" if isinstance(kind, str) else None
 
 

@@ -14,6 +14,7 @@ from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.structured import StructuredOutputsParams
 from penstock.server.openai.custom_tools import InputGrammar, custom_tool
+from penstock.server.openai.structured import schema_params
 from penstock.server.openai.tools import check_tools
 from penstock.server.responses.items import Item, as_messages
 from penstock.server.responses.protocol import (
@@ -233,9 +234,7 @@ def _structured(given: TextFormat) -> StructuredOutputsParams | None:
         return None
     if given.type == "json_object":
         return StructuredOutputsParams(json_object=True, field="text.format")
-    return StructuredOutputsParams(
-        json=given.schema_ or {}, lenient=not given.strict, field="text.format.schema"
-    )
+    return schema_params(given, "text.format.schema")
 
 
 def prepare(

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 
-from penstock.server.openai.tools import ToolName, Tools
-from penstock.server.schema.base import Body, Entries, Items, Reply, Text
+from penstock.server.openai.protocol import JsonSchemaFormat
+from penstock.server.openai.tools import FunctionDefinition, ToolName, Tools
+from penstock.server.schema.base import Body, Effort, Entries, Items, Reply, Text, type_of
 from penstock.server.schema.request import RequestBody
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete", "calling", "failed"]
 
 # -- input items
@@ -37,7 +37,7 @@ class ReasoningPart(Body):
 
 
 def _kind_of_part(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     if kind == "refusal":
         return "a refusal"
     return "a text" if kind in ("input_text", "output_text", "text") else None
@@ -65,55 +65,50 @@ Content = Annotated[
 ]
 
 
-class MessageItem(Body):
+class ItemBody(Body):
+    id: Text | None = None
+    status: Status | None = None
+
+
+class MessageItem(ItemBody):
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
-    id: Text | None = None
-    status: Status | None = None
 
 
-class FunctionCallItem(Body):
-    type: Literal["function_call"]
+class CallBody(ItemBody):
+    """A call of one of the client's tools, or what came of it."""
+
     call_id: Text
+
+
+class FunctionCallItem(CallBody):
+    type: Literal["function_call"]
     name: Text
     arguments: Text
-    id: Text | None = None
-    status: Status | None = None
 
 
-class FunctionCallOutputItem(Body):
-    type: Literal["function_call_output"]
-    call_id: Text
-    output: Content
-    id: Text | None = None
-    status: Status | None = None
-
-
-class CustomCallItem(Body):
+class CustomCallItem(CallBody):
     type: Literal["custom_tool_call"]
-    call_id: Text
     name: Text
     input: Text
-    id: Text | None = None
-    status: Status | None = None
 
 
-class CustomCallOutputItem(Body):
-    type: Literal["custom_tool_call_output"]
-    call_id: Text
+class FunctionCallOutputItem(CallBody):
+    type: Literal["function_call_output"]
     output: Content
-    id: Text | None = None
-    status: Status | None = None
 
 
-class ReasoningItem(Body):
+class CustomCallOutputItem(CallBody):
+    type: Literal["custom_tool_call_output"]
+    output: Content
+
+
+class ReasoningItem(ItemBody):
     type: Literal["reasoning"]
-    id: Text | None = None
     summary: Items[SummaryPart] | None = None
     content: Items[ReasoningPart] | None = None
     encrypted_content: Text | None = Field(None, description="Accepted, and of no effect.")
-    status: Status | None = None
 
 
 class McpCallItem(Body):
@@ -141,9 +136,9 @@ ITEM_TYPES = (
 
 
 def _kind_of_item(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     kind = "message" if kind is None and isinstance(value, (dict, Body)) else kind
-    return f"{kind} item" if isinstance(kind, str) and kind in ITEM_TYPES else None
+    return f"{kind} item" if kind in ITEM_TYPES else None
 
 
 InputItem = Annotated[
@@ -169,14 +164,8 @@ Input = Annotated[
 # -- tools
 
 
-class FunctionTool(Body):
+class FunctionTool(FunctionDefinition):
     type: Literal["function"]
-    name: ToolName
-    description: Text | None = None
-    parameters: dict[str, Any] | None = Field(
-        None, description="A JSON schema of the arguments; none without one."
-    )
-    strict: bool | None = Field(None, description="Accepted: calls that are enforced always are.")
 
 
 class AllowedMcpTools(Body):
@@ -219,10 +208,10 @@ class BuiltInTool(Body):
 
 
 def _kind_of_tool(value: Any) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    kind = type_of(value)
     if kind in ("function", "mcp", "custom"):
         return f"{kind} tool"
-    return "other tool" if isinstance(kind, str) and kind in get_args(BuiltInType) else None
+    return "other tool" if kind in get_args(BuiltInType) else None
 
 
 ToolParam = Annotated[
@@ -260,16 +249,8 @@ ToolChoiceParam = Literal["none", "auto", "required"] | FunctionChoice | McpChoi
 # -- the rest of a request
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchemaFormat):
     type: Literal["text", "json_object", "json_schema"]
-    name: Text | None = Field(None, description="For type json_schema.")
-    description: Text | None = None
-    schema_: dict[str, Any] | None = Field(
-        None, alias="schema", description="A JSON schema; any JSON without one."
-    )
-    strict: bool | None = Field(
-        None, description="Refuse a schema that uses what cannot be enforced; else that is ignored."
-    )
 
 
 class TextParam(Body):

@@ -11,7 +11,7 @@ from penstock.server.http.access import current_tenant
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.errors import body_of, describe_errors, encode_error, error_response
 from penstock.server.http.replies import StreamFrame, event_stream, json_response, unless_gone
-from penstock.server.openai.stream import EVENT_STREAM
+from penstock.server.openai.stream import ANSWERS
 from penstock.server.responses.protocol import (
     DeletedReply,
     InputTokensReply,
@@ -56,7 +56,7 @@ class ResponsesFrame(StreamFrame):
 @router.post(
     "/v1/responses",
     response_model=ResponseReply,
-    responses={**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)},
+    responses=ANSWERS,
 )
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     """Answer a conversation, calling the tools of tool servers on the way."""

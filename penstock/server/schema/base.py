@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -50,6 +50,14 @@ class NullsReply(Reply):
     shows_nulls = True
 
 
+def type_of(value: Any) -> Any:
+    """What an object calls itself, whether it is checked yet or not: to choose from a union.
+
+    Tags of a union that are no identifiers are left out of the path in an error.
+    """
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
 def _check_unicode(text: str) -> str:
     """JSON can spell halves of characters, which nothing behind this can encode."""
     try:
@@ -62,3 +70,4 @@ def _check_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_unicode)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
