@@ -48,7 +48,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
     responses={**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)},
 )
 async def create_message(body: MessagesRequest, request: Request) -> Response:
-    """Answer a conversation, in Anthropic's form."""
+    """Create a message (Anthropic's API)."""
     service: Service = request.app.state.service
     model = service.admit(body.model)
     message_id = f"msg_{request.state.request_id}"
@@ -72,7 +72,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     responses=describe_errors(400, 401, 404, 413, 500, 503),
 )
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-    """How many tokens a conversation has, as the model would see it."""
+    """Count the tokens of a conversation as rendered by the chat template."""
     service: Service = request.app.state.service
     service.check_model(body.model)
 

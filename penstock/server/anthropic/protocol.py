@@ -80,14 +80,14 @@ ToolParam = Annotated[
 
 class ToolChoiceParam(Body):
     type: Literal["auto", "any", "tool", "none"]
-    name: Text | None = Field(None, description="For type tool.")
+    name: Text | None = Field(None, description="Required for type tool.")
     disable_parallel_tool_use: bool | None = None
 
 
 class ThinkingParam(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        None, description="Most tokens of thinking, for models whose reasoning is known."
+        None, description="Maximum tokens of thinking, for models with a reasoning parser."
     )
 
 
@@ -98,9 +98,9 @@ class OutputFormat(Body):
 
 class OutputConfig(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="For the chat template, as reasoning_effort."
+        None, description="For the chat template, like reasoning_effort."
     )
-    format: OutputFormat | None = Field(None, description="What the answer must match.")
+    format: OutputFormat | None = Field(None, description="Format that the answer must match.")
 
 
 class CountTokensRequest(Body):
@@ -114,13 +114,13 @@ class CountTokensRequest(Body):
     thinking: ThinkingParam | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="For the model's chat template."
+        None, description="Extra variables for the chat template."
     )
 
 
 class MessagesRequest(CountTokensRequest, RequestBody):
-    max_tokens: int = Field(description="Most tokens to generate.")
-    stop_sequences: Items[Text] | None = Field(None, description="Texts that end the answer.")
+    max_tokens: int = Field(description="Maximum tokens to generate.")
+    stop_sequences: Items[Text] | None = Field(None, description="Strings that end the answer.")
 
 
 # -- replies

@@ -42,11 +42,11 @@ MAX_COMPLAINTS = 5  # about one field
 
 
 class ErrorDetail(BaseModel):
-    message: str = Field(description="What is wrong and what would be right.")
-    type: str = Field(description="The kind of error, such as BadRequestError.")
-    param: str | None = Field(description="The field of the request that is wrong.")
+    message: str = Field(description="What is wrong, and how to fix it.")
+    type: str = Field(description="Type of error, such as BadRequestError.")
+    param: str | None = Field(description="Request field that caused the error.")
     code: int | str = Field(
-        description="The HTTP status, or context_length_exceeded for a prompt that is too long."
+        description="HTTP status, or context_length_exceeded if the prompt is too long."
     )
 
 
@@ -90,7 +90,7 @@ def describe_errors(
     described: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": types[status]} for status in statuses
     }
-    described["default"] = {"model": model, "description": "Any other error."}
+    described["default"] = {"model": model, "description": "Other errors."}
     return described
 
 

@@ -48,7 +48,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
     responses=ANSWERS,
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-    """Answer a conversation."""
+    """Create a chat completion."""
     service: Service = request.app.state.service
     model = service.admit(body.model)
     request_id = "chatcmpl-" + (body.request_id or request.state.request_id)

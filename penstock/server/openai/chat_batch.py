@@ -32,7 +32,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
     responses=describe_errors(400, 401, 404, 408, 413, 429, 500, 503),
 )
 async def create_chat_batch(body: ChatBatchRequest, request: Request) -> Response:
-    """Answer several conversations: choice i is the answer to the i-th one."""
+    """Create a chat completion for each of several conversations: choice i answers the i-th."""
     service: Service = request.app.state.service
     model = service.admit(body.model)
     _check(service, body)

@@ -40,7 +40,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
     responses=ANSWERS,
 )
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
-    """Go on from a prompt, or from each of several."""
+    """Complete one or more prompts."""
     service: Service = request.app.state.service
     model = service.admit(body.model)
     request_id = "cmpl-" + (body.request_id or request.state.request_id)

@@ -33,7 +33,7 @@ class InputFormat(Body):
     """As chat completions have it. Responses have the grammar's fields in the format itself."""
 
     type: Literal["text", "grammar"]
-    grammar: InputGrammar | None = Field(None, description="For type grammar.")
+    grammar: InputGrammar | None = Field(None, description="Required for type grammar.")
 
 
 def custom_tool(name: str, description: str | None, grammar: InputGrammar | None) -> Tool:

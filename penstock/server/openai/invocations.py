@@ -45,7 +45,7 @@ class Invocation(RootModel[Any]):
     responses=ANSWERS,
 )
 async def invoke(body: Invocation, request: Request) -> Response:
-    """Answer a conversation if there are `messages`, or complete a `prompt`."""
+    """Create a chat completion for `messages`, or a completion for a `prompt`."""
     if isinstance(body.root, ChatCompletionRequest):
         return await create_chat_completion(body.root, request)
     return await create_completion(body.root, request)

@@ -13,14 +13,14 @@ router = APIRouter(tags=["OpenAI"])
 
 @router.get("/v1/models", responses=describe_errors(401))
 async def list_models(request: Request) -> ModelList:
-    """The names that the model is served under."""
+    """List the names under which the model is served."""
     service: Service = request.app.state.service
     return ModelList(data=[_card(service, name) for name in service.model_names])
 
 
 @router.get("/v1/models/{model_id:path}", responses=describe_errors(401, 404))
 async def get_model(model_id: str, request: Request) -> ModelCard:
-    """One of the names."""
+    """Describe a served model."""
     service: Service = request.app.state.service
     return _card(service, service.check_model(model_id))
 

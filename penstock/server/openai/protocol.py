@@ -39,9 +39,9 @@ RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="End with a chunk that holds the usage.")
+    include_usage: bool | None = Field(None, description="Send the usage in a last chunk.")
     continuous_usage_stats: bool | None = Field(
-        None, description="Put the usage so far into every chunk."
+        None, description="Send the usage so far in every chunk."
     )
 
 
@@ -49,17 +49,18 @@ class JsonSchemaFormat(Body):
     name: Text | None = None
     description: Text | None = None
     schema_: dict[str, Any] | bool | None = Field(
-        None, alias="schema", description="A JSON schema; any JSON without one."
+        None, alias="schema", description="JSON schema. Any JSON if left out."
     )
     strict: bool | None = Field(
-        None, description="Refuse a schema that uses what cannot be enforced; else that is ignored."
+        None,
+        description="Reject keywords that cannot be enforced. Off: ignore them.",
     )
 
 
 class ResponseFormat(Body):
     model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: JsonSchemaFormat | None = Field(None, description="For type json_schema.")
+    json_schema: JsonSchemaFormat | None = Field(None, description="Required for type json_schema.")
 
 
 class StructuredOutputs(Body):
@@ -69,58 +70,70 @@ class StructuredOutputs(Body):
     json_: dict[str, Any] | Text | bool | None = Field(
         None, alias="json", description="A JSON schema."
     )
-    regex: Text | None = Field(None, description="A regular expression of all of the output.")
-    choice: Items[Text] | None = Field(None, description="The output is one of these.")
-    grammar: Text | None = Field(None, description="A grammar in Lark's or an EBNF notation.")
+    regex: Text | None = Field(
+        None, description="Regular expression that the whole output matches."
+    )
+    choice: Items[Text] | None = Field(None, description="The output is one of these strings.")
+    grammar: Text | None = Field(None, description="Grammar in Lark or EBNF syntax.")
     json_object: bool | None = Field(None, description="Any JSON object.")
-    structural_tag: dict[str, Any] | Text | None = Field(None, description="Tags within text.")
-    disable_any_whitespace: bool | None = Field(None, description="JSON without white space.")
+    structural_tag: dict[str, Any] | Text | None = Field(
+        None, description="Structural tags within free text."
+    )
+    disable_any_whitespace: bool | None = Field(
+        None, description="Generate JSON without whitespace."
+    )
     disable_additional_properties: bool | None = Field(
         None,
-        description="On by default: JSON objects have only properties that their schema names.",
+        description="On by default: JSON objects have only the properties in their schema.",
     )
     whitespace_pattern: Text | None = Field(
-        None, description="A regular expression of white space between parts of JSON."
+        None, description="Regular expression for whitespace between JSON tokens."
     )
 
 
 class CompletionBody(RequestBody):
     """What completions and chat completions have in common."""
 
-    model: Text | None = Field(None, description="A name from /v1/models; the first by default.")
-    n: int | None = Field(None, description="How many completions.")
+    model: Text | None = Field(None, description="Model name from /v1/models. Default: the first.")
+    n: int | None = Field(None, description="Number of completions per prompt.")
     stream_options: StreamOptions | None = None
-    prompt_logprobs: int | None = Field(None, description="As logprobs, for the prompt's tokens.")
+    prompt_logprobs: int | None = Field(None, description="Like logprobs, for the prompt tokens.")
     logprob_token_ids: Items[int] | None = Field(
-        None, description="Report these tokens, at most 128, in place of the most likely ones."
+        None,
+        description="Return these tokens (at most 128) instead of the most likely ones.",
     )
     truncate_prompt_tokens: int | None = Field(
-        None, description="Keep so many tokens of the prompt; -1: as many as the model takes."
+        None, description="Truncate the prompt to this many tokens. -1: to what fits."
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Where tokens are cut off; left by default."
+        None, description="Side to truncate. Default: left."
     )
-    request_id: RequestId | None = Field(None, description="Part of the answer's id.")
-    return_token_ids: bool | None = Field(None, description="Token ids of prompt and answer, too.")
+    request_id: RequestId | None = Field(None, description="Becomes part of the response ID.")
+    return_token_ids: bool | None = Field(
+        None, description="Also return the token IDs of prompt and output."
+    )
     return_tokens_as_token_ids: bool | None = Field(
-        None, description="Write tokens in logprobs as token_id:ID."
+        None, description="Show tokens in logprobs as token_id:ID."
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     use_beam_search: bool | None = Field(None, description="Not supported.")
-    best_of: int | None = Field(None, description="Not supported above n.")
+    best_of: int | None = Field(None, description="Only the value of n is supported.")
 
 
 class CompletionRequest(CompletionBody):
     model_config = ConfigDict(extra="allow")
     prompt: Prompt | Items[Text] | Items[Items[TokenId]] = Field(
-        description="A text, several, or the same as token ids."
+        description="A string, token IDs, or a list of either."
     )
     max_tokens: int | None = Field(
-        None, description="16 by default. 0 with echo: the prompt alone."
+        None,
+        description="Maximum tokens to generate. Default: 16. 0 with echo: return the prompt only.",
     )
-    echo: bool | None = Field(None, description="Begin with the prompt.")
-    logprobs: int | None = Field(None, description="How many most likely tokens to report.")
+    echo: bool | None = Field(None, description="Prepend the prompt to the text.")
+    logprobs: int | None = Field(
+        None, description="Number of most likely tokens to return per position."
+    )
     add_special_tokens: bool | None = Field(None, description="On by default.")
     suffix: Text | None = Field(None, description="Not supported.")
 
@@ -135,15 +148,15 @@ class ChatMessage(Body):
     model_config = ConfigDict(extra="allow")
     role: Annotated[Text, Field(min_length=1)]
     content: Text | Items[ContentPart] | None = None
-    reasoning: Text | None = Field(None, description="What the assistant thought; for templates.")
-    reasoning_content: Text | None = Field(None, description="Another name of reasoning.")
+    reasoning: Text | None = Field(
+        None, description="Reasoning of an assistant message, for templates."
+    )
+    reasoning_content: Text | None = Field(None, description="Alias of reasoning.")
     tool_calls: Items[MessageToolCall] | None = Field(
-        None, description="Of an assistant's message."
+        None, description="Calls of an assistant message."
     )
-    tool_call_id: Text | None = Field(None, description="Of a tool's: the call that it answers.")
-    function_call: CalledFunction | None = Field(
-        None, description="An assistant's call as it was before tool_calls."
-    )
+    tool_call_id: Text | None = Field(None, description="Call that a tool message answers.")
+    function_call: CalledFunction | None = Field(None, description="Deprecated form of tool_calls.")
 
 
 class ChatTemplateBody(Body):
@@ -151,21 +164,22 @@ class ChatTemplateBody(Body):
 
     add_generation_prompt: bool | None = Field(None, description="On by default.")
     continue_final_message: bool | None = Field(
-        None, description="Go on with the last message; needs add_generation_prompt off."
+        None, description="Continue the last message. Requires add_generation_prompt=false."
     )
     add_special_tokens: bool | None = Field(None, description="Off by default.")
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="For the model's chat template."
+        None, description="Extra variables for the chat template."
     )
     documents: Items[dict[str, Any]] | None = None
     chat_template: Text | None = Field(
-        None, description="A Jinja template, where the server trusts requests with that."
+        None, description="Jinja template. Requires --trust-request-chat-template."
     )
     tools: Tools[ToolDefinition] | None = Field(
         None, description="Functions and custom tools that the model may call."
     )
     reasoning_effort: Effort | None = Field(
-        None, description="For the chat template; none: do not think, where it can be told."
+        None,
+        description="For the chat template. none disables thinking if the template supports that.",
     )
 
 
@@ -176,23 +190,30 @@ class ChatFields(CompletionBody, ChatTemplateBody):
     """How a conversation is answered, whichever it is."""
 
     model_config = ConfigDict(extra="allow")
-    max_tokens: int | None = Field(None, description="By default, as many as fit.")
-    max_completion_tokens: int | None = Field(None, description="The same; this one counts.")
+    max_tokens: int | None = Field(
+        None, description="Maximum tokens to generate. Default: as many as fit."
+    )
+    max_completion_tokens: int | None = Field(
+        None, description="Same as max_tokens; takes precedence."
+    )
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description="How many most likely tokens to report.")
-    echo: bool | None = Field(None, description="Begin with the last message if it is continued.")
+    top_logprobs: int | None = Field(
+        None, description="Number of most likely tokens to return per position."
+    )
+    echo: bool | None = Field(None, description="Prepend the last message if it is continued.")
     tool_choice: ToolChoiceParam | None = Field(
-        None, description="auto by default: the model decides. required and a function: enforced."
+        None,
+        description="Default: auto, the model decides. required and a named tool are enforced.",
     )
     parallel_tool_calls: bool | None = Field(None, description="Off: at most one call.")
-    include_reasoning: bool | None = Field(None, description="Off: leave the reasoning out.")
+    include_reasoning: bool | None = Field(None, description="Off: do not return the reasoning.")
     functions: Tools[FunctionDefinition] | None = Field(
-        None, description="The older form of tools; calls then come as function_call."
+        None, description="Deprecated form of tools. Calls are returned as function_call."
     )
     function_call: Literal["none", "auto"] | ToolReference | None = Field(
-        None, description="The older form of tool_choice."
+        None, description="Deprecated form of tool_choice."
     )
-    modalities: Items[Text] | None = Field(None, description="Only text.")
+    modalities: Items[Text] | None = Field(None, description="Only text is supported.")
     audio: dict[str, Any] | None = Field(None, description="Not supported.")
 
 
@@ -202,16 +223,16 @@ class ChatCompletionRequest(ChatFields):
 
 class ChatBatchRequest(ChatFields):
     messages: Annotated[Items[Messages], Field(min_length=1)] = Field(
-        description="Conversations, each of which gets a choice of its own."
+        description="Conversations. Each gets one choice."
     )
 
 
 class TokenizeRequest(ChatTemplateBody):
     model: Text | None = None
-    prompt: Text | None = Field(None, description="A text; or give messages.")
+    prompt: Text | None = Field(None, description="A string. Give either prompt or messages.")
     messages: Items[ChatMessage] | None = None
     return_token_strs: bool | None = Field(
-        None, description="The tokens as the vocabulary spells them, too."
+        None, description="Also return the tokens as spelled in the vocabulary."
     )
 
 

@@ -18,7 +18,7 @@ from penstock.server.schema.base import Reply
 
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The answer; with stream, chunks of it as server-sent events.",
+        "description": "The answer. With stream, chunks as server-sent events.",
         "content": {"text/event-stream": {}},
     }
 }

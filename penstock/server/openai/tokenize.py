@@ -32,7 +32,7 @@ info_router = APIRouter(tags=["Tokenizer"])  # where the operator leaves it open
     "/tokenize", response_model=TokenizeReply, responses=describe_errors(400, 401, 404, 413)
 )
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """The token ids of a prompt, or of a conversation as the model would see it."""
+    """Tokenize a prompt, or a conversation as rendered by the chat template."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     # Written here, in the thread: millions of tokens would hold up whoever else asks for something.
@@ -44,7 +44,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     "/tokenizer_info", response_model=dict[str, Any], responses=describe_errors(400, 401)
 )
 async def tokenizer_info(request: Request) -> Response:
-    """The tokenizer's configuration, its special tokens and the chat template."""
+    """Show the tokenizer's configuration, special tokens and chat template."""
     service: Service = request.app.state.service
     tokenizer = _tokenizer(service.frontend)
     info: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -61,7 +61,7 @@ async def tokenizer_info(request: Request) -> Response:
 
 @router.post("/detokenize", responses=describe_errors(400, 401, 404, 413))
 async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeReply:
-    """The text of token ids."""
+    """Convert token IDs to text."""
     service: Service = request.app.state.service
     service.check_model(body.model)
     return await service.in_thread(_detokenize, service.frontend, body)

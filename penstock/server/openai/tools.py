@@ -27,9 +27,11 @@ class FunctionDefinition(Body):
     name: ToolName
     description: Text | None = None
     parameters: dict[str, Any] | None = Field(
-        None, description="A JSON schema of the arguments; none without one."
+        None, description="JSON schema of the arguments. No arguments if left out."
     )
-    strict: bool | None = Field(None, description="Accepted: calls that are enforced always are.")
+    strict: bool | None = Field(
+        None, description="Accepted without effect: enforced calls always match their schema."
+    )
 
 
 class FunctionToolDefinition(Body):
@@ -40,7 +42,7 @@ class FunctionToolDefinition(Body):
 class CustomDefinition(Body):
     name: ToolName
     description: Text | None = None
-    format: InputFormat | None = Field(None, description="What its input matches; any text.")
+    format: InputFormat | None = Field(None, description="Format of the input. Default: free text.")
 
 
 class CustomToolDefinition(Body):
@@ -64,7 +66,7 @@ class NamedCustomChoice(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"]
-    tools: Tools[dict[str, Any]] = Field(description="As in tools; a name is enough.")
+    tools: Tools[dict[str, Any]] = Field(description="Subset of tools; a name is enough.")
 
 
 class AllowedToolsChoice(Body):

@@ -17,15 +17,15 @@ class Version(BaseModel):
 
 
 class ServerLoad(BaseModel):
-    server_load: int = Field(description="Requests that the server has not finished.")
+    server_load: int = Field(description="Number of unfinished requests.")
     num_requests_running: int
     num_requests_waiting: int
-    kv_cache_usage: float = Field(description="Share of the KV cache in use, 0 to 1.")
+    kv_cache_usage: float = Field(description="Fraction of the KV cache in use, 0 to 1.")
 
 
 @router.get("/health", response_class=Response, responses=describe_errors(503))
 async def health(request: Request) -> Response:
-    """200 while requests can be run, else 503."""
+    """Health check: 200 while the engine can run requests, else 503."""
     service: Service = request.app.state.service
     service.check_health()
     return Response()
@@ -33,7 +33,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", response_class=Response, responses=describe_errors(429, 503))
 async def ready(request: Request) -> Response:
-    """200 while a new request would be run now or queued; 429 if the queue is full, else 503."""
+    """Readiness check: 200 if a request would be accepted, 429 if the queue is full, else 503."""
     service: Service = request.app.state.service
     service.check_health()
     service.check_capacity()
@@ -43,13 +43,13 @@ async def ready(request: Request) -> Response:
 @router.get("/ping", response_class=Response, responses=describe_errors(503))
 @router.post("/ping", response_class=Response, responses=describe_errors(503))
 async def ping(request: Request) -> Response:
-    """The same as /health."""
+    """Same as /health."""
     return await health(request)
 
 
 @router.post("/reset_prefix_cache", response_class=Response, responses=describe_errors(401, 503))
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget the prompts that are cached: requests that come later compute theirs anew."""
+    """Clear the prefix cache. Later requests compute their prompts again."""
     service: Service = request.app.state.service
     service.check_health()
     await service.client.call("reset_prefix_cache")
@@ -58,13 +58,13 @@ async def reset_prefix_cache(request: Request) -> Response:
 
 @router.get("/version", responses=describe_errors(401))
 async def version() -> Version:
-    """The version of Penstock."""
+    """Show the version of Penstock."""
     return Version(version=penstock.__version__)
 
 
 @router.get("/load", responses=describe_errors(401))
 async def load(request: Request) -> ServerLoad:
-    """How busy the server is, a tenth of a second ago at most."""
+    """Show the current load, at most a tenth of a second old."""
     service: Service = request.app.state.service
     stats = service.client.stats
     return ServerLoad(

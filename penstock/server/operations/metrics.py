@@ -35,7 +35,7 @@ COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=describe_errors(401))
 async def metrics(request: Request) -> PlainTextResponse:
-    """The server's metrics for Prometheus; docs/metrics.md lists them."""
+    """Metrics in Prometheus format, listed in docs/metrics.md."""
     observer: MetricsObserver = request.app.state.metrics
     service: Service = request.app.state.service
     if not service.client.is_healthy:

@@ -98,12 +98,12 @@ class Conversations:
 
 
 class CreateConversation(Body):
-    items: Items[InputItem] | None = Field(None, description="What has been said already.")
+    items: Items[InputItem] | None = Field(None, description="Initial items.")
     metadata: Metadata | None = None
 
 
 class UpdateConversation(Body):
-    metadata: Metadata = Field(description="In place of what there is.")
+    metadata: Metadata = Field(description="Replaces the metadata.")
 
 
 class CreateItems(Body):
@@ -137,7 +137,7 @@ def _reply(conversation: StoredConversation) -> ConversationReply:
 
 @router.post("/v1/conversations", responses=ERRORS)
 async def create_conversation(body: CreateConversation, request: Request) -> ConversationReply:
-    """Begin a conversation, with items or without."""
+    """Create a conversation."""
     conversations = _conversations(request)
     service: Service = request.app.state.service
     items = await service.in_thread_if_large(_new_items, body.items or [], ())
@@ -146,7 +146,7 @@ async def create_conversation(body: CreateConversation, request: Request) -> Con
 
 @router.get("/v1/conversations/{conversation_id}", responses=ERRORS)
 async def retrieve_conversation(conversation_id: str, request: Request) -> ConversationReply:
-    """A conversation without its items."""
+    """Retrieve a conversation, without its items."""
     return _reply(await _conversations(request).find(current_tenant.get(), conversation_id))
 
 
@@ -154,7 +154,7 @@ async def retrieve_conversation(conversation_id: str, request: Request) -> Conve
 async def update_conversation(
     conversation_id: str, body: UpdateConversation, request: Request
 ) -> ConversationReply:
-    """Change a conversation's metadata."""
+    """Replace a conversation's metadata."""
     changed = await _conversations(request).change(
         current_tenant.get(),
         conversation_id,
@@ -165,14 +165,14 @@ async def update_conversation(
 
 @router.delete("/v1/conversations/{conversation_id}", responses=ERRORS)
 async def delete_conversation(conversation_id: str, request: Request) -> DeletedConversation:
-    """Forget a conversation and its items; responses in it stay."""
+    """Delete a conversation and its items. Its responses are kept."""
     await _conversations(request).delete(current_tenant.get(), conversation_id)
     return DeletedConversation(id=conversation_id, object="conversation.deleted", deleted=True)
 
 
 @router.post("/v1/conversations/{conversation_id}/items", response_model=ItemList, responses=ERRORS)
 async def create_items(conversation_id: str, body: CreateItems, request: Request) -> Response:
-    """Add items at a conversation's end; these items."""
+    """Append items to a conversation. Returns these items."""
     owner, conversations = current_tenant.get(), _conversations(request)
     found = await conversations.find(owner, conversation_id)
     service: Service = request.app.state.service
@@ -187,7 +187,7 @@ async def list_items(
     request: Request,
     page: Annotated[Page, Depends()],
 ) -> Response:
-    """The items of a conversation, the newest first."""
+    """List the items of a conversation, newest first by default."""
     found = await _conversations(request).find(current_tenant.get(), conversation_id)
     return json_response(found.items.page(page))
 
@@ -198,7 +198,7 @@ async def list_items(
     responses=ERRORS,
 )
 async def retrieve_item(conversation_id: str, item_id: str, request: Request) -> Response:
-    """One item."""
+    """Retrieve an item."""
     found = await _conversations(request).find(current_tenant.get(), conversation_id)
     item = found.items.find(item_id)
     if item is None:
@@ -208,7 +208,7 @@ async def retrieve_item(conversation_id: str, item_id: str, request: Request) ->
 
 @router.delete("/v1/conversations/{conversation_id}/items/{item_id}", responses=ERRORS)
 async def delete_item(conversation_id: str, item_id: str, request: Request) -> ConversationReply:
-    """Take an item out of a conversation; the conversation."""
+    """Delete an item. Returns the conversation."""
 
     def take_out(found: StoredConversation) -> StoredConversation:
         if item_id not in found.items.ids:

@@ -108,7 +108,7 @@ class ReasoningItem(ItemBody):
     type: Literal["reasoning"]
     summary: Items[SummaryPart] | None = None
     content: Items[ReasoningPart] | None = None
-    encrypted_content: Text | None = Field(None, description="Accepted, and of no effect.")
+    encrypted_content: Text | None = Field(None, description="Accepted without effect.")
 
 
 class McpCallItem(Body):
@@ -177,24 +177,28 @@ class McpTool(Body):
     """The tools of a tool server that this server was started with."""
 
     type: Literal["mcp"]
-    server_label: Text = Field(description="The server's name, if server_url is not given.")
-    server_url: Text | None = Field(None, description="One of --tool-server.")
+    server_label: Text = Field(description="Name of the tool server, unless server_url is given.")
+    server_url: Text | None = Field(None, description="URL of one of the --tool-server.")
     server_description: Text | None = None
     allowed_tools: Items[Text] | AllowedMcpTools | None = Field(None, description="All by default.")
-    require_approval: Literal["never"] | None = Field(None, description="Calls are never held up.")
+    require_approval: Literal["never"] | None = Field(
+        None, description="Calls never wait for approval."
+    )
 
 
 class CustomFormat(Body):
     type: Literal["text", "grammar"]
-    definition: Text | None = Field(None, description="For type grammar.")
-    syntax: Literal["lark", "regex"] | None = Field(None, description="For type grammar.")
+    definition: Text | None = Field(None, description="Required for type grammar.")
+    syntax: Literal["lark", "regex"] | None = Field(None, description="Required for type grammar.")
 
 
 class CustomTool(Body):
     type: Literal["custom"]
     name: ToolName
     description: Text | None = None
-    format: CustomFormat | None = Field(None, description="What its input matches; any text.")
+    format: CustomFormat | None = Field(
+        None, description="Format of the input. Default: free text."
+    )
 
 
 BuiltInType = Literal[
@@ -204,7 +208,7 @@ BuiltInType = Literal[
 
 
 class BuiltInTool(Body):
-    type: BuiltInType = Field(description="Where a tool server has a tool of that name.")
+    type: BuiltInType = Field(description="Requires a tool server with a tool of this name.")
 
 
 def _kind_of_tool(value: Any) -> str | None:
@@ -235,13 +239,13 @@ class FunctionChoice(Body):
 class McpChoice(Body):
     type: Literal["mcp"]
     server_label: Text
-    name: Text | None = Field(None, description="Needed: calls are enforced by name.")
+    name: Text | None = Field(None, description="Required: calls are enforced by name.")
 
 
 class AllowedChoice(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Items[dict[str, Any]] = Field(description="As in tools; a name is enough.")
+    tools: Items[dict[str, Any]] = Field(description="Subset of tools; a name is enough.")
 
 
 ToolChoiceParam = Literal["none", "auto", "required"] | FunctionChoice | McpChoice | AllowedChoice
@@ -256,14 +260,16 @@ class TextFormat(JsonSchemaFormat):
 class TextParam(Body):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(
-        None, description="Accepted, and of no effect."
+        None, description="Accepted without effect."
     )
 
 
 class ReasoningParam(Body):
-    effort: Effort | None = Field(None, description="For the chat template; none: do not think.")
+    effort: Effort | None = Field(
+        None, description="For the chat template. none disables thinking."
+    )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="Accepted: the reasoning comes as it is, never as a summary."
+        None, description="Accepted without effect: reasoning is returned in full."
     )
 
 
@@ -276,41 +282,49 @@ class ConversationParam(Body):
 
 
 class ResponseRequest(RequestBody):
-    model: Text | None = Field(None, description="A name from /v1/models; the first by default.")
-    input: Input | None = Field(None, description="A text, or items of a conversation.")
+    model: Text | None = Field(None, description="Model name from /v1/models. Default: the first.")
+    input: Input | None = Field(None, description="A string, or conversation items.")
     instructions: Text | None = Field(
-        None, description="A system message before everything; of this response alone."
+        None, description="System message at the start, for this response only."
     )
-    previous_response_id: Text | None = Field(None, description="Go on after this stored response.")
+    previous_response_id: Text | None = Field(None, description="Continue this stored response.")
     max_output_tokens: int | None = Field(
-        None, description="Reasoning and calls included. By default, as many as fit."
+        None,
+        description="Maximum tokens, with reasoning and calls. Default: as many as fit.",
     )
     max_tool_calls: int | None = Field(
-        None, ge=0, description="Most calls to tool servers; by default --max-tool-rounds decides."
+        None,
+        ge=0,
+        description="Maximum calls to tool servers. Default: limited by --max-tool-rounds.",
     )
-    top_logprobs: int | None = Field(None, description="How many most likely tokens to report.")
+    top_logprobs: int | None = Field(
+        None, description="Number of most likely tokens to return per position."
+    )
     include: Items[Text] | None = Field(
-        None, description="message.output_text.logprobs; others are of no effect."
+        None, description="message.output_text.logprobs; other values have no effect."
     )
     metadata: Entries[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
     store: bool | None = Field(None, description="On by default.")
-    background: bool | None = Field(None, description="Answer at once, and go on; needs store.")
+    background: bool | None = Field(
+        None, description="Return immediately and run in the background. Requires store."
+    )
     tools: Tools[ToolParam] | None = None
     tool_choice: ToolChoiceParam | None = Field(
-        None, description="auto by default: the model decides. required and a function: enforced."
+        None,
+        description="Default: auto, the model decides. required and a named tool are enforced.",
     )
-    parallel_tool_calls: bool | None = Field(None, description="Off: at most one call at a time.")
+    parallel_tool_calls: bool | None = Field(None, description="Off: at most one call per turn.")
     text: TextParam | None = None
     reasoning: ReasoningParam | None = None
     truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: leave out the oldest messages where all do not fit."
+        None, description="auto: drop the oldest messages if they do not fit."
     )
     user: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="For the model's chat template."
+        None, description="Extra variables for the chat template."
     )
     conversation: Text | ConversationParam | None = Field(
-        None, description="A conversation, by its id: it is continued, and added to."
+        None, description="ID of a conversation to continue and append to."
     )
     prompt: dict[str, Any] | None = Field(None, description="Not supported.")
 

@@ -59,7 +59,7 @@ class ResponsesFrame(StreamFrame):
     responses=ANSWERS,
 )
 async def create_response(body: ResponseRequest, request: Request) -> Response:
-    """Answer a conversation, calling the tools of tool servers on the way."""
+    """Create a response. Calls to tool servers are made on the way."""
     service, runner = _service_and_runner(request)
     model = service.admit(body.model)
     request_id = request.state.request_id
@@ -80,7 +80,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
     responses=describe_errors(400, 401, 404, 413, 500, 503),
 )
 async def count_input_tokens(body: ResponseRequest, request: Request) -> Response:
-    """How many tokens the model would read for a request to /v1/responses."""
+    """Count the input tokens of a request to /v1/responses."""
     service, runner = _service_and_runner(request)
     service.check_model(body.model)
     count = await unless_gone(request, runner.count(current_tenant.get(), body))
@@ -95,7 +95,7 @@ async def count_input_tokens(body: ResponseRequest, request: Request) -> Respons
 async def retrieve_response(
     response_id: str, request: Request, stream: bool | None = None
 ) -> Response:
-    """A stored response."""
+    """Retrieve a stored response."""
     if stream:
         raise InputError("a stored response is not streamed: leave stream out", "stream")
     _, runner = _service_and_runner(request)
@@ -109,7 +109,7 @@ async def retrieve_response(
     responses=describe_errors(*COMMON_ERRORS),
 )
 async def cancel_response(response_id: str, request: Request) -> Response:
-    """End a response that runs in the background. One that has ended stays as it is."""
+    """Cancel a response that runs in the background. One that has ended is returned unchanged."""
     _, runner = _service_and_runner(request)
     owner = current_tenant.get()
     await runner.stop(owner, response_id)
@@ -122,7 +122,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 
 @router.delete("/v1/responses/{response_id}", responses=describe_errors(*COMMON_ERRORS))
 async def delete_response(response_id: str, request: Request) -> DeletedReply:
-    """Forget a response; one that runs in the background is cancelled."""
+    """Delete a response. One that runs in the background is cancelled."""
     _, runner = _service_and_runner(request)
     owner = current_tenant.get()
     await runner.stop(owner, response_id)
@@ -141,7 +141,7 @@ async def list_input_items(
     request: Request,
     page: Annotated[Page, Depends()],
 ) -> Response:
-    """The items of the conversation that a response answers, the newest first."""
+    """List the input items of a response, newest first by default."""
     _, runner = _service_and_runner(request)
     stored = await runner.response(current_tenant.get(), response_id)
     return json_response(stored.input.page(page))

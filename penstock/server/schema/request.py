@@ -63,11 +63,15 @@ else:
 class RequestBody(SamplingBody):
     """What every API takes that generates."""
 
-    stream: bool | None = Field(None, description="Send server-sent events as tokens come.")
-    priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
-    cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
+    stream: bool | None = Field(None, description="Stream the answer as server-sent events.")
+    priority: int | None = Field(
+        None, description="Lower runs first. Requires --scheduling-policy priority."
+    )
+    cache_salt: Text | None = Field(
+        None, description="Share cached prefixes only with requests of the same salt."
+    )
     timeout: Seconds | None = Field(
-        None, description="Most seconds that the request may take; of a response, each round."
+        None, description="Maximum seconds for the request; in responses, for each round."
     )
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
