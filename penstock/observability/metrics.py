@@ -194,6 +194,12 @@ class Metrics:
         self._model_name = model_name
         self._registry = CollectorRegistry()
         self._instruments = {item.name: self._make(item) for item in DECLARED}
+        # Those without labels of their own, which are shown from the start and asked for often.
+        self._plain = {
+            item.name: self._instruments[item.name].labels(model_name=model_name)
+            for item in DECLARED
+            if not item.labels
+        }
 
     def gauge(self, name: str, **labels: str) -> Gauge:
         return self._find(Gauge, name, labels)
@@ -223,6 +229,6 @@ class Metrics:
         return Histogram(name, item.help, labels, registry=self._registry, buckets=item.buckets)
 
     def _find(self, kind: type[Instrument], name: str, labels: dict[str, str]) -> Instrument:
-        instrument = self._instruments[name]
+        instrument = self._instruments[name] if labels else self._plain[name]
         assert isinstance(instrument, kind), f"{name} is not a {kind.__name__}"
-        return instrument.labels(model_name=self._model_name, **labels)
+        return instrument.labels(model_name=self._model_name, **labels) if labels else instrument

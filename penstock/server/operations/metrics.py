@@ -58,7 +58,7 @@ def observe(service: Service) -> MetricsObserver:
 
 
 class MetricsObserver(Observer):
-    """Turns what happens to requests into metrics. Every instrument is looked up once, here."""
+    """Turns what happens to requests into metrics."""
 
     def __init__(self, config: EngineConfig, model_name: str) -> None:
         self.metrics = Metrics(model_name)
@@ -67,36 +67,8 @@ class MetricsObserver(Observer):
         # Tokens that are not counted yet, since a counter takes longer than all else of a token.
         self._num_tokens = 0
         self._gaps = Counter[float]()  # seconds between tokens: those of one step are equal
-        gauge, counter = self.metrics.gauge, self.metrics.counter
-        histogram = self.metrics.histogram
-        self._running = gauge("num_requests_running")
-        self._waiting = gauge("num_requests_waiting")
-        self._kv_usage = gauge("kv_cache_usage_perc")
-        self._stored = gauge("stored_responses")
-        self._stored_bytes = gauge("stored_response_bytes")
-        self._prefix_queries = counter("prefix_cache_queries")
-        self._prefix_hits = counter("prefix_cache_hits")
-        self._preemptions = counter("num_preemptions")
-        self._step_tokens = histogram("iteration_tokens_total")
-        self._prompt_tokens = counter("prompt_tokens")
-        self._generation_tokens = counter("generation_tokens")
-        self._request_prompt_tokens = histogram("request_prompt_tokens")
-        self._request_generation_tokens = histogram("request_generation_tokens")
-        self._first_token = histogram("time_to_first_token_seconds")
-        self._inter_token = histogram("inter_token_latency_seconds")
-        self._per_token = histogram("request_time_per_output_token_seconds")
-        self._latency = histogram("e2e_request_latency_seconds")
-        self._queue_time = histogram("request_queue_time_seconds")
-        self._prefill_time = histogram("request_prefill_time_seconds")
-        self._decode_time = histogram("request_decode_time_seconds")
-        self._inference_time = histogram("request_inference_time_seconds")
-        self._n = histogram("request_params_n")
-        self._max_tokens = histogram("request_params_max_tokens")
-        self._restarts = counter("engine_restarts")
-        self._replays = counter("requests_replayed")
-        self._quarantines = counter("requests_quarantined")
         self._ended = {
-            reason: counter("request_success", finished_reason=reason.value)
+            reason: self.metrics.counter("request_success", finished_reason=reason.value)
             for reason in FinishReason
         }
 
@@ -112,20 +84,20 @@ class MetricsObserver(Observer):
         ).set(1)
 
     def on_restart(self) -> None:
-        self._restarts.inc()
+        self.metrics.counter("engine_restarts").inc()
 
     def on_replay(self, record: RequestRecord) -> None:
-        self._replays.inc()
+        self.metrics.counter("requests_replayed").inc()
 
     def on_quarantine(self, num_requests: int) -> None:
-        self._quarantines.inc(num_requests)
+        self.metrics.counter("requests_quarantined").inc(num_requests)
 
     def on_submit(self, record: RequestRecord) -> None:
         if is_first_child(record.request):
             if record.request.pools:
                 return
-            self._n.observe(record.request.sampling.n)
-            self._max_tokens.observe(record.request.max_tokens)
+            self.metrics.histogram("request_params_n").observe(record.request.sampling.n)
+            self.metrics.histogram("request_params_max_tokens").observe(record.request.max_tokens)
 
     def on_tokens(self, record: RequestRecord, num_tokens: int, previous_at: float | None) -> None:
         assert record.last_token_at is not None
@@ -134,10 +106,12 @@ class MetricsObserver(Observer):
             self._gaps[record.last_token_at - previous_at] += 1
             return
         waited_s = record.last_token_at - record.submitted_at
-        self._prompt_tokens.inc(len(record.request.prompt_token_ids))
-        self._first_token.observe(waited_s)
-        self._prefill_time.observe(record.prefill_s)
-        self._queue_time.observe(max(waited_s - record.prefill_s, 0.0))
+        self.metrics.counter("prompt_tokens").inc(len(record.request.prompt_token_ids))
+        self.metrics.histogram("time_to_first_token_seconds").observe(waited_s)
+        self.metrics.histogram("request_prefill_time_seconds").observe(record.prefill_s)
+        self.metrics.histogram("request_queue_time_seconds").observe(
+            max(waited_s - record.prefill_s, 0.0)
+        )
 
     def on_finish(self, record: RequestRecord) -> None:
         assert record.finish_reason is not None
@@ -149,15 +123,23 @@ class MetricsObserver(Observer):
             self._count_pooled(record, record.finished_at - record.submitted_at)
             return
         num_tokens = len(record.token_ids)
-        self._request_prompt_tokens.observe(len(record.request.prompt_token_ids))
-        self._request_generation_tokens.observe(num_tokens)
-        self._latency.observe(record.finished_at - record.submitted_at)
+        self.metrics.histogram("request_prompt_tokens").observe(
+            len(record.request.prompt_token_ids)
+        )
+        self.metrics.histogram("request_generation_tokens").observe(num_tokens)
+        self.metrics.histogram("e2e_request_latency_seconds").observe(
+            record.finished_at - record.submitted_at
+        )
         if record.first_token_at is not None and record.last_token_at is not None:
             decode_s = record.last_token_at - record.first_token_at
-            self._decode_time.observe(decode_s)
-            self._inference_time.observe(record.prefill_s + decode_s)
+            self.metrics.histogram("request_decode_time_seconds").observe(decode_s)
+            self.metrics.histogram("request_inference_time_seconds").observe(
+                record.prefill_s + decode_s
+            )
             if num_tokens > 1:
-                self._per_token.observe(decode_s / (num_tokens - 1))
+                self.metrics.histogram("request_time_per_output_token_seconds").observe(
+                    decode_s / (num_tokens - 1)
+                )
 
     def _count_pooled(self, record: RequestRecord, latency_s: float) -> None:
         """A request that ends with a vector has no tokens of its own."""
@@ -173,26 +155,28 @@ class MetricsObserver(Observer):
         now, before, self._stats = stats.scheduler, self._stats, stats.scheduler
         self.show(now)
         self.count_tokens()
-        self._preemptions.inc(now.num_preemptions - before.num_preemptions)
-        self._prefix_queries.inc(now.num_prefix_queries - before.num_prefix_queries)
-        self._prefix_hits.inc(now.num_prefix_hits - before.num_prefix_hits)
+        self.metrics.counter("num_preemptions").inc(now.num_preemptions - before.num_preemptions)
+        self.metrics.counter("prefix_cache_queries").inc(
+            now.num_prefix_queries - before.num_prefix_queries
+        )
+        self.metrics.counter("prefix_cache_hits").inc(now.num_prefix_hits - before.num_prefix_hits)
         for num_tokens in stats.step_tokens:
-            self._step_tokens.observe(num_tokens)
+            self.metrics.histogram("iteration_tokens_total").observe(num_tokens)
 
     def count_tokens(self) -> None:
         """Bring the metrics of tokens up to date."""
-        self._generation_tokens.inc(self._num_tokens)
+        self.metrics.counter("generation_tokens").inc(self._num_tokens)
         for gap_s, count in self._gaps.items():
-            self._inter_token.observe_many(gap_s, count)
+            self.metrics.histogram("inter_token_latency_seconds").observe_many(gap_s, count)
         self._num_tokens = 0
         self._gaps.clear()
 
     def show(self, stats: SchedulerStats) -> None:
         """Set the gauges."""
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(stats.kv_cache_usage)
+        self.metrics.gauge("num_requests_running").set(stats.num_running)
+        self.metrics.gauge("num_requests_waiting").set(stats.num_waiting)
+        self.metrics.gauge("kv_cache_usage_perc").set(stats.kv_cache_usage)
 
     def show_stored(self, num_entries: int, num_bytes: int) -> None:
-        self._stored.set(num_entries)
-        self._stored_bytes.set(num_bytes)
+        self.metrics.gauge("stored_responses").set(num_entries)
+        self.metrics.gauge("stored_response_bytes").set(num_bytes)
