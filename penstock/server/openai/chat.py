@@ -13,7 +13,6 @@ from fastapi import APIRouter, Request, Response
 from penstock.conversation.output import TurnAnswer, TurnStep, TurnUsage
 from penstock.protocol.outputs import Message
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.http.replies import send_answer, unless_gone
 from penstock.server.openai.calls import CallFormat, FunctionCall
 from penstock.server.openai.logprobs import LogprobFormat, chat_usage, prompt_logprobs
 from penstock.server.openai.prompts import prepare_chat
@@ -28,7 +27,7 @@ from penstock.server.openai.protocol import (
     ChatLogprobs,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import ANSWERS, TextChunks, UsageOptions
+from penstock.server.openai.stream import ANSWERS, TextChunks, UsageOptions, complete
 from penstock.server.openai.tools import (
     CustomToolDefinition,
     NamedCustomChoice,
@@ -49,12 +48,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 )
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Create a chat completion."""
-    service: Service = request.app.state.service
-    model = service.admit(body.model)
-    request_id = "chatcmpl-" + (body.request_id or request.state.request_id)
-    turn = await unless_gone(request, service.in_thread(prepare_chat, service, body, request_id))
-    answer = ChatAnswer(service, body, turn, model, request_id)
-    return await send_answer(request, answer, body.stream)
+    return await complete(request, body, "chatcmpl-", prepare_chat, ChatAnswer)
 
 
 class ChatAnswer:

@@ -12,7 +12,6 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.http.replies import send_answer, unless_gone
 from penstock.server.openai.logprobs import (
     LogprobFormat,
     TextOffsets,
@@ -27,7 +26,7 @@ from penstock.server.openai.protocol import (
     CompletionRequest,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import ANSWERS, TextChunks, UsageCounter, UsageOptions
+from penstock.server.openai.stream import ANSWERS, TextChunks, UsageCounter, UsageOptions, complete
 from penstock.server.service import Service
 from penstock.text.frontend import PreparedRequest
 
@@ -41,13 +40,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 )
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Complete one or more prompts."""
-    service: Service = request.app.state.service
-    model = service.admit(body.model)
-    request_id = "cmpl-" + (body.request_id or request.state.request_id)
-    preparing = service.in_thread(prepare_completions, service, body, request_id)
-    prepared = await unless_gone(request, preparing)
-    answer = CompletionAnswer(service, body, prepared, model, request_id)
-    return await send_answer(request, answer, body.stream)
+    return await complete(request, body, "cmpl-", prepare_completions, CompletionAnswer)
 
 
 class CompletionAnswer:

@@ -1,20 +1,23 @@
-"""What streams of both APIs share: how usage is counted and shown, and how they are documented."""
+"""What completions and chat completions share: how they are answered, streamed and counted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from fastapi import Request, Response
 
 from penstock.config import ServerConfig
 from penstock.conversation.output import TurnUsage
 from penstock.protocol.outputs import RequestOutput
 from penstock.server.http.errors import describe_errors
+from penstock.server.http.replies import Answer, send_answer, unless_gone
 from penstock.server.openai.logprobs import usage
-from penstock.server.openai.protocol import StreamOptions, Usage
+from penstock.server.openai.protocol import CompletionBody, StreamOptions, Usage
 from penstock.server.schema.base import Reply
+from penstock.server.service import Service
 
 EVENT_STREAM: dict[int | str, dict[str, Any]] = {
     200: {
@@ -23,6 +26,27 @@ EVENT_STREAM: dict[int | str, dict[str, Any]] = {
     }
 }
 ANSWERS = {**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)}
+
+
+T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=CompletionBody)
+
+
+async def complete(
+    request: Request,
+    body: BodyT,
+    id_prefix: str,
+    prepare: Callable[[Service, BodyT, str], T],
+    make_answer: Callable[[Service, BodyT, T, str, str], Answer],
+) -> Response:
+    """Answer a request: `prepare` makes it ready in a thread, `make_answer` writes what comes."""
+    service: Service = request.app.state.service
+    model = service.admit(body.model)
+    request_id = id_prefix + (body.request_id or request.state.request_id)
+    preparing = service.in_thread(prepare, service, body, request_id)
+    prepared = await unless_gone(request, preparing)
+    answer = make_answer(service, body, prepared, model, request_id)
+    return await send_answer(request, answer, body.stream)
 
 
 class TextChunks:
