@@ -160,7 +160,7 @@ class CompletionAnswer:
         tokenizer = self._service.frontend.tokenizer
         if tokenizer is None:
             return TextOffsets(None)
-        hides = self._prepared[0].children[0].params.skip_special_tokens
+        hides = self._prepared[0].children[0].sampling.skip_special_tokens
         return TextOffsets(tokenizer.detokenizer(output.prompt_token_ids, hides), start)
 
     def _logprobs_of(
