@@ -18,7 +18,7 @@ from waiting import eventually
 
 from penstock import SamplingParams
 from penstock import StructuredOutputsParams as Structured
-from penstock.confined.process import ConfinedProcess, Death
+from penstock.confined.process import ConfinedProcess, ProcessDied
 from penstock.protocol.errors import InputError, RequestFault
 from penstock.structured.backend import Grammar
 from penstock.structured.compiler import MEMORY_LIMIT, Compilation, GrammarCompiler, TryAgain
@@ -161,7 +161,7 @@ def test_a_schema_that_loses_its_process_twice_may_be_sent_again(
         patched.setattr(ConfinedProcess, "ask", lambda process, job: process.kill() or lose())
 
         def lose() -> NoReturn:
-            raise Death(-signal.SIGKILL)
+            raise ProcessDied(-signal.SIGKILL)
 
         with pytest.raises(TryAgain, match="could not be checked"):
             compiled(compiler, regex="a")
