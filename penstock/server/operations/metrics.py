@@ -144,12 +144,14 @@ class MetricsObserver(Observer):
     def _count_pooled(self, record: RequestRecord, latency_s: float) -> None:
         """A request that ends with a vector has no tokens of its own."""
         num_tokens = len(record.request.prompt_token_ids)
-        self._prompt_tokens.inc(num_tokens)
-        self._request_prompt_tokens.observe(num_tokens)
-        self._latency.observe(latency_s)
-        self._prefill_time.observe(record.prefill_s)
-        self._inference_time.observe(record.prefill_s)
-        self._queue_time.observe(max(latency_s - record.prefill_s, 0.0))
+        self.metrics.counter("prompt_tokens").inc(num_tokens)
+        self.metrics.histogram("request_prompt_tokens").observe(num_tokens)
+        self.metrics.histogram("e2e_request_latency_seconds").observe(latency_s)
+        self.metrics.histogram("request_prefill_time_seconds").observe(record.prefill_s)
+        self.metrics.histogram("request_inference_time_seconds").observe(record.prefill_s)
+        self.metrics.histogram("request_queue_time_seconds").observe(
+            max(latency_s - record.prefill_s, 0.0)
+        )
 
     def on_stats(self, stats: EngineStats) -> None:
         now, before, self._stats = stats.scheduler, self._stats, stats.scheduler
