@@ -173,6 +173,12 @@ def test_classes_and_methods_that_are_named_exist(name: str) -> None:
             assert re.search(rf"(def {member}\b|\b{member}\b.*[:=])", sources()), code
 
 
+def test_the_class_that_the_page_on_adding_a_model_shows_is_the_models_own() -> None:
+    page = (ROOT / "docs" / "adding-a-model.md").read_text()
+    (shown,) = re.findall(r"```python\n(class .*?)```", page, re.DOTALL)
+    assert shown in (ROOT / "penstock" / "models" / "olmo2.py").read_text()
+
+
 def test_names_that_the_architecture_gives_with_a_file_are_in_that_file() -> None:
     named = re.findall(r"`([\w.]+)`\s+\(`([\w/]+\.py)`", (ROOT / "ARCHITECTURE.md").read_text())
     assert named
