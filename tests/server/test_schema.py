@@ -65,6 +65,8 @@ EXCLUDED = [
     schemathesis.checks.negative_data_rejection,
 ]
 
+EXAMPLES = [40, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+
 
 @pytest.fixture(scope="module")
 def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
@@ -95,7 +97,7 @@ def pooling_schema(pooling_server: ServerProcess) -> Any:
     return schemathesis.openapi.from_url(f"{pooling_server.base_url}/openapi.json")
 
 
-@pytest.mark.parametrize("num_examples", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", EXAMPLES)
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: value)
 def test_no_request_breaks_the_promises_of_the_schema(
