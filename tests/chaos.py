@@ -253,7 +253,8 @@ class Chaos:
         answer = await self._streams.stream(client, self._bodies[index])
         if dataclasses.asdict(answer) == self._calm[index]:
             return "right"
-        self.audit.complain(f"request {index} got another answer: {answer}"[:2000])
+        differing = differences(dataclasses.asdict(answer), self._calm[index])
+        self.audit.complain(f"request {index} got another answer: {differing[:5]}"[:2000])
         return "wrong"
 
     async def _aborted(self, client: httpx.AsyncClient) -> str:
@@ -318,6 +319,16 @@ class Chaos:
             engine = next(iter(self._server.engine_pids()), 0)
             sizes = resident_bytes(pid), (engine, resident_bytes(engine) if engine else 0)
             self.audit.look(elapsed_s, *sizes, count_fds(pid))
+
+
+def differences(found: Any, expected: Any, path: str = "") -> list[str]:
+    """Where two values differ, and how."""
+    if isinstance(found, dict) and isinstance(expected, dict) and found.keys() == expected.keys():
+        return [d for key in found for d in differences(found[key], expected[key], f"{path}.{key}")]
+    if isinstance(found, list) and isinstance(expected, list) and len(found) == len(expected):
+        pairs = enumerate(zip(found, expected, strict=True))
+        return [d for i, (ours, theirs) in pairs for d in differences(ours, theirs, f"{path}[{i}]")]
+    return [] if found == expected else [f"{path}: {found!r}, not {expected!r}"]
 
 
 def resident_bytes(pid: int) -> int:
