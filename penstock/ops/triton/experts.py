@@ -6,6 +6,8 @@ waits for the device, so graphs can be captured.
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -58,12 +60,11 @@ def place(num_blocks, num_columns, GROUP: tl.constexpr):
 
 @triton.jit
 def store_activated(
-    acc,  # [2 * COLUMNS, ROWS] float32: the gate's, then up's
+    gate, up,  # [ROWS, COLUMNS] float32
     out_ptr, block, first, size, row, is_row,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The block's rows of out [num_blocks * ROWS, size], its columns from `first` on."""
-    gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
     at = first + tl.arange(0, COLUMNS)
     out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
     target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
@@ -87,13 +88,36 @@ def store_weighted(
     tl.store(target, out, mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
+def _accumulate(
+    acc, columns, rows, w_scale_at, x_scale_at, is_weight, is_row,
+    SCALES: tl.constexpr, SWAP: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """acc + one step of columns [COLUMNS, DEPTH] with rows [ROWS, DEPTH].
+
+    SWAP: the weights are the left operand, which suits few rows. SCALES: numbers are e4m3, with
+    scales by "rows", which are applied at the end, or by "blocks" of 128 columns, which are a step.
+    """
+    if SCALES == "blocks":
+        w_scale = tl.load(w_scale_at, mask=is_weight, other=0.0)
+        x_scale = tl.load(x_scale_at, mask=is_row, other=0.0)
+        acc += tl.dot(columns, rows.T) * w_scale[:, None] * x_scale[None, :]
+    elif SCALES == "rows":
+        acc = tl.dot(columns, rows.T, acc, max_num_imprecise_acc=DEPTH)
+    elif SWAP:
+        acc = tl.dot(columns, rows.T, acc, input_precision="ieee")
+    else:
+        acc = tl.dot(rows, columns.T, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_scales"])
 def _gate_up_kernel(
-    x_ptr, weight, bias_ptr, out_ptr, pair_ptr, expert_ptr, rows_ptr,
-    hidden, size, num_blocks,
-    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
-    SWAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
+    x_ptr, weight, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, pair_ptr, expert_ptr, rows_ptr,
+    hidden, size, num_blocks, num_scales, scale_rows, scale_columns,
+    TOP_K: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr, SCALES: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, EVEN: tl.constexpr, SWAP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out [num_blocks * ROWS, size], sorted by expert, of x [n, hidden], in the tokens' order."""
     block, column = place(num_blocks, tl.cdiv(size, COLUMNS), GROUP)
@@ -104,52 +128,63 @@ def _gate_up_kernel(
     row = tl.arange(0, ROWS)
     is_row = row < num_rows
     pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
+    token = pair // TOP_K
     depth = tl.arange(0, DEPTH)
-    source = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * hidden + depth[None, :]
+    source = x_ptr + token.to(tl.int64)[:, None] * hidden + depth[None, :]
     first = column * COLUMNS
-    if SWAP:  # the weights are the left operand, which suits few rows
+    # A tile's rows: COLUMNS of the gate's, then as many of up's.
+    index = tl.arange(0, 2 * COLUMNS)
+    within = first + index % COLUMNS
+    weight_row = within + index // COLUMNS * size
+    is_weight = within < size
+    scales = w_scale_ptr + expert.to(tl.int64) * scale_rows * scale_columns
+    if SWAP:
         acc = tl.zeros([2 * COLUMNS, ROWS], tl.float32)
     else:
         acc = tl.zeros([ROWS, 2 * COLUMNS], tl.float32)
     for at in range(0, hidden, DEPTH):
-        if EVEN:
-            rows = tl.load(source + at, mask=is_row[:, None], other=0.0)
-        else:
-            mask = is_row[:, None] & (at + depth < hidden)[None, :]
-            rows = tl.load(source + at, mask=mask, other=0.0)
-        columns = weight.load([expert, 0, first, at]).reshape(2 * COLUMNS, DEPTH)  # gate, then up
-        if SWAP:
-            acc = tl.dot(columns, rows.T, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(rows, columns.T, acc, input_precision="ieee")
+        mask = is_row[:, None] if EVEN else is_row[:, None] & (at + depth < hidden)[None, :]
+        rows = tl.load(source + at, mask=mask, other=0.0)
+        columns = weight.load([expert, 0, first, at]).reshape(2 * COLUMNS, DEPTH)
+        acc = _accumulate(
+            acc, columns, rows, scales + weight_row // ROW_BLOCK * scale_columns + at // 128,
+            x_scale_ptr + (at // 128) * num_scales + token, is_weight, is_row, SCALES, SWAP, DEPTH,
+        )  # fmt: skip
+    if SCALES == "rows":
+        acc *= tl.load(x_scale_ptr + token, mask=is_row, other=0.0)[None, :]
+        acc *= tl.load(scales + weight_row, mask=is_weight, other=0.0)[:, None]
     if SWAP:
         gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
     else:
         gate, up = acc.reshape(ROWS, 2, COLUMNS).permute(0, 2, 1).split()
-    at = first + tl.arange(0, COLUMNS)
     if BIAS:
+        at = first + tl.arange(0, COLUMNS)
         bias = bias_ptr + expert.to(tl.int64) * 2 * size + at
         gate += tl.load(bias, mask=at < size, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias + size, mask=at < size, other=0.0).to(tl.float32)[None, :]
-    out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
-    target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
-    tl.store(target, out, mask=is_row[:, None] & (at < size)[None, :])
+    store_activated(gate, up, out_ptr, block, first, size, row, is_row, ACTIVATION, ROWS, COLUMNS)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit(do_not_specialize=["num_blocks", "num_scales"])
 def _down_kernel(
-    x, weight, bias_ptr, out_ptr, scale_ptr, pair_ptr, expert_ptr, rows_ptr,
-    size, hidden, num_blocks,
-    BIAS: tl.constexpr, SWAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    x, weight, x_scale_ptr, w_scale_ptr, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert_ptr,
+    rows_ptr, size, hidden, num_blocks, num_scales, scale_rows, scale_columns,
+    BIAS: tl.constexpr, SCALES: tl.constexpr, ROW_BLOCK: tl.constexpr, SWAP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out [num_pairs, hidden], scaled, of x [num_blocks * ROWS, size], which is sorted."""
+    """out [num_pairs, hidden], weighted, of x [num_blocks * ROWS, size], which is sorted."""
     block, column = place(num_blocks, tl.cdiv(hidden, COLUMNS), GROUP)
     num_rows = tl.load(rows_ptr + block)
     if num_rows <= 0:
         return
     expert = tl.load(expert_ptr + block)
     first = column * COLUMNS
+    weight_row = first + tl.arange(0, COLUMNS)
+    is_weight = weight_row < hidden
+    row = tl.arange(0, ROWS)
+    is_row = row < num_rows
+    scales = w_scale_ptr + expert.to(tl.int64) * scale_rows * scale_columns
+    x_scales = x_scale_ptr + block * ROWS + row
     if SWAP:
         acc = tl.zeros([COLUMNS, ROWS], tl.float32)
     else:
@@ -157,23 +192,19 @@ def _down_kernel(
     for at in range(0, size, DEPTH):
         rows = x.load([block * ROWS, at])  # padding holds anything: it is not stored
         columns = weight.load([expert, first, at]).reshape(COLUMNS, DEPTH)
-        if SWAP:
-            acc = tl.dot(columns, rows.T, acc, input_precision="ieee")
-        else:
-            acc = tl.dot(rows, columns.T, acc, input_precision="ieee")
-    if SWAP:
+        acc = _accumulate(
+            acc, columns, rows, scales + weight_row // ROW_BLOCK * scale_columns + at // 128,
+            x_scales + (at // 128) * num_scales, is_weight, is_row, SCALES, SWAP, DEPTH,
+        )  # fmt: skip
+    if SCALES == "rows":
+        acc *= tl.load(x_scales, mask=is_row, other=0.0)[None, :]
+        acc *= tl.load(scales + weight_row, mask=is_weight, other=0.0)[:, None]
+    if not SWAP:
         acc = acc.T
-    at = first + tl.arange(0, COLUMNS)
-    row = tl.arange(0, ROWS)
-    is_row = row < num_rows
-    pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
-    if BIAS:
-        bias = bias_ptr + expert.to(tl.int64) * hidden + at
-        acc += tl.load(bias, mask=at < hidden, other=0.0).to(tl.float32)[None, :]
-    acc *= tl.load(scale_ptr + pair, mask=is_row, other=0.0)[:, None]
-    target = out_ptr + pair.to(tl.int64)[:, None] * hidden + at[None, :]
-    out = acc.to(out_ptr.dtype.element_ty)
-    tl.store(target, out, mask=is_row[:, None] & (at < hidden)[None, :])
+    store_weighted(
+        acc, bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, weight_row, is_weight,
+        row, is_row, BIAS, ROWS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -281,6 +312,24 @@ def experts(
     return sum_experts(scaled, num_tokens)
 
 
+class Scales(NamedTuple):
+    """What e4m3 numbers of x, and of all experts' weights, are multiplied by."""
+
+    x: torch.Tensor  # [n], or by 128 columns [ceil(in / 128), n]
+    weight: torch.Tensor  # [experts, rows, columns]: by block, or one column
+    row_block: int  # rows of a weight that share one of scales
+    kind: Literal["rows", "blocks", ""]  # "": there are none
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.weight.shape[1], self.weight.shape[2]
+
+
+def _unscaled(x: torch.Tensor) -> Scales:
+    """Of numbers that are what they are. Nothing of it is read, and its sizes never change."""
+    return Scales(x, x[None, :1, :1], 1, "")
+
+
 def run_gate_up(
     x: torch.Tensor,  # [n, hidden]
     blocks: Blocks,
@@ -289,21 +338,24 @@ def run_gate_up(
     bias: torch.Tensor | None,
     activation: str,
     plan: ExpertsPlan,
+    scales: Scales | None = None,  # where x and weights are e4m3
+    dtype: torch.dtype | None = None,  # of the result; None: that of x
 ) -> torch.Tensor:
     """[num_blocks * rows, size], sorted by expert."""
+    scales = scales or _unscaled(x)
     num_experts, double, hidden = weight.shape
     size = double // 2
     num_blocks, tile = len(blocks.experts), plan.gate_up
-    out = torch.empty((len(blocks.pairs), size), dtype=x.dtype, device=x.device)
+    out = torch.empty((len(blocks.pairs), size), dtype=dtype or x.dtype, device=x.device)
     pairs_of_columns = TensorDescriptor.from_tensor(
         weight.view(num_experts, 2, size, hidden), [1, 2, tile.columns, tile.depth]
     )
     _gate_up_kernel[(num_blocks * triton.cdiv(size, tile.columns),)](
-        x, pairs_of_columns, x if bias is None else bias, out,
-        blocks.pairs, blocks.experts, blocks.rows, hidden, size, num_blocks,
-        TOP_K=top_k, ACTIVATION=activation, BIAS=bias is not None,
-        EVEN=hidden % tile.depth == 0, SWAP=tile.swap, ROWS=plan.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, GROUP=tile.group,
+        x, pairs_of_columns, scales.x, scales.weight, out if bias is None else bias, out,
+        blocks.pairs, blocks.experts, blocks.rows, hidden, size, num_blocks, len(x), *scales.sizes,
+        TOP_K=top_k, ACTIVATION=activation, BIAS=bias is not None, SCALES=scales.kind,
+        ROW_BLOCK=scales.row_block, EVEN=not scales.kind and hidden % tile.depth == 0,
+        SWAP=tile.swap, ROWS=plan.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=tile.group,
         num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
     )  # fmt: skip
     return out
@@ -312,22 +364,26 @@ def run_gate_up(
 def run_down(
     x: torch.Tensor,  # [num_blocks * rows, size], sorted by expert
     blocks: Blocks,
-    scales: torch.Tensor,  # [n, top_k]
+    factors: torch.Tensor,  # [n, top_k]
     weight: torch.Tensor,  # [num_experts, hidden, size]
     bias: torch.Tensor | None,
     plan: ExpertsPlan,
+    scales: Scales | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """[n * top_k, hidden], scaled, in the tokens' order."""
+    """[n * top_k, hidden], weighted, in the tokens' order."""
+    scales = scales or _unscaled(x)
     _, hidden, size = weight.shape
     num_blocks, tile = len(blocks.experts), plan.down
-    out = torch.empty((scales.numel(), hidden), dtype=x.dtype, device=x.device)
+    out = torch.empty((factors.numel(), hidden), dtype=dtype or x.dtype, device=x.device)
     rows = TensorDescriptor.from_tensor(x, [plan.rows, tile.depth])
     columns = TensorDescriptor.from_tensor(weight, [1, tile.columns, tile.depth])
     _down_kernel[(num_blocks * triton.cdiv(hidden, tile.columns),)](
-        rows, columns, x if bias is None else bias, out, scales,
-        blocks.pairs, blocks.experts, blocks.rows, size, hidden, num_blocks,
-        BIAS=bias is not None, SWAP=tile.swap, ROWS=plan.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, GROUP=tile.group,
+        rows, columns, scales.x, scales.weight, out if bias is None else bias, out, factors,
+        blocks.pairs, blocks.experts, blocks.rows, size, hidden, num_blocks, len(x),
+        *scales.sizes,
+        BIAS=bias is not None, SCALES=scales.kind, ROW_BLOCK=scales.row_block, SWAP=tile.swap,
+        ROWS=plan.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=tile.group,
         num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
     )  # fmt: skip
     return out

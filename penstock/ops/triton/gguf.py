@@ -73,23 +73,14 @@ def _load_x(
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """x of some quads: what `_load_planes` gives of all planes, four by four.
-
-    Always four of them, the first again in the place of those that there are not.
-    """
+    """x of some quads: what `_load_planes` gives of all planes, four by four."""
     word = tl.arange(0, QUADS * 4)
     at = (first_quad + word // 4) * (128 // LOW) + word % 4
-    a = _load_planes(x_ptr, at, in_features, 0, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
-    if LOW == 8:
-        result = (a, a, a, a)
-    elif LOW == 4:
-        b = _load_planes(x_ptr, at, in_features, 4, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
-        result = (a, b, a, a)
-    else:
-        b = _load_planes(x_ptr, at, in_features, 4, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
-        c = _load_planes(x_ptr, at, in_features, 8, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
-        d = _load_planes(x_ptr, at, in_features, 12, LOW, HIGH, ZERO, TABLE, EVEN, QUADS)
-        result = (a, b, c, d)
+    result = ()
+    for four in tl.static_range(8 // LOW):
+        result += (
+            _load_planes(x_ptr, at, in_features, four * 4, LOW, HIGH, ZERO, TABLE, EVEN, QUADS),
+        )  # type: ignore[assignment]
     return result
 
 

@@ -15,17 +15,23 @@ from penstock.ops.triton.gguf_grid_decode import grid_scale, grid_words, is_grid
 ONE = 0x3F800000  # 1.0 as an int32
 
 
+@triton.constexpr_function
+def num_parts(low: int, group: int) -> int:
+    """Groups that a quad's columns are in."""
+    return max(128 // low // group, 1)
+
+
 @triton.jit
 def load_weights(
     words_ptr, high_ptr, first_ptr, second_ptr, third_ptr,
     row, is_row, word, quad, first_quad, in_features,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Words [R, C], their high bits, aligned to them, and the fields of their scales, four times.
+    """Words [R, C], their high bits, aligned to them, and the fields of scales, part by part.
 
     Of rows [R, 1] int64 and words [1, C], which count from quad `first_quad` on; scales of `quad`
     [1, C or C / 4], which counts likewise. Where a row is not there, or has ended, all is 0.
-    Without high bits, words again; the first part's scales again for parts that there are not.
+    Without high bits, words again.
     """
     num_quads = in_features * LOW // 128
     at = first_quad * 4 + word
@@ -46,26 +52,14 @@ def load_weights(
         high = high >> (word // 4 % SHARED * HIGH)
     own = first_quad + quad
     is_quad = own < num_own
-    a = _load_fields(
-        first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 0, KIND, LOW, GROUP
-    )
-    fields = (a, a, a, a)
-    if GROUP == 16 and LOW == 4:
-        b = _load_fields(
-            first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 1, KIND, LOW, GROUP
-        )
-        fields = (a, b, a, a)
-    elif GROUP == 16 and LOW == 2:
-        b = _load_fields(
-            first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 1, KIND, LOW, GROUP
-        )
-        c = _load_fields(
-            first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 2, KIND, LOW, GROUP
-        )
-        d = _load_fields(
-            first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, 3, KIND, LOW, GROUP
-        )
-        fields = (a, b, c, d)
+    fields = ()
+    for part in tl.static_range(num_parts(LOW, GROUP)):
+        fields += (
+            _load_fields(
+                first_ptr, second_ptr, third_ptr, row, own, is_quad, in_features, part,
+                KIND, LOW, GROUP,
+            ),
+        )  # type: ignore[assignment]  # fmt: skip
     return words, high, fields
 
 

@@ -48,7 +48,8 @@ def _gate_up_kernel(
         acc *= tl.load(extra_ptr + weight_row, mask=is_weight, other=0.0)[:, None]
     if BIAS:
         acc += tl.load(bias_ptr + weight_row, mask=is_weight, other=0.0).to(tl.float32)[:, None]
-    store_activated(acc, out_ptr, block, first, size, row, is_row, ACTIVATION, ROWS, COLUMNS)
+    gate, up = acc.reshape(2, COLUMNS, ROWS).permute(2, 1, 0).split()
+    store_activated(gate, up, out_ptr, block, first, size, row, is_row, ACTIVATION, ROWS, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
