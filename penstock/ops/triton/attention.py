@@ -17,6 +17,7 @@ from penstock.ops.attention import UNSCALED, AttentionMetadata
 from penstock.ops.triton.lookup import find_request
 from penstock.ops.triton.overlap import begin, overlap
 from penstock.ops.triton.prompt_attention import can_attend, prompt_attention
+from penstock.ops.triton.softmax import add_tile, store_part
 from penstock.ops.triton.tuning import decode_plan, prefill_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -114,51 +115,21 @@ def _decode_kernel(
         )  # fmt: skip
         s = _scores(q, k.to(q.dtype), scale, softcap, SOFTCAP, PRECISION)
         s = tl.where(valid[None, :], s, float("-inf"))
-        new_best = tl.maximum(best, tl.max(s, axis=1))
-        # A tile may lie wholly before the window: then there is nothing to compare with yet.
-        safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weight = tl.exp2(best - safe)
-        p = tl.exp2(s - safe[:, None])
-        total = total * weight + tl.sum(p, axis=1)
-        acc = acc * weight[:, None]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-        best = new_best
+        # A tile may lie wholly before the window.
+        acc, best, total = add_tile(acc, best, total, s, v.to(q.dtype), True, PRECISION)
     at_out = start.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     if num_parts == 1:
         out = (acc / total[:, None] * value_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at_out, out, mask=q_mask)
     else:
-        # A part's share of the softmax is 2 ** lse; one that saw nothing has none, and 0 for sum.
+        # A part that saw nothing has no share of the softmax, and 0 for its sum.
         at_part = (request.to(tl.int64) * (KV_HEADS * GROUP) + heads) * SPLITS
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(lse_ptr + at_part + split, best + tl.log2(total), mask=row_mask)
-        at_partial = partial_ptr + at_part[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(at_partial + split * HEAD_DIM, acc, mask=q_mask)
-        tl.debug_barrier()  # the whole program has written before one thread says so
-        arrived = arrived_ptr + request * KV_HEADS + kv_head
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == num_parts - 1:
-            # What other programs wrote is in the L2 cache, perhaps not in this processor's own.
-            splits = tl.arange(0, SPLITS)
-            lse = tl.load(
-                lse_ptr + at_part[:, None] + splits[None, :],
-                mask=row_mask[:, None] & (splits < num_parts)[None, :], other=float("-inf"),
-                cache_modifier=".cg",
-            )  # fmt: skip
-            top = tl.max(tl.where(row_mask[:, None], lse, 0.0), axis=1)
-            norm = tl.sum(tl.exp2(lse - top[:, None]), axis=1)
-            acc = tl.zeros([ROWS, DIMS], tl.float32)
-            for part in range(num_parts):
-                share = tl.load(
-                    lse_ptr + at_part + part, mask=row_mask, other=float("-inf"),
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                value = tl.load(
-                    at_partial + part * HEAD_DIM, mask=q_mask, other=0.0, cache_modifier=".cg"
-                )
-                acc += value * tl.exp2(share - top)[:, None]
-            out = acc / tl.where(norm == 0.0, 1.0, norm)[:, None] * value_scale
-            tl.store(out_ptr + at_out, out.to(out_ptr.dtype.element_ty), mask=q_mask)
-            tl.store(arrived, 0)
+        store_part(
+            acc, best + tl.log2(total), partial_ptr, lse_ptr,
+            arrived_ptr + request * KV_HEADS + kv_head, out_ptr + at_out, at_part, dims, row_mask,
+            q_mask, split, num_parts, value_scale, HEAD_DIM, SPLITS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -198,16 +169,7 @@ def _prefill_tiles(
                 first = _first_seen(positions, window, CHUNKED)
                 seen = seen & (tokens[None, :] >= first[:, None])
             s = tl.where(seen, s, float("-inf"))
-        new_best = tl.maximum(best, tl.max(s, axis=1))
-        safe = new_best
-        if MASKED:
-            safe = tl.where(new_best == float("-inf"), 0.0, new_best)
-        weight = tl.exp2(best - safe)
-        p = tl.exp2(s - safe[:, None])
-        total = total * weight + tl.sum(p, axis=1)
-        acc = acc * weight[:, None]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
-        best = new_best
+        acc, best, total = add_tile(acc, best, total, s, v.to(q.dtype), MASKED, PRECISION)
     return acc, best, total
 
 

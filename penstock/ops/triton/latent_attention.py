@@ -15,6 +15,7 @@ from penstock.ops.attention import AttentionMetadata
 from penstock.ops.latent_attention import absorb_keys, expand_values
 from penstock.ops.triton.latent_prompt_attention import LOG2_E, latent_prompt_attention, padded
 from penstock.ops.triton.lookup import find_request
+from penstock.ops.triton.softmax import add_tile, store_part
 from penstock.ops.triton.tuning import latent_decode_plan, latent_prefill_tile
 
 
@@ -43,13 +44,7 @@ def _latent_tiles(
         s = tl.dot(q_rope, tl.trans(rope), s, input_precision=PRECISION) * scale
         if MASKED:
             s = tl.where(there[None, :] & (tokens[None, :] <= positions[:, None]), s, float("-inf"))
-        new_best = tl.maximum(best, tl.max(s, axis=1))
-        weight = tl.exp2(best - new_best)
-        p = tl.exp2(s - new_best[:, None])
-        total = total * weight + tl.sum(p, axis=1)
-        acc = acc * weight[:, None]
-        acc = tl.dot(p.to(q.dtype), latent, acc, input_precision=PRECISION)
-        best = new_best
+        acc, best, total = add_tile(acc, best, total, s, latent, False, PRECISION)
     return acc, best, total
 
 
@@ -125,36 +120,12 @@ def _decode_kernel(
     if num_parts == 1:
         tl.store(at_out, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        # A part's share of the softmax is 2 ** lse.
         at_part = (request.to(tl.int64) * HEADS + heads) * SPLITS
-        tl.store(lse_ptr + at_part + split, best + tl.log2(total), mask=row_mask)
-        at_partial = partial_ptr + at_part[:, None] * RANK + dims[None, :]
-        tl.store(at_partial + split * RANK, acc, mask=mask)
-        tl.debug_barrier()  # the whole program has written before one thread says so
-        arrived = arrived_ptr + request * tl.num_programs(1) + head_group
-        if tl.atomic_add(arrived, 1, sem="acq_rel") == num_parts - 1:
-            # What other programs wrote is in the L2 cache, perhaps not in this processor's own.
-            splits = tl.arange(0, SPLITS)
-            lse = tl.load(
-                lse_ptr + at_part[:, None] + splits[None, :],
-                mask=row_mask[:, None] & (splits < num_parts)[None, :], other=float("-inf"),
-                cache_modifier=".cg",
-            )  # fmt: skip
-            top = tl.max(tl.where(row_mask[:, None], lse, 0.0), axis=1)
-            norm = tl.sum(tl.exp2(lse - top[:, None]), axis=1)
-            acc = tl.zeros([ROWS, DIMS], tl.float32)
-            for part in range(num_parts):
-                share = tl.load(
-                    lse_ptr + at_part + part, mask=row_mask, other=float("-inf"),
-                    cache_modifier=".cg",
-                )  # fmt: skip
-                value = tl.load(
-                    at_partial + part * RANK, mask=mask, other=0.0, cache_modifier=".cg"
-                )
-                acc += value * tl.exp2(share - top)[:, None]
-            acc = acc / tl.where(norm == 0.0, 1.0, norm)[:, None]
-            tl.store(at_out, acc.to(out_ptr.dtype.element_ty), mask=mask)
-            tl.store(arrived, 0)
+        store_part(
+            acc, best + tl.log2(total), partial_ptr, lse_ptr,
+            arrived_ptr + request * tl.num_programs(1) + head_group, at_out, at_part, dims,
+            row_mask, mask, split, num_parts, 1.0, RANK, SPLITS,
+        )  # fmt: skip
 
 
 # Numbers that change from step to step must not make new variants of the kernel.

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.triton.lookup import find_request
+from penstock.ops.triton.softmax import add_tile
 from penstock.ops.triton.tuning import latent_prompt_tile
 
 LOG2_E = 1.4426950408889634
@@ -43,17 +44,11 @@ def _prompt_tiles(
         s = tl.dot(q_rope, tl.trans(key_rope), s, input_precision=PRECISION) * scale
         if MASKED:
             s = tl.where(tokens[None, :] <= queries[:, None], s, float("-inf"))
-        new_best = tl.maximum(best, tl.max(s, axis=1))
-        p = tl.exp2(s - new_best[:, None])
-        weight = tl.exp2(best - new_best)
-        total = total * weight + tl.sum(p, axis=1)
-        acc = acc * weight[:, None]
         value = tl.load(
             both + NOPE + value_dims[None, :],
             mask=there & (value_dims < VALUE)[None, :], other=0.0,
         )  # fmt: skip
-        acc = tl.dot(p.to(q.dtype), value, acc, input_precision=PRECISION)
-        best = new_best
+        acc, best, total = add_tile(acc, best, total, s, value, False, PRECISION)
     return acc, best, total
 
 
