@@ -30,8 +30,7 @@ def gated_delta_rule(
     if n:
         output[:n] = _update(query[:n], key[:n], value[:n], g[:n], beta[:n], states, step)
     if step.chunks is not None:
-        first = step.chunks.first_row
-        rows = slice(first, first + len(step.chunks.row_offsets))
+        rows = step.chunks.step_rows
         output[rows] = delta_chunks(
             query[rows], key[rows], value[rows], g[rows], beta[rows], states, step.chunks
         )

@@ -43,8 +43,7 @@ def mamba2_scan(
     if n:
         output[:n] = _update(x[:n], dt[:n], b[:n], c[:n], weights, states, step)
     if step.chunks is not None:
-        first = step.chunks.first_row
-        rows = slice(first, first + len(step.chunks.row_offsets))
+        rows = step.chunks.step_rows
         output[rows] = mamba2_chunks(
             x[rows], dt[rows], b[rows], c[rows], weights, states, step.chunks
         )

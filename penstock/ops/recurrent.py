@@ -64,9 +64,9 @@ class StateChunks:
     time stand together and continue the states of the first so many requests.
     """
 
-    first_row: int  # of the batch: decodes stand before it
+    step_rows: slice  # those queries' rows of the step: decodes stand before them
     size: int
-    rows: torch.Tensor  # [num_chunks, size] int64, from first_row on; one past the last is padding
+    rows: torch.Tensor  # [num_chunks, size] int64, of `step_rows`; one past the last is padding
     is_token: torch.Tensor  # [num_chunks, size] bool: not padding
     positions: torch.Tensor  # [num_rows] int64: where each row stands in `rows`, flattened
     rounds: list[Round]
@@ -189,7 +189,7 @@ def _cut(metadata: AttentionMetadata, block_size: int) -> StateChunks:
     store_blocks = blocks[put(cuts.place[stores]), columns]
     read_columns = put(np.maximum(begins[order] - 1, 0) // block_size)
     return StateChunks(
-        first_row=first_row,
+        step_rows=slice(first_row, first_row + num_rows),
         size=size,
         rows=put(rows),
         is_token=torch.from_numpy(is_token).to(device, non_blocking=True),
@@ -263,7 +263,7 @@ def causal_conv(
         states[step.write_blocks] = window[:, 1:]
         output[:decodes] = _weigh(window.unbind(1), weight, bias)
     if step.chunks is not None:
-        rows = slice(step.chunks.first_row, step.chunks.first_row + len(step.chunks.row_offsets))
+        rows = step.chunks.step_rows
         output[rows] = conv_chunks(x[rows], weight, bias, states, step.chunks)
     return output
 

@@ -65,9 +65,6 @@ class RequestTables:
         self.second_segments = torch.full_like(self.num_computed, NO_SEGMENT)
         return self.second_segments
 
-    def slot_of(self, request_id: str) -> int:
-        return self._slots[request_id]
-
     def slots_of(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
         slots = self._slots
         return [slots[item.request_id] for item in scheduled]

@@ -389,7 +389,7 @@ def test_a_request_that_breaks_the_step_fails_alone(
     run_steps, finish = runner.steps.run, runner.head.finish
 
     def is_broken(items: Any) -> bool:
-        slots = [runner.tables.slot_of(item.request_id) for item in items]
+        slots = runner.tables.slots_of(items)
         return any(int(runner.tables.token_ids[slot, 0]) == 3 for slot in slots)
 
     def break_launch(layout: StepLayout) -> Any:

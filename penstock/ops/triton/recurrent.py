@@ -89,7 +89,7 @@ def causal_conv(
             num_warps=4,
         )  # fmt: skip
     if step.chunks is not None:
-        rows = slice(step.chunks.first_row, step.chunks.first_row + len(step.chunks.row_offsets))
+        rows = step.chunks.step_rows
         output[rows] = conv_chunks(x[rows], weight, bias, states, step.chunks)
     return output
 
@@ -159,7 +159,7 @@ def mamba2_scan(
             BLOCK_SIZE=step.block_size, BLOCK_P=block_p, BLOCK_N=block_n, num_warps=4,
         )  # fmt: skip
     if step.chunks is not None:
-        rows = slice(step.chunks.first_row, step.chunks.first_row + len(step.chunks.row_offsets))
+        rows = step.chunks.step_rows
         output[rows] = mamba2_chunks(
             x[rows], dt[rows], b[rows], c[rows], weights, states, step.chunks
         )
@@ -229,7 +229,7 @@ def gated_delta_rule(
             BLOCK_SIZE=step.block_size, BLOCK_K=block_k, BLOCK_V=block_v, num_warps=4,
         )  # fmt: skip
     if step.chunks is not None:
-        rows = slice(step.chunks.first_row, step.chunks.first_row + len(step.chunks.row_offsets))
+        rows = step.chunks.step_rows
         output[rows] = delta_chunks(
             query[rows], key[rows], value[rows], g[rows], beta[rows], states, step.chunks
         )

@@ -146,9 +146,9 @@ def test_tables_have_room_for_all_blocks_of_another_sequence(
     where = device if kind is DeviceTables else torch.device("cpu")
     tables = kind(MAX_SEQS, MAX_LEN, [group], where)
     others = [*range(1, 1 + max_tokens // 4)]
-    tables.add(new_request("p", 9, 0))
+    slot = tables.add(new_request("p", 9, 0))
     tables.append_blocks([ScheduledRequest("p", 0, 9, True, [others])])
-    row = tables.block_tables[0][tables.slot_of("p")].tolist()
+    row = tables.block_tables[0][slot].tolist()
     assert row[: len(others)] == others
     assert not any(row[len(others) :])
     assert len(row) * 4 >= MAX_LEN  # a token's slot is looked up in every group's table
