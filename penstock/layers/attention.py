@@ -22,7 +22,7 @@ from penstock.protocol.kv import (
 
 @runtime_checkable
 class CachedLayer(Protocol):
-    """A layer that keeps something of its requests, whatever it is."""
+    """A layer that keeps state of each request in the KV cache."""
 
     name: str  # in the forward context
 

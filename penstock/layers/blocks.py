@@ -1,4 +1,4 @@
-"""The two blocks that most decoder layers are made of."""
+"""Attention and MLP as most decoder layers have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What linear layers and embeddings share: a matrix made of parts, kept as a strategy wants it."""
+"""The base of linear layers and embeddings: a matrix of parts, stored by a linear method."""
 
 from __future__ import annotations
 

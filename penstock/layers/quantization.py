@@ -1,4 +1,4 @@
-"""How a layer holds its matrix and multiplies with it: the strategy, and plain floats."""
+"""Linear methods: how a layer stores its matrix and multiplies with it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class DeferredQuantization(LinearMethod):
 
 
 def check_floats(part: str, tensor: torch.Tensor) -> None:
-    """Quantized numbers taken for floats would give nonsense without a word."""
+    """Refuse quantized numbers without scales: taken for floats, they would give wrong logits."""
     if tensor.dtype not in _FLOATS:
         where = f" of {part}" if part else ""
         raise ModelError(

@@ -1,4 +1,4 @@
-"""What recurrent layers share: their states, the convolution in front, parameters of heads."""
+"""Shared parts of recurrent layers: states, the causal convolution, per-head parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, and the ways checkpoints stretch them over longer contexts."""
+"""Rotary position embeddings (RoPE), and how checkpoints scale them to longer contexts."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def rotary_frequencies(
 def _llama3(
     inverse: torch.Tensor, factor: float, parameters: Mapping[str, Any], max_position: int
 ) -> torch.Tensor:
-    """Slow waves are stretched, fast ones kept, those in between blended."""
+    """Low frequencies are scaled, high ones kept, those in between interpolated."""
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     original = parameters.get("original_max_position_embeddings") or max_position
     wavelength = 2 * math.pi / inverse

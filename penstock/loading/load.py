@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors reach a model's parameters, and random ones for benchmarks."""
+"""Loads a checkpoint's tensors into a model's parameters, or random weights for benchmarks."""
 
 from __future__ import annotations
 

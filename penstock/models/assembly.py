@@ -91,7 +91,7 @@ def load_model(
 
 
 def _quantize(model: Model, backend: ModelBackend, checkpoint: Checkpoint | None) -> None:
-    """Let the layers of a quantized model know how they are stored."""
+    """Tell the layers of a quantized model how they are stored."""
     if backend.quantization is None:
         return
     stored = None

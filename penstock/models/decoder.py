@@ -99,7 +99,7 @@ class DecoderLM(Model):
     or the whole `layer` where theirs is not the usual one."""
 
     weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$",))
-    defaults: ClassVar[Mapping[str, Any]] = {}  # what config.json means where it says nothing
+    defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that config.json leaves out
     nullable: ClassVar[tuple[str, ...]] = ()  # settings whose null does not mean their default
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # that `mlp` can compute
     interleaved_rotary: ClassVar[bool] = False
@@ -158,7 +158,7 @@ class DecoderLM(Model):
         return DecoderLayer(self.attention(index), self.mlp(index), self.norm(), self.norm())
 
     def sandwich_layer(self, index: int) -> SandwichLayer:
-        """Layer `index`, where norms stand before and behind attention and MLP."""
+        """Layer `index`, with norms before and after attention and MLP."""
         norms = [self.norm() for _ in range(4)]
         return SandwichLayer(self.attention(index), self.mlp(index), norms)
 
@@ -222,7 +222,7 @@ class DecoderLM(Model):
         return x
 
     def angles(self, positions: torch.Tensor) -> Any:
-        """What layers are told of positions [n]: made once a step, read by their attention."""
+        """What attention layers read of positions [n], computed once per step."""
         return self.rotary.angles(positions)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:

@@ -27,7 +27,7 @@ _decoder_layer = _loaded.penstock_decoder_layer
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Let every layer of a loaded model that can do so run in one call."""
+    """Run each layer that the library supports in one call. The weights must be loaded."""
     steps = _Steps()
     for module in model.modules():
         if isinstance(module, DecoderLayer) and _can_fuse(module):

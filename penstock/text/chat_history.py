@@ -83,7 +83,7 @@ def _shows_call(text: str) -> bool:
 
 
 def fit_reasoning(message: dict[str, Any]) -> None:
-    """Give an assistant's reasoning every name that templates know it by."""
+    """Set an assistant's reasoning under every key that templates read."""
     for name in ("reasoning", "reasoning_content"):
         if isinstance(message.get(name), str):
             for other in ("reasoning", "reasoning_content", "thinking"):

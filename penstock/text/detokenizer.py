@@ -1,4 +1,4 @@
-"""Text from tokens, as they come: never half a character, and linear in the output's length.
+"""Incremental detokenization: whole characters only, in time linear in the output.
 
 Most vocabularies spell bytes, so the text is the concatenated bytes of the tokens, decoded as
 UTF-8 with U+FFFD for what is invalid. `ByteDetokenizer` holds back at most the three bytes of an

@@ -1,4 +1,4 @@
-"""Where a long text may be cut so that its pieces have the tokens of the whole.
+"""Where to cut a long text so that its pieces have the tokens of the whole.
 
 The library takes hundreds of bytes a token while it works, so a long text is handed to it in
 pieces. A text is cut before a space or a line break that follows something else, where this holds:

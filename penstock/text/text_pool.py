@@ -1,4 +1,4 @@
-"""TextPool: work on text that clients could harm a server with, in confined processes."""
+"""TextPool: tokenizes long texts and renders clients' templates in confined processes."""
 
 from __future__ import annotations
 

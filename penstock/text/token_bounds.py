@@ -1,4 +1,4 @@
-"""How few tokens a text can have, told from its length alone."""
+"""A lower bound on a text's tokens, from its length alone."""
 
 from __future__ import annotations
 

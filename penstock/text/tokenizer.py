@@ -32,7 +32,7 @@ REMEDY = "give another folder as tokenizer=, or run with skip_tokenizer_init and
 
 
 class TooManyTokens(InputError):
-    """A text with more tokens than were asked for: `num_tokens`, or without `is_exact` more."""
+    """A text over its token limit. `num_tokens` is its length; a lower bound unless `is_exact`."""
 
     def __init__(self, num_tokens: int, limit: int, is_exact: bool) -> None:
         at_least = "" if is_exact else "at least "

@@ -1,4 +1,4 @@
-"""Random weights in any scheme, made on the device itself: for benchmarks."""
+"""Random weights in any scheme, generated on the device, for benchmarks."""
 
 from __future__ import annotations
 

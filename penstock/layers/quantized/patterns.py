@@ -1,6 +1,6 @@
-"""Regular expressions of a checkpoint: whoever wrote it must not decide how long a load takes.
+"""Regular expressions of a checkpoint, which is untrusted: they must not hang the load.
 
-They are tried out on the names of the model's layers, in a confined process, before they are used.
+A confined process first tries each on the names of the model's layers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a GGUF file stretches rotary positions, in the words of config.json.
+"""How a GGUF file scales rotary positions, as config.json says it.
 
 Llama 3's scaling is told back from the table of divisors that files carry in its place.
 """

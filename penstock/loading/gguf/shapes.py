@@ -1,4 +1,4 @@
-"""Metadata and tensors must tell the same story before a model is built from a size."""
+"""Checks sizes in the metadata against the tensors, before a model is built from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a parser makes of a model's output: typed pieces, in the order they were written."""
+"""The deltas that a parser makes of a model's output, in the order of the text."""
 
 from __future__ import annotations
 

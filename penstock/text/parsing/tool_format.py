@@ -1,4 +1,4 @@
-"""What all ways to write tool calls have in common."""
+"""The base of all tool-call formats."""
 
 from __future__ import annotations
 
