@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import builtins
 import fnmatch
+import importlib
 import re
 from functools import cache
 from pathlib import Path
@@ -93,6 +95,15 @@ def test_modules_that_are_named_exist(page: Path) -> None:
     for module in re.findall(r"(?:`|python -m )(penstock(?:\.[a-z_]+)+)", page.read_text()):
         path = ROOT / module.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").exists() or module == ENTRY_POINT, module
+
+
+@each_page
+def test_python_that_is_shown_parses_and_imports_what_exists(page: Path) -> None:
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("penstock"):
+                module = importlib.import_module(str(node.module))
+                assert all(hasattr(module, name.name) for name in node.names), block
 
 
 @each_page
