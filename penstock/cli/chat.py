@@ -10,9 +10,9 @@ import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
-from penstock.cli.common import Subparsers, add_command, check, open_llm
+from penstock.cli.common import check, open_llm
 from penstock.config.cli import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -25,7 +25,7 @@ from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams
 
 DEFAULT_MAX_TOKENS = 512
-HELP = """\
+COMMANDS_HELP = """\
 /reset         forget the conversation
 /system TEXT   set the system prompt and start anew; without TEXT, remove it
 /help          show this
@@ -43,8 +43,10 @@ class Stream(Protocol):
     ) -> Iterator[RequestOutput]: ...
 
 
-def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(subparsers, "chat", run, "Chat with a model in the terminal.")
+HELP = "Chat with a model in the terminal."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system-prompt", metavar="TEXT", help="System prompt.")
     add_engine_arguments(parser)
     add_sampling_arguments(parser, max_tokens=DEFAULT_MAX_TOKENS)
@@ -133,7 +135,7 @@ class Chat:
             self.start(argument.strip() or None)
             notice("The system prompt is " + ("set." if self.system_prompt else "removed."))
         elif command == "/help":
-            notice(HELP)
+            notice(COMMANDS_HELP)
         else:
             raise InputError(f"unknown command {command}; /help lists those there are")
 

@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 import penstock
-from penstock.cli.common import Subparsers, add_command
 from penstock.models.plugins import FoundPlugin, find_plugins
 from penstock.ops.cpu import library
 
@@ -40,10 +39,10 @@ PACKAGES = (
 )
 
 
-def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(
-        subparsers, "collect-env", run, "Print versions and hardware, for bug reports."
-    )
+HELP = "Print versions and hardware, for bug reports."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.protocol.errors import RequestFault
 from penstock.protocol.outputs import RequestOutput
@@ -15,23 +15,35 @@ if TYPE_CHECKING:
 Subparsers = argparse._SubParsersAction  # generic in the stubs alone
 
 
-def add_command(
-    subparsers: Subparsers[Any],
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    help: str,
-    arguments: str = "",
-) -> argparse.ArgumentParser:
-    """A parser for the command `name`, which `run` carries out; its result is the exit code.
+class Command(Protocol):
+    """A module of this package. Its name is the command's, with ``-`` for ``_``.
 
-    `arguments` stands in the usage line for what follows the options.
+    `ARGUMENTS`, if it has them, stand in the usage line for what follows the options.
     """
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=help, description=help, allow_abbrev=False
-    )
-    parser.usage = f"{parser.prog} [OPTIONS] {arguments}".rstrip()  # not every flag there is
-    parser.set_defaults(run=run, parser=parser)
-    return parser
+
+    __name__: str
+    HELP: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the command's flags."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Carry the command out; its exit code."""
+
+
+def add_commands(
+    parser: argparse.ArgumentParser, dest: str, commands: Sequence[Command]
+) -> Subparsers[Any]:
+    """Let `parser` take one of these commands."""
+    subparsers = parser.add_subparsers(dest=dest, metavar=dest.upper(), required=True)
+    for command in commands:
+        name, help = command.__name__.rpartition(".")[2].replace("_", "-"), command.HELP
+        own = subparsers.add_parser(name, help=help, description=help, allow_abbrev=False)
+        arguments = getattr(command, "ARGUMENTS", "")
+        own.usage = f"{own.prog} [OPTIONS] {arguments}".rstrip()  # not every flag there is
+        own.set_defaults(run=command.run, parser=own)
+        command.add_arguments(own)
+    return subparsers
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from penstock.cli.common import Subparsers, add_command, check, open_llm
+from penstock.cli.common import check, open_llm
 from penstock.config.cli import (
     add_engine_arguments,
     add_sampling_arguments,
@@ -23,14 +23,11 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 128
 
 
-def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(
-        subparsers,
-        "generate",
-        run,
-        "Complete prompts. The text goes to standard output, everything else to standard error.",
-        "PROMPT [PROMPT ...]",
-    )
+HELP = "Complete prompts. The text goes to standard output, everything else to standard error."
+ARGUMENTS = "PROMPT [PROMPT ...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompts",
         nargs="+",

@@ -14,9 +14,10 @@ from typing import NoReturn
 
 import penstock
 from penstock.cli import bench, chat, collect_env, generate, quantize, run_batch, serve
+from penstock.cli.common import Command, add_commands
 from penstock.protocol.errors import ConfigError, InputError, PenstockError
 
-COMMANDS = (serve, generate, chat, run_batch, quantize, bench, collect_env)
+COMMANDS: Sequence[Command] = (serve, generate, chat, run_batch, quantize, collect_env)
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,9 +34,11 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    commands = add_commands(parser, "command", COMMANDS)
+    benchmarks = commands.add_parser(
+        "bench", help=bench.HELP, description=bench.HELP, allow_abbrev=False
+    )
+    add_commands(benchmarks, "benchmark", bench.BENCHMARKS)
     return parser
 
 

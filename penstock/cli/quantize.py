@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from penstock.cli.common import Subparsers, add_command
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,15 +24,14 @@ METHODS = {
 }
 
 
-def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(
-        subparsers,
-        "quantize",
-        run,
-        "Quantize a checkpoint to the compressed-tensors format and compare perplexity before and "
-        "after.",
-        "MODEL OUT",
-    )
+HELP = (
+    "Quantize a checkpoint to the compressed-tensors format and compare perplexity before and "
+    "after."
+)
+ARGUMENTS = "MODEL OUT"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",

@@ -6,10 +6,10 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.cli.bench.common import positive_int
-from penstock.cli.common import Subparsers, add_command, add_model_argument, take_model_argument
+from penstock.cli.common import add_model_argument, take_model_argument
 from penstock.cli.serve import run_in_event_loop
 from penstock.config import EngineConfig, ServerConfig
 from penstock.config.cli import add_engine_arguments, engine_options_from_args
@@ -24,15 +24,14 @@ ALL_FAILED_EXIT_CODE = 4  # no line has an answer
 NO_LIMIT = 2**31  # on the queue: the batch keeps it short itself
 
 
-def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(
-        subparsers,
-        "run-batch",
-        run,
-        "Run the requests in an OpenAI batch file. Results are appended to the output file as they "
-        "finish. A second run with the same output file resumes the first.",
-        "-i FILE -o FILE [MODEL]",
-    )
+HELP = (
+    "Run the requests in an OpenAI batch file. Results are appended to the output file as they "
+    "finish. A second run with the same output file resumes the first."
+)
+ARGUMENTS = "-i FILE -o FILE [MODEL]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument(
         "-i",

@@ -6,18 +6,18 @@ import argparse
 from collections.abc import Coroutine
 from typing import Any
 
-from penstock.cli.common import Subparsers, add_command, add_model_argument, take_model_argument
+from penstock.cli.common import add_model_argument, take_model_argument
 from penstock.config.cli import (
     add_engine_arguments,
     add_server_arguments,
     serve_options_from_args,
 )
 
+HELP = "Serve a model behind an OpenAI-compatible API."
+ARGUMENTS = "[MODEL]"
 
-def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(
-        subparsers, "serve", run, "Serve a model behind an OpenAI-compatible API.", "[MODEL]"
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     add_engine_arguments(parser, several=["served_model_name"])
     add_server_arguments(parser)

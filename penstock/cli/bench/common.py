@@ -20,7 +20,7 @@ from penstock.cli.bench.workloads import (
 )
 from penstock.cli.collect_env import package_version
 from penstock.cli.common import check
-from penstock.config.cli import engine_options_from_args
+from penstock.config.cli import add_engine_arguments, engine_options_from_args
 from penstock.protocol.errors import ConfigError, RequestFault
 from penstock.protocol.sampling import SamplingParams
 
@@ -30,10 +30,17 @@ if TYPE_CHECKING:
 DEFAULT_LEN = 128
 
 
-def add_workload_arguments(
-    parser: argparse.ArgumentParser, count_flag: str, count_help: str, default_count: int
+def add_batch_arguments(
+    parser: argparse.ArgumentParser,
+    count_flag: str,
+    count_help: str,
+    *,
+    default_count: int,
+    num_iters: int,
+    warmup: int,
 ) -> None:
-    """``--workload``, or lengths and a count of requests under the name `count_flag`."""
+    """``--workload``, or lengths and a count of requests under the name `count_flag`; how to
+    measure them, and on which engine."""
     parser.add_argument(
         "--workload", choices=NAMES, help="Reference workload; not with lengths and counts."
     )
@@ -52,6 +59,14 @@ def add_workload_arguments(
             help=f"{what} tokens per request (default: {DEFAULT_LEN})",
         )
     parser.set_defaults(default_num_requests=default_count)
+    add_run_arguments(parser, num_iters=num_iters, warmup=warmup)
+    parser.add_argument(
+        "--profile",
+        metavar="FILE",
+        help="Write a torch profiler trace of one more run (open it with https://ui.perfetto.dev) "
+        "and print where the time went.",
+    )
+    add_engine_arguments(parser)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, num_iters: int, warmup: int) -> None:
@@ -79,15 +94,6 @@ def add_json_argument(parser: argparse._ActionsContainer) -> None:
         metavar="FILE",
         help="Also write the report as JSON. With -, JSON goes to standard output and the table to "
         "standard error.",
-    )
-
-
-def add_profile_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        help="Write a torch profiler trace of one more run (open it with https://ui.perfetto.dev) "
-        "and print where the time went.",
     )
 
 

@@ -7,9 +7,7 @@ import dataclasses
 from typing import Any
 
 from penstock.cli.bench.common import (
-    add_profile_argument,
-    add_run_arguments,
-    add_workload_arguments,
+    add_batch_arguments,
     benchmark_options,
     peak_memory_mib,
     profile_run,
@@ -19,23 +17,19 @@ from penstock.cli.bench.common import (
     workload_from_args,
 )
 from penstock.cli.bench.workloads import Workload
-from penstock.cli.common import Subparsers, add_command, open_llm
-from penstock.config.cli import add_engine_arguments
+from penstock.cli.common import open_llm
+
+HELP = (
+    "Measure the latency of one batch of requests: time to first token (in a separate run of "
+    "one token), time per output token and end-to-end latency. Prefix caching is off by "
+    "default."
+)
 
 
-def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(
-        subparsers,
-        "latency",
-        run,
-        "Measure the latency of one batch of requests: time to first token (in a separate run of "
-        "one token), time per output token and end-to-end latency. Prefix caching is off by "
-        "default.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_batch_arguments(
+        parser, "--batch-size", "Requests in the batch", default_count=1, num_iters=5, warmup=1
     )
-    add_workload_arguments(parser, "--batch-size", "Requests in the batch", default_count=1)
-    add_run_arguments(parser, num_iters=5, warmup=1)
-    add_profile_argument(parser)
-    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,7 +19,6 @@ from penstock.cli.bench.common import (
 )
 from penstock.cli.bench.prompts import DEFAULT_NUM_PROMPTS, PromptSet, prompts_from_args
 from penstock.cli.bench.workloads import NAMES
-from penstock.cli.common import Subparsers, add_command
 from penstock.cli.serve import run_in_event_loop
 
 if TYPE_CHECKING:
@@ -30,14 +29,11 @@ if TYPE_CHECKING:
 GOALS = ("ttft", "tpot", "e2el")
 
 
-def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(
-        subparsers,
-        "serve",
-        run,
-        "Measure latency and throughput of any OpenAI-compatible server.",
-        "--base-url URL",
-    )
+HELP = "Measure latency and throughput of any OpenAI-compatible server."
+ARGUMENTS = "--base-url URL"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_server_arguments(parser.add_argument_group("server"))
     _add_prompt_arguments(parser.add_argument_group("prompts"))
     _add_load_arguments(parser.add_argument_group("load"))

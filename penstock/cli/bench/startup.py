@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from penstock.cli.bench.common import add_run_arguments, report
-from penstock.cli.common import Subparsers, add_command, check, open_llm
+from penstock.cli.common import check, open_llm
 from penstock.config.cli import add_engine_arguments, engine_options_from_args
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.sampling import SamplingParams
@@ -22,14 +22,13 @@ PROMPT_TOKEN_IDS = [1, 2, 3, 4]  # where there is no tokenizer
 MARK = "penstock-startup "  # the line that a measured process writes at its first token
 
 
-def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(
-        subparsers,
-        "startup",
-        run,
-        "Measure the time from process start to the first token, in fresh processes. The warm-up "
-        "run downloads the model if necessary.",
-    )
+HELP = (
+    "Measure the time from process start to the first token, in fresh processes. The warm-up "
+    "run downloads the model if necessary."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, num_iters=3, warmup=1)
     add_engine_arguments(parser)
 

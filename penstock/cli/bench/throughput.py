@@ -7,9 +7,7 @@ import statistics
 from typing import Any
 
 from penstock.cli.bench.common import (
-    add_profile_argument,
-    add_run_arguments,
-    add_workload_arguments,
+    add_batch_arguments,
     benchmark_options,
     peak_memory_mib,
     profile_run,
@@ -18,22 +16,15 @@ from penstock.cli.bench.common import (
     workload_from_args,
 )
 from penstock.cli.bench.workloads import Workload
-from penstock.cli.common import Subparsers, add_command, open_llm
-from penstock.config.cli import add_engine_arguments
+from penstock.cli.common import open_llm
+
+HELP = "Measure tokens per second with all requests sent at once. Prefix caching is off by default."
 
 
-def add_parser(subparsers: Subparsers[Any]) -> None:
-    parser = add_command(
-        subparsers,
-        "throughput",
-        run,
-        "Measure tokens per second with all requests sent at once. Prefix caching is off by "
-        "default.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_batch_arguments(
+        parser, "--num-prompts", "Requests sent at once", default_count=16, num_iters=1, warmup=0
     )
-    add_workload_arguments(parser, "--num-prompts", "Requests sent at once", default_count=16)
-    add_run_arguments(parser, num_iters=1, warmup=0)
-    add_profile_argument(parser)
-    add_engine_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
