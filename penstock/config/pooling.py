@@ -16,8 +16,8 @@ POOLER_KEYS: dict[str, str] = {
     "classifier_from_token": "a list of tokens whose logits are the labels'",
     "score_template": "a text with {query} and {document}, and {instruction} if that counts",
     "step_tag_id": "a token id: rewards are those of the places where it stands",
-    "enable_chunked_processing": "true or false",
-    "max_embed_len": "a number of tokens",
+    "enable_chunked_processing": "true or false: embed longer texts in pieces, with max_embed_len",
+    "max_embed_len": "a number of tokens that such a text may have",
 }
 
 
@@ -51,6 +51,11 @@ class PoolingConfig:
                 raise ConfigError(
                     f"pooler_config: {key} must be {POOLER_KEYS[key]}, got {value!r:.80}"
                 )
+        if bool(given.get("enable_chunked_processing")) != ("max_embed_len" in given):
+            raise ConfigError(
+                "pooler_config: enable_chunked_processing and max_embed_len need each other: "
+                '{"enable_chunked_processing": true, "max_embed_len": 100000}'
+            )
         if self.runner == "generate" and (given or self.convert != "auto"):
             raise ConfigError("convert and pooler_config are for runner=pooling: drop them")
 

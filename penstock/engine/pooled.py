@@ -27,7 +27,15 @@ from penstock.protocol.outputs import (
 from penstock.protocol.pooling import PoolingParams, PoolingTask
 from penstock.protocol.request import EngineRequest
 from penstock.text.frontend import Frontend, Prompt, read_prompt
-from penstock.text.pooling import Pair, PoolingPrompt, Truncation, pooling_info, prepare_pooling
+from penstock.text.pooling import (
+    Pair,
+    PoolingPrompt,
+    Truncation,
+    join_pieces,
+    pooling_info,
+    prepare_pieces,
+    prepare_pooling,
+)
 from penstock.text.scoring import pair_up, score_kind, score_params, similarity
 
 
@@ -197,22 +205,36 @@ class PoolingMethods:
         own = msgspec.structs.replace(params or PoolingParams())
         own.task = own.task if task is None else task
         truncation = Truncation(truncate_prompt_tokens)
-        requests = []
+        inputs = []
         for index, item in enumerate(items):
             prompt, cache_salt = read_prompt(item)
             of_it = 0 if priority is None else priority[index]
-            requests.append(self._prepare_pooling(prompt, own, truncation, of_it, cache_salt))
-        return requests, run_pooled(self.engine, requests, use_tqdm)
+            inputs.append(self._prepare_pieces(prompt, own, truncation, of_it, cache_salt))
+        requests = [request for pieces in inputs for request in pieces]
+        rest = iter(run_pooled(self.engine, requests, use_tqdm))
+        info = pooling_info(self.frontend)
+        joined = [
+            join_pieces(info, own, pieces, list(itertools.islice(rest, len(pieces))))
+            for pieces in inputs
+        ]
+        return [_as_one(pieces) for pieces in inputs], joined
 
     def _prepare_pooling(
+        self, prompt: PoolingPrompt, params: PoolingParams, truncation: Truncation
+    ) -> EngineRequest:
+        return prepare_pooling(
+            self.frontend, str(next(self._ids)), prompt, params, truncation=truncation
+        )
+
+    def _prepare_pieces(
         self,
         prompt: PoolingPrompt,
         params: PoolingParams,
         truncation: Truncation,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> EngineRequest:
-        return prepare_pooling(
+        priority: int,
+        cache_salt: str | None,
+    ) -> list[EngineRequest]:
+        return prepare_pieces(
             self.frontend,
             str(next(self._ids)),
             prompt,
@@ -258,6 +280,14 @@ def _output(
         num_cached_tokens=delta.num_cached_tokens,
         error=delta.error,
     )
+
+
+def _as_one(pieces: Sequence[EngineRequest]) -> EngineRequest:
+    """A request with the tokens of all pieces of its input."""
+    if len(pieces) == 1:
+        return pieces[0]
+    token_ids = [token_id for piece in pieces for token_id in piece.prompt_token_ids]
+    return msgspec.structs.replace(pieces[0], prompt_token_ids=token_ids)
 
 
 def _vector(delta: EngineDelta) -> Any:

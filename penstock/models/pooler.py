@@ -192,7 +192,7 @@ class Pooler:
         model: Model,
         info: PoolingInfo,
         activation: Activation,
-        normalizes: bool,
+        step_tag_id: int | None = None,
         dense: Sequence[nn.Module] = (),
     ) -> None:
         self.info = info
@@ -200,7 +200,7 @@ class Pooler:
         self.hidden_size = model.hidden_size
         self.may_chunk = not needs_whole_prompts(model)
         self.activation = activation
-        self.normalizes = normalizes
+        self.step_tag_id = step_tag_id  # of a process reward model: where its rewards are
         self.dense = dense
 
     def __call__(
@@ -223,7 +223,7 @@ class Pooler:
         if dimensions is not None:
             pooled = pooled[:, :dimensions]
         if use_activation is None:
-            use_activation = self.normalizes
+            use_activation = self.info.normalizes
         return nn.functional.normalize(pooled, dim=-1) if use_activation else pooled
 
 
@@ -293,7 +293,7 @@ def make_pooler(
         activation = _activation(raw, classifier.num_labels)
         if given.get("use_activation") is False:
             activation = "identity"
-        return Pooler(model, info, activation, normalizes=False)
+        return Pooler(model, info, activation, given.get("step_tag_id"))
     pooling_type = given.get("pooling_type", files.pooling if files else model.pooling)
     tasks = ["token_embed"] if pooling_type == "ALL" else ["embed", "token_embed"]
     sizes = given.get("dimensions", raw.get("matryoshka_dimensions")) or []
@@ -302,6 +302,7 @@ def make_pooler(
     for file in files.dense if files else ():
         dense.append(Dense(file, size, next(model.parameters()).device))
         size = file.out_features
+    normalizes = given.get("use_activation", files.normalize if files else True)
     info = PoolingInfo(
         tasks=tasks,
         pooling_type=pooling_type,
@@ -310,11 +311,12 @@ def make_pooler(
         any_dimension=not sizes and raw.get("is_matryoshka") is True,
         reads_prefix_cache=pooling_type == "LAST",
         lower_case=files is not None and files.lower_case,
+        normalizes=normalizes,
+        max_embed_len=given.get("max_embed_len", 0),
         prompts=dict(files.prompts) if files else {},
         default_prompt_name=files.default_prompt_name if files else None,
     )
-    normalizes = given.get("use_activation", files.normalize if files else True)
-    return Pooler(model, info, "identity", normalizes, dense)
+    return Pooler(model, info, "identity", dense=dense)
 
 
 def _activation(raw: Mapping[str, Any], num_labels: int) -> Activation:

@@ -76,6 +76,8 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     reads_prefix_cache: bool = False  # a cached prefix lacks nothing that pooling needs
     score_template: str | None = None  # of a pair, with {query}, {document} and {instruction}
     lower_case: bool = False  # texts are
+    normalizes: bool = False  # embeddings, where a request does not say
+    max_embed_len: int = 0  # tokens of an input that is embedded in pieces; 0: none is
     prompts: dict[str, str] = {}  # what may stand before a text, by name
     default_prompt_name: str | None = None
 

@@ -32,6 +32,7 @@ class _Wish:
     dimensions: int | None
     use_activation: bool | None
     pieces: list[torch.Tensor] = field(default_factory=list)  # token-wise: of earlier chunks
+    places: IntArray | None = None  # token-wise: the tokens that count; None: all
 
     @property
     def by_token(self) -> bool:
@@ -66,6 +67,9 @@ class PoolingHead:
         wish = _Wish(
             params.task or self.pooler.info.tasks[0], params.dimensions, params.use_activation
         )
+        tag = self.pooler.step_tag_id
+        if wish.by_token and tag is not None:
+            wish.places = np.nonzero(np.array(request.token_ids) == tag)[0]
         self._wishes[slot] = wish
         self._num_by_token += wish.by_token
 
@@ -192,12 +196,17 @@ class PoolingHead:
         """Rows of requests that want them: kept with the request until the last are there."""
         found = {}
         starts = layout.starts.tolist()
+        firsts = (layout.seq_lens - layout.counts).tolist()  # positions
         for index, item in enumerate(layout.requests):
             wish = self._wish(layout, index)
             if not wish.by_token:
                 continue
-            rows = states[starts[index] : starts[index + 1]].float()
-            piece = self.pooler(rows, wish.task, wish.dimensions, wish.use_activation)
+            rows = states[starts[index] : starts[index + 1]]
+            if wish.places is not None:
+                own = wish.places - firsts[index]
+                own = own[(own >= 0) & (own < len(rows))]
+                rows = rows[to_device(own, rows.device)]
+            piece = self.pooler(rows.float(), wish.task, wish.dimensions, wish.use_activation)
             wish.pieces.append(piece)
             if item.samples:
                 found[index] = wish.pieces

@@ -6,12 +6,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
+from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import InputError, InputOverflow
-from penstock.protocol.pooling import PoolingInfo, PoolingParams
+from penstock.protocol.pooling import Payload, PoolingInfo, PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import check_int
 from penstock.text.frontend import Frontend, check_salt
@@ -95,6 +96,93 @@ def prepare_pooling(
         # Where a token's own vector is wanted, or the sum of all, a cached prefix lacks them.
         read_prefix_cache=info.reads_prefix_cache and params.task in ("embed", "classify"),
         second_segment=second_segment,
+    )
+
+
+def prepare_pieces(
+    frontend: Frontend,
+    request_id: str,
+    prompt: PoolingPrompt,
+    params: PoolingParams,
+    *,
+    truncation: Truncation = NO_TRUNCATION,
+    add_special_tokens: bool = True,
+    priority: int = 0,
+    cache_salt: str | None = None,
+    field: str = "prompt",
+) -> list[EngineRequest]:
+    """As `prepare_pooling`; an input that is longer than the context may be embedded in pieces,
+    whose vectors `join_pieces` makes one of."""
+    options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "field": field}
+    whole = {**options, "truncation": truncation, "add_special_tokens": add_special_tokens}
+    info = pooling_info(frontend)
+    may_cut = info.max_embed_len > frontend.max_model_len and truncation.num_tokens is None
+    if not may_cut or isinstance(prompt, Pair) or info.check(params) != "embed":
+        return [prepare_pooling(frontend, request_id, prompt, params, **whole)]
+    try:
+        return [prepare_pooling(frontend, request_id, prompt, params, **whole)]
+    except InputOverflow:
+        pieces = _cut(frontend, prompt, params, add_special_tokens, field)
+    raw = PoolingParams(task="embed", use_activation=False)
+    return [
+        prepare_pooling(frontend, f"{request_id}.{index}", piece, raw, **options)
+        for index, piece in enumerate(pieces)
+    ]
+
+
+def _cut(
+    frontend: Frontend,
+    prompt: str | Sequence[int],
+    params: PoolingParams,
+    add_special_tokens: bool,
+    field: str,
+) -> list[list[int]]:
+    """A long input as pieces that fit, each with the tokens that are put around a text."""
+    info = pooling_info(frontend)
+    before: list[int] = []
+    after: list[int] = []
+    if isinstance(prompt, str):
+        tokenizer = frontend.known_tokenizer()
+        before, after = tokenizer.frame(add_special_tokens) or ([], [])
+        try:
+            token_ids = tokenizer.encode(
+                info.text_of(prompt, params), False, info.max_embed_len, frontend.encode_piece
+            )
+        except TooManyTokens as error:
+            longest, is_exact = info.max_embed_len, error.is_exact
+            raise InputOverflow(error.num_tokens, longest, field, is_exact) from None
+    else:
+        token_ids = list(prompt)
+        if len(token_ids) > info.max_embed_len:
+            raise InputOverflow(len(token_ids), info.max_embed_len, field)
+    room = max(frontend.max_model_len - len(before) - len(after), 1)
+    return [[*before, *token_ids[at : at + room], *after] for at in range(0, len(token_ids), room)]
+
+
+def join_pieces(
+    info: PoolingInfo,
+    params: PoolingParams,
+    pieces: Sequence[EngineRequest],
+    deltas: Sequence[EngineDelta],
+) -> EngineDelta:
+    """What an input ends with whose pieces ended so: the mean of their vectors, each as often as
+    it has tokens."""
+    failed = next((delta for delta in deltas if delta.payload is None), None)
+    if failed is not None or len(deltas) == 1:
+        return failed or deltas[0]
+    import numpy as np  # for those who ask only
+
+    weights = np.array([len(piece.prompt_token_ids) for piece in pieces], np.float32)
+    vectors = np.stack([delta.payload.to_numpy() for delta in deltas if delta.payload])
+    mean = (weights / weights.sum()) @ vectors
+    mean = mean[: params.dimensions]
+    if info.normalizes if params.use_activation is None else params.use_activation:
+        mean = mean / max(float(np.linalg.norm(mean)), 1e-12)
+    payload = Payload(list(mean.shape), mean.astype(np.float32).tobytes())
+    return msgspec.structs.replace(
+        deltas[0],
+        payload=payload,
+        num_cached_tokens=sum(delta.num_cached_tokens for delta in deltas),
     )
 
 

@@ -118,7 +118,7 @@ class Tokenizer:
         encode = encode_piece or self.encode_piece
         if len(text) <= PIECE_LENGTH:
             ids = self.encode_piece(text, add_special_tokens)
-        elif (frame := self._frame(add_special_tokens)) is None:
+        elif (frame := self.frame(add_special_tokens)) is None:
             ids = encode(text, add_special_tokens)
         else:
             before, after = frame
@@ -140,7 +140,7 @@ class Tokenizer:
         encode_piece: EncodePiece | None = None,
     ) -> list[int]:
         """The first or the last tokens of `text`; no more of it is encoded than that takes."""
-        frame = self._frame(add_special_tokens) if len(text) > PIECE_LENGTH else None
+        frame = self.frame(add_special_tokens) if len(text) > PIECE_LENGTH else None
         if frame is None:
             ids = self.encode(text, add_special_tokens, encode_piece=encode_piece)
             return ids[:num_tokens] if side == "first" else ids[-num_tokens:]
@@ -173,7 +173,7 @@ class Tokenizer:
 
         Raises InputError if those alone are as many.
         """
-        frame = self._frame(add_special_tokens)
+        frame = self.frame(add_special_tokens)
         if frame is None:
             return self.encode_part(text, num_tokens, side, add_special_tokens, encode_piece)
         before, after = frame
@@ -212,7 +212,7 @@ class Tokenizer:
     def _cuts(self) -> Cuts:
         return Cuts(self.encode_piece, self._backend.get_vocab(with_added_tokens=False))
 
-    def _frame(self, add_special_tokens: bool) -> tuple[list[int], list[int]] | None:
+    def frame(self, add_special_tokens: bool) -> tuple[list[int], list[int]] | None:
         """The tokens that are put before and after a text; None where that is not all."""
         if not add_special_tokens:
             return [], []

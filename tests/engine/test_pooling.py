@@ -283,3 +283,33 @@ def test_a_vector_of_nan_is_an_error_and_harms_no_other(
             np.testing.assert_allclose(
                 output.outputs.embedding, before.outputs.embedding, atol=TOLERANCE
             )
+
+
+def test_a_longer_text_is_the_mean_of_its_pieces_each_by_its_tokens(
+    checkpoint: Path,
+) -> None:
+    long = {"prompt_token_ids": random_prompts(2, 150)[0]["prompt_token_ids"]}
+    pieces = [{"prompt_token_ids": long["prompt_token_ids"][at : at + 64]} for at in (0, 64, 128)]
+    chunked = {"enable_chunked_processing": True, "max_embed_len": 150, "dimensions": [8]}
+    with open_llm(checkpoint, **POOLING, pooler_config=chunked) as llm:
+        raw = llm.embed(pieces, PoolingParams(use_activation=False), use_tqdm=False)
+        vectors = [output.outputs.embedding for output in raw]
+        expected = np.average(vectors, axis=0, weights=[64, 64, 22])
+        (whole,) = llm.embed(long, use_tqdm=False)
+        (cut,) = llm.embed(long, PoolingParams(dimensions=8), use_tqdm=False)
+        (as_is,) = llm.embed(long, PoolingParams(use_activation=False), use_tqdm=False)
+        assert whole.prompt_token_ids == long["prompt_token_ids"]
+        with pytest.raises(InputError, match="has 151 tokens"):
+            llm.embed(random_prompts(2, 151), use_tqdm=False)
+    np.testing.assert_allclose(as_is.outputs.embedding, expected, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        whole.outputs.embedding, expected / np.linalg.norm(expected), atol=TOLERANCE
+    )
+    np.testing.assert_allclose(
+        cut.outputs.embedding, expected[:8] / np.linalg.norm(expected[:8]), atol=TOLERANCE
+    )
+
+
+def test_pieces_of_longer_texts_need_a_length(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="need each other"):
+        open_llm(checkpoint, **POOLING, pooler_config={"enable_chunked_processing": True})

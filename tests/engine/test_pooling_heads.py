@@ -86,6 +86,15 @@ def test_every_token_has_labels_in_token_classification(tmp_path: Path) -> None:
         found = llm.reward(PROMPTS, use_tqdm=False)
     for output, expected in zip(found, logits_of(model, PROMPTS), strict=True):
         np.testing.assert_allclose(output.outputs.data, expected.softmax(-1), atol=1e-4)
+    # A process reward model's rewards stand at its steps.
+    tag = PROMPTS[-1]["prompt_token_ids"][20]
+    config = {"step_tag_id": tag}
+    with open_llm(tmp_path, max_num_batched_tokens=9, pooler_config=config) as llm:
+        found = llm.reward(PROMPTS, use_tqdm=False)
+    for output, prompt, expected in zip(found, PROMPTS, logits_of(model, PROMPTS), strict=True):
+        steps = torch.tensor(prompt["prompt_token_ids"]) == tag
+        np.testing.assert_allclose(output.outputs.data, expected[steps].softmax(-1), atol=1e-4)
+    assert len(found[-1].outputs.data) > 0
 
 
 def test_a_reward_model_has_two_layers_behind_each_token(tmp_path: Path) -> None:

@@ -17,10 +17,10 @@ from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.replies import json_response, unless_gone
 from penstock.server.pooling.embeddings import ERRORS
 from penstock.server.pooling.protocol import CohereEmbeddings, CohereEmbedRequest
-from penstock.server.pooling.run import prepare_all, run_all
+from penstock.server.pooling.run import pool_all
 from penstock.server.pooling.vectors import as_bytes, vector_of
 from penstock.server.service import Service
-from penstock.text.pooling import PoolingPrompt, Truncation, pooling_info, prepare_pooling
+from penstock.text.pooling import PoolingPrompt, Truncation, pooling_info, prepare_pieces
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
@@ -62,8 +62,8 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
         None if body.truncate == "NONE" else -1, "last" if body.truncate == "START" else "first"
     )
 
-    def prepare(prompt: PoolingPrompt) -> EngineRequest:
-        return prepare_pooling(
+    def prepare(prompt: PoolingPrompt) -> list[EngineRequest]:
+        return prepare_pieces(
             service.frontend,
             service.engine_id(request_id),
             prompt,
@@ -74,8 +74,7 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
         )
 
     async def work() -> bytes:
-        requests = await prepare_all(service, prepare, texts)
-        deltas = await run_all(service, requests, None)
+        requests, deltas = await pool_all(service, prepare, texts, params)
         return await service.in_thread(_write, request_id, texts, kinds, requests, deltas)
 
     return json_response(await unless_gone(request, work()))

@@ -25,7 +25,7 @@ from penstock.server.pooling.protocol import (
     PoolingList,
     PoolingRequest,
 )
-from penstock.server.pooling.run import prepare_all, run_all
+from penstock.server.pooling.run import pool_all
 from penstock.server.pooling.vectors import usage_of, vector_of, write_vector
 from penstock.server.service import Service
 from penstock.text.pooling import PoolingPrompt, pooling_info
@@ -106,8 +106,7 @@ async def _answer(
         if body.messages is not None:
             prompts = [await service.in_thread(render_messages, service, body)]
         prepare = input_prepare(service, body, params, request_id)
-        requests = await prepare_all(service, prepare, prompts)
-        deltas = await run_all(service, requests, body.timeout)
+        requests, deltas = await pool_all(service, prepare, prompts, params, body.timeout)
         # In a thread: millions of numbers would hold up whoever else asks for something.
         return await service.in_thread(_write, request_id, model, requests, deltas, write)
 

@@ -12,9 +12,9 @@ from penstock.protocol.request import EngineRequest
 from penstock.server.openai.prompts import turn_request
 from penstock.server.pooling.protocol import InputBody, PairBody
 from penstock.server.service import Service
-from penstock.text.pooling import PoolingPrompt, Truncation, prepare_pooling
+from penstock.text.pooling import PoolingPrompt, Truncation, prepare_pieces
 
-Prepare = Callable[[PoolingPrompt], EngineRequest]
+Prepare = Callable[[PoolingPrompt], list[EngineRequest]]
 
 
 def read_inputs(body: InputBody, field: str = "input") -> Sequence[PoolingPrompt]:
@@ -47,8 +47,8 @@ def input_prepare(
     special = body.add_special_tokens
     special = (not is_chat) if special is None else special
 
-    def prepare(prompt: PoolingPrompt) -> EngineRequest:
-        return prepare_pooling(
+    def prepare(prompt: PoolingPrompt) -> list[EngineRequest]:
+        return prepare_pieces(
             service.frontend,
             service.engine_id(request_id),
             prompt,
@@ -86,8 +86,8 @@ def pair_prepare(
         body.truncate_prompt_tokens, "first", body.max_tokens_per_query, body.max_tokens_per_doc
     )
 
-    def prepare(prompt: PoolingPrompt) -> EngineRequest:
-        return prepare_pooling(
+    def prepare(prompt: PoolingPrompt) -> list[EngineRequest]:
+        return prepare_pieces(
             service.frontend,
             service.engine_id(request_id),
             prompt,

@@ -11,11 +11,14 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 from penstock.protocol.delta import EngineDelta
+from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.server.service import Service
+from penstock.text.pooling import join_pieces, pooling_info
 
 TEXTS_AT_ONCE = 64  # that one thread tokenizes before others have a turn
 NUM_TOKENIZERS = 2  # threads for one request
@@ -25,12 +28,32 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-async def prepare_all(
-    service: Service, prepare: Callable[[T], EngineRequest], items: Sequence[T]
-) -> list[EngineRequest]:
+async def pool_all(
+    service: Service,
+    prepare: Callable[[T], list[EngineRequest]],
+    items: Sequence[T],
+    params: PoolingParams,
+    timeout_s: float | None = None,
+) -> tuple[list[EngineRequest], list[EngineDelta]]:
+    """All that the engine computed, and what each of the items ends with. `prepare` makes one
+    request of an item, or several of a long one. Raises as `Service.outputs` does."""
+    prepared = await _prepare_all(service, prepare, items)
+    requests = [request for pieces in prepared for request in pieces]
+    deltas = await _run_all(service, requests, timeout_s)
+    if len(requests) == len(prepared):
+        return requests, deltas
+    info, rest = pooling_info(service.frontend), iter(deltas)
+    return requests, [
+        join_pieces(info, params, pieces, list(islice(rest, len(pieces)))) for pieces in prepared
+    ]
+
+
+async def _prepare_all(
+    service: Service, prepare: Callable[[T], list[EngineRequest]], items: Sequence[T]
+) -> list[list[EngineRequest]]:
     """Tokenize and check every input, in a few threads. Raises for the first that is wrong."""
 
-    def work(part: Sequence[T]) -> list[EngineRequest]:
+    def work(part: Sequence[T]) -> list[list[EngineRequest]]:
         return [prepare(item) for item in part]
 
     if len(items) <= TEXTS_AT_ONCE:
@@ -39,13 +62,13 @@ async def prepare_all(
     prepared = await _in_turn(
         [partial(service.in_thread, work, part) for part in parts], NUM_TOKENIZERS
     )
-    return [request for part in prepared for request in part]
+    return [pieces for part in prepared for pieces in part]
 
 
-async def run_all(
+async def _run_all(
     service: Service, requests: Sequence[EngineRequest], timeout_s: float | None
 ) -> list[EngineDelta]:
-    """What each request ends with, in their order. Raises as `Service.outputs` does."""
+    """What each request ends with, in their order."""
     groups = list(_groups(service, requests))
     service.check_queue(min(sum(map(len, groups[:GROUPS_AT_ONCE])), service.share))
     deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -23,7 +23,7 @@ from penstock.server.pooling.protocol import (
     ScoreList,
     ScoreRequest,
 )
-from penstock.server.pooling.run import prepare_all, run_all
+from penstock.server.pooling.run import pool_all
 from penstock.server.pooling.vectors import usage_of, vector_of
 from penstock.server.service import Service
 from penstock.text.pooling import Pair, pooling_info
@@ -110,12 +110,10 @@ async def _score(
     prepare = pair_prepare(service, body, params, request_id, field)
     if kind == "cross-encoder":
         prompts = [Pair(query, document, body.instruction) for query, document in pairs]
-        requests = await prepare_all(service, prepare, prompts)
-        deltas = await run_all(service, requests, body.timeout)
+        requests, deltas = await pool_all(service, prepare, prompts, params, body.timeout)
         return [float(vector_of(delta)[0]) for delta in deltas], requests
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    requests = await prepare_all(service, prepare, texts)
-    deltas = await run_all(service, requests, body.timeout)
+    requests, deltas = await pool_all(service, prepare, texts, params, body.timeout)
     vectors = {text: vector_of(delta) for text, delta in zip(texts, deltas, strict=True)}
     return [similarity(vectors[first], vectors[second]) for first, second in pairs], requests
 
