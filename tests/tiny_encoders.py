@@ -60,13 +60,28 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nomic_bert": ("NomicBert", {**COMMON, "rope_parameters": ROPE}),
     "gte": ("Gte", {**COMMON, "type_vocab_size": 2, "rope_parameters": ROPE}),
 }
+# Decoders that see both ways, without a head.
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "embedding_gemma": (
+        "Gemma3Text",
+        {
+            **COMMON,
+            "head_dim": 16,
+            "num_key_value_heads": 2,
+            "query_pre_attn_scalar": 24,
+            "use_bidirectional_attention": True,
+            "sliding_window": 17,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
+}
 
 
 def make_encoder(folder: Path, variant: str, head: str = "Model") -> Any:
     """Write a random checkpoint with this head into the folder; transformers' model of it."""
     import transformers
 
-    name, settings = ENCODERS[variant]
+    name, settings = (ENCODERS | DECODERS)[variant]
     if head != "Model":
         settings = {**settings, "num_labels": 3}
     config = getattr(transformers, f"{name}Config")(**settings)

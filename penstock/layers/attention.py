@@ -12,6 +12,7 @@ from penstock.layers.build import Build
 from penstock.layers.context import current_context
 from penstock.layers.loadable import copy_shard
 from penstock.ops.blocks import Weight
+from penstock.protocol.errors import ModelError
 from penstock.protocol.kv import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -60,6 +61,10 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.scale = head_dim**-0.5 if scale is None else scale
         assert window is None or chunk is None, "a layer has a window or a chunk, not both"
+        if kind == "bidirectional" and (softcap or has_sinks or chunk):
+            raise ModelError(
+                "attention in both directions is not supported with soft caps, sinks or chunks"
+            )
         # A window or chunk that no request outgrows hides nothing: the layer then is like those
         # without one, and shares their group of the KV cache.
         self.window = window if window is not None and window < build.max_model_len else None

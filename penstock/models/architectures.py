@@ -191,6 +191,9 @@ ENCODERS: dict[str, Architecture] = {
         ("gte",),
     ),
     **_encoder("Gte", "nomic_bert:GteModel", "the same, as transformers saves them", ("gte",)),
+    "Gemma3TextModel": Architecture(
+        "penstock.models.gemma3:Gemma3ForCausalLM", "EmbeddingGemma", ("embedding_gemma",)
+    ),
 }
 
 # Architectures that transformers' code runs, with the checkpoints on which tokens were compared.

@@ -190,6 +190,8 @@ class DecoderLM(Model):
         chunk: int | None = None,
     ) -> RotaryAttention:
         """The usual attention block, an `attention_class`, where config.json says the sizes."""
+        if window is not None and not self.is_causal:
+            window -= 1  # on each side of a token, which is itself counted in a causal window
         config = self.config
         return self.attention_class(
             self.build,

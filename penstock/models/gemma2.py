@@ -72,6 +72,12 @@ class Gemma2ForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
         return self.gemma_attention(index)
 
+    @property
+    def window(self) -> int | None:
+        """Tokens that a windowed layer sees; in both directions, half of them on each side."""
+        window = self.config.sliding_window
+        return window if window is None or self.is_causal else window // 2 + 1
+
     def gemma_attention(self, index: int, **options: Any) -> RotaryAttention:
         config = self.config
         scalar = read_float(config.raw, "query_pre_attn_scalar", config.head_dim)
@@ -81,7 +87,7 @@ class Gemma2ForCausalLM(DecoderLM):
             index,
             qkv_bias=self.attention_bias,
             output_bias=self.attention_bias,
-            window=config.sliding_window if self.is_windowed(index) else None,
+            window=self.window if self.is_windowed(index) else None,
             scale=scalar**-0.5,
             softcap=read_cap(config, "attn_logit_softcapping"),
             **options,
