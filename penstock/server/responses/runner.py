@@ -114,13 +114,11 @@ class ResponseRunner:
         return history
 
     async def _items_before(self, owner: str, response_id: str) -> StoredItems:
-        stored = await self.find(owner, response_id)
-        if stored is None:
-            raise InputError(
-                f"there is no response {response_id!r:.100}: it was not stored, was deleted, or "
-                "made room for newer ones; send its conversation as input",
-                "previous_response_id",
-            )
+        try:
+            stored = await self.response(owner, response_id)
+        except NotFound as error:
+            message = f"{error}; send its conversation as input"
+            raise InputError(message, "previous_response_id") from error
         if is_open(stored.status):
             raise InputError(
                 f"response {response_id!r} is still {stored.status.replace('_', ' ')}: wait until "
