@@ -197,7 +197,7 @@ def measure_messages() -> dict[str, float]:
         frame = messages.encode(messages.Outputs(deltas))
         costs["encode"].append(1e-3 * (time.thread_time_ns() - begin) / 64)
         begin = time.thread_time_ns()
-        messages.decode_answer(frame)
+        messages.decode_message(frame)
         costs["decode"].append(1e-3 * (time.thread_time_ns() - begin) / 64)
     return {f"outputs, {name}: us a token": statistics.median(all_) for name, all_ in costs.items()}
 

@@ -38,7 +38,7 @@ class Death:
     """How an engine ended, and what it was doing."""
 
     how: str  # such as "signal 9"
-    failure: messages.Failed | None  # its last words, if it had any
+    failure: messages.EngineFailed | None  # its last words, if it had any
     executing: frozenset[str]  # requests in the steps that were in flight
     uptime_s: float | None  # since it had loaded its model; None: it never had
 
@@ -100,7 +100,7 @@ class EngineHandle:
         self._connected: asyncio.Future[None] = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._ready_at: float | None = None
-        self._failure: messages.Failed | None = None
+        self._failure: messages.EngineFailed | None = None
         self._has_exited = False
         self._is_heard = True
         with contextlib.ExitStack() as on_failure:
@@ -196,7 +196,7 @@ class EngineHandle:
         return self._socket.recv(zmq.DONTWAIT) if has_come else None
 
     def _take(self, frame: bytes) -> None:
-        answer = messages.decode_answer(frame)
+        answer = messages.decode_message(frame)
         if isinstance(answer, messages.Outputs):
             self._on_outputs(answer)
         elif isinstance(answer, messages.Connected):

@@ -56,7 +56,7 @@ class Ready(msgspec.Struct, tag=True):
     info: EngineInfo
 
 
-class Failed(msgspec.Struct, tag=True):
+class EngineFailed(msgspec.Struct, tag=True):
     """The engine could not start, or cannot go on: its last words."""
 
     error: str
@@ -85,9 +85,9 @@ class Outputs(msgspec.Struct, tag=True, omit_defaults=True):
     stats: EngineStats | None = None
 
 
-Answer = Connected | Ready | Failed | Outputs
+EngineMessage = Connected | Ready | EngineFailed | Outputs
 
 encode = msgspec.msgpack.Encoder().encode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_message = msgspec.msgpack.Decoder(EngineMessage).decode
 decode_config = msgspec.msgpack.Decoder(EngineConfig).decode
 decode_finish = msgspec.msgpack.Decoder(Finish).decode

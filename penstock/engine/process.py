@@ -26,11 +26,11 @@ from penstock.engine import messages
 from penstock.engine.black_box import BlackBox
 from penstock.engine.heap import HeapTrimmer, collector_at_rest, settled_heap
 from penstock.engine.messages import (
-    Answer,
     CallResult,
+    EngineFailed,
     EngineInfo,
+    EngineMessage,
     EngineStats,
-    Failed,
     Outputs,
     Ready,
 )
@@ -167,7 +167,7 @@ class EngineServer:
         )
 
 
-def send(socket: zmq.Socket[bytes], answer: Answer) -> None:
+def send(socket: zmq.Socket[bytes], answer: EngineMessage) -> None:
     socket.send(messages.encode(answer))
 
 
@@ -234,10 +234,10 @@ def main() -> int:
         run(socket, box)
         return 0
     except PenstockError as error:
-        send(socket, Failed(str(error), type(error).__name__))
+        send(socket, EngineFailed(str(error), type(error).__name__))
     except Exception as error:
         logger.exception("The engine failed")
-        send(socket, Failed(f"{type(error).__name__}: {error}", type(error).__name__))
+        send(socket, EngineFailed(f"{type(error).__name__}: {error}", type(error).__name__))
     finally:
         context.destroy(linger=LINGER_MS)
     return 1

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Step:
+class _QueuedStep:
     plan: StepPlan
     handle: StepHandle | None = None
     result: StepResult | None = None
@@ -30,11 +30,11 @@ class StepQueue:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[_QueuedStep] = deque()
         self._has_failed = False
 
     def launch(self, plan: StepPlan) -> None:
-        step = _Step(plan, failure=StepFailure.SKIPPED if self._has_failed else None)
+        step = _QueuedStep(plan, failure=StepFailure.SKIPPED if self._has_failed else None)
         self._steps.append(step)
         self._run(step, self._launch)
 
@@ -55,7 +55,7 @@ class StepQueue:
         self._has_failed = False
         self._runner.reset()
 
-    def _run(self, step: _Step, part: Callable[[_Step], None]) -> None:
+    def _run(self, step: _QueuedStep, part: Callable[[_QueuedStep], None]) -> None:
         if step.failure is not None:
             return
         try:
@@ -66,16 +66,16 @@ class StepQueue:
             logger.exception("Step %d failed", step.plan.step_id)
             step.failure, self._has_failed = _failure_of(error), True
 
-    def _launch(self, step: _Step) -> None:
+    def _launch(self, step: _QueuedStep) -> None:
         step.handle = self._runner.launch(step.plan)
 
-    def _sample(self, step: _Step, masks: StepMasks | None) -> None:
+    def _sample(self, step: _QueuedStep, masks: StepMasks | None) -> None:
         if step.plan.masked and masks is None:
             raise ValueError("a step with grammars has no masks")
         assert step.handle is not None
         self._runner.sample(step.handle, masks)
 
-    def _collect(self, step: _Step) -> None:
+    def _collect(self, step: _QueuedStep) -> None:
         assert step.handle is not None
         step.result = self._runner.collect(step.handle)
 

@@ -25,7 +25,7 @@ PENDING = GateStatus.PENDING
 
 
 @dataclass(frozen=True)
-class Failed:
+class GateFailed:
     """The request cannot pass; `error` is for its client, whose `field` was wrong if any."""
 
     error: str
@@ -34,8 +34,8 @@ class Failed:
 
 
 class Gate(Protocol):
-    def poll(self, request: EngineRequest) -> GateStatus | Failed:
-        """Ask without blocking. Not asked again for a request once it said READY or Failed."""
+    def poll(self, request: EngineRequest) -> GateStatus | GateFailed:
+        """Ask without blocking. Not asked again for a request once it said READY or GateFailed."""
 
 
 class Gatekeeper:
@@ -55,7 +55,7 @@ class Gatekeeper:
         """Forget a request; one that is not here is ignored."""
         self._num_passed.pop(state, None)
 
-    def poll(self) -> tuple[list[RequestState], list[tuple[RequestState, Failed]]]:
+    def poll(self) -> tuple[list[RequestState], list[tuple[RequestState, GateFailed]]]:
         """The requests that are through, in order of arrival, and those that failed, with why."""
         ready, failed = [], []
         for state in list(self._num_passed):
@@ -63,18 +63,18 @@ class Gatekeeper:
             if status is PENDING:
                 continue
             del self._num_passed[state]
-            if isinstance(status, Failed):
+            if isinstance(status, GateFailed):
                 failed.append((state, status))
             else:
                 ready.append(state)
         return ready, failed
 
-    def _advance(self, state: RequestState) -> GateStatus | Failed:
+    def _advance(self, state: RequestState) -> GateStatus | GateFailed:
         for gate in self._gates[self._num_passed[state] :]:
             try:
                 status = gate.poll(state.request)
             except Exception as error:  # a gate that breaks fails this request, not the engine
-                return Failed(f"{type(gate).__name__} failed: {error}")
+                return GateFailed(f"{type(gate).__name__} failed: {error}")
             if status is not READY:
                 return status
             self._num_passed[state] += 1

@@ -8,7 +8,7 @@ from penstock.protocol.step import NewRequest, RequestResult, ScheduledRequest, 
 from penstock.scheduler.request import RequestState
 
 
-class Step:
+class PlannedStep:
     """Collects rows until its budget is spent; kept until its result is in."""
 
     def __init__(self, step_id: int, budget: int) -> None:

@@ -25,7 +25,7 @@ from penstock.protocol.step import (
 from penstock.scheduler.gates import Gate, Gatekeeper
 from penstock.scheduler.grammars import Grammars
 from penstock.scheduler.limits import check_length, chunk, share
-from penstock.scheduler.plan import Step
+from penstock.scheduler.plan import PlannedStep
 from penstock.scheduler.policy import POLICIES, WaitingQueue
 from penstock.scheduler.queue_timeouts import QueueTimeouts
 from penstock.scheduler.request import RequestState, RequestStatus
@@ -81,7 +81,7 @@ class Scheduler:
         self._retries = StepRetries(self._policy, limits)
         self._running = RunningRequests()
         self._stops = StopRules(grammars, vocab_size)
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[PlannedStep] = deque()
         self._released_ids: list[str] = []  # rows of the runner that the next plan gives up
         self._deltas: list[EngineDelta] = []  # of requests that ended outside of a step
         self._sequence = itertools.count()
@@ -151,7 +151,7 @@ class Scheduler:
         self._pass_gates()
         self._end_long_waits()
         budget = self._retries.num_tokens
-        step = Step(self._last_step_id + 1, budget)
+        step = PlannedStep(self._last_step_id + 1, budget)
         if self._retries:
             self._try_alone(step)
         elif self._continue_running(step):
@@ -188,7 +188,7 @@ class Scheduler:
             delta = self._end(state, FinishReason.ERROR, error=error)
             self._deltas.append(msgspec.structs.replace(delta, can_retry=True))
 
-    def _continue_running(self, step: Step) -> bool:
+    def _continue_running(self, step: PlannedStep) -> bool:
         """Give each running request its share; False if blocks ran out on the way."""
         enough_blocks = True
         for state in self._running.in_order():
@@ -213,7 +213,7 @@ class Scheduler:
                 self._make_ready(state)
         return enough_blocks
 
-    def _admit_waiting(self, step: Step, waiting: WaitingQueue) -> None:
+    def _admit_waiting(self, step: PlannedStep, waiting: WaitingQueue) -> None:
         """Let waiting requests in, in order, while the budget and the blocks last."""
         while waiting and step.budget > 0 and len(self._running) < self.limits.max_num_seqs:
             state = waiting.peek()
@@ -307,7 +307,7 @@ class Scheduler:
             self._kv.collect(self._in_flight.popleft().step_id)
         return deltas
 
-    def _try_alone(self, step: Step) -> None:
+    def _try_alone(self, step: PlannedStep) -> None:
         """Run the request that is on trial; nothing else is in flight meanwhile."""
         if self._in_flight:
             return
@@ -316,7 +316,7 @@ class Scheduler:
         else:
             self._admit_waiting(step, self._retries.queue())
 
-    def _end_trial(self, step: Step) -> None:
+    def _end_trial(self, step: PlannedStep) -> None:
         """If a suspect has got its token in this step, it waits for the others from now on."""
         state = self._retries.on_trial
         if state is None or state not in step.states or not state.has_sampled:

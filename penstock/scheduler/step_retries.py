@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from penstock.protocol.limits import StepLimits
-from penstock.scheduler.plan import Step
+from penstock.scheduler.plan import PlannedStep
 from penstock.scheduler.policy import Policy, WaitingQueue
 from penstock.scheduler.request import RequestState
 
@@ -43,7 +43,7 @@ class StepRetries:
         return state in self._suspects
 
     def take_in(
-        self, step: Step, failed: Sequence[RequestState], out_of_memory: bool
+        self, step: PlannedStep, failed: Sequence[RequestState], out_of_memory: bool
     ) -> str | None:
         """A step failed for these requests. How they are to be run from now on is noted here.
 

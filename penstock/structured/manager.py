@@ -15,7 +15,7 @@ from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import ScheduledRequest, StepMasks, StepPlan
 from penstock.protocol.structured import FIELD
-from penstock.scheduler.gates import PENDING, READY, Failed, GateStatus
+from penstock.scheduler.gates import PENDING, READY, GateFailed, GateStatus
 from penstock.structured.backend import Bits, Grammar, GrammarBackend
 from penstock.structured.compiler import Compilation, GrammarCompiler, ReadVocabulary, TryAgain
 from penstock.structured.output import ALL_TOKENS, Misfit, OutputGrammar
@@ -55,7 +55,7 @@ class GrammarManager:
 
     # -- grammars are compiled
 
-    def poll(self, request: EngineRequest) -> GateStatus | Failed:
+    def poll(self, request: EngineRequest) -> GateStatus | GateFailed:
         """Whether a request's grammar is there. Begins to compile it when it first asks."""
         if request.pools or not request.sampling.is_masked:
             return READY
@@ -69,14 +69,14 @@ class GrammarManager:
             result = pending.future.result()
         except InputError as error:
             if error.field == "tools":
-                return Failed(str(error), error.field)
+                return GateFailed(str(error), error.field)
             kind, field = (params.kind, params.field) if params is not None else ("", error.field)
             why = str(error).replace(f"{FIELD}.{kind}", str(field))
-            return Failed(why.replace(FIELD, str(field)), field)
+            return GateFailed(why.replace(FIELD, str(field)), field)
         except JobError as error:
-            return Failed(f"no room for this request's grammar: {error}", can_retry=True)
+            return GateFailed(f"no room for this request's grammar: {error}", can_retry=True)
         except RequestFault as error:
-            return Failed(str(error), can_retry=isinstance(error, TryAgain))
+            return GateFailed(str(error), can_retry=isinstance(error, TryAgain))
         if not isinstance(result, OutputGrammar):
             pending.future = self.compiler.in_thread(
                 pending.compilation, request.tenant, self._begin_output, request, result

@@ -10,7 +10,7 @@ from kvcache.kv_fakes import ONE_GROUP, layout_of
 from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.limits import StepLimits
-from penstock.scheduler.gates import PENDING, READY, Failed
+from penstock.scheduler.gates import PENDING, READY, GateFailed
 from penstock.scheduler.scheduler import Scheduler
 
 DEFAULTS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 40}
@@ -32,7 +32,7 @@ class ListGate:
 
     def poll(self, request):
         if request.request_id in self.failing:
-            return Failed(self.failing[request.request_id])
+            return GateFailed(self.failing[request.request_id])
         return PENDING if request.request_id in self.pending else READY
 
 

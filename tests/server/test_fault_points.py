@@ -29,7 +29,7 @@ RESTARTED = (
     "penstock.kvcache.manager:KVCacheManager.allocate",
     "penstock.engine.black_box:BlackBox.end",
     # In the server: an engine that nobody can listen to is replaced.
-    "penstock.engine.messages:decode_answer",
+    "penstock.engine.messages:decode_message",
     "penstock.engine.ledger:Ledger._take_tokens",
 )
 # One request's own: it alone fails.
