@@ -12,7 +12,7 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.protocol.errors import ModelError
 
-SUPPORTED = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+SUPPORTED = ("default", "linear", "dynamic", "llama3", "longrope", "ntk", "yarn")
 NUMBERS = (
     "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
@@ -151,6 +151,8 @@ def rotary_frequencies(
         seq_len = torch.arange(1, length + 1, dtype=torch.float64).clamp(min=max_position)
         growth = (factor * seq_len / max_position - (factor - 1)) ** (dim / (dim - 2))
         return 1.0 / (base * growth[:, None]).float() ** exponent, 1.0
+    if kind == "ntk":  # of GTE's encoders: a larger base, and all of it slowed down a little
+        return 1.0 / (base * factor) ** exponent / factor ** (2 / dim), 1.0
     inverse = 1.0 / base**exponent
     if kind == "linear":
         return inverse / factor, 1.0

@@ -94,6 +94,9 @@ class GteModel(EncoderModel):
                     f"config.json: {key} must be {expected!r}, got {raw[key]!r:.80}: other "
                     "variants of GTE's encoder are not supported"
                 )
+        scaling = raw.get("rope_scaling")
+        if isinstance(scaling, Mapping) and scaling.get("mixed_b") is not None:
+            raise ModelError("config.json: mixed_b in rope_scaling is not supported")
         theta = 10_000.0 if raw.get("model_type") == "new" else 160_000.0
         return {"type_vocab_size": 0, "rope_theta": theta, **raw}
 

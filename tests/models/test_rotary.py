@@ -98,6 +98,16 @@ def test_longrope_without_its_factors_is_refused() -> None:
         rotary_frequencies(8, parameters, 64, 64)
 
 
+def test_ntk_scaling_is_that_of_gtes_encoders() -> None:
+    """transformers has it not: a base times the factor, then each angle less by factor^(2/dim)."""
+    scaling = {"type": "ntk", "factor": 8.0}
+    parameters = rotary_parameters({"rope_theta": 20000.0, "rope_scaling": scaling})
+    found, attention_factor = rotary_frequencies(64, parameters, 8192, 8192)
+    expected = [160000.0 ** -(pair / 32) * 8.0 ** -(1 / 32) for pair in range(32)]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    assert attention_factor == 1.0
+
+
 def test_an_unknown_scaling_is_refused_by_name() -> None:
     with pytest.raises(ModelError, match="'cubic' is not supported; supported are default"):
         rotary_parameters({"rope_scaling": {"rope_type": "cubic"}})
