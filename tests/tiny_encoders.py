@@ -77,13 +77,13 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_encoder(folder: Path, variant: str, head: str = "Model") -> Any:
+def make_encoder(folder: Path, variant: str, head: str = "Model", num_labels: int = 3) -> Any:
     """Write a random checkpoint with this head into the folder; transformers' model of it."""
     import transformers
 
     name, settings = (ENCODERS | DECODERS)[variant]
     if head != "Model":
-        settings = {**settings, "num_labels": 3}
+        settings = {**settings, "num_labels": num_labels}
     config = getattr(transformers, f"{name}Config")(**settings)
     torch.manual_seed(7)
     model = getattr(transformers, f"{name}{head}")(config).float().eval()

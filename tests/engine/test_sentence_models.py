@@ -139,6 +139,21 @@ def test_a_dense_layer_that_does_not_fit_names_its_file(
         open_model(folder)
 
 
+def test_a_cross_encoder_is_told_which_text_of_a_pair_is_the_second(tmp_path: Path) -> None:
+    model = make_encoder(tmp_path, "bert", "ForSequenceClassification", num_labels=1)
+    write_tokenizer(tmp_path)
+    documents = ["w9", "w1 w2 w3", TEXT]
+    with open_model(tmp_path) as llm:
+        outputs = llm.score(TEXT, documents, use_tqdm=False)
+    for document, output in zip(documents, outputs, strict=True):
+        first = [2, *(4 + WORDS.index(word) for word in TEXT.split()), 3]
+        second = [*(4 + WORDS.index(word) for word in document.split()), 3]
+        types = [0] * len(first) + [1] * len(second)
+        with torch.inference_mode():
+            logits = model(torch.tensor([first + second]), token_type_ids=torch.tensor([types]))
+        assert output.outputs.score == pytest.approx(float(logits.logits.sigmoid()), abs=1e-5)
+
+
 def sentences() -> list[str]:
     """Lines of this project's pages, of one word and of many."""
     root = Path(__file__).parents[2]

@@ -86,6 +86,33 @@ def test_the_head_of_a_masked_language_model_is_left_out(tmp_path: Path, variant
         assert_close(encode(llm, PROMPTS, task="token_embed"), expected)
 
 
+def test_nomic_berts_own_names_of_settings_are_read(tmp_path: Path) -> None:
+    expected = reference(make_encoder(tmp_path, "nomic_bert"), "last_hidden_state")
+    config = {
+        "architectures": ["NomicBertModel"],
+        "model_type": "nomic_bert",
+        "vocab_size": 256,
+        "type_vocab_size": 2,
+        "n_embd": 64,
+        "n_inner": 112,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_positions": 128,
+        "layer_norm_epsilon": 1e-12,
+        "rotary_emb_base": 500,
+        "rotary_emb_fraction": 1.0,
+        "activation_function": "swiglu",
+        "prenorm": False,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with open_llm(tmp_path, **OPTIONS) as llm:
+        assert_close(encode(llm, PROMPTS, task="token_embed"), expected)
+    path.write_text(json.dumps({**config, "prenorm": True}))
+    with pytest.raises(ModelError, match="prenorm must be False, got True"):
+        open_llm(tmp_path, **OPTIONS)
+
+
 @pytest.mark.parametrize("variant", ["bert", "nomic_bert", "modernbert"])
 def test_int8_weights_change_vectors_little(tmp_path: Path, variant: str) -> None:
     make_encoder(tmp_path, variant)
