@@ -42,9 +42,11 @@ class Oracle:
 
 
 class Stubborn:
-    """Drafts the same tokens every time, which never hold."""
+    """Drafts the same token every time, which hardly ever holds."""
 
-    num_drafts = 5
+    def __init__(self, num_drafts: int = 5, token_id: int = 9) -> None:
+        self.num_drafts = num_drafts
+        self._token_id = token_id
 
     def propose(
         self,
@@ -54,4 +56,4 @@ class Stubborn:
         slots: torch.Tensor,
         num_accepted: torch.Tensor,
     ) -> torch.Tensor:
-        return torch.full((len(slots), self.num_drafts), 9)
+        return torch.full((len(slots), self.num_drafts), self._token_id)

@@ -49,6 +49,14 @@ def random_prompts(seed: int | str, *lengths: int) -> list[dict[str, list[int]]]
     return [{"prompt_token_ids": [draw.randrange(256) for _ in range(n)]} for n in lengths]
 
 
+def assert_ranks_agree(checkpoint: Path, prompts: Sequence[Any]) -> None:
+    """Two ranks give the tokens of one."""
+    with open_llm(checkpoint) as llm:
+        expected = greedy_tokens(llm, prompts)
+    with open_llm(checkpoint, tensor_parallel_size=2) as llm:
+        assert greedy_tokens(llm, prompts) == expected
+
+
 def greedy_tokens(llm: LLM, prompts: Sequence[Any], num_tokens: int = 16) -> list[list[int]]:
     """So many most likely tokens after each of the prompts, which run together."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 
 from penstock.engine.heap import HeapTrimmer, collector_at_rest, settled_heap
 
@@ -18,25 +19,24 @@ class Node:
 
 def test_what_existed_before_is_out_of_sight_and_comes_back() -> None:
     before = gc.get_freeze_count()
-    old = Node()
     with settled_heap():
         assert gc.get_freeze_count() > before
-        young = Node()
-        old_alive, young_alive = weakref.ref(old), weakref.ref(young)
-        del old, young
-        gc.collect()
-        assert young_alive() is None
-        assert old_alive() is not None
-    gc.collect()
-    assert old_alive() is None
+    check_what_is_collected(within=lambda: None)
 
 
 def test_an_inner_use_leaves_the_outer_one_in_place() -> None:
+    def use_again() -> None:
+        with settled_heap():
+            pass
+
+    check_what_is_collected(within=use_again)
+
+
+def check_what_is_collected(within: Callable[[], None]) -> None:
     old = Node()
     with settled_heap():
         young = Node()
-        with settled_heap():
-            pass
+        within()
         old_alive, young_alive = weakref.ref(old), weakref.ref(young)
         del old, young
         gc.collect()

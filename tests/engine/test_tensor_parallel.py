@@ -89,17 +89,25 @@ def test_a_step_that_fails_on_all_ranks_is_a_result_and_later_ones_are_skipped(
         assert again.token_ids == first.token_ids
 
 
-def test_a_step_that_fails_on_one_rank_alone_ends_the_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_checkpoint(tmp_path, "llama")
-    point = "penstock.runner.forward:forward"
-    points = FaultPoints(tmp_path, point)
+FORWARD = "penstock.runner.forward:forward"
+
+
+@pytest.fixture
+def points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultPoints:
+    """`FORWARD` can be made to fail, on whichever rank comes first."""
+    points = FaultPoints(tmp_path, FORWARD)
     for name, value in points.env.items():
         monkeypatch.setenv(name, value)
+    return points
+
+
+def test_a_step_that_fails_on_one_rank_alone_ends_the_group(
+    tmp_path: Path, points: FaultPoints
+) -> None:
+    model = make_checkpoint(tmp_path, "llama")
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
         processes = executor_of(llm)._processes
-        points.raise_at(point)  # whoever comes first; the other waits for it in a collective
+        points.raise_at(FORWARD)  # the other rank waits for it in a collective
         prompt = {"prompt_token_ids": [1, 2, 3]}
         with pytest.raises(EngineDeadError, match=r"did not come back|not on others"):
             llm.generate(prompt, SamplingParams(max_tokens=4), use_tqdm=False)
@@ -107,17 +115,13 @@ def test_a_step_that_fails_on_one_rank_alone_ends_the_group(
 
 
 def test_a_rank_that_reads_no_more_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, points: FaultPoints
 ) -> None:
     """Not even with a message that is larger than what fits between two processes."""
     model = make_checkpoint(tmp_path, "llama")
-    point = "penstock.runner.forward:forward"
-    points = FaultPoints(tmp_path, point)
-    for name, value in points.env.items():
-        monkeypatch.setenv(name, value)
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
         executor = executor_of(llm)
-        points.raise_at(point)  # whoever comes first; the other waits for it in a collective
+        points.raise_at(FORWARD)  # the other rank waits for it in a collective
         executor.launch(plan_of(1, "a"))
         executor.launch(plan_of(2, "b", num_known=4_000_000))
         with pytest.raises(EngineDeadError, match=r"did not come back|not on others"):

@@ -20,7 +20,7 @@ from gguf_conversions import (
     squeeze_gates,
     stack_experts,
 )
-from tiny_models import LATENT_YARN
+from tiny_variants import LATENT_YARN
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import greedy_tokens, open_llm, random_prompts
+from tiny_engine import assert_ranks_agree, greedy_tokens, open_llm, random_prompts
 from tiny_models import Reference, config_of, make_checkpoint
 
 from penstock import LLM
@@ -75,11 +75,7 @@ def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) ->
     "variant", ["olmo2", pytest.param("cohere_qk_norm", marks=pytest.mark.slow)]
 )
 def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path, variant)
-    with open_llm(checkpoint) as llm:
-        expected = greedy_tokens(llm, PROMPTS)
-    with open_llm(checkpoint, tensor_parallel_size=2) as llm:
-        assert greedy_tokens(llm, PROMPTS) == expected
+    assert_ranks_agree(make_checkpoint(tmp_path, variant), PROMPTS)
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafters import Stubborn
 from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import Reference, make_checkpoint
 
@@ -22,7 +23,6 @@ from penstock.ops.experts import Routing
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.sampling import OutputKind
-from penstock.runner.tables import RequestTables
 
 VARIANTS = ("qwen3_moe", "mixtral", "qwen2_moe")
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -168,27 +168,11 @@ def test_routed_experts_come_with_the_last_output_of_a_stream(tmp_path: Path) ->
     assert len(last) == 3 + 4 - 1
 
 
-class WrongDrafter:
-    """Drafts that hardly ever hold: their experts must not be taken for the tokens'."""
-
-    num_drafts = 2
-
-    def propose(
-        self,
-        tables: RequestTables,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
-        slots: torch.Tensor,
-        num_accepted: torch.Tensor,
-    ) -> torch.Tensor:
-        return torch.full((len(slots), 2), 7)
-
-
 def test_routed_experts_are_not_those_of_drafts_that_fell(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe")
     options = {"enable_return_routed_experts": True, "async_scheduling": True}
     routed = []
-    for drafter in (None, WrongDrafter()):
+    for drafter in (None, Stubborn(2, 7)):
         with open_llm(checkpoint, drafter=drafter, **options) as llm:
             outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         routed.append([output.outputs[0].routed_experts for output in outputs])

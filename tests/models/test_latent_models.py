@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tiny_engine import greedy_tokens, open_llm, random_prompts
+from tiny_engine import assert_ranks_agree, greedy_tokens, open_llm, random_prompts
 from tiny_models import config_of, make_checkpoint
 
 from penstock import LLM
@@ -55,11 +55,7 @@ def test_the_engine_around_them_changes_nothing(variant: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("variant", ["deepseek_v2", pytest.param("deepseek_v2_lite", marks=SLOW)])
 def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path, variant)
-    with open_llm(checkpoint) as llm:
-        expected = greedy_tokens(llm, PROMPTS)
-    with open_llm(checkpoint, tensor_parallel_size=2) as llm:
-        assert greedy_tokens(llm, PROMPTS) == expected
+    assert_ranks_agree(make_checkpoint(tmp_path, variant), PROMPTS)
 
 
 def test_the_cache_holds_one_short_vector_a_token(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from tiny_engine import greedy_tokens, open_llm, random_prompts
-from tiny_models import VARIANTS, Reference, make_checkpoint
+from tiny_models import Reference, make_checkpoint
+from tiny_variants import VARIANTS
 
 NUM_TOKENS = 40
 

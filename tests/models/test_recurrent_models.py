@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import greedy_tokens, open_llm, random_prompts
+from drafters import Stubborn
+from tiny_engine import assert_ranks_agree, greedy_tokens, open_llm, random_prompts
 from tiny_models import config_of, make_checkpoint
 
 from penstock import LLM
@@ -27,7 +28,6 @@ from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.kv import RecurrentSpec
 from penstock.protocol.step import StepPlan
 from penstock.runner.runner import StepHandle
-from penstock.runner.tables import RequestTables
 
 # Of each, how many blocks are so few that requests must give way.
 VARIANTS = {"mamba2": 5, "falcon_h1": 12, "falcon_h1_normed": 12, "qwen3_next": 18}
@@ -105,24 +105,10 @@ def test_states_that_nobody_holds_are_not_read(
         assert greedy_tokens(llm, PROMPTS) == expected
 
 
-class Drafter:
-    num_drafts = 2
-
-    def propose(
-        self,
-        tables: RequestTables,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
-        slots: torch.Tensor,
-        num_accepted: torch.Tensor,
-    ) -> torch.Tensor:
-        return torch.zeros((len(slots), 2), dtype=torch.int64)
-
-
 def test_drafts_are_refused(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "mamba2")
     with pytest.raises(ConfigError, match="not for models with recurrent layers"):
-        open_llm(checkpoint, drafter=Drafter())
+        open_llm(checkpoint, drafter=Stubborn(2))
 
 
 @pytest.mark.parametrize(
@@ -134,11 +120,7 @@ def test_drafts_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_two_ranks_give_one_ranks_tokens(variant: str, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path, variant)
-    with open_llm(checkpoint) as llm:
-        expected = greedy_tokens(llm, PROMPTS)
-    with open_llm(checkpoint, tensor_parallel_size=2) as llm:
-        assert greedy_tokens(llm, PROMPTS) == expected
+    assert_ranks_agree(make_checkpoint(tmp_path, variant), PROMPTS)
 
 
 @torch.inference_mode()

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from tiny_engine import open_llm
-from tiny_models import VARIANTS, architecture_of, make_checkpoint
+from tiny_models import architecture_of, make_checkpoint
+from tiny_variants import VARIANTS
 
 from penstock import SamplingParams
 from penstock.cli.main import main

@@ -10,7 +10,8 @@ import pytest
 import torch
 import transformers
 from tiny_engine import greedy_tokens, open_llm, random_prompts
-from tiny_models import OUTSIDE, Reference, make_checkpoint
+from tiny_models import Reference, make_checkpoint
+from tiny_variants import OUTSIDE
 from transformers import masking_utils
 
 from penstock import LLM, SamplingParams

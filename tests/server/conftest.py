@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from scripted import make_scripted_model
-from server_process import DUMMY, ServerProcess, make_tiny_model
+from server_process import DUMMY, ServerProcess, make_tiny_model, start_scripted
 
 
 @pytest.fixture(scope="session")
@@ -47,12 +47,7 @@ def serve_tiny(tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
 def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A model that says what the conversation tells it to; its template shows its parsers."""
     folder = make_scripted_model(tmp_path_factory.mktemp("scripted"))
-    process = ServerProcess(
-        str(folder),
-        *DUMMY,
-        *("--logits-processors", "scripted:Script", "--served-model-name", "scripted"),
-        env={"PYTHONPATH": str(Path(__file__).parent)},
-    )
+    process = start_scripted(folder)
     yield process
     process.close()
 

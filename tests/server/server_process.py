@@ -141,6 +141,16 @@ class ServerProcess:
         self.process.wait()
 
 
+def start_scripted(folder: Path, *flags: str) -> ServerProcess:
+    """A server of the model in `folder`, which says what it is told (`scripted.py`)."""
+    return ServerProcess(
+        str(folder),
+        *DUMMY,
+        *("--logits-processors", "scripted:Script", "--served-model-name", "scripted", *flags),
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+    )
+
+
 def environment(more: Mapping[str, str]) -> dict[str, str]:
     """This process's with more in it; folders of modules come on top of those that it has."""
     paths = [each["PYTHONPATH"] for each in (more, os.environ) if each.get("PYTHONPATH")]

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 from scripted import make_scripted_model
-from server_process import DUMMY, ServerProcess
+from server_process import ServerProcess, start_scripted
 from test_tool_choice import CHAT_TOOLS, HERMES, MESSAGE_TOOLS, PARIS, RESPONSE_TOOLS
 
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -104,12 +103,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     folder = make_scripted_model(tmp_path_factory.mktemp("plain"))
     config = {"eos_token": "<end>", "chat_template": PLAIN}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    process = ServerProcess(
-        str(folder),
-        *DUMMY,
-        *("--logits-processors", "scripted:Script", "--served-model-name", "scripted"),
-        env={"PYTHONPATH": str(Path(__file__).parent)},
-    )
+    process = start_scripted(folder)
     yield process
     process.close()
 

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from page_actions import (
+    a_browser,
+    answer_with,
+    dismiss_dialog,
+    give_keys,
+    pages_of,
+    say,
+    sent_bodies,
+    set_options,
+    wait_for_answer,
+)
+from playwright.sync_api import Browser, Page, expect
 from server_process import DUMMY, ServerProcess
 from waiting import eventually
 
 from penstock.server.playground import load_files
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-WAIT_MS = 120_000  # for a busy machine; what is awaited takes a second or two
 LONG_STORY = "Tell me a very long story about a river."
 PHONE = {"width": 390, "height": 844}
 READY = '#status[data-state="ready"]'
@@ -34,48 +32,14 @@ READY = '#status[data-state="ready"]'
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip("needs a browser: apt-get install chromium, or put chromium on the PATH")
-    expect.set_options(timeout=WAIT_MS)
-    with sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=path, headless=True, args=FLAGS)
+    with a_browser() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    """Opens pages; at the end none may have complained or asked anyone but its server."""
-    pages: list[Page] = []
-    complaints: list[str] = []
-
-    def open_at(server: ServerProcess, path: str = "", **options: Any) -> Page:
-        page = browser.new_context(**options).new_page()
-        page.set_default_timeout(WAIT_MS)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: complaints.append(said.text) if is_bad(said) else None)
-        page.on(
-            "request",
-            lambda asked: (
-                None
-                if asked.url.startswith(server.base_url)
-                else complaints.append(f"asked {asked.url}")
-            ),
-        )
-        page.goto(server.base_url + path)
-        pages.append(page)
-        return page
-
-    yield open_at
-    for page in pages:
-        page.context.close()
-    assert complaints == []
-
-
-def is_bad(said: Any) -> bool:
-    # The browser itself reports every status from 400 on; tests that cause one look at the page.
-    return said.type in ("error", "warning") and "Failed to load resource" not in said.text
+    with pages_of(browser) as open_at:
+        yield open_at
 
 
 @pytest.fixture(scope="module")
@@ -84,43 +48,6 @@ def locked_server(tiny_model: Path) -> Iterator[ServerProcess]:
     process = ServerProcess(str(tiny_model), *DUMMY, "--api-key", "open-sesame")
     yield process
     process.close()
-
-
-def say(page: Page, text: str) -> None:
-    page.get_by_label("Message").fill(text)
-    page.get_by_label("Message").press("Enter")
-
-
-def wait_for_answer(page: Page) -> str:
-    """The whole text of the last answer, once it has ended."""
-    expect(page.get_by_role("button", name="Send")).to_be_visible()
-    return page.locator(".message.assistant .body").last.inner_text()
-
-
-def dismiss_dialog(page: Page) -> None:
-    """Close the dialog that asks for the key, without one."""
-    expect(page.get_by_role("dialog")).to_be_visible()
-    page.keyboard.press("Escape")
-    expect(page.get_by_role("dialog")).to_be_hidden()
-
-
-def set_options(page: Page, **values: str) -> None:
-    for name, value in values.items():
-        page.locator(f"#options [name={name}]").fill(value)
-
-
-def sent_bodies(page: Page) -> list[dict[str, Any]]:
-    """What the page sends as chat requests from now on."""
-    bodies: list[dict[str, Any]] = []
-    page.on(
-        "request",
-        lambda asked: (
-            bodies.append(json.loads(asked.post_data or ""))
-            if asked.url.endswith("/v1/chat/completions")
-            else None
-        ),
-    )
-    return bodies
 
 
 # -- the chat
@@ -201,19 +128,6 @@ def test_shift_enter_starts_a_line(server: ServerProcess, open_page: Callable[..
     field.type("two")
     expect(field).to_have_value("one\ntwo")
     expect(page.locator(".message")).to_have_count(0)
-
-
-def answer_with(page: Page, text: str) -> None:
-    """Have every chat request answered with `text`, cut into many chunks."""
-
-    def fulfill(route: Route) -> None:
-        chunks = [
-            {"choices": [{"delta": {"content": text[i : i + 3]}}]} for i in range(0, len(text), 3)
-        ]
-        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
-        route.fulfill(content_type="text/event-stream", body="".join(lines))
-
-    page.route("**/v1/chat/completions", fulfill)
 
 
 def test_code_is_shown_as_code_and_markup_as_text(
@@ -334,12 +248,7 @@ def test_a_key_is_asked_for_and_kept(
     page = open_page(locked_server)
     dialog = page.get_by_role("dialog")
     expect(dialog).to_be_visible()
-    page.get_by_label("Key", exact=True).fill("wrong")
-    page.keyboard.press("Enter")
-    expect(dialog.get_by_role("alert")).to_contain_text("API keys")
-    page.get_by_label("Key", exact=True).fill("open-sesame")
-    page.keyboard.press("Enter")
-    expect(dialog).to_be_hidden()
+    give_keys(page, "wrong", "open-sesame")
     expect(page.locator(READY)).to_be_visible()
     set_options(page, max_tokens="5")
     say(page, "Hello")
@@ -431,12 +340,7 @@ def test_the_docs_ask_for_a_key_where_there_are_any(
     dialog = page.get_by_role("dialog")
     expect(dialog).to_be_visible()
     expect(page.locator("#operations details")).to_have_count(0)
-    page.get_by_label("Key", exact=True).fill("wrong")
-    page.keyboard.press("Enter")
-    expect(dialog.get_by_role("alert")).to_contain_text("API keys")
-    page.get_by_label("Key", exact=True).fill("open-sesame")
-    page.keyboard.press("Enter")
-    expect(dialog).to_be_hidden()
+    give_keys(page, "wrong", "open-sesame")
     page.get_by_role("link", name="GET /version").click()
     version = page.locator("#get-version")
     version.get_by_role("button", name="Send").click()

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 from scripted import make_scripted_model
-from server_process import DUMMY, ServerProcess
+from server_process import ServerProcess, start_scripted
 from tool_schemas import TIME, WEATHER
 
 FUNCTIONS: Any = [
@@ -39,13 +38,7 @@ Ask = Callable[[ServerProcess, str, Any, bool, bool], tuple[list[str], str | Non
 def unknown_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The model that says what it is told, of which the server does not know how it calls."""
     folder = make_scripted_model(tmp_path_factory.mktemp("scripted"))
-    process = ServerProcess(
-        str(folder),
-        *DUMMY,
-        *("--logits-processors", "scripted:Script", "--served-model-name", "scripted"),
-        *("--tool-call-parser", "none", "--reasoning-parser", "none"),
-        env={"PYTHONPATH": str(Path(__file__).parent)},
-    )
+    process = start_scripted(folder, "--tool-call-parser", "none", "--reasoning-parser", "none")
     yield process
     process.close()
 

@@ -5,19 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import openai
 import pydantic
 import pytest
-from scripted import Script, make_scripted_model
 from server_process import ServerProcess, events
 from tool_schemas import SCHEMAS, TIME, WEATHER
-
-from penstock import LLM, SamplingParams
-from penstock.protocol.errors import InputError
 
 TOOLS: Any = [
     {
@@ -182,51 +177,6 @@ def test_a_call_that_the_model_writes_is_read_streamed_and_not(scripted: openai.
     assert json.loads(pieces["calls"][0]["arguments"]) == ARGUMENTS
     assert pieces["calls"][0]["id"]
     assert pieces["finish_reason"] == "tool_calls"
-
-
-def test_what_a_model_writes_can_be_read_offline(tmp_path: Path) -> None:
-    options: Any = {"load_format": "dummy", "kv_cache_memory_bytes": "64MiB", "cpu_threads": 1}
-    params = SamplingParams(max_tokens=200, skip_special_tokens=False)
-    with LLM(str(make_scripted_model(tmp_path)), logits_processors=[Script], **options) as llm:
-        (output,) = llm.chat(
-            say(f"so</think>Look.{CALL}"),
-            params,
-            tools=TOOLS,
-            chat_template_kwargs={"enable_thinking": True},
-            parse_output=True,
-            use_tqdm=False,
-        )
-    message = output.outputs[0].message
-    assert message is not None
-    assert output.outputs[0].finish_reason == "tool_calls"  # as the chat APIs say it
-    assert (message.reasoning, message.content) == ("so", "Look.")
-    assert json.loads(message.tool_calls[0].arguments) == ARGUMENTS
-
-
-def test_each_choice_of_an_offline_chat_is_read_for_itself(tmp_path: Path) -> None:
-    options: Any = {"load_format": "dummy", "kv_cache_memory_bytes": "64MiB", "cpu_threads": 1}
-    whole = SamplingParams(n=2, max_tokens=200)
-    cut = SamplingParams(n=2, max_tokens=4)
-    with LLM(str(make_scripted_model(tmp_path)), logits_processors=[Script], **options) as llm:
-        ask: Any = {"tools": TOOLS, "parse_output": True, "use_tqdm": False}
-        outputs = llm.chat([say(f"Look.{CALL}"), say("Look.")], [whole, cut], **ask)
-        for item in outputs[0].outputs:
-            assert item.message is not None
-            assert item.message.content == "Look."
-            assert json.loads(item.message.tool_calls[0].arguments) == ARGUMENTS
-        for item in outputs[1].outputs:
-            assert item.message is not None
-            assert (item.finish_reason, item.message.tool_calls) == ("length", [])
-        wrong: list[Any] = [
-            {"tools": 5},
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]},
-            {"tools": [{"type": "function", "function": {"name": "f", "description": 1}}]},
-        ]
-        for options in wrong:
-            with pytest.raises(InputError, match="tools"):
-                llm.chat(say("x"), whole, **{**ask, **options})
-        with pytest.raises(InputError, match="parse_output"):
-            llm.chat(say("x"), whole, tools=TOOLS, tool_choice="required")
 
 
 def test_several_calls_come_unless_only_one_may(scripted: openai.OpenAI) -> None:
