@@ -206,7 +206,8 @@ class PoolingHead:
                 own = wish.places - firsts[index]
                 own = own[(own >= 0) & (own < len(rows))]
                 rows = rows[to_device(own, rows.device)]
-            piece = self.pooler(rows.float(), wish.task, wish.dimensions, wish.use_activation)
+            rows = rows.to(torch.float32, copy=True)  # the next step may write where these are
+            piece = self.pooler(rows, wish.task, wish.dimensions, wish.use_activation)
             wish.pieces.append(piece)
             if item.samples:
                 found[index] = wish.pieces

@@ -313,3 +313,10 @@ def test_a_longer_text_is_the_mean_of_its_pieces_each_by_its_tokens(
 def test_pieces_of_longer_texts_need_a_length(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="need each other"):
         open_llm(checkpoint, **POOLING, pooler_config={"enable_chunked_processing": True})
+
+
+def test_two_ranks_pool_as_one_does(checkpoint: Path, states: list[torch.Tensor]) -> None:
+    options = {"pooler_config": {"pooling_type": "MEAN"}, "max_num_batched_tokens": 24}
+    with open_llm(checkpoint, **POOLING, **options, tensor_parallel_size=2) as llm:
+        for found, expected in zip(vectors(llm), states, strict=True):
+            assert_close(found, pool(expected, "MEAN"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import http.client
 import json
 import os
 import signal
@@ -320,15 +321,30 @@ def test_a_request_of_thousands_of_texts_leaves_room_for_others(tiny_model: Path
             with server.engine_stopped():
                 many = pool.submit(post, server, "/v1/embeddings", input=["many texts"] * 3000)
                 # All that it has on the engine: the others wait in the API process.
-                eventually(lambda: sum(server.get("/load").json().values()) == 8)
+                eventually(lambda: server.get("/load").json()["server_load"] == 8)
                 single = pool.submit(post, server, "/v1/embeddings", input="a single one")
-                eventually(lambda: sum(server.get("/load").json().values()) == 9)  # next in line
+                eventually(lambda: server.get("/load").json()["server_load"] == 9)  # next in line
             assert len(single.result()["data"]) == 1
             data = many.result()["data"]
         assert len(data) == 3000
         assert all(item["embedding"] == data[0]["embedding"] for item in data)
     finally:
         server.close()
+
+
+def test_nothing_is_left_of_a_client_that_leaves(embedder: ServerProcess) -> None:
+    def num_unfinished() -> float:
+        return float(embedder.get("/load").json()["server_load"])
+
+    with embedder.engine_stopped():
+        connection = http.client.HTTPConnection("127.0.0.1", embedder.port)
+        body = json.dumps({"input": ["a text"] * 1000})
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/embeddings", body, headers)
+        eventually(lambda: num_unfinished() > 0)
+        connection.close()
+        eventually(lambda: num_unfinished() == 0)
+    assert len(post(embedder, "/v1/embeddings", input="another")["data"]) == 1
 
 
 def test_vectors_are_the_same_after_the_engine_was_killed(
@@ -340,7 +356,7 @@ def test_vectors_are_the_same_after_the_engine_was_killed(
             pid = server.engine_pid
             os.kill(pid, signal.SIGSTOP)
             answer = pool.submit(post, server, "/v1/embeddings", input=TEXTS)
-            eventually(lambda: sum(server.get("/load").json().values()) == len(TEXTS))
+            eventually(lambda: server.get("/load").json()["server_load"] == len(TEXTS))
             os.kill(pid, signal.SIGKILL)
             for item, text in zip(answer.result()["data"], TEXTS, strict=True):
                 assert_same(item["embedding"], expected[text])
