@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol
@@ -45,6 +45,7 @@ class EngineCore:
         self.grammars = grammars
         self.executor = executor
         self.watcher: StepWatcher | None = None
+        self._metrics = Counter[str]()  # what workers counted since `take_metrics`
         self._in_flight: deque[int] = deque()  # ids of steps
         self._must_reset = False  # a step was interrupted: workers may hold anything
         self._why_over: str | None = None  # the engine is closed, or dead
@@ -149,6 +150,7 @@ class EngineCore:
             logger.error("Step %d failed; its requests are tried again", result.step_id)
             return self._recover(result.failure)
         self._forget_step()
+        self._metrics.update(result.metrics)
         return self.scheduler.update(result)
 
     def _recover(self, failure: StepFailure | None) -> list[EngineDelta]:
@@ -170,6 +172,11 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def take_metrics(self) -> dict[str, int]:
+        """What workers have counted since the last call, by the names of declared counters."""
+        metrics, self._metrics = dict(self._metrics), Counter()
+        return metrics
 
     def _check_open(self) -> None:
         if self._why_over is not None:

@@ -46,6 +46,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerStats
     num_steps: int = 0
     step_tokens: list[int] = []  # computed by each step since the last stats
+    metrics: dict[str, int] = {}  # counted by the workers since the last stats
 
 
 class Connected(msgspec.Struct, tag=True):

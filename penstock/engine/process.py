@@ -163,7 +163,10 @@ class EngineServer:
         self._stats_sent_at, self._stats_are_stale = now, False
         step_tokens, self._step_tokens = self._step_tokens, []
         return EngineStats(
-            scheduler=self._core.stats(), num_steps=self._num_steps, step_tokens=step_tokens
+            scheduler=self._core.stats(),
+            num_steps=self._num_steps,
+            step_tokens=step_tokens,
+            metrics=self._core.take_metrics(),
         )
 
 

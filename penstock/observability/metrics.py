@@ -77,6 +77,9 @@ DECLARED = (
         "counter",
         "Preemptions: a running request lost its KV blocks and is recomputed later.",
     ),
+    # -- the workers' work: counted in `Steps.metrics`, of the first rank
+    Declared("eager_steps", "counter", "Forward passes that ran without a CUDA graph."),
+    Declared("graph_steps", "counter", "Forward passes replayed from a CUDA graph."),
     Declared("iteration_tokens_total", "histogram", "Tokens computed by a step.", TOKENS),
     # -- the engine's deaths
     Declared("engine_restarts", "counter", "Engine restarts after a crash or hang."),

@@ -123,3 +123,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_id: int
     results: list[RequestResult] = []
     failure: StepFailure | None = None  # nothing of the step counts
+    metrics: dict[str, int] = {}  # what the worker counted since the last step: by counter

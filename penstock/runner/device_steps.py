@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 import torch
 
@@ -40,6 +41,7 @@ class DeviceSteps:
         has_logits: bool = True,
     ) -> None:
         self.model = model
+        self.metrics = Counter[str]()
         self.buffers = StepBuffers(tables, memory, max_num_batched_tokens, num_drafts)
         self.pool = GraphPool(capture_graphs)
         self._decode_sizes = decode_sizes(self.buffers.max_num_seqs)
@@ -57,6 +59,7 @@ class DeviceSteps:
         batch = self.buffers.batch(layout)
         bucket = self._bucket_for(layout)
         if bucket is None:
+            self.metrics["eager_steps"] += 1
             self.buffers.send(layout)
             exact = Bucket(layout.num_rows, len(layout.requests), decode=False)
             hidden = self._compute(exact, batch.inputs)
@@ -85,7 +88,9 @@ class DeviceSteps:
             self._capture(bucket)
         self.buffers.send(layout)
         if bucket not in self._captured:
+            self.metrics["eager_steps"] += 1
             return self._compute(bucket, self._inputs(bucket, layout.num_decodes > 0))
+        self.metrics["graph_steps"] += 1
         graph, hidden = self._captured[bucket]
         graph.replay()
         return hidden

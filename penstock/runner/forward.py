@@ -5,6 +5,7 @@ Eager steps, captured ones and the measurement of the largest differ in where in
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,8 @@ class StepBatch:
 
 
 class Steps(Protocol):
+    metrics: Counter[str]  # since the last collect, by the names of `observability/metrics.py`
+
     def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
         """Compute a step that the tables are up to date with, and count its tokens as computed.
 
@@ -64,8 +67,10 @@ class HostSteps:
         self.model = model
         self.tables = tables
         self.memory = memory
+        self.metrics = Counter[str]()
 
     def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
+        self.metrics["eager_steps"] += 1
         batch = self.materialize(layout)
         return batch, forward(self.model, batch.inputs), None
 

@@ -133,7 +133,7 @@ class ModelRunner:
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for the step and bring its results to the host."""
         if handle.batch is None:
-            return StepResult(step_id=handle.step_id, results=[])
+            return StepResult(step_id=handle.step_id)
         if handle.done is not None:
             handle.done.synchronize()
         results = self.head.results(handle.output, handle.batch.layout)
@@ -141,7 +141,9 @@ class ModelRunner:
             results = self.routed_experts.attach(
                 results, handle.batch.layout, handle.routed_experts
             )
-        return StepResult(step_id=handle.step_id, results=results)
+        metrics = dict(self.steps.metrics)
+        self.steps.metrics.clear()
+        return StepResult(step_id=handle.step_id, results=results, metrics=metrics)
 
     def reset(self) -> None:
         """Forget every request."""

@@ -126,6 +126,8 @@ def test_known_requests_are_counted_exactly(server: ServerProcess) -> None:
     assert by("num_preemptions_total") == 0
     # A step computes what is not cached of a prompt, and each token but the last.
     assert by("iteration_tokens_total_sum") == 40 + 4 + 8 + 4 + 3 * (10 + 3)
+    assert by("eager_steps_total") == by("iteration_tokens_total_count") > 0
+    assert by("graph_steps_total") == 0
 
     for name in (
         "time_to_first_token_seconds",

@@ -164,6 +164,8 @@ class MetricsObserver(Observer):
         self.metrics.counter("prefix_cache_hits").inc(now.num_prefix_hits - before.num_prefix_hits)
         for num_tokens in stats.step_tokens:
             self.metrics.histogram("iteration_tokens_total").observe(num_tokens)
+        for name, count in stats.metrics.items():
+            self.metrics.counter(name).inc(count)
 
     def count_tokens(self) -> None:
         """Bring the metrics of tokens up to date."""
