@@ -136,6 +136,9 @@ def plan_cache(
             "max_model_len is lowered from %d to %d, which is what the KV cache can hold",
             limits.max_model_len, fits,
         )  # fmt: skip
+    if not layout.groups:
+        logger.info("No KV cache is needed; requests may have %d tokens", fits)
+        return layout, msgspec.structs.replace(limits, max_model_len=fits)
     logger.info(
         "KV cache: %.2f GiB, %d blocks; up to %d requests of at most %d tokens",
         layout.total_bytes / 2**30, layout.num_blocks - 1, limits.max_num_seqs, fits,

@@ -100,14 +100,15 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             )
         return self.prompts[name]
 
-    def check(self, params: PoolingParams) -> PoolingTask:
-        """The task that these mean. Raises InputError for what this model cannot do."""
+    def check(self, params: PoolingParams, field: str = "task") -> PoolingTask:
+        """The task that these mean. Raises InputError for what this model cannot do; `field` is
+        where the user chose the task."""
         task = params.task or self.tasks[0]
         if task not in self.tasks:
             raise InputError(
                 f"task {task!r} is not what this model is served for; it does "
                 f"{', '.join(self.tasks)} (--convert chooses between embed and classify)",
-                "task",
+                field,
             )
         wanted = params.dimensions
         if wanted is None:

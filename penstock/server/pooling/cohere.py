@@ -56,7 +56,7 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
         dimensions=body.output_dimension,
         prompt_name=_prompt_name(info, body.input_type),
     )
-    info.check(params)
+    info.check(params, "model")
     request_id, texts = f"embd-{request.state.request_id}", body.texts
     truncation = Truncation(
         None if body.truncate == "NONE" else -1, "last" if body.truncate == "START" else "first"

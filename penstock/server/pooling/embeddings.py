@@ -97,7 +97,8 @@ async def _answer(
         use_activation=use_activation,
         prompt_name=getattr(body, "prompt_name", None),
     )
-    pooling_info(service.frontend).check(params)  # before a thousand texts are tokenized
+    field = "task" if isinstance(body, PoolingRequest) else "model"
+    pooling_info(service.frontend).check(params, field)  # before a thousand texts are tokenized
     request_id = f"{kind}-{body.request_id or request.state.request_id}"
     inputs = read_inputs(body)
 
