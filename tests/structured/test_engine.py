@@ -334,8 +334,9 @@ def test_an_interrupt_while_masks_are_filled_leaves_the_engine_usable(
             return original(*args)
 
         monkeypatch.setattr(llm.engine.grammars, method, interrupted)
+        # Alone, so that its first step has nothing in flight before it, and its second has.
         with pytest.raises(KeyboardInterrupt):
-            run(llm)
+            complete(llm, SPECS["json"])
         assert not llm.engine.has_work()
         assert llm.engine.stats().num_steps_in_flight == 0
         assert llm.engine.stats().kv_cache_usage == 0.0
