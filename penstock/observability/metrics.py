@@ -179,7 +179,10 @@ DECLARED = (
 
 
 class Histogram(prometheus_client.Histogram):
-    """A step brings a token to each of many requests: `observe_many` counts them at once."""
+    """A step brings a token to each of many requests: `observe_many` counts them at once.
+
+    It stands on private parts of the library, whose version is therefore bounded.
+    """
 
     def observe_many(self, amount: float, count: int) -> None:
         """As `observe(amount)`, so many times."""
