@@ -1,1 +1,1 @@
-"""What each step computes, and when a request is done. No torch."""
+"""Decides what each step computes and when a request is finished. No torch."""

@@ -1,7 +1,7 @@
-"""What a request waits for before it may compete for a step.
+"""Gates: decide when a new request may enter the waiting queue.
 
-One mechanism for grammars that compile, adapters that load, encoders and remote KV. A request
-that waits at a gate holds up nobody else.
+A gate covers work that must finish first, such as compiling a grammar. A request that waits at a
+gate does not delay other requests.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ PENDING = GateStatus.PENDING
 
 @dataclass(frozen=True)
 class GateFailed:
-    """The request cannot pass; `error` is for its client, whose `field` was wrong if any."""
+    """The request cannot pass. `error` is for the client; `field` is the invalid field, if any."""
 
     error: str
     field: str | None = None
-    can_retry: bool = False  # it is not to blame, and may be sent again
+    can_retry: bool = False  # not the request's fault: the client may send it again
 
 
 class Gate(Protocol):
     def poll(self, request: EngineRequest) -> GateStatus | GateFailed:
-        """Ask without blocking. Not asked again for a request once it said READY or GateFailed."""
+        """Must not block. Not called again for a request after READY or GateFailed."""
 
 
 class Gatekeeper:
-    """Holds new requests until every gate has let them pass."""
+    """Holds new requests until they have passed every gate."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
         self._gates = list(gates)
-        self._num_passed: dict[RequestState, int] = {}  # gates behind each request
+        self._num_passed: dict[RequestState, int] = {}  # gates passed, by request
 
     def __len__(self) -> int:
         return len(self._num_passed)
@@ -52,11 +52,11 @@ class Gatekeeper:
         self._num_passed[state] = 0
 
     def remove(self, state: RequestState) -> None:
-        """Forget a request; one that is not here is ignored."""
+        """Forget a request. Unknown requests are ignored."""
         self._num_passed.pop(state, None)
 
     def poll(self) -> tuple[list[RequestState], list[tuple[RequestState, GateFailed]]]:
-        """The requests that are through, in order of arrival, and those that failed, with why."""
+        """Return the requests that passed every gate and those that failed, in arrival order."""
         ready, failed = [], []
         for state in list(self._num_passed):
             status = self._advance(state)
@@ -73,7 +73,7 @@ class Gatekeeper:
         for gate in self._gates[self._num_passed[state] :]:
             try:
                 status = gate.poll(state.request)
-            except Exception as error:  # a gate that breaks fails this request, not the engine
+            except Exception as error:  # a broken gate fails this request, not the engine
                 return GateFailed(f"{type(gate).__name__} failed: {error}")
             if status is not READY:
                 return status

@@ -1,4 +1,4 @@
-"""What the scheduler asks of the grammars that outputs are held to."""
+"""Grammars: the interface through which the scheduler follows structured outputs."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from penstock.scheduler.gates import Gate
 
 
 class Grammars(Gate, Protocol):
-    """A gate, at which requests wait for their grammars, that follows what they become."""
+    """A gate where requests wait for their grammar. It then follows each output token by token."""
 
     def accept(self, request_id: str, token_ids: Sequence[int], drafts: list[int]) -> int | None:
-        """Tokens came for a request: with how many of them its output is complete; None: not yet.
+        """Advance a request's grammar by its new tokens.
 
-        `drafts` are proposed to come next. Raises `RequestFault`, or `InputError` if the client is
-        to blame.
+        Returns the number of tokens that complete the output, or None if it is not complete.
+        `drafts` are the draft tokens proposed for the next step. Raises `RequestFault`, or
+        `InputError` if the request itself is wrong.
         """
 
     def is_complete(self, request_id: str) -> bool:
-        """Whether nothing may follow what a request has by now."""
+        """Whether the output is complete, so that no token may follow."""
 
     def drop(self, request_id: str) -> None:
-        """Forget a request; one that is not here is ignored."""
+        """Forget a request. Unknown requests are ignored."""

@@ -1,4 +1,4 @@
-"""A request's share of a step, and which requests are too long for any."""
+"""Decides how many tokens of a request go into a step, and which requests are too long."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from penstock.scheduler.request import RequestState
 
 
 def share(limits: StepLimits, state: RequestState, budget: int) -> tuple[int, int]:
-    """How many tokens a request computes next, and how many of them are drafts."""
+    """Return how many tokens the request computes next, and how many of them are drafts."""
     num_left = state.num_total_tokens - state.num_computed_tokens
     if not state.has_sampled:
         return chunk(limits, num_left, budget), 0
     num_samples_left = state.max_total_tokens - state.num_total_tokens
     if num_samples_left <= 0:
-        return 0, 0  # steps in flight may bring all that it may have
+        return 0, 0  # steps in flight may already produce its last token
     num_drafts = min(limits.num_drafts, num_samples_left - 1, budget - 1)
     return 1 + num_drafts, num_drafts
 
 
 def chunk(limits: StepLimits, num_left: int, budget: int) -> int:
-    """How much of `num_left` known tokens goes into a step."""
+    """Return how many of `num_left` known tokens go into the step (chunked prefill)."""
     if not limits.enable_chunked_prefill:
         return num_left if num_left <= budget else 0
     return min(num_left, budget, limits.long_prefill_token_threshold or num_left)
 
 
 def check_length(request: EngineRequest, longest: int) -> None:
-    """Raise InputError for a request that leaves nothing to compute or has no room to do so."""
+    """Raise InputError if the prompt is empty or too long, or no token is left to generate."""
     num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
     if num_prompt == 0:
         raise InputError("the prompt must hold at least 1 token, got 0", "prompt_token_ids")

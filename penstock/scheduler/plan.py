@@ -1,4 +1,4 @@
-"""A step in the making: what is left of its budget, and the plan that comes of it."""
+"""PlannedStep: owns one step while it is planned, and matches its results to its requests."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from penstock.scheduler.request import RequestState
 
 
 class PlannedStep:
-    """Collects rows until its budget is spent; kept until its result is in."""
+    """Collects rows until the token budget is spent. Kept until the step's result arrives."""
 
     def __init__(self, step_id: int, budget: int) -> None:
         self.step_id = step_id
         self.budget = budget  # tokens left
         self.states: list[RequestState] = []
-        self._rows: list[ScheduledRequest] = []  # of these requests
-        self._planned: list[ScheduledRequest] = []  # the same, new blocks of decoding ones aside
+        self._rows: list[ScheduledRequest] = []  # one per state, sent to the runner
+        self._planned: list[ScheduledRequest] = []  # same rows, but `decode_row` for plain decodes
         self._ids: list[str] = []
         self._new_requests: list[NewRequest] = []
         self._is_masked = False
 
     def repeat(self, state: RequestState) -> None:
-        """Give a running request the share that it had in the last step: it is ready for that."""
+        """Schedule a plain decode step again. Nothing but the counts changes."""
         assert state.decode_row is not None
         self.states.append(state)
         self._rows.append(state.decode_row)
@@ -40,7 +40,7 @@ class PlannedStep:
     def add(
         self, state: RequestState, num_tokens: int, num_drafts: int, block_ids: list[list[int]]
     ) -> None:
-        """Give a running request a share of the step."""
+        """Schedule a request that the runner already holds."""
         samples = state.advance(self.step_id, num_tokens, num_drafts)
         row = ScheduledRequest(
             state.request_id, state.incarnation, num_tokens, samples, block_ids, num_drafts
@@ -54,7 +54,7 @@ class PlannedStep:
         self.budget -= num_tokens
 
     def add_new(self, state: RequestState, num_tokens: int, block_ids: list[list[int]]) -> None:
-        """The same for a request that the runner does not hold."""
+        """Schedule a request that the runner does not hold yet."""
         request = state.request
         has_output = len(state.token_ids) > state.num_prompt_tokens
         self._new_requests.append(
@@ -85,8 +85,8 @@ class PlannedStep:
     def match(
         self, results: Sequence[RequestResult]
     ) -> Iterator[tuple[RequestState, ScheduledRequest, RequestResult]]:
-        """Every row with what it brought: nothing, where a result is missing."""
-        if [result.request_id for result in results] != self._ids:  # decoding ones may come first
+        """Pair every row with its result. A missing result counts as an empty one."""
+        if [result.request_id for result in results] != self._ids:  # decodes may come first
             by_id = {result.request_id: result for result in results}
             results = [
                 by_id.get(row.request_id)

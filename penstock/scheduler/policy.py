@@ -1,4 +1,4 @@
-"""Who comes first: the order of the waiting, and of the running when blocks run out."""
+"""Policies: decide which waiting request is admitted first and which running one is preempted."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from penstock.scheduler.running import RunningRequests
 
 
 class Policy(Protocol):
-    """Ranks requests; the lowest rank is served first."""
+    """Ranks requests. The lowest rank is served first."""
 
     def rank(self, state: RequestState) -> tuple[float, ...]:
-        """The place of a request that has not run yet."""
+        """The rank of a request that has not run yet."""
 
     def rank_preempted(self, state: RequestState) -> tuple[float, ...]:
-        """The place of a request that has just lost its blocks."""
+        """The rank of a request that was just preempted."""
 
     def insert_running(self, running: RunningRequests, state: RequestState) -> None:
-        """Say what place a request has among those that run: the last is preempted."""
+        """Insert a request into the running requests. The last one is preempted first."""
 
 
 class FirstComeFirstServed(Policy):
@@ -50,21 +50,21 @@ class PriorityThenArrival(Policy):
         running.insert_by_rank(state)
 
 
-MAX_COUNTED_OUTPUT = 512  # tokens: max_tokens is often left at all that the model allows
+MAX_COUNTED_OUTPUT = 512  # tokens: max_tokens is often left at the model's maximum
 
 
 class FairShare(Policy):
-    """Tenants take turns, in proportion to what their requests ask for (start-time fair queueing).
+    """Start-time fair queueing: heavy tenants queue behind light tenants.
 
-    Each tenant has a clock that its requests advance by their tokens, and the request with the
-    lowest reading goes first. A tenant that comes late begins at the reading of the request that
-    was last let in: nobody saves up for later, and nobody waits for what was before.
+    Each tenant has a virtual clock. A request starts at its tenant's clock and advances it by the
+    request's tokens. The lowest start goes first. The clock of an idle tenant is brought up to the
+    start of the last admitted request: idle time earns no credit, and past use costs nothing.
     """
 
     def __init__(self) -> None:
         self._front = itertools.count(1)
         self._now = 0.0
-        self._clocks: dict[str, float] = {}  # of tenants whose requests are ahead of now
+        self._clocks: dict[str, float] = {}  # only of tenants ahead of `_now`
 
     def rank(self, state: RequestState) -> tuple[float, ...]:
         tenant, request = state.request.tenant, state.request
@@ -74,7 +74,7 @@ class FairShare(Policy):
         return (start, state.sequence)
 
     def rank_preempted(self, state: RequestState) -> tuple[float, ...]:
-        return (-1.0, -next(self._front))  # before all who have not run yet
+        return (-1.0, -next(self._front))  # before every request that has not run yet
 
     def insert_running(self, running: RunningRequests, state: RequestState) -> None:
         running.append(state)
@@ -90,12 +90,12 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
 
 
 class WaitingQueue:
-    """Requests by rank. Pushing and popping is O(log n), removal amortized so."""
+    """Requests by rank. Push and pop are O(log n), removal is amortized O(log n)."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._heap: list[tuple[tuple[float, ...], RequestState]] = []
-        self._members: set[RequestState] = set()  # the heap may hold others, which have left
+        self._members: set[RequestState] = set()  # the heap may also hold removed requests
 
     def __len__(self) -> int:
         return len(self._members)
@@ -109,7 +109,7 @@ class WaitingQueue:
         self.put_back(state)
 
     def put_back(self, state: RequestState) -> None:
-        """Return a request that was popped to its old place."""
+        """Queue a request at the rank it already has."""
         self._members.add(state)
         heapq.heappush(self._heap, (state.rank, state))
 
@@ -125,9 +125,9 @@ class WaitingQueue:
         return state
 
     def remove(self, state: RequestState) -> None:
-        """Take out a request, wherever it is; one that is not here is ignored."""
+        """Remove a request from any position. Unknown requests are ignored."""
         self._members.discard(state)
-        if not self._members:  # what the heap holds still has left
+        if not self._members:  # only removed requests are left in the heap
             self._heap.clear()
         elif len(self._heap) > 2 * len(self._members) + 64:
             self._heap = [entry for entry in self._heap if entry[1] in self._members]

@@ -1,4 +1,4 @@
-"""QueueTimeouts: requests that wait for their first turn, and how long they may."""
+"""QueueTimeouts: decides which new requests have waited too long to be started."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from penstock.scheduler.request import RequestState, RequestStatus
 
 
 class QueueTimeouts:
-    """Finds requests that have waited for too long, before anything is done for them.
+    """Finds requests that exceeded the queue timeout before their first step.
 
-    Time counts from a request's arrival, also that which it spent before it came to this engine.
-    A replay has had its turn and is no newcomer.
+    Time counts from the request's arrival, including time before it reached this engine. A
+    replayed request has run before and does not time out.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
-        self._states: deque[RequestState] = deque()  # by arrival, near enough
+        self._states: deque[RequestState] = deque()  # roughly in order of arrival
 
     def add(self, state: RequestState) -> None:
         if self.timeout_s is not None and state.request.is_new:
             self._states.append(state)
 
     def take_late(self) -> list[RequestState]:
-        """Those that have waited for too long, once each; the longest wait comes first."""
+        """Return requests that timed out, once each, the longest wait first."""
         if not self._states:
             return []
         assert self.timeout_s is not None
@@ -34,7 +34,7 @@ class QueueTimeouts:
             state = self._states[0]
             waits = state.status is RequestStatus.WAITING and state.incarnation == 0
             if waits and state.request.arrival_time >= latest:
-                break  # and so are all behind it
+                break  # all behind it arrived later
             self._states.popleft()
             if waits:
                 late.append(state)

@@ -1,4 +1,4 @@
-"""RequestState: what the scheduler knows about a request, and how a step changes it."""
+"""RequestState: owns the scheduler's state of one request, and how a step changes it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from penstock.protocol.delta import FinishReason
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import RequestResult, ScheduledRequest
 
-MAX_SHARED_IDS = 64  # stop tokens: more are a request's own, since clients may send millions
+MAX_SHARED_IDS = 64  # larger sets of stop tokens are not cached: clients may send millions
 
 
 class RequestStatus(enum.Enum):
-    WAITING = "waiting"  # for its gates, or for its turn
+    WAITING = "waiting"  # at a gate or in the queue
     RUNNING = "running"
     FINISHED = "finished"
 
 
 class _EveryStep:
-    """What every decode step reads or writes: side by side, since thousands of requests share a
-    processor's cache."""
+    """The fields that every decode step reads or writes.
+
+    They lie side by side because thousands of requests share the CPU's cache.
+    """
 
     __slots__ = (
         "decode_row",
@@ -35,28 +37,28 @@ class _EveryStep:
         "stop_ids",
         "token_ids",
     )
-    decode_row: ScheduledRequest | None  # its share of every plain decode step
+    decode_row: ScheduledRequest | None  # its row in every plain decode step
     last_step_id: int
     num_computed_tokens: int
     num_confirmed_tokens: int
     num_placeholders: int
-    quiet_until: int  # confirmed tokens, at which it ends or its blocks are to be seen to
-    ready_until: int  # computed tokens, up to which it has blocks and may have the tokens
+    quiet_until: int  # confirmed tokens at which it may end or its blocks need work
+    ready_until: int  # computed tokens up to which it has blocks and may generate
     request_id: str
-    stop_ids: frozenset[int]  # tokens that end it, if it is long enough
-    token_ids: list[int]  # known ones
+    stop_ids: frozenset[int]  # tokens that end it once it has min_tokens
+    token_ids: list[int]  # known tokens: prompt, then output
 
 
 class RequestState(_EveryStep):
     """One request from `add` to its end.
 
-    Steps in flight will bring tokens that are not known yet: `num_placeholders` counts the most
-    that they may bring, and `num_computed_tokens` assumes as many. Both are corrected when a
-    step's result says how many there were. `num_confirmed_tokens` counts only collected steps.
+    Steps in flight produce tokens that are not known yet. `num_placeholders` is the maximum number
+    of them, and `num_computed_tokens` assumes this maximum. Both are corrected when the step's
+    result arrives. `num_confirmed_tokens` counts collected steps only.
 
-    A plain request decodes one token a step, without a grammar, and wants nothing but the token.
-    Most steps change nothing about it but its counts: `ready_until` says up to where they can be
-    planned like that, `quiet_until` up to where their results can be taken in like that.
+    A plain request has no grammar and asks for no logprobs. Without drafts it decodes one token a
+    step, and most steps change only its counts. Up to `ready_until` such steps are planned on a
+    fast path. Up to `quiet_until` their results are applied on a fast path.
     """
 
     __slots__ = (
@@ -86,7 +88,7 @@ class RequestState(_EveryStep):
         self.cache_salt = request.cache_salt
         self.read_prefix_cache = request.read_prefix_cache
         self.sequence = sequence  # order of arrival at this engine
-        self.rank: tuple[float, ...] = ()  # place among the waiting; the policy's
+        self.rank: tuple[float, ...] = ()  # set by the policy
         self.status = RequestStatus.WAITING
         self.incarnation = 0
         self.token_ids = request.prompt_token_ids + request.output_token_ids
@@ -95,12 +97,12 @@ class RequestState(_EveryStep):
         self.num_computed_tokens = 0
         self.num_confirmed_tokens = 0
         self.num_placeholders = 0
-        self.has_sampled = False  # a step of this incarnation samples, so the runner has drafts
+        self.has_sampled = False  # in this incarnation; the runner then has drafts
         self.last_step_id = 0
-        self.entered_at: float | None = None  # until its first token has come
+        self.entered_at: float | None = None  # reset at the first token
         self.num_cached_tokens = 0
         self.num_prompt_logprobs = 0  # positions delivered
-        self.pools = request.pools  # the step that samples is its last, and brings no token
+        self.pools = request.pools  # its sampling step is the last and produces no token
         self.is_masked = self.is_plain = False
         self.stop_ids: frozenset[int] = frozenset()
         if not self.pools:
@@ -120,7 +122,7 @@ class RequestState(_EveryStep):
 
     @property
     def num_total_tokens(self) -> int:
-        """Known tokens and the most that steps in flight may bring."""
+        """Known tokens plus the maximum from steps in flight."""
         return len(self.token_ids) + self.num_placeholders
 
     @property
@@ -128,7 +130,7 @@ class RequestState(_EveryStep):
         return self.status is RequestStatus.FINISHED
 
     def enter(self, num_computed_tokens: int) -> None:
-        """Run, with the first tokens' keys and values at hand."""
+        """Start to run. The KV of the first `num_computed_tokens` tokens is cached."""
         self.status = RequestStatus.RUNNING
         self.num_computed_tokens = self.num_confirmed_tokens = num_computed_tokens
         if self.incarnation == 0:
@@ -136,7 +138,7 @@ class RequestState(_EveryStep):
             self.num_cached_tokens = min(num_computed_tokens, self.num_prompt_tokens)
 
     def advance(self, step_id: int, num_tokens: int, num_drafts: int) -> bool:
-        """Count a planned step as done; say whether it samples."""
+        """Count a planned step as done. Return whether it samples."""
         self.last_step_id = step_id
         self.num_computed_tokens += num_tokens
         samples = self.num_computed_tokens - num_drafts == self.num_total_tokens
@@ -146,17 +148,17 @@ class RequestState(_EveryStep):
         return samples
 
     def make_ready(self, num_slots: int) -> None:
-        """It decodes, and has room for so many tokens."""
+        """Let it decode on the fast path, up to `num_slots` tokens."""
         num_tokens_left = self.max_total_tokens - self.num_total_tokens
         self.ready_until = min(num_slots, self.num_computed_tokens + num_tokens_left)
         if self.decode_row is None:
             self.decode_row = ScheduledRequest(self.request_id, self.incarnation, 1, True)
 
     def take_token(self, result: RequestResult) -> bool:
-        """Take in the token of a plain decode step; False, and no change, if more follows from it.
+        """Apply the token of a plain decode step on the fast path.
 
-        As `confirm`, for a step that brings a token and nothing else, does not end the request,
-        and fills no block.
+        Returns False and changes nothing if the result has more than one plain token, may end the
+        request, or fills a block.
         """
         num_confirmed, token_ids = self.num_confirmed_tokens + 1, result.token_ids
         if num_confirmed >= self.quiet_until or len(token_ids) != 1:
@@ -171,11 +173,11 @@ class RequestState(_EveryStep):
         return True
 
     def rest_until(self, num_confirmed_tokens: int) -> None:
-        """Nothing has to be done about its blocks before it has so many."""
+        """Its blocks need no work before it has this many confirmed tokens."""
         self.quiet_until = min(num_confirmed_tokens, self.max_total_tokens - 1)
 
     def confirm(self, planned: ScheduledRequest, num_sampled: int) -> None:
-        """Correct what `advance` assumed: the step is collected and brought so many tokens."""
+        """Correct what `advance` assumed, now that the step produced `num_sampled` tokens."""
         num_expected = 1 + planned.num_drafts if planned.samples else 0
         num_rejected = num_expected - num_sampled
         self.num_placeholders -= num_expected
@@ -183,14 +185,14 @@ class RequestState(_EveryStep):
         self.num_confirmed_tokens += planned.num_tokens - num_rejected
 
     def take_prefill_s(self) -> float:
-        """At its first token: the seconds since it entered. Later: 0."""
+        """Return the seconds from `enter` to the first token on the first call, then 0."""
         if self.entered_at is None:
             return 0.0
         entered_at, self.entered_at = self.entered_at, None
         return time.monotonic() - entered_at
 
     def preempt(self) -> None:
-        """Forget everything but the known tokens; what steps in flight bring is dropped."""
+        """Keep only the known tokens. Results of steps in flight are dropped."""
         self.status = RequestStatus.WAITING
         self.incarnation += 1
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_placeholders = 0
@@ -209,7 +211,7 @@ class RequestState(_EveryStep):
 
 
 def _set_of(token_ids: tuple[int, ...]) -> frozenset[int]:
-    """One set for all requests of a model that stop at the same few tokens."""
+    """Share one set between all requests with the same stop tokens."""
     return _shared_set(token_ids) if len(token_ids) <= MAX_SHARED_IDS else frozenset(token_ids)
 
 

@@ -1,4 +1,4 @@
-"""The requests that run, in the order in which they are served."""
+"""RunningRequests: owns the order of the running requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _rank = attrgetter("rank")
 
 
 class RunningRequests:
-    """From the most to the least deserving. Adding, removing and taking the last one is O(1)."""
+    """Running requests, first served first, first preempted last.
+
+    Add, remove and pop are O(1), apart from the sort after inserts by rank.
+    """
 
     def __init__(self) -> None:
         self._states: dict[RequestState, None] = {}
@@ -20,24 +23,24 @@ class RunningRequests:
         return len(self._states)
 
     def append(self, state: RequestState) -> None:
-        """Add the least deserving one."""
+        """Add a request that is served last and preempted first."""
         self._states[state] = None
 
     def insert_by_rank(self, state: RequestState) -> None:
-        """Add one between those of lower and of higher rank, as all others were."""
+        """Add a request at its rank. All others must have been added this way, too."""
         last = next(reversed(self._states), None)
         self._is_sorted = self._is_sorted and (last is None or last.rank < state.rank)
         self._states[state] = None
 
     def in_order(self) -> list[RequestState]:
-        """All of them, as they are now."""
-        if not self._is_sorted:  # once for all that came since: they are few
+        """A copy of the running requests, first served first."""
+        if not self._is_sorted:  # one sort covers all requests inserted since the last one
             self._states = dict.fromkeys(sorted(self._states, key=_rank))
             self._is_sorted = True
         return list(self._states)
 
     def pop(self) -> RequestState:
-        """Take out the least deserving one."""
+        """Remove and return the request to preempt."""
         if not self._is_sorted:
             self.in_order()
         return self._states.popitem()[0]

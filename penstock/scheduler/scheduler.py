@@ -1,4 +1,4 @@
-"""Scheduler: shares out the token budget of each step, and turns results into deltas."""
+"""Scheduler: decides which requests share each step's token budget; turns results into deltas."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from penstock.scheduler.stopping import StopRules
 @dataclass(frozen=True)
 class SchedulerStats:
     num_running: int
-    num_waiting: int  # at a gate, or for a turn
+    num_waiting: int  # at a gate, in the queue, or held for a retry
     num_steps_in_flight: int
     num_preemptions: int  # since the start
     kv_cache_usage: float  # 0 to 1
@@ -48,10 +48,10 @@ class SchedulerStats:
 class Scheduler:
     """Decides what each step computes.
 
-    `schedule` may be called again before earlier steps are `update`d; results come in the order
-    of the plans. Whatever the depth, the batch and the preemptions, a request's tokens are the
-    same. Every request ends, because the cache can hold any one of them alone and the most
-    deserving is never preempted.
+    `schedule` may be called again before the results of earlier steps are passed to `update`.
+    Results must arrive in the order of the plans. A request's tokens do not depend on the number
+    of steps in flight, on the batch or on preemption. Every request finishes: the cache can hold
+    any single request, and the first in the running order is never preempted for another.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class Scheduler:
         self._running = RunningRequests()
         self._stops = StopRules(grammars, vocab_size)
         self._in_flight: deque[PlannedStep] = deque()
-        self._released_ids: list[str] = []  # rows of the runner that the next plan gives up
-        self._deltas: list[EngineDelta] = []  # of requests that ended outside of a step
+        self._released_ids: list[str] = []  # the runner drops these at the next plan
+        self._deltas: list[EngineDelta] = []  # of requests that ended outside a step
         self._sequence = itertools.count()
         self._queue_timeouts = QueueTimeouts(queue_timeout_s)
         self._last_step_id = 0
-        self._refused: RequestState | None = None  # the last that found no room
+        self._refused: RequestState | None = None  # the last request that did not fit
         self._num_free_when_refused = 0
         self._num_preemptions = 0
 
     # -- requests come and go
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises InputError, and changes nothing, for one that cannot run."""
+        """Queue a request. Raises InputError and changes nothing if it cannot run."""
         if request.request_id in self._requests:
             raise InputError(f"request_id {request.request_id!r} is in use", "request_id")
         check_length(request, self.limits.max_model_len)
@@ -109,16 +109,16 @@ class Scheduler:
         reason: FinishReason = FinishReason.ABORT,
         stop_reason: int | str | None = None,
     ) -> list[EngineDelta]:
-        """End requests now, wherever they are; unknown ids are ignored."""
+        """End requests now, waiting or running. Unknown ids are ignored."""
         return [self._end(state, reason, stop_reason) for state in self._known(request_ids)]
 
     def fail(self, request_ids: Iterable[str], error: str) -> list[EngineDelta]:
-        """End requests with an error; unknown ids are ignored."""
+        """End requests with an error. Unknown ids are ignored."""
         known = self._known(request_ids)
         return [self._end(state, FinishReason.ERROR, error=error) for state in known]
 
     def reset_prefix_cache(self) -> None:
-        """Forget what is cached; requests that run keep what they have."""
+        """Empty the prefix cache. Running requests keep their blocks."""
         self._kv.reset_prefix_cache()
 
     def has_unfinished(self) -> bool:
@@ -126,7 +126,7 @@ class Scheduler:
 
     @property
     def num_kv_blocks(self) -> int:
-        """Blocks that requests can hold, in all."""
+        """Total KV blocks that requests can hold."""
         return self._kv.pool.num_usable
 
     def stats(self) -> SchedulerStats:
@@ -144,9 +144,9 @@ class Scheduler:
     # -- a step is planned
 
     def schedule(self) -> StepPlan | None:
-        """Plan a step; None if there is nothing to compute until something else happens.
+        """Plan a step. Returns None if there is nothing to compute now.
 
-        The runner drops the plan's `released_ids` before it takes in its `new_requests`.
+        The runner drops the plan's `released_ids` before it adds its `new_requests`.
         """
         self._pass_gates()
         self._end_long_waits()
@@ -165,7 +165,7 @@ class Scheduler:
         return step.plan(released_ids)
 
     def take_deltas(self) -> list[EngineDelta]:
-        """Deltas of requests that failed at a gate; `update` returns them too, if it is first."""
+        """Return deltas of requests that ended outside a step, unless `update` already has."""
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -181,7 +181,7 @@ class Scheduler:
             self._deltas.append(msgspec.structs.replace(delta, can_retry=why.can_retry))
 
     def _end_long_waits(self) -> None:
-        """Send away requests that have waited for too long, before anything is done for them."""
+        """Fail requests that exceeded the queue timeout before their first step."""
         for state in self._queue_timeouts.take_late():
             assert self._queue_timeouts.timeout_s is not None
             error = waited_too_long(self._queue_timeouts.timeout_s)
@@ -189,7 +189,7 @@ class Scheduler:
             self._deltas.append(msgspec.structs.replace(delta, can_retry=True))
 
     def _continue_running(self, step: PlannedStep) -> bool:
-        """Give each running request its share; False if blocks ran out on the way."""
+        """Schedule the running requests. Returns False if KV blocks ran out."""
         enough_blocks = True
         for state in self._running.in_order():
             if step.budget == 0:
@@ -198,12 +198,12 @@ class Scheduler:
                 step.repeat(state)
                 continue
             if state.status is not RequestStatus.RUNNING:
-                continue  # preempted for the sake of one before it
+                continue  # preempted by a request before it
             num_tokens, num_drafts = share(self.limits, state, step.budget)
             if num_tokens == 0:
                 continue
             if not enough_blocks and self._kv.num_missing(state, num_tokens) > 0:
-                continue  # what there is belongs to the more deserving one that waits for more
+                continue  # free blocks are reserved for an earlier request that waits for more
             block_ids = self._kv.allocate(state, num_tokens - num_drafts, num_drafts)
             if block_ids is None:
                 enough_blocks = False
@@ -214,11 +214,11 @@ class Scheduler:
         return enough_blocks
 
     def _admit_waiting(self, step: PlannedStep, waiting: WaitingQueue) -> None:
-        """Let waiting requests in, in order, while the budget and the blocks last."""
+        """Admit waiting requests in order while the token budget and the KV blocks last."""
         while waiting and step.budget > 0 and len(self._running) < self.limits.max_num_seqs:
             state = waiting.peek()
             if self._refused is state and self._kv.pool.num_free <= self._num_free_when_refused:
-                break  # no room then, no more now: spare the search for its prefix
+                break  # it did not fit, and no block was freed since: skip the prefix lookup
             prefix = self._kv.match(state)
             num_computed = prefix.num_tokens
             num_known = len(state.token_ids)
@@ -239,18 +239,18 @@ class Scheduler:
             self._make_ready(state)
 
     def _make_ready(self, state: RequestState) -> None:
-        """Let a request that decodes do so without being planned anew while nothing changes."""
+        """Put a decoding request on the fast path if it qualifies."""
         if state.has_sampled and state.is_plain and not self.limits.num_drafts:
             state.make_ready(self._kv.num_slots(state))
 
     def _make_room(
         self, state: RequestState, num_tokens: int, num_drafts: int
     ) -> list[list[int]] | None:
-        """Preempt the least deserving until `state` has its blocks.
+        """Preempt requests from the end of the order until `state` gets its blocks.
 
-        None if it is preempted itself, or if enough blocks come back with the steps in flight:
-        then it waits for those. So it does where it is alone: once they are collected, it has no
-        more than what the cache can hold of one request, windows moved on.
+        Returns None if `state` itself was preempted, or if it waits for the steps in flight. It
+        waits if collecting them frees enough blocks. It also waits if it runs alone: collecting
+        them drops its blocks outside the attention window, and the cache can hold one request.
         """
         while True:
             num_missing = self._kv.num_missing(state, num_tokens)
@@ -270,7 +270,7 @@ class Scheduler:
         self._waiting.push_preempted(state)
 
     def _take_back(self, state: RequestState) -> None:
-        """All that a request has but its tokens; whoever calls says where it goes."""
+        """Take a request's blocks and its place in the runner. The caller queues it again."""
         self._kv.free(state)
         state.preempt()
         self._released_ids.append(state.request_id)
@@ -279,12 +279,12 @@ class Scheduler:
     # -- a step fails
 
     def retry(self, failure: StepFailure | None) -> list[EngineDelta]:
-        """The oldest step failed, and none of those in flight counts: try again, otherwise.
+        """Recover after the oldest step in flight failed. All steps in flight are discarded.
 
-        Everyone who runs is preempted, and the runner has forgotten them. When memory ran out,
-        steps become smaller; after anything else the step's requests are run one by one. A request
-        for which that is of no use ends with an error. None: a step was interrupted, and no
-        request is to blame.
+        The runner was reset, so every running request is preempted. After an out-of-memory error
+        steps get smaller. After any other error the step's requests run one at a time. A request
+        that cannot be retried ends with an error. `failure` is None if a step was interrupted:
+        then no request is suspect.
         """
         deltas = []
         if failure is not None:
@@ -296,7 +296,7 @@ class Scheduler:
                 deltas = [self._end(state, FinishReason.ERROR, error=error) for state in suspects]
         for state in self._retries:
             self._waiting.remove(state)  # if it was preempted since
-        for state in reversed(self._running.in_order()):  # the most deserving comes first again
+        for state in reversed(self._running.in_order()):  # the first in order gets the lowest rank
             self._take_back(state)
             state.rank = self._policy.rank_preempted(state)
             if state not in self._retries:
@@ -308,16 +308,16 @@ class Scheduler:
         return deltas
 
     def _try_alone(self, step: PlannedStep) -> None:
-        """Run the request that is on trial; nothing else is in flight meanwhile."""
+        """Run the suspect on trial, with nothing else in flight."""
         if self._in_flight:
             return
-        if self._running:  # a prompt in chunks
+        if self._running:  # its prefill is chunked
             self._continue_running(step)
         else:
             self._admit_waiting(step, self._retries.queue())
 
     def _end_trial(self, step: PlannedStep) -> None:
-        """If a suspect has got its token in this step, it waits for the others from now on."""
+        """Clear the suspect if this step produced its token, and queue it again."""
         state = self._retries.on_trial
         if state is None or state not in step.states or not state.has_sampled:
             return
@@ -329,7 +329,7 @@ class Scheduler:
     # -- a step is done
 
     def update(self, result: StepResult) -> list[EngineDelta]:
-        """Take in the result of the oldest step in flight; what is new for clients."""
+        """Apply the result of the oldest step in flight. Returns the deltas for clients."""
         step = self._in_flight.popleft()
         assert step.step_id == result.step_id, "results come in the order of the plans"
         self._kv.collect(step.step_id)
@@ -348,7 +348,7 @@ class Scheduler:
     def _apply(
         self, state: RequestState, planned: ScheduledRequest, result: RequestResult
     ) -> list[EngineDelta]:
-        """Move a request on by what one step brought it; what is new about it, if anything."""
+        """Apply one step's result to a request. Returns its delta, if there is one."""
         stop = self._stops.find(state, planned, result)
         if stop is not None and stop.reason is FinishReason.ERROR:
             return [self._end(state, stop.reason, None, stop.error, stop.error_field)]
@@ -368,7 +368,7 @@ class Scheduler:
         elif not token_ids and result.prompt_logprobs is None and result.routed_experts is None:
             return []
         routed_experts = result.routed_experts
-        if routed_experts is not None:  # those of drafts that fell come again, and count then
+        if routed_experts is not None:  # positions of rejected drafts are sent again later
             routed_experts = msgspec.structs.replace(routed_experts, start=first)
         delta = EngineDelta(
             request_id=state.request_id,
@@ -411,7 +411,7 @@ class Scheduler:
     def _retire(
         self, state: RequestState, reason: FinishReason, stop_reason: int | str | None
     ) -> None:
-        """Take a request out of everything; steps in flight may go on for it unheard."""
+        """Remove a request everywhere. Its results from steps in flight are ignored."""
         del self._requests[state.request_id]
         self._retries.acquit(state)
         if self._refused is state:

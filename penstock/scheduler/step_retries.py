@@ -1,4 +1,4 @@
-"""After a step that failed: which requests must first run alone, and how large steps may be."""
+"""StepRetries: decides after a failed step which requests run alone and how large steps may be."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.scheduler.plan import PlannedStep
 from penstock.scheduler.policy import Policy, WaitingQueue
 from penstock.scheduler.request import RequestState
 
-STEPS_UNTIL_LARGER = 64  # that must go well before steps may have twice as many tokens again
+STEPS_UNTIL_LARGER = 64  # successful steps before the token limit doubles again
 
 
 class StepRetries:
-    """Finds the request that makes steps fail, and the size of steps that memory suffices for.
+    """Finds the request that makes steps fail, and a step size that fits into memory.
 
-    Suspects are those of a step that failed. Each is run alone until it gets a token; one for
-    which that fails, too, is the culprit. Suspects are neither waiting nor running meanwhile.
+    The requests of a failed step are suspects. Each suspect runs alone until it gets a token. If
+    it fails again, it is the culprit. Until then suspects are kept out of the waiting queue.
     """
 
     def __init__(self, policy: Policy, limits: StepLimits) -> None:
@@ -26,7 +26,7 @@ class StepRetries:
         self._can_shrink = limits.enable_chunked_prefill
         self._max_num_tokens = limits.max_num_batched_tokens
         self._num_good_steps = 0
-        self.num_tokens = limits.max_num_batched_tokens  # that a step may have now
+        self.num_tokens = limits.max_num_batched_tokens  # current limit per step
 
     def __len__(self) -> int:
         return len(self._suspects)
@@ -36,7 +36,7 @@ class StepRetries:
 
     @property
     def on_trial(self) -> RequestState | None:
-        """Who runs next, or runs already, with nobody beside it."""
+        """The suspect that runs alone now or next."""
         return self._suspects[0] if self._suspects else None
 
     def __contains__(self, state: RequestState) -> bool:
@@ -45,10 +45,11 @@ class StepRetries:
     def take_in(
         self, step: PlannedStep, failed: Sequence[RequestState], out_of_memory: bool
     ) -> str | None:
-        """A step failed for these requests. How they are to be run from now on is noted here.
+        """Record a failed step and decide how its requests are retried.
 
-        When memory ran out that is in smaller steps, after anything else one by one. What is
-        wrong with the step's only request, if that has failed already, or is of no use; else None.
+        After an out-of-memory error the next steps are smaller, where that is possible. Otherwise
+        the requests become suspects. Returns an error text if the step held a single request and
+        a retry would not help, else None.
         """
         is_alone = len(step.states) == 1
         if not out_of_memory:
@@ -64,24 +65,24 @@ class StepRetries:
         return None
 
     def acquit(self, state: RequestState) -> None:
-        """It has got its token, or is over; one that is no suspect is ignored."""
+        """Clear a suspect that got its token or ended. Other requests are ignored."""
         if state in self._suspects:
             self._suspects.remove(state)
 
     def queue(self) -> WaitingQueue:
-        """The one on trial, as if nobody else waited."""
+        """A queue that holds only the suspect on trial."""
         queue = WaitingQueue(self._policy)
         if self._suspects:
             queue.put_back(self._suspects[0])
         return queue
 
     def _shrink(self, num_tokens: int) -> None:
-        """A step with so many tokens did not fit into memory: the next have half of them."""
+        """Halve the token limit: a step with `num_tokens` tokens ran out of memory."""
         self.num_tokens = max(num_tokens // 2, 1)
         self._num_good_steps = 0
 
     def count_good_step(self) -> None:
-        """Let steps grow again, in time: whatever took the memory may be gone."""
+        """Raise the token limit again in time: memory may have been freed."""
         if self.num_tokens == self._max_num_tokens:
             return
         self._num_good_steps += 1

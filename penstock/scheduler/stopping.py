@@ -1,4 +1,4 @@
-"""When a request is done: by its own rules, by its grammar, or because a step failed for it."""
+"""StopRules: decides when a request ends: by its parameters, its grammar, or a failed step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Stop(NamedTuple):
     num_tokens: int  # how many of the new tokens belong to the output
     reason: FinishReason
     stop_reason: int | None = None
-    ends_in_text: bool = False  # the last token is no stop token
+    ends_in_text: bool = False  # the last token is text, not a stop token
     error: str | None = None  # with reason ERROR
     error_field: str | None = None
 
 
 def failed(error: str, field: str | None = None) -> Stop:
-    """The end of a request that got nothing out of a step."""
+    """A stop with an error and no new tokens."""
     return Stop(0, FinishReason.ERROR, error=error, error_field=field)
 
 
 def find_stop(state: RequestState, new_token_ids: list[int]) -> Stop | None:
-    """Where the request ends if `new_token_ids` follow its known tokens; None: it goes on."""
+    """Return where the request ends within `new_token_ids`, or None if it continues."""
     request, params = state.request, state.request.sampling
     num_known = len(state.token_ids)
     for count, token_id in enumerate(new_token_ids, start=1):
@@ -55,7 +55,7 @@ class StopRules:
     def find(
         self, state: RequestState, planned: ScheduledRequest, result: RequestResult
     ) -> Stop | None:
-        """Where the request ends with what a step brought it; None: it goes on."""
+        """Return where the request ends within a step's result, or None if it continues."""
         if state.pools:
             return _find_end(planned, result)
         fault = result.fault or _why_malformed(planned, result)
@@ -73,7 +73,7 @@ class StopRules:
             return failed("the request's grammar failed")
 
     def is_complete(self, state: RequestState) -> bool:
-        """Whether a replay has all of its document: only the news of its end was lost."""
+        """Whether a replayed request's structured output is already complete."""
         if self._grammars is None or not state.is_masked:
             return False
         return self._grammars.is_complete(state.request_id)
@@ -81,7 +81,7 @@ class StopRules:
     def _follow(
         self, grammars: Grammars, state: RequestState, result: RequestResult, stop: Stop | None
     ) -> Stop | None:
-        """Where the request's document is complete, or where it would `stop` anyway."""
+        """Return where the structured output is complete, or `stop` if it is not."""
         token_ids = result.token_ids
         if stop is not None:
             token_ids = token_ids[: stop.num_tokens]
@@ -89,13 +89,13 @@ class StopRules:
         if complete is None:
             return stop
         if stop is not None and stop.reason is FinishReason.STOP and stop.num_tokens == complete:
-            return stop  # at a stop token, which is no text
+            return stop  # both end at the same stop token
         is_text = token_ids[complete - 1] not in state.request.eos_token_ids
         return Stop(complete, FinishReason.STOP, ends_in_text=is_text)
 
     def _explain(self, state: RequestState, fault: str, token_ids: list[int]) -> Stop:
-        """Why a step failed for a request: its own fault, if it forbids every token."""
-        for count in range(len(token_ids) + 1):  # the step may have got on before it failed
+        """Return why the request failed. If its parameters forbid all tokens, the error says so."""
+        for count in range(len(token_ids) + 1):  # the step may have sampled before it failed
             known = state.token_ids + token_ids[:count]
             wrong = why_no_token(state.request, known, self._vocab_size)
             if wrong is not None:
@@ -107,7 +107,7 @@ class StopRules:
 
 
 def _find_end(planned: ScheduledRequest, result: RequestResult) -> Stop | None:
-    """Where a pooling request ends: with its vector."""
+    """A pooling request ends when its vector arrives."""
     if result.fault is not None:
         return failed(result.fault)
     if not planned.samples:
@@ -118,7 +118,7 @@ def _find_end(planned: ScheduledRequest, result: RequestResult) -> Stop | None:
 
 
 def _why_malformed(planned: ScheduledRequest, result: RequestResult) -> str | None:
-    """What is wrong with the number of tokens that came back, if anything."""
+    """Return an error if the number of sampled tokens is wrong, else None."""
     num_tokens = len(result.token_ids)
     most = 1 + planned.num_drafts if planned.samples else 0
     if min(most, 1) <= num_tokens <= most:
