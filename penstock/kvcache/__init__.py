@@ -1,1 +1,1 @@
-"""KV accounting: which block of the one pool holds which tokens of which request. No torch."""
+"""Decides which KV block of the single pool holds which tokens of which request. No torch."""

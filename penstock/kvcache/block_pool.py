@@ -1,8 +1,8 @@
-"""BlockPool: who holds each block, which block is reused next, and what a block contains.
+"""BlockPool: owns reference counts and the prefix map. Decides which block is reused next.
 
-A block is in one of three places: held (its count is above zero), draining (nobody holds it, but
-a step in flight may still touch it), or on the free list. A free or draining block keeps its key
-in the prefix map until it is handed out again. Every operation is O(1) a block.
+A block is in one of three states. Held: its reference count is above zero. Draining: nobody holds
+it, but a step in flight may still access it. Free: it is on the free list. A free or draining block
+keeps its key in the prefix map until it is handed out again. Every operation is O(1) per block.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 
-NULL_BLOCK_ID = 0  # padding and gaps; never handed out, never freed
+NULL_BLOCK_ID = 0  # for padding and gaps; never handed out, never freed
 
 BlockKey = tuple[bytes, int]  # hash of all tokens up to the block's end, group index
 
 
 class Block:
-    """One page of the pool."""
+    """One KV block of the pool."""
 
     __slots__ = ("busy_until", "id", "key", "ref_count")
 
@@ -24,11 +24,11 @@ class Block:
         self.id = block_id
         self.ref_count = 0
         self.key: BlockKey | None = None  # its key in the prefix map
-        self.busy_until = 0  # the last step that may touch it on behalf of a former holder
+        self.busy_until = 0  # the last step that may access it for a former holder
 
 
 class BlockPool:
-    """All blocks of the cache. `num_blocks` counts the null block."""
+    """All blocks of the cache. `num_blocks` includes the null block."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 1, f"the null block alone makes 1, got {num_blocks}"
@@ -49,11 +49,11 @@ class BlockPool:
         return len(self._free)
 
     def num_free_of(self, blocks: Iterable[Block]) -> int:
-        """By how many blocks less there would be to hand out if these were touched."""
+        """How many of these blocks are on the free list. `touch` would take them off it."""
         return sum(map(self._free.__contains__, blocks))
 
     def take(self, num_blocks: int) -> list[Block]:
-        """Hand out the least recently used free blocks; the caller has checked `num_free`."""
+        """Hand out the least recently used free blocks. The caller must check `num_free` first."""
         taken = []
         for _ in range(num_blocks):
             block, _ = self._free.popitem(last=False)
@@ -64,7 +64,7 @@ class BlockPool:
         return taken
 
     def touch(self, *blocks: Block) -> None:
-        """Add a holder to blocks whose content is to be shared."""
+        """Add a holder to cached blocks."""
         free, null_block = self._free, self.null_block
         for block in blocks:
             assert block is not null_block, "the null block has no holders"
@@ -72,14 +72,14 @@ class BlockPool:
                 if block in free:
                     del free[block]
                 else:
-                    self.num_draining -= 1  # `collect` will find it held and leave it alone
+                    self.num_draining -= 1  # `collect` skips it because it is held
             block.ref_count += 1
 
     def free(self, blocks: Iterable[Block], busy_until: int = 0) -> None:
-        """Drop one holder of each block. Those freed first are reused first.
+        """Drop one holder of each block. Blocks freed first are reused first.
 
-        A block that step `busy_until` or an earlier holder's step may still touch stays out of
-        reach until that step is collected.
+        A block that step `busy_until`, or a step of an earlier holder, may still access is not
+        reused before that step is collected.
         """
         for block in blocks:
             assert block.ref_count > 0, f"block {block.id} is freed twice"
@@ -94,28 +94,28 @@ class BlockPool:
                 self._put_on_free_list(block)
 
     def collect(self, step_id: int) -> None:
-        """Steps up to `step_id` touch nothing any more: what they kept busy may be reused."""
+        """Steps up to `step_id` are done: the blocks that they kept busy may be reused."""
         self._collected_step = step_id
         for block in self._draining.pop(step_id, ()):
-            # Touched meanwhile, and perhaps freed again: then it is not ours to free.
+            # It may have been touched, and freed again, since it was listed here.
             still_draining = block.ref_count == 0 and block not in self._free
             if still_draining and block.busy_until <= step_id:
                 self.num_draining -= 1
                 self._put_on_free_list(block)
 
     def lookup(self, hashes: Iterable[bytes], group: int) -> list[Block | None]:
-        """The blocks of a group that are known by these hashes; None where there is none."""
+        """Return a group's cached block for each hash, None where there is none."""
         return list(map(self._by_hash[group].get, hashes))
 
     def publish(self, block: Block, key: BlockKey) -> None:
-        """Let others find the block by its content. The first block with a key keeps it."""
+        """Add the block to the prefix map. If the key is taken, the first block keeps it."""
         assert block.ref_count > 0, f"block {block.id} has no holder who could know its content"
         assert block.key is None, f"block {block.id} has a key already"
         if self._by_hash[key[1]].setdefault(key[0], block) is block:
             block.key = key
 
     def forget_all(self) -> None:
-        """Empty the prefix map; holders keep their blocks."""
+        """Empty the prefix map. Holders keep their blocks."""
         for by_hash in self._by_hash.values():
             for block in by_hash.values():
                 block.key = None
@@ -129,5 +129,5 @@ class BlockPool:
 
     def _put_on_free_list(self, block: Block) -> None:
         self._free[block] = None
-        if block.key is None:  # nobody can find its content: reuse it first
+        if block.key is None:  # not in the prefix map: reuse it first
             self._free.move_to_end(block, last=False)

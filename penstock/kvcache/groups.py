@@ -1,4 +1,4 @@
-"""What each kind of layer needs of the cache: one class a KVCacheSpec, found by its type."""
+"""GroupRules: decide which blocks a KV group keeps, drops and shares. One class per KVCacheSpec."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from penstock.protocol.kv import (
 
 
 class GroupRules(ABC):
-    """How one group of layers uses its blocks. Block i holds tokens i * size to (i + 1) * size."""
+    """How one KV group uses its blocks. Block i holds tokens i * size to (i + 1) * size."""
 
-    shares = True  # whether other requests may read its full blocks
+    shares = True  # whether full blocks enter the prefix cache
 
     def __init__(self, spec: KVCacheSpec, block_size: int) -> None:
         self.spec = spec
         self.block_size = block_size
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Length of the block table for so many tokens, gaps included."""
+        """Length of the block table for `num_tokens` tokens, gaps included."""
         return -(-num_tokens // self.block_size)
 
     def num_slots(self, num_blocks: int) -> int:
-        """The most tokens for which a block table of this length will do."""
+        """Maximum tokens for a block table of this length."""
         return num_blocks * self.block_size
 
     @abstractmethod
     def longest_prefix(self, cached: Sequence[object], limit: int) -> int:
-        """The most tokens, at most `limit`, that cached blocks can stand in for.
+        """Return the length of the longest cached prefix, at most `limit` tokens.
 
-        Always whole blocks. `cached[i]` is None where block i of the request is not in the cache.
+        It is a whole number of blocks. `cached[i]` is None if block i is not in the cache.
         """
 
     @abstractmethod
     def num_droppable(self, num_tokens: int) -> int:
-        """How many leading blocks no token from position `num_tokens` on will read."""
+        """How many leading blocks are not read by any token from position `num_tokens` on."""
 
     @abstractmethod
     def next_drop(self, num_tokens: int) -> int:
-        """More than `num_tokens`; for any less than it, `num_droppable` is what it is now."""
+        """The next token count, above `num_tokens`, at which `num_droppable` may change."""
 
     @abstractmethod
     def max_held(self, num_tokens: int, step_tokens: int) -> int:
-        """The most blocks that a request holds at once on its way to `num_tokens` tokens.
+        """Maximum blocks a request holds at once until it reaches `num_tokens` tokens.
 
-        It computes at most `step_tokens` in a step, and drops blocks between steps.
+        It computes at most `step_tokens` tokens per step and drops blocks between steps.
         """
 
 
 class KeepAllRules(GroupRules):
-    """Every token reads all tokens before it."""
+    """Every token attends to all tokens before it."""
 
     def longest_prefix(self, cached: Sequence[object], limit: int) -> int:
         num_blocks = limit // self.block_size
@@ -78,7 +78,7 @@ class KeepAllRules(GroupRules):
 
 
 class KeepRecentRules(GroupRules):
-    """Tokens read only what is near: `reach` tokens before their own at most."""
+    """A token attends to at most `reach` tokens before it."""
 
     reach: int
 
@@ -90,11 +90,11 @@ class KeepRecentRules(GroupRules):
                 start -= 1
             if start <= num_gaps:
                 break
-            end = start - 1  # each longer one needs the block that is missing, too
+            end = start - 1  # every longer prefix needs the missing block, too
         return end * self.block_size
 
     def max_held(self, num_tokens: int, step_tokens: int) -> int:
-        span = self.reach + min(step_tokens, num_tokens)  # tokens in a row, beginning anywhere
+        span = self.reach + min(step_tokens, num_tokens)  # consecutive, at any offset
         return min(self.num_blocks(num_tokens), (span - 2) // self.block_size + 2)
 
 
@@ -124,10 +124,10 @@ class ChunkedLocalRules(KeepRecentRules):
 
 
 class RecurrentRules(KeepRecentRules):
-    """Block i holds the state after its last token, or, the last block, the state so far.
+    """Block i holds the state after its last token. The last block holds the current state.
 
-    A step reads the state that the token before its first one left, and writes one into every
-    block that it reaches: what another request may read is never written again.
+    A step reads the state before its first token and writes a state into every block it reaches.
+    A full block, which other requests may share, is never written again.
     """
 
     reach = 1
@@ -140,9 +140,9 @@ class RecurrentRules(KeepRecentRules):
 
 
 class CrossAttentionRules(KeepAllRules):
-    """Block i holds tokens of the other sequence, all of which the first token needs.
+    """Block i holds tokens of the encoder's sequence. The first token needs all of them.
 
-    A prefix's tokens do not say what the other sequence is: nothing is shared.
+    Nothing is shared: equal prefixes may belong to different encoder sequences.
     """
 
     shares = False
@@ -161,7 +161,7 @@ class CrossAttentionRules(KeepAllRules):
         return 0
 
 
-MakeRules = Callable[..., GroupRules]  # of a spec and a block size
+MakeRules = Callable[..., GroupRules]  # takes a spec and a block size
 RulesRegistry = Mapping[type[KVCacheSpec], MakeRules]
 
 RULES: RulesRegistry = MappingProxyType(

@@ -1,7 +1,8 @@
-"""What a prefix is called: the sha256 of its tokens, after each of fixed units.
+"""HashChain: decides the hash by which a prefix is found in the cache.
 
-The name of a unit covers everything before it, so equal names mean equal prefixes. Nothing in it
-depends on the process: engines with the same model may share blocks by name.
+A prefix is hashed with SHA-256 in units of a fixed number of tokens. The hash of a unit covers
+everything before it, so equal hashes mean equal prefixes. Hashes do not depend on the process:
+engines with the same model compute the same ones.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import struct
 from collections.abc import Mapping, Sequence
 
 INT32_BYTES = 4
-NO_TOKEN = -1  # so that media cannot be taken for tokens
+NO_TOKEN = -1  # separates media from tokens in the hash
 
 
 def hash_root(
@@ -21,7 +22,7 @@ def hash_root(
     cache_salt: str | None = None,
     adapter: str | None = None,
 ) -> bytes:
-    """What a chain starts from: everything besides the tokens that shapes keys and values."""
+    """The start of a chain. Covers everything except the tokens that affects keys and values."""
     fields = json.dumps([model_fingerprint, kv_dtype, cache_salt, adapter])
     return hashlib.sha256(fields.encode("ascii")).digest()
 
@@ -29,8 +30,8 @@ def hash_root(
 class HashChain:
     """The hashes of one request's full units, extended as its tokens become known.
 
-    `media` maps the position of a media item's first token to the hash of its content, since its
-    placeholder tokens say nothing about it.
+    `media` maps the position of a media item's first token to the hash of its content. It is
+    needed because placeholder tokens are the same for all content.
     """
 
     def __init__(self, root: bytes, unit: int, media: Mapping[int, bytes] | None = None) -> None:
@@ -40,7 +41,7 @@ class HashChain:
         self._media = sorted(media.items()) if media else ()
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Hash the units of `token_ids` that are full and not hashed yet."""
+        """Hash the new full units of `token_ids`."""
         start = len(self.hashes) * self._unit
         end = len(token_ids) // self._unit * self._unit
         packed = struct.pack(f"<{max(end - start, 0)}i", *token_ids[start:end])
@@ -52,7 +53,7 @@ class HashChain:
             append(digest())
 
     def _media_within(self, start: int) -> bytes:
-        """Where media begin in the unit from position `start` on, each with its hash."""
+        """Offset and hash of each media item that begins in the unit at position `start`."""
         return b"".join(
             struct.pack("<2i", NO_TOKEN, position - start) + content
             for position, content in self._media

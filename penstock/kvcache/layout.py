@@ -1,4 +1,4 @@
-"""How a model's layers share one pool of equal pages, and whether the memory is enough."""
+"""Decides how layers form KV groups, the size of a page, and whether the cache is large enough."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from penstock.protocol.kv import (
 
 logger = logging.getLogger(__name__)
 
-MAX_PADDING = 0.15  # of the memory that is used: so much are fewer, larger groups worth
-MAX_GROUPS = 16  # each has a block table of its own to fill in every step
-CHECKPOINT_BYTES = 4096  # a token: a state is kept so rarely that it takes no more than this
+MAX_PADDING = 0.15  # padding per used memory that is accepted for fewer, larger groups
+MAX_GROUPS = 16  # each group has its own block table to fill in every step
+CHECKPOINT_BYTES = 4096  # maximum bytes per token for recurrent-state checkpoints
 
 
 def make_layout(
@@ -36,9 +36,9 @@ def make_layout(
 ) -> KVCacheLayout:
     """Lay out the cache of `specs` (by layer name) in `memory_bytes`, or in `num_blocks` blocks.
 
-    Refuses a cache that cannot hold one request of `must_hold` (or `max_model_len`) tokens,
-    computed in steps of at most `max_step_tokens`, besides the null block: the scheduler counts on
-    it to finish any request, if need be alone.
+    Raises ConfigError if the cache cannot hold the null block and one request of `must_hold` (or
+    `max_model_len`) tokens, computed in steps of at most `max_step_tokens`. The scheduler relies
+    on this to finish every request.
     """
     assert (memory_bytes is None) != (num_blocks is None), "give a budget or a count"
     if not specs:
@@ -72,12 +72,11 @@ def plan_groups(
     max_model_len: int,
     registry: RulesRegistry = RULES,
 ) -> tuple[list[KVCacheGroup], int]:
-    """The groups, and the size of a page, one layer's share of a block.
+    """Return the KV groups and the size of a page (one layer's share of a block).
 
-    `block_size` is the block size of the spec with the most bytes a token; the others' are scaled
-    up by powers of two while they fit its page, and what is left of the page is padding. If a
-    recurrent state is larger than that page, the page grows first. A model that keeps nothing has
-    no groups.
+    `block_size` applies to the spec with the most bytes per token. Other specs get the largest
+    block size, by powers of two, that fits the same page. The rest of the page is padding. If a
+    recurrent state is larger than the page, the page grows first. A model without KV has no groups.
     """
     if not specs:
         return [], 0
@@ -87,7 +86,7 @@ def plan_groups(
         for spec in specs.values()
         if spec.bytes_per_token() > 0
     }
-    # A checkpoint of a state costs as much as the other layers' block that ends where it does.
+    # State checkpoints are spaced like the largest blocks of the other layers, and cost as much.
     longest = max(sizes.values(), default=0) or _space_checkpoints(block_size, page_bytes)
     groups = [
         KVCacheGroup(spec=spec, block_size=sizes.get(spec, longest), layer_names=part)
@@ -102,7 +101,7 @@ def blocks_for_request(
     registry: RulesRegistry = RULES,
     max_step_tokens: int = UNBOUNDED,
 ) -> int:
-    """The most blocks that one request of `num_tokens` tokens holds at once, over all groups."""
+    """Maximum blocks that one request of `num_tokens` tokens holds at once, over all groups."""
     return sum(
         rules_for(group.spec, group.block_size, registry).max_held(num_tokens, max_step_tokens)
         for group in groups
@@ -110,7 +109,7 @@ def blocks_for_request(
 
 
 def padding(layout: KVCacheLayout, num_tokens: int, registry: RulesRegistry = RULES) -> float:
-    """The share of the bytes held by a request of `num_tokens` tokens that nothing is kept in."""
+    """The share of padding in the bytes that a request of `num_tokens` tokens holds."""
     held = used = 0
     for group in layout.groups:
         rules = rules_for(group.spec, group.block_size, registry)
@@ -121,10 +120,11 @@ def padding(layout: KVCacheLayout, num_tokens: int, registry: RulesRegistry = RU
 
 
 def _choose_page(specs: Iterable[KVCacheSpec], block_size: int) -> int:
-    """Bytes that hold a block of every layer.
+    """Return a page size that fits a block of every layer.
 
-    Where a state is larger than any block of tokens, either blocks grow by powers of two until it
-    fits, or it is the page itself: whichever pads less, over all layers.
+    A recurrent state may be larger than any block of tokens. Then either blocks grow by powers of
+    two until the state fits, or the state's size is the page size. The choice with less padding
+    over all layers wins.
     """
     specs = list(specs)
     page = max(block_size * spec.bytes_per_token() for spec in specs)
@@ -145,7 +145,7 @@ def _choose_page(specs: Iterable[KVCacheSpec], block_size: int) -> int:
 
 
 def _fill_page(spec: KVCacheSpec, block_size: int, page_bytes: int) -> int:
-    """The largest block size, by powers of two, that fits; a state has the one given."""
+    """Double the block size while it fits the page. A recurrent state keeps the given size."""
     if spec.bytes_per_token() > 0:
         while spec.block_bytes(2 * block_size) <= page_bytes:
             block_size *= 2
@@ -153,7 +153,7 @@ def _fill_page(spec: KVCacheSpec, block_size: int, page_bytes: int) -> int:
 
 
 def _space_checkpoints(block_size: int, page_bytes: int) -> int:
-    """Tokens between two states that are kept, where no other layer's blocks say it."""
+    """Tokens between two state checkpoints, for a model with recurrent layers only."""
     while block_size * CHECKPOINT_BYTES < page_bytes:
         block_size *= 2
     return block_size
@@ -166,7 +166,7 @@ def _split_by_spec(
     max_model_len: int,
     registry: RulesRegistry,
 ) -> list[tuple[KVCacheSpec, list[str]]]:
-    """Layers of one spec, cut into parts that are as even as can be."""
+    """Split the layers of each spec into parts of nearly equal size."""
     by_spec: dict[KVCacheSpec, list[str]] = {}
     for name, spec in specs.items():
         by_spec.setdefault(spec, []).append(name)
@@ -184,10 +184,11 @@ def _split_by_spec(
 
 
 def _choose_group_size(layer_counts: list[int], blocks_held: list[int]) -> int:
-    """The most layers a group: as many as leave few pages of smaller groups empty.
+    """Return the maximum layers per group: the largest that keeps padding low.
 
-    That must hold for short requests, which have about as many blocks in every group, and for
-    the longest, which has `blocks_held` in a group of each spec.
+    Smaller groups leave pages of their blocks empty. The padding must be low for short requests,
+    which hold about the same number of blocks in every group, and for the longest request, which
+    holds `blocks_held` blocks in a group of each spec.
     """
 
     def waste(size: int) -> float:
@@ -235,8 +236,8 @@ def _check_capacity(layout: KVCacheLayout, max_model_len: int, registry: RulesRe
 def longest_request(
     layout: KVCacheLayout, max_model_len: int, registry: RulesRegistry = RULES
 ) -> int:
-    """The most tokens, up to `max_model_len`, of a request that fits besides the null block."""
-    low, high = 0, max_model_len + 1  # low tokens fit, high tokens do not or need not
+    """Maximum tokens, up to `max_model_len`, of a request that fits beside the null block."""
+    low, high = 0, max_model_len + 1  # `low` fits; `high` does not, or is above the maximum
     while high - low > 1:
         middle = (low + high) // 2
         needed = blocks_for_request(layout.groups, middle, registry, layout.max_step_tokens) + 1

@@ -1,4 +1,4 @@
-"""KVCacheManager: which blocks each request holds in each group, and what they are known by."""
+"""KVCacheManager: decides which blocks each request holds and which blocks requests share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.protocol.kv import UNBOUNDED, KVCacheLayout
 
 
 class CacheableRequest(Protocol):
-    """What the cache needs to know of a request."""
+    """The attributes of a request that the cache reads."""
 
     @property
     def request_id(self) -> str: ...
@@ -30,7 +30,7 @@ class CacheableRequest(Protocol):
 
     @property
     def last_step_id(self) -> int:
-        """The last step that uses its blocks; 0 if none does."""
+        """The last step that uses its blocks, or 0."""
 
     @property
     def cache_salt(self) -> str | None: ...
@@ -40,9 +40,9 @@ class CacheableRequest(Protocol):
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The longest prefix of a request that every group can serve, and the blocks that hold it.
+    """The longest prefix of a request that is cached in every group, and its blocks.
 
-    Good until the next call that takes blocks. Gaps, which a group does not need, are null blocks.
+    Valid until the next call that takes blocks. A null block is a gap: the group does not need it.
     """
 
     num_tokens: int
@@ -50,21 +50,21 @@ class CachedPrefix:
 
 
 class _Holding:
-    """One request's blocks and the names of their content."""
+    """One request's blocks and their hashes."""
 
     __slots__ = ("chain", "may_publish", "next_event", "num_published", "num_slots", "tables")
 
     def __init__(self, chain: HashChain, num_groups: int) -> None:
         self.chain = chain
         self.tables: list[list[Block]] = [[] for _ in range(num_groups)]
-        self.num_slots = 0  # tokens that the tables have room for
+        self.num_slots = 0  # tokens that fit into the tables
         self.num_published = [0] * num_groups  # blocks, by group
-        self.next_event = 0  # tokens at which some group's next block is full, or out of reach
+        self.next_event = 0  # token count at which a group can publish or drop its next block
         self.may_publish = True
 
 
 class KVCacheManager:
-    """Hands out blocks to requests, all or nothing, and keeps the prefix cache."""
+    """Allocates blocks to requests, all or nothing, and owns the prefix cache."""
 
     def __init__(
         self,
@@ -78,23 +78,23 @@ class KVCacheManager:
         self.pool = BlockPool(layout.num_blocks)
         self._null = self.pool.null_block
         self.groups = [rules_for(g.spec, g.block_size, registry) for g in layout.groups]
-        self.num_prefix_queries = 0  # tokens asked for, of requests that may read the cache
-        self.num_prefix_hits = 0  # tokens served
+        self.num_prefix_queries = 0  # tokens of requests that may read the cache
+        self.num_prefix_hits = 0  # of these, tokens found in the cache
         self._caches = enable_prefix_caching and bool(self.groups)
         self._unit = math.gcd(*(group.block_size for group in self.groups)) or 1
         self._max_step_tokens = layout.max_step_tokens
         self._hash_root = lru_cache(1024)(partial(hash_root, model_fingerprint, kv_dtype))
         self._holdings: dict[str, _Holding] = {}
 
-    # -- what is there
+    # -- capacity
 
     @property
     def usage(self) -> float:
-        """Share of the blocks that cannot be handed out now."""
+        """Share of the blocks that are held or draining, 0 to 1."""
         return (self.pool.num_usable - self.pool.num_free) / max(self.pool.num_usable, 1)
 
     def can_ever_hold(self, num_tokens: int) -> bool:
-        """Whether a request that is to reach this length, alone, never wants for a block."""
+        """Whether a single request of this length fits into the cache."""
         held = sum(group.max_held(num_tokens, self._max_step_tokens) for group in self.groups)
         return held <= self.pool.num_usable
 
@@ -104,10 +104,10 @@ class KVCacheManager:
         tables = holding.tables if holding else []
         return [[block.id for block in table] for table in tables]
 
-    # -- a request's way in
+    # -- a request is admitted
 
     def match(self, request: CacheableRequest) -> CachedPrefix:
-        """The longest cached prefix, short of the last known token, which must be computed."""
+        """Return the longest cached prefix. It excludes the last token, which must be computed."""
         if not (self._caches and request.read_prefix_cache):
             return CachedPrefix(0, [[] for _ in self.groups])
         chain = self._holding(request).chain
@@ -115,7 +115,7 @@ class KVCacheManager:
         cached = [self._cached(chain, group) for group in range(len(self.groups))]
         limit, num_agreeing = len(request.token_ids) - 1, 0
         groups = cycle(zip(self.groups, cached, strict=True))
-        while num_agreeing < len(self.groups):  # a group may shorten what others agreed on
+        while num_agreeing < len(self.groups):  # each group may shorten the prefix again
             rules, blocks = next(groups)
             served = rules.longest_prefix(blocks, limit)
             num_agreeing = num_agreeing + 1 if served == limit else 1
@@ -123,9 +123,9 @@ class KVCacheManager:
         return CachedPrefix(limit, list(map(self._prefix, self.groups, cached, repeat(limit))))
 
     def fits(self, prefix: CachedPrefix, num_tokens: int) -> bool:
-        """Whether there is room now for a request that begins with `prefix` to get so far.
+        """Whether a request that begins with `prefix` can reach `num_tokens` with the free blocks.
 
-        A block that it drops on the way makes room for the next, unless others hold it too.
+        A block that it drops on the way is free for its next block, unless others hold it, too.
         """
         step_tokens = min(self._max_step_tokens, num_tokens - prefix.num_tokens)
         num_needed = 0
@@ -136,7 +136,7 @@ class KVCacheManager:
         return num_needed <= self.pool.num_free
 
     def adopt(self, request: CacheableRequest, prefix: CachedPrefix) -> None:
-        """Let a request that holds nothing share the blocks of its prefix."""
+        """Give a request without blocks the shared blocks of its prefix."""
         holding = self._holding(request)
         for rules, blocks in zip(self.groups, prefix.blocks, strict=True):
             self.pool.touch(*blocks[rules.num_droppable(prefix.num_tokens) :])
@@ -153,10 +153,10 @@ class KVCacheManager:
     def allocate(
         self, request: CacheableRequest, num_new: int, num_lookahead: int = 0
     ) -> list[list[int]] | None:
-        """Make room for `num_new` tokens after the computed ones, and `num_lookahead` drafts.
+        """Allocate blocks for `num_new` tokens after the computed ones, and `num_lookahead` drafts.
 
-        The ids of new blocks by group, [] where none are needed; None, and nothing changed, where
-        they are not to be had.
+        Returns the ids of new blocks by group, or [] if none are needed. Returns None and changes
+        nothing if there are not enough free blocks.
         """
         holding = self._holding(request)
         num_slots = request.num_computed_tokens + num_new + num_lookahead
@@ -172,18 +172,18 @@ class KVCacheManager:
         return [[block.id for block in blocks] for blocks in new_blocks]
 
     def num_slots(self, request: CacheableRequest) -> int:
-        """Up to how many tokens, computed ones included, `allocate` takes nothing."""
+        """Token count, computed tokens included, up to which `allocate` takes no block."""
         return self._holding(request).num_slots
 
     def num_missing(self, request: CacheableRequest, num_new: int) -> int:
-        """How many blocks `allocate` would have to take."""
+        """How many blocks `allocate` would take."""
         num_slots = request.num_computed_tokens + num_new
         return sum(self._missing(self._holding(request), num_slots))
 
     def publish(self, request: CacheableRequest, num_confirmed_tokens: int) -> int:
-        """The first tokens are known and computed: share full blocks, drop those out of reach.
+        """Publish full blocks of the confirmed tokens, and drop blocks that are no longer read.
 
-        At how many tokens there is something to do again; before that, this need not be called.
+        Returns the token count at which this must be called again.
         """
         holding = self._holdings[request.request_id]
         if num_confirmed_tokens < holding.next_event:
@@ -200,18 +200,18 @@ class KVCacheManager:
                 self._drop(request, holding.tables[group], num_droppable)
         return self._find_next_event(holding, num_confirmed_tokens)
 
-    # -- a request's way out
+    # -- a request ends
 
     def free(self, request: CacheableRequest) -> None:
-        """Give up all blocks; those that steps in flight use come back once they are collected."""
+        """Free all blocks. Blocks in use by steps in flight return once these are collected."""
         self.pool.free(self._let_go(request), request.last_step_id)
 
     def collect(self, step_id: int) -> None:
-        """The step is collected: blocks that were freed while it used them may be reused."""
+        """The step is done: blocks that were freed while it used them may be reused."""
         self.pool.collect(step_id)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content. Running requests keep their blocks but share no more."""
+        """Empty the prefix cache. Running requests keep their blocks but publish no more."""
         self.pool.forget_all()
         for holding in self._holdings.values():
             holding.may_publish = not any(holding.tables)
@@ -229,7 +229,7 @@ class KVCacheManager:
         return holding
 
     def _cached(self, chain: HashChain, group: int) -> list[Block | None]:
-        """The cached block for each full block of a request, None where there is none."""
+        """The cached block for each full block of a request, or None."""
         units_per_block = self.groups[group].block_size // self._unit
         return self.pool.lookup(chain.hashes[units_per_block - 1 :: units_per_block], group)
 
@@ -258,14 +258,14 @@ class KVCacheManager:
     def _drop(self, request: CacheableRequest, table: list[Block], num_droppable: int) -> None:
         null, index = self._null, num_droppable - 1
         dropped = []
-        while index >= 0 and table[index] is not null:  # what lies before a gap is a gap
+        while index >= 0 and table[index] is not null:  # all blocks before a gap are gaps
             dropped.append(table[index])
             table[index] = null
             index -= 1
         self.pool.free(reversed(dropped), request.last_step_id)
 
     def _count_slots(self, holding: _Holding) -> None:
-        """Remember up to which length `allocate` has nothing to do."""
+        """Store the token count up to which `allocate` has nothing to do."""
         slots = [
             rules.num_slots(len(table))
             for rules, table in zip(self.groups, holding.tables, strict=True)
@@ -273,7 +273,7 @@ class KVCacheManager:
         holding.num_slots = min(slots, default=UNBOUNDED)
 
     def _find_next_event(self, holding: _Holding, num_confirmed_tokens: int) -> int:
-        """Remember up to which length `publish` has nothing to do."""
+        """Store and return the token count below which `publish` has nothing to do."""
         at = UNBOUNDED
         for rules, num_published in zip(self.groups, holding.num_published, strict=True):
             full = (num_published + 1) * rules.block_size
@@ -286,7 +286,7 @@ class KVCacheManager:
         return self._tails_first(holding.tables) if holding else []
 
     def _tails_first(self, tables: Iterable[list[Block]]) -> list[Block]:
-        """Blocks by the position of their tokens, last first: a cached prefix loses its end."""
+        """Sort blocks by position, last first: then a cached prefix is evicted from its end."""
         placed = [
             (index * rules.block_size, block)
             for rules, table in zip(self.groups, tables, strict=True)
