@@ -1,7 +1,7 @@
-"""Mesh: a rank's place among the processes of one engine, and the collectives between them.
+"""Mesh: owns a rank's position among the ranks of one engine, and the collectives between them.
 
-Each kind of parallelism is a field: the ranks that this one works with in that way. Tensor
-parallelism is the only one so far.
+Each kind of parallelism is a field that holds this rank's group. Tensor parallelism is the only one
+so far.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that compute together. One rank alone needs no process group."""
+    """Ranks that compute together. A single rank needs no process group."""
 
     rank: int = 0
     size: int = 1
     process_group: ProcessGroup | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, in place."""
+        """Sum over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(x, group=self.process_group)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors side by side along the last dimension."""
+        """Concatenate all ranks' tensors along the last dimension."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -41,23 +41,23 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place. The default is a process that is alone."""
+    """This process's position. The default is a single rank."""
 
-    tp: RankGroup = field(default_factory=RankGroup)  # each holds a shard of every layer
+    tp: RankGroup = field(default_factory=RankGroup)  # each rank holds a shard of every layer
 
     @property
     def rank(self) -> int:
-        """Among all ranks of the engine."""
+        """This process's rank in the engine."""
         return self.tp.rank
 
     @property
     def size(self) -> int:
-        """Ranks of the engine."""
+        """Number of ranks in the engine."""
         return self.tp.size
 
 
 def join_mesh(rank: int, size: int, store_path: str, backend: str) -> Mesh:
-    """Meet the other ranks through a file that all of them can see."""
+    """Join the other ranks. They rendezvous through the file at `store_path`."""
     if size == 1:
         return Mesh()
     dist.init_process_group(backend, init_method=f"file://{store_path}", rank=rank, world_size=size)

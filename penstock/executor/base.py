@@ -1,4 +1,4 @@
-"""The interface between the engine core and whatever runs its steps."""
+"""Executor: the interface between the engine core and the workers that run its steps."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a worker can do, once its model is loaded."""
+    """What a worker supports. Known once its model is loaded."""
 
     limits: StepLimits
     kv_dtype: str
     kv_specs: dict[str, AnyKVCacheSpec]
-    kv_budget: int  # bytes for the cache, on each rank
-    pooling: PoolingInfo | None = None  # of a model that pools
+    kv_budget: int  # bytes for the KV cache on each rank
+    pooling: PoolingInfo | None = None  # for pooling models
 
 
 def merge_capabilities(ranks: Sequence[Capabilities]) -> Capabilities:
-    """What all ranks can do: they differ in the memory that is left on their devices."""
+    """Return what all ranks support. Ranks may differ only in free memory: the least one counts."""
     merged = replace(ranks[0], kv_budget=min(rank.kv_budget for rank in ranks))
     for rank in ranks:
         alike = replace(rank, kv_budget=merged.kv_budget)
@@ -33,30 +33,30 @@ def merge_capabilities(ranks: Sequence[Capabilities]) -> Capabilities:
 
 
 class Executor(Protocol):
-    """Launch, sample if it is masked, collect: each step goes through them in this order.
+    """Runs steps: launch, then sample if the step is masked, then collect.
 
-    Up to `StepLimits.max_in_flight` steps may be launched before the first is collected; steps
-    are collected in the order of their launch. Nothing is raised for a step that fails: its result
-    says so, and later steps are skipped until `call("reset")`, which must follow an interrupt, too.
-    `EngineDeadError` is raised if nothing can be run any more.
+    Up to `StepLimits.max_in_flight` steps may be launched before the first is collected. Steps are
+    collected in launch order. A failed step raises nothing: its result carries the failure, and
+    later steps are skipped until `call("reset")`. A reset must follow an interrupt, too.
+    `EngineDeadError` is raised if no step can run any more.
     """
 
     capabilities: Capabilities
 
     def launch(self, plan: StepPlan) -> None:
-        """Begin a step: up to its logits if it is `masked`, to its tokens if not."""
+        """Start a step. A `masked` step stops at its logits, any other runs to its tokens."""
 
     def sample(self, masks: StepMasks | None) -> None:
-        """Choose the tokens of the last step, which is `masked`; without masks it fails."""
+        """Sample the last launched step, which is `masked`. Without masks the step fails."""
 
     def collect(self) -> StepResult:
         """Wait for the oldest step's result."""
 
     def call(self, method: str, *args: Any) -> Any:
-        """Run a method of `Worker` on all workers, ordered with the steps; the first's result."""
+        """Run a `Worker` method on all workers, in order with the steps. Return rank 0's result."""
 
     def check_alive(self) -> None:
-        """Raise `EngineDeadError` if a worker has died; for when no step would find out."""
+        """Raise `EngineDeadError` if a worker has died. Needed while no step is running."""
 
     def close(self) -> None:
-        """Give everything back. Safe to call twice."""
+        """Release all resources. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""What the engine's process and a rank's say to each other: calls of `Worker`'s methods."""
+"""Messages between the engine process and a rank's process: calls of `Worker`'s methods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.config import EngineConfig
 
 
 class Hello(msgspec.Struct):
-    """The first message to a rank: its place and what to load. Answered with `Capabilities`."""
+    """The first message to a rank: its rank and its config. Answered with `Capabilities`."""
 
     config: EngineConfig
     rank: int
@@ -27,7 +27,7 @@ class Returned(msgspec.Struct, tag=True):
 
 
 class Raised(msgspec.Struct, tag=True):
-    """The call ended with an error, and with it the rank."""
+    """The call raised an error. The rank exits after it."""
 
     error: str
     kind: str  # the name of the error's class

@@ -1,4 +1,4 @@
-"""One device, driven from the engine's own thread."""
+"""InProcessExecutor: runs one device in the engine's own thread."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class InProcessExecutor:
         return getattr(self.worker, method)(*args)
 
     def check_alive(self) -> None:
-        pass  # who calls is alive
+        pass  # the worker lives in the caller's process
 
     def close(self) -> None:
-        self._worker = None  # with it go the weights and the cache
+        self._worker = None  # frees the weights and the cache

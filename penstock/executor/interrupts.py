@@ -1,4 +1,4 @@
-"""Ctrl-C, where half of the work would be worse than none."""
+"""Delays Ctrl-C in code that must not stop halfway."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold SIGINT back until the block is done. Signals reach the main thread only."""
+    """Delay SIGINT until the `with` block ends. Has no effect outside the main thread."""
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
         yield

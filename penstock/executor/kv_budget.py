@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take: what the largest step leaves, found by running one."""
+"""Decides how much memory the KV cache gets. On a GPU it runs the largest step to measure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.protocol.limits import StepLimits
 from penstock.runner.forward import ForwardInputs, forward
 from penstock.runner.kv_memory import KVMemory
 
-FIXED_BYTES = 2 * GIB  # captured graphs, their logits, the request tables and the step's buffers
+FIXED_BYTES = 2 * GIB  # for captured graphs, their logits, request tables and step buffers
 DEFAULT_CPU_KV_BYTES = 4 * GIB
 
 logger = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ def kv_budget(
     limits: StepLimits,
     generates: bool = True,
 ) -> int:
-    """Bytes the KV cache may take on this rank."""
+    """Bytes for the KV cache on this rank."""
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
     available = platform.available_memory()
     if platform.device.type == "cpu":
-        # Pages cost memory only once they are written, so this is a ceiling, not a price.
+        # The OS allocates pages when they are first written, so this is only an upper bound.
         return min(available // 4, DEFAULT_CPU_KV_BYTES)
     return _gpu_kv_budget(config, platform, model, kv_specs, limits, generates)
 
@@ -52,7 +52,7 @@ def _gpu_kv_budget(
     limits: StepLimits,
     generates: bool,
 ) -> int:
-    """What a step of the largest size leaves of the share of memory that may be used."""
+    """Usable GPU memory minus what is in use and what the largest step needs."""
     share = config.cache.gpu_memory_utilization
     total = torch.cuda.get_device_properties(platform.device).total_memory
     peak = measure_peak_step(
@@ -85,10 +85,10 @@ def measure_peak_step(
     block_size: int,
     generates: bool = True,
 ) -> int:
-    """Bytes beyond the weights that the largest step takes, and what stays fixed.
+    """Bytes that the largest step needs beyond the weights, plus `FIXED_BYTES`.
 
-    The step reads and writes a cache of nothing but the null block. It also compiles the kernels
-    that a first prompt would wait for.
+    The step runs on a cache that has only the null block. It also compiles kernels, so that the
+    first prompt does not wait for them.
     """
     groups, page_bytes = plan_groups(specs, block_size, limits.max_model_len)
     layout = KVCacheLayout(groups=groups, num_blocks=1, page_bytes=page_bytes)
@@ -119,7 +119,7 @@ def measure_peak_step(
     before = torch.cuda.memory_allocated(device)
     steps = [metadata]
     if any(isinstance(spec, LatentSpec) for spec in specs.values()):
-        # Tokens behind others take another way there, with other needs.
+        # Tokens after computed ones use another attention path, with other memory needs.
         steps.append(replace(metadata, num_prompts=0, num_prompt_rows=0))
     for step in steps:
         context = memory.context([step] * len(groups), starts, torch.zeros_like(rows))

@@ -1,7 +1,7 @@
-"""Several ranks, each in a process of its own, that step together.
+"""MultiProcessExecutor: runs several ranks, each in its own process, in lockstep.
 
-A rank is a child process that reads calls from a socket of its own and ends when that socket
-closes, so no child outlives the engine.
+A rank is a child process that reads calls from its own socket. It exits when the socket closes, so
+no child outlives the engine.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
 CLOSE_TIMEOUT_S = 10.0
 FAILURE_GRACE_S = 1.0
-"""How long the other ranks have to answer once a step failed on one. Where they fail alike, they do
-so at the same time; where they do not, they wait for it in a collective for ever."""
+"""How long the other ranks have to answer after a step failed on one rank. Ranks that fail for the
+same reason fail at the same time. Any other rank would wait in a collective forever."""
 SEND_TIMEOUT_S = 0.001
-"""How long a rank has to make room for a message. One that computes reads nothing meanwhile, and
-one that waits for a rank that failed never will: the rest is sent while answers are waited for."""
+"""How long a send may block. A rank that is computing does not read, and a rank that waits for a
+failed one never will. What was not sent is sent later, while waiting for answers."""
 
 
 class MultiProcessExecutor:
-    """Sends every call to all ranks; the first rank's results count."""
+    """Sends every call to all ranks. Returns the results of rank 0."""
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.parallel.tensor_parallel_size
         self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._connections: list[Connection] = []  # to receive from
-        self._sockets: list[socket.socket] = []  # the same, to send to
+        self._connections: list[Connection] = []  # for receiving
+        self._sockets: list[socket.socket] = []  # the same sockets, for sending
         self._unsent: list[bytearray] = []  # by rank
-        self._results: dict[int, Any] = {}  # by rank, of the call that is not yet gathered
-        self._due: str | None = None  # that call's method
+        self._results: dict[int, Any] = {}  # by rank, of the call that is being gathered
+        self._due: str | None = None  # the method of that call
         self._decoder = msgspec.msgpack.Decoder(CallAnswer)
         try:
             for _ in range(size):
@@ -72,7 +72,7 @@ class MultiProcessExecutor:
             command,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal is for us alone
+            start_new_session=True,  # a terminal's Ctrl-C must not reach the ranks
         )
         theirs.close()
         self._processes.append(process)
@@ -101,7 +101,7 @@ class MultiProcessExecutor:
         return self._call(method, *args)[0]
 
     def _call(self, method: str, *args: Any) -> list[Any]:
-        """Results of all ranks, after those of a call whose wait was interrupted."""
+        """Return the results of all ranks. First gathers those of an interrupted call."""
         if self._due is not None:
             self._gather(self._due)
         self._send(method, args, is_answered=True)
@@ -137,7 +137,7 @@ class MultiProcessExecutor:
             self._flush()
 
     def _flush(self) -> None:
-        """Send what the ranks take."""
+        """Send as much as the ranks accept without blocking."""
         with interrupts_held():
             for rank, unsent in enumerate(self._unsent):
                 try:
@@ -149,7 +149,7 @@ class MultiProcessExecutor:
                     raise self._death(rank) from None
 
     def _gather(self, method: str) -> list[Any]:
-        """One result from every rank; the death of any is seen at once."""
+        """Wait for one result from every rank. Raises at once if a rank dies."""
         deadline: float | None = None
         while len(self._results) < len(self._connections):
             for rank in self._wait(deadline):
@@ -163,7 +163,7 @@ class MultiProcessExecutor:
         return [results[rank] for rank in range(len(self._connections))]
 
     def _wait(self, deadline: float | None) -> list[int]:
-        """Ranks that have answered, of those that are waited for."""
+        """Wait until at least one missing rank has answered. Returns these ranks."""
         missing = {
             connection.fileno(): rank
             for rank, connection in enumerate(self._connections)
@@ -197,7 +197,7 @@ class MultiProcessExecutor:
         return decode_result(method, answer.value)
 
     def _death(self, rank: int) -> PenstockError:
-        """What a rank that is gone said last, or how it ended."""
+        """Kill all ranks. Return the last error of the dead rank, or its exit code as an error."""
         with contextlib.suppress(EOFError, OSError):
             while self._connections[rank].poll():
                 answer = self._decoder.decode(self._connections[rank].recv_bytes())
@@ -208,19 +208,19 @@ class MultiProcessExecutor:
         return self._kill(EngineDeadError(reason))
 
     def _kill(self, error: PenstockError) -> PenstockError:
-        """End all ranks at once: some of them may wait for another for ever."""
+        """Kill all ranks: some may wait forever for another one. Returns `error`."""
         for process in self._processes:
             process.kill()
         return error
 
 
 def _framed(message: bytes) -> bytes:
-    """As `Connection.recv_bytes` reads it."""
+    """Frame a message for `Connection.recv_bytes`."""
     return struct.pack("!i", len(message)) + message
 
 
 def _revive(raised: Raised, rank: int) -> PenstockError:
-    """A rank's error as it would have been raised here."""
+    """Turn a rank's error message back into an exception."""
     known: Sequence[type[PenstockError]] = (ConfigError, ModelError)
     for error_class in known:
         if error_class.__name__ == raised.kind:

@@ -1,4 +1,4 @@
-"""A rank's process: `main` serves commands from the socket whose number it is given."""
+"""A rank's process: `main` serves calls from the socket whose file descriptor it is given."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.protocol.errors import PenstockError
 
 logger = logging.getLogger(__name__)
 
-GRACE_S = 3.0  # for an orderly end, once the engine has gone
+GRACE_S = 3.0  # for a clean shutdown after the engine has gone
 
 
 def serve(connection: Connection) -> None:
@@ -53,7 +53,7 @@ def serve(connection: Connection) -> None:
 
 
 def exit_with_engine(fd: int) -> None:
-    """End this process some time after the engine has, though it be stuck in a step by then."""
+    """Exit `GRACE_S` after the engine has gone, even if this process is stuck in a step."""
 
     def watch() -> None:
         hang_up = select.poll()
@@ -71,7 +71,7 @@ def main() -> None:
     try:
         serve(connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        pass  # the engine is gone, and so is the need for this process
+        pass  # the engine is gone
     except Exception as error:
         logger.exception("Rank failed")
         connection.send_bytes(encode(Raised(repr(error), type(error).__name__)))

@@ -1,4 +1,4 @@
-"""A worker's steps in flight. A step that fails is a result like any other."""
+"""StepQueue: owns a worker's steps in flight and turns a step's exception into a failed result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _QueuedStep:
 
 
 class StepQueue:
-    """Runs a runner's steps in order; after one that fails, skips the next until `reset`."""
+    """Runs steps in order. After a failed step, skips later ones until `reset`."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -50,7 +50,7 @@ class StepQueue:
         return step.result
 
     def reset(self) -> None:
-        """Forget every request, and run steps again."""
+        """Forget all requests and run steps again."""
         self._steps.clear()
         self._has_failed = False
         self._runner.reset()
@@ -61,7 +61,7 @@ class StepQueue:
         try:
             part(step)
         except Exception as error:
-            if isinstance(error, torch.AcceleratorError):  # every later call fails, too
+            if isinstance(error, torch.AcceleratorError):  # all later calls fail, too
                 raise EngineDeadError(f"the device failed: {error}") from error
             logger.exception("Step %d failed", step.plan.step_id)
             step.failure, self._has_failed = _failure_of(error), True
@@ -84,5 +84,5 @@ def _failure_of(error: Exception) -> StepFailure:
     if not is_out_of_memory(error):
         return StepFailure.ERROR
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # what the allocator keeps may be in pieces that fit nothing
+        torch.cuda.empty_cache()  # the allocator's cached memory may be fragmented
     return StepFailure.OUT_OF_MEMORY

@@ -1,4 +1,4 @@
-"""Worker: one rank's model, cache and runner, whoever drives it."""
+"""Worker: owns one rank's model, cache and runner. The same class serves one rank and many."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.runner.runner import ModelRunner
 
 
 class Worker:
-    """Loads the model on construction; `start` allocates the cache and makes it ready to run."""
+    """The constructor loads the model. `start` allocates the cache and the runner."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Worker:
             self.routed_experts = RoutedExpertsRecorder(self.model, max_rows, platform.device)
 
     def start(self, layout: KVCacheLayout, limits: StepLimits) -> None:
-        """Allocate the cache and the tables; `limits` are as long as the cache can hold."""
+        """Allocate the cache and the runner's tables. `limits` fit the size of the cache."""
         self.runner = ModelRunner(
             self.model,
             self.model.vocab_size,
@@ -91,26 +91,26 @@ class Worker:
         self._steps = StepQueue(self.runner)
 
     def launch(self, plan: StepPlan) -> None:
-        """Begin a step; see `Executor` for what a failure does."""
+        """Start a step. See `Executor` for failures."""
         self._steps.launch(plan)
         if not plan.masked:
             self._steps.sample(None)
 
     def sample(self, masks: StepMasks | None) -> None:
-        """Choose the tokens of the last step, whose plan is `masked`."""
+        """Sample the tokens of the last launched step, which is `masked`."""
         self._steps.sample(masks)
 
     def collect(self) -> StepResult:
-        """The oldest step's result; only the first rank's has the requests'."""
+        """Return the oldest step's result. Only rank 0 includes the results of requests."""
         result = self._steps.collect()
         return result if self.mesh.rank == 0 else msgspec.structs.replace(result, results=[])
 
     def reset(self) -> None:
-        """After a step that failed: forget every request, and run steps again."""
+        """Forget all requests and run steps again. Call it after a failed step."""
         self._steps.reset()
 
     def capabilities(self) -> Capabilities:
-        """What the engine plans with, once the model is loaded."""
+        """What the engine needs to plan the cache and the steps."""
         kv_specs = self.model.kv_specs(self.dtypes.kv)
         budget = kv_budget(
             self.config, self.platform, self.model, kv_specs, self.limits, self.pooler is None
