@@ -1,9 +1,9 @@
-"""How many threads should compute on this machine's cores.
+"""Decides how many threads compute on this machine's cores.
 
-They are not pinned. A loop's pieces are handed out one by one, so a thread that is moved or held up
-holds nobody up; and engines on one machine that each pinned their threads would choose the same
-cores and share them while others are idle. Who wants threads kept to some cores, or to one NUMA
-node, says so from outside (``taskset``, ``numactl``): the defaults follow the affinity.
+Threads are not pinned. Loops hand out their work piece by piece, so a delayed thread delays no
+other. Several engines on one machine that pinned their threads would pick the same cores and leave
+others idle. To bind threads to cores or to a NUMA node, use ``taskset`` or ``numactl``: the
+defaults follow the affinity.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MOST_THREADS = 48
-"""More do not help one model: decoding waits for memory long before."""
+"""More threads do not speed up one model: decoding is bound by memory long before."""
 
 SPARE_ABOVE = 8
 """With more cores than this, one is left to the processes that serve requests."""
 
 
 def default_threads(ranks: int = 1, cores: int | None = None) -> int:
-    """Threads for each of `ranks` processes: one a physical core, those usable here by default."""
+    """Threads for each of `ranks` processes: one per physical core (default: the usable ones)."""
     if cores is None:
         cores = usable_cores()
     if cores > SPARE_ABOVE:
@@ -31,7 +31,7 @@ def default_threads(ranks: int = 1, cores: int | None = None) -> int:
 def usable_cores(root: Path = Path("/"), cpus: set[int] | None = None) -> int:
     """Physical cores within the process's affinity and its container's quota; at least 1.
 
-    root: where the system's files are; cpus: the affinity, this process's own by default.
+    root: the root of the file system to read; cpus: the affinity, by default this process's.
     """
     if cpus is None:
         has_affinity = hasattr(os, "sched_getaffinity")
@@ -41,7 +41,7 @@ def usable_cores(root: Path = Path("/"), cpus: set[int] | None = None) -> int:
 
 
 def _siblings(root: Path, cpu: int) -> str:
-    """Names the core of a hardware thread; its own number where the system does not say."""
+    """A name of a hardware thread's core; its own number if the system has no topology."""
     path = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     try:
         return path.read_text().strip()
@@ -50,7 +50,7 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def _quotas(root: Path) -> Iterator[int]:
-    """Whole cores, rounded up, that each control group above this process may use."""
+    """The CPU quota of each control group above this process, in whole cores, rounded up."""
     mount = root / "sys/fs/cgroup"
     for folder in [mount, *(mount / own for own in _own_groups(root))]:
         quota = _version_2(folder) or _version_1(folder)
@@ -59,7 +59,7 @@ def _quotas(root: Path) -> Iterator[int]:
 
 
 def _own_groups(root: Path) -> Iterator[str]:
-    """This process's control groups and those around them, below where they are mounted."""
+    """This process's control groups and their parents, relative to the mount."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

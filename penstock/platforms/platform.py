@@ -1,4 +1,4 @@
-"""What this machine's device can do, and the defaults that follow from it."""
+"""Detects the device, its capabilities and the defaults that follow from them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Platform:
-    """A device and what to expect of it."""
+    """A device and its capabilities."""
 
     device: torch.device
-    asynchronous: bool  # launches return before the work is done
+    asynchronous: bool  # launches return before the work is complete
     default_dtype: torch.dtype | None  # None: the checkpoint's own
     max_num_seqs: int
     max_num_batched_tokens: int
-    backend: str  # of torch.distributed, by the device that a tensor is on
-    cpu_threads: int = 1  # for computing
+    backend: str  # torch.distributed backends by device
+    cpu_threads: int = 1  # threads that compute
 
     def available_memory(self) -> int:
-        """Bytes that could be allocated now."""
+        """Bytes that can be allocated now."""
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
             return free
@@ -35,7 +35,7 @@ class Platform:
 
 
 def detect_platform(config: DeviceConfig, rank: int = 0, ranks: int = 1) -> Platform:
-    """The device that `config` asks for; refuses one that is not there."""
+    """The device that `config` asks for. Raises if it is missing."""
     has_gpu = torch.cuda.is_available()
     if config.device == "cuda" and not has_gpu:
         raise ConfigError("device=cuda needs a CUDA GPU and a CUDA build of torch; use device=cpu")
@@ -46,7 +46,7 @@ def detect_platform(config: DeviceConfig, rank: int = 0, ranks: int = 1) -> Plat
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     big = torch.cuda.get_device_properties(device).total_memory >= 70 * GIB
-    # Steps of 16,384 tokens are no faster by the token (docs/gpu.md), and take twice the memory.
+    # Steps of 16,384 tokens are no faster per token (docs/gpu.md) and take twice the memory.
     return Platform(device, True, None, 1024 if big else 256, 8192, "cpu:gloo,cuda:nccl")
 
 
@@ -62,6 +62,6 @@ def _available_host_memory() -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """A CPU's allocator has no exception of its own."""
+    """Whether the error means OOM. The CPU allocator raises a plain RuntimeError."""
     is_named = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return is_named or "can't allocate memory" in str(error)

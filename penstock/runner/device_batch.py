@@ -1,6 +1,7 @@
-"""A step's batch on a GPU: one copy of a few numbers a request, then one kernel fills the rest.
+"""The input buffers of a GPU step.
 
-All of it lies in buffers that stay where they are, so that captured graphs can read them.
+The host sends a few numbers per request in one copy. Kernels fill the other buffers from the
+request tables. The buffers never move, so captured graphs can read them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ WHOLE = 2**30  # a block size that no sequence exceeds
 
 @dataclass(frozen=True)
 class Bucket:
-    """The size that a step is padded to. Padding rows belong to nobody and use the null block."""
+    """The size that a step is padded to. Padding rows have no request and use the null block."""
 
     num_rows: int
     num_requests: int
@@ -32,7 +33,7 @@ class Bucket:
 
 
 class StepBuffers:
-    """Where a step's inputs lie. They are good until the next step is laid out."""
+    """The inputs of one step. They are valid until the next step is laid out."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class StepBuffers:
         device, seqs = tables.device, len(tables.num_computed)
         self.max_num_seqs = seqs
         self.max_rows = rows = max(max_num_batched_tokens, seqs)
-        # One copy brings what the host decides: query_starts, slots, logits_rows.
+        # The host's decisions arrive in one copy: query_starts, slots, logits_rows.
         self._sections = np.cumsum([0, seqs + 1, seqs, seqs * (1 + num_drafts)]).tolist()
         self.packed = torch.zeros(self._sections[-1], dtype=torch.int32, device=device)
         self.query_starts, self.slots, self.logits_rows = (
@@ -56,7 +57,8 @@ class StepBuffers:
         self.token_ids = torch.zeros(rows, dtype=torch.int32, device=device)
         self.positions, self.token_slots = torch.zeros(2, rows, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(seqs, dtype=torch.int32, device=device)
-        # Block sizes and tables of the groups. A model without any has one block a request.
+        # Block size and block table of each group. A model without groups gets one block per
+        # request.
         sizes = [group.block_size for group in tables.groups]
         self._groups = list(zip(sizes, tables.block_tables, strict=True)) or [
             (WHOLE, torch.zeros((seqs, 1), dtype=torch.int32, device=device))
@@ -65,25 +67,25 @@ class StepBuffers:
             torch.zeros(rows, dtype=torch.int64, device=device) for _ in self._groups
         ]
         self.block_tables = [torch.zeros_like(table) for _, table in self._groups]
-        # Attention counts here which programs are done; it leaves zeros behind.
+        # Attention kernels count finished programs here and leave zeros behind.
         specs = [group.spec for group in tables.groups]
         heads = max(
             (spec.num_kv_heads for spec in specs if isinstance(spec, AttentionSpec)), default=1
         )
         self.arrived = torch.zeros(seqs * heads, dtype=torch.int32, device=device)
-        # Of each row of logits: the request, and where the token to be sampled will stand.
+        # For each row of logits: its slot, and the position of the token to be sampled.
         self.sample_slots, self.sample_positions = torch.zeros(
             2, len(self.logits_rows), dtype=torch.int64, device=device
         )
 
     def null_step(self) -> None:
-        """As if a step of padding alone were asked for."""
+        """Describe a step that consists of padding only."""
         self.packed.zero_()
         self.slots.fill_(-1)
         self.logits_rows.fill_(-1)
 
     def fill(self, bucket: Bucket) -> None:
-        """Lay out the step that `packed` describes; counts its tokens as computed."""
+        """Lay out the step that `packed` describes, and count its tokens as computed."""
         tables, last = self.tables, len(self._groups) - 1
         rows, requests = bucket.num_rows, bucket.num_requests
         for index, (block_size, table) in enumerate(self._groups):
@@ -103,7 +105,7 @@ class StepBuffers:
                 tokens=index == 0,
                 advance=index == last,
             )
-        # Whose token each row of logits gives. Behind the last: slot -1.
+        # Map each row of logits to its slot; rows past the last get slot -1.
         inputs.sample_rows(
             self.logits_rows,
             self.token_slots,
@@ -149,9 +151,9 @@ class StepBuffers:
         return ForwardInputs(self.token_ids[:rows], self.positions[:rows], context)
 
     def batch(self, layout: StepLayout) -> StepBatch:
-        """A layout's tensors, views of the buffers without padding.
+        """The tensors of a layout: views of the buffers, without padding.
 
-        They hold what they should after `send`, then `fill`.
+        Their contents are valid after `send` and `fill`.
         """
         num_logits = len(layout.logits_rows)
         exact = Bucket(layout.num_rows, len(layout.requests), decode=False)
@@ -175,7 +177,7 @@ class StepBuffers:
         )
 
     def send(self, layout: StepLayout) -> None:
-        """Copy what the host decided to the device, without waiting for it."""
+        """Copy the host's decisions to the device without waiting."""
         staged = torch.empty(self._sections[-1], dtype=torch.int32, pin_memory=self.packed.is_cuda)
         view = staged.numpy()
         decided = (layout.starts, layout.slots, layout.logits_rows)

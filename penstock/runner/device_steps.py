@@ -1,11 +1,13 @@
-"""Steps on a GPU: inputs laid out by a kernel, forward passes replayed from graphs.
+"""Runs steps on a GPU: eager, or by replaying a captured graph.
 
-A step is padded to a bucket, and a bucket's graph is captured the second time it comes up: one of
-a kind is not worth it, and the first token need not wait for it. Until then, and where graphs are
-turned off, the very same padded step is launched kernel by kernel, so that graphs change no bit of
-it. A graph reads the step's buffers, which never move, and ends at the logits, so that what changes
-logits on the host's word can still come in between (`sampling_graphs` is what follows). Larger
-steps run without padding: there the device is slower than the host.
+A step is padded to a bucket. A bucket's graph is captured the second time the bucket occurs: a
+bucket that occurs once is not worth a capture, and the first token does not wait for one. Until
+then, and where graphs are disabled, the same padded step runs eagerly, so graphs do not change a
+bit of the output.
+
+A graph reads the step's buffers, which never move. It ends at the logits, because the host may
+still change them (`sampling_graphs` follows). Steps larger than every bucket run without padding:
+for them the device is slower than the host.
 """
 
 from __future__ import annotations
@@ -45,17 +47,17 @@ class DeviceSteps:
         self.buffers = StepBuffers(tables, memory, max_num_batched_tokens, num_drafts)
         self.pool = GraphPool(capture_graphs)
         self._decode_sizes = decode_sizes(self.buffers.max_num_seqs)
-        # How recurrent layers cut longer queries is decided on the host.
+        # The host decides how recurrent layers split longer queries into chunks.
         sizes = () if memory.layout.is_recurrent else MIXED_SIZES
         self._mixed_sizes = [size for size in sizes if size <= self.buffers.max_rows]
-        # Where the logits lie, of steps that have no more rows of them.
+        # Output buffer for the logits of decode buckets.
         self._has_logits = has_logits
         shape = (self._decode_sizes[-1] if has_logits else 0, vocab_size)
         self.logits = torch.zeros(shape, dtype=dtype, device=tables.device)
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
 
     def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
-        """See `Steps`. Hidden states and logits are good until the next step."""
+        """See `Steps`. Hidden states and logits are valid until the next step."""
         batch = self.buffers.batch(layout)
         bucket = self._bucket_for(layout)
         if bucket is None:
@@ -74,7 +76,7 @@ class DeviceSteps:
         return batch, hidden, logits
 
     def _bucket_for(self, layout: StepLayout) -> Bucket | None:
-        """The smallest bucket that holds the step; None for one that is to run as it is."""
+        """The smallest bucket that holds the step; None if the step runs without padding."""
         if layout.is_decode:
             size = at_least(self._decode_sizes, layout.num_rows)
             return None if size is None else Bucket(size, size, decode=True)
@@ -102,25 +104,29 @@ class DeviceSteps:
             return self._compute(bucket, self._inputs(bucket))
 
         self.buffers.null_step()
-        compute()  # what is compiled, is compiled outside of the capture
+        compute()  # compile kernels before the capture
         self._captured[bucket] = self.pool.capture(compute)
         logger.debug("Captured %s in %.3f s", bucket, time.perf_counter() - started)
 
     def _inputs(self, bucket: Bucket, has_decodes: bool = True) -> ForwardInputs:
         return self.buffers.inputs(
             bucket,
-            # Without any, their kernel would do nothing: a first prompt need not wait for it.
+            # Without decodes, their kernel has no work. Skipping it saves a first prompt its
+            # compilation.
             num_decodes=bucket.num_requests if has_decodes else 0,
             max_query_len=1 if bucket.decode else bucket.num_rows,
             any_order=not bucket.decode,
         )
 
     def _compute(self, bucket: Bucket, inputs: ForwardInputs) -> Hidden:
-        """The step that was sent. A decode bucket leaves its logits, row by row, in `logits`."""
+        """Compute the step that was sent.
+
+        A decode bucket writes its logits, row by row, to `logits`.
+        """
         self.buffers.fill(bucket)
         hidden = forward(self.model, inputs)
         if bucket.decode and self._has_logits:
-            # Every row samples, and in order; padding's logits are nobody's.
+            # Every row samples, in order. The logits of padding rows are never read.
             everything = slice(0, bucket.num_requests)
             self.model.logits(hidden, everything, out=self.logits[everything])
         return hidden

@@ -1,4 +1,4 @@
-"""The request tables of a GPU: updates are gathered on the host and written by one kernel each."""
+"""Request tables on a GPU: gathers updates on the host and writes each kind with one kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.runner.tables import RequestTables
 
 
 class DeviceTables(RequestTables):
-    """As `RequestTables`, without a wait between host and device, and with few launches."""
+    """`RequestTables` that never synchronize with the device and need few launches."""
 
     def __init__(
         self,
@@ -29,14 +29,14 @@ class DeviceTables(RequestTables):
         self._entering: list[tuple[int, NewRequest]] = []
 
     def add(self, request: NewRequest) -> int:
-        """Give the request a slot. It is in the tables after the next `append_blocks`."""
+        """Give the request a slot. The tables contain it after the next `append_blocks`."""
         slot = self._take_slot(request)
         self._entering.append((slot, request))
         return slot
 
     def release(self, request_id: str) -> int | None:
         slot = super().release(request_id)
-        # One that a failed step left here must not be written over the slot's next request.
+        # A failed step may leave an entry here. It must not overwrite the slot's next request.
         self._entering = [entry for entry in self._entering if entry[0] != slot]
         return slot
 

@@ -1,4 +1,4 @@
-"""The drafter's seam: who proposes tokens for the next step to verify."""
+"""The interface of a drafter, which proposes tokens for the next step to verify."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Drafter(Protocol):
         self,
         tables: RequestTables,
         hidden: torch.Tensor,  # [num_logits_rows, hidden_size]
-        sampled: torch.Tensor,  # [num_requests] the last token of each
+        sampled: torch.Tensor,  # [num_requests] last token of each request
         slots: torch.Tensor,  # [num_requests]
-        num_accepted: torch.Tensor,  # [num_requests] drafts of the last step that held
+        num_accepted: torch.Tensor,  # [num_requests] accepted drafts of the last step
     ) -> torch.Tensor:  # [num_requests, num_drafts]
         ...

@@ -1,6 +1,6 @@
-"""The forward pass of a step: what goes in, the one function that computes it, and a step's batch.
+"""The forward pass: its inputs, the one function that computes it, and the batch of a step.
 
-Eager steps, captured ones and the measurement of the largest differ in where inputs come from.
+Eager steps, captured steps and the profiling step differ only in where their inputs come from.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from penstock.runner.tables import RequestTables
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a forward pass computes."""
+    """The inputs of one forward pass."""
 
     token_ids: torch.Tensor  # [num_tokens] int
-    positions: torch.Tensor  # [num_tokens] int64: the index of each token in its sequence
+    positions: torch.Tensor  # [num_tokens] int64: index of each token in its sequence
     context: ForwardContext
 
 
@@ -37,7 +37,7 @@ def forward(model: Model, inputs: ForwardInputs) -> Hidden:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """A layout with its tensors on the device."""
+    """A step layout with its tensors on the device."""
 
     layout: StepLayout
     inputs: ForwardInputs
@@ -46,20 +46,20 @@ class StepBatch:
 
 
 class Steps(Protocol):
-    metrics: Counter[str]  # since the last collect, by the names of `observability/metrics.py`
+    metrics: Counter[str]  # since the last collect, by metric name (`observability/metrics.py`)
 
     def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
-        """Compute a step that the tables are up to date with, and count its tokens as computed.
+        """Compute a step after the tables were updated for it, and count its tokens as computed.
 
-        The batch, the hidden states of its rows, and the logits of those that sample if they came
-        with it.
+        Returns the batch, the hidden states of its rows, and the logits of the sampling rows if the
+        step computed them.
         """
 
 
 class HostSteps:
-    """Steps on a CPU: tensors made anew for each.
+    """Steps on a CPU, with new tensors for each step.
 
-    The tables are in host memory. They are read as arrays: for a handful of numbers, numpy takes a
+    The tables are in host memory and are read as numpy arrays: for small arrays, numpy takes a
     fraction of torch's time.
     """
 
@@ -78,7 +78,7 @@ class HostSteps:
         tables, slots, counts = self.tables, layout.slots, layout.counts
         token_slots = np.repeat(slots, counts)
         computed = tables.num_computed.numpy()[slots]
-        first = np.repeat(computed - layout.starts[:-1], counts)  # position less row
+        first = np.repeat(computed - layout.starts[:-1], counts)  # position minus row
         positions = np.arange(layout.num_rows) + first
         tables.advance(torch.from_numpy(slots), torch.from_numpy(counts.astype(np.int32)))
         starts = torch.from_numpy(layout.starts.astype(np.int32))

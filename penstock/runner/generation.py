@@ -1,4 +1,4 @@
-"""The head of generating models: hidden states to logits, logits to tokens, tokens to results."""
+"""The head of generative models: turns hidden states into logits, tokens and results."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FAULT = (
 
 @dataclass
 class PendingLogits:
-    """What `finish` needs: kept only until the tokens are chosen."""
+    """What `finish` needs. It is released once the tokens are chosen."""
 
-    logits: torch.Tensor | None  # [num_logits_rows, vocab_size]; None where nothing is sampled
+    logits: torch.Tensor | None  # [num_logits_rows, vocab_size]; None if no request samples
     hidden: torch.Tensor | None  # [num_logits_rows, hidden_size], for a drafter
     prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
 
@@ -42,9 +42,9 @@ class HeadOutput:
     """Results on their way to the host."""
 
     sampled: SampledTokens | None
-    num_new: torch.Tensor | None  # [num_sampling] tokens each of those gained; None: one each
+    num_new: torch.Tensor | None  # [num_sampling] new tokens of each request; None: one each
     prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
-    drafts: torch.Tensor | None = None  # [num_sampling, k], where a grammar must know them
+    drafts: torch.Tensor | None = None  # [num_sampling, k], if a grammar needs them
 
 
 class GenerationHead:
@@ -77,9 +77,9 @@ class GenerationHead:
     def begin(
         self, hidden: Hidden, batch: StepBatch, logits: torch.Tensor | None = None
     ) -> PendingLogits:
-        """Logits of the rows that sample, and of the prompt rows that someone asked about.
+        """Compute the logits of the sampling rows, and of prompt rows whose logprobs are requested.
 
-        `logits` are those of the rows that sample, where they are there already.
+        `logits`: those of the sampling rows, if the step already computed them.
         """
         pieces = self.prompt_logprobs.run(hidden, batch.layout)
         if not len(batch.layout.sampling):
@@ -129,10 +129,10 @@ class GenerationHead:
     def _verify(
         self, token_ids: torch.Tensor, slots: torch.Tensor, batch: StepBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keep each request's sampled tokens up to the first one that its drafts did not foresee.
+        """Keep each request's sampled tokens up to the first one that differs from its draft.
 
-        A draft holds if and only if it is the token that the request's own noise selects, so the
-        output is the same with and without speculation.
+        A draft is accepted if and only if it equals the token that the request's own noise selects.
+        Therefore the output is the same with and without speculation.
         """
         device = token_ids.device
         rows = to_device(batch.layout.rows_per_sample, device)  # [n]
@@ -150,7 +150,10 @@ class GenerationHead:
         return num_accepted + 1, last
 
     def results(self, output: HeadOutput, layout: StepLayout) -> list[RequestResult]:
-        """One result for each scheduled request, in row order. They must have arrived."""
+        """One result per scheduled request, in row order.
+
+        The copies to the host must be complete.
+        """
         if self._is_plain(output):
             return self._plain_results(output, layout)
         results = []
@@ -175,7 +178,7 @@ class GenerationHead:
         return results
 
     def _drafts_by_request(self, output: HeadOutput, layout: StepLayout) -> dict[int, list[int]]:
-        """What each request with a grammar was given to verify in its next step."""
+        """The drafts that each request with a grammar verifies in its next step."""
         if output.drafts is None:
             return {}
         return {
@@ -185,7 +188,7 @@ class GenerationHead:
         }
 
     def _is_plain(self, output: HeadOutput) -> bool:
-        """Whether requests got one token each, or none, and nothing else: nearly every step."""
+        """Whether each request got at most one token and nothing else, as in nearly every step."""
         sampled = output.sampled
         if sampled is None or output.num_new is not None or output.prompt_pieces:
             return False
@@ -215,7 +218,7 @@ class GenerationHead:
             num_new = np.ones_like(rows)
         else:
             num_new = output.num_new.numpy()
-        # The host's bound counted every draft as accepted.
+        # The host's upper bound counted every draft as accepted.
         rejected = rows - num_new
         own = layout.sampling
         self.tables.lower_bounds(layout.slots[own], layout.tenancies[own], rejected)
@@ -230,7 +233,7 @@ class GenerationHead:
 def _on_host(
     sampled: SampledTokens | None,
 ) -> tuple[list[int], list[bool], dict[int, str], dict[int, TokenLogprobs]]:
-    """Tokens and faults by row; errors and logprobs of the rows that have some."""
+    """Tokens and faults by row; errors and logprobs of the rows that have them."""
     if sampled is None:
         return [], [], {}, {}
     logprobs = sampled.logprobs.by_row() if sampled.logprobs else {}

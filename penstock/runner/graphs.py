@@ -1,4 +1,4 @@
-"""Captured graphs: the sizes that steps are padded to, and the memory that graphs share."""
+"""CUDA graphs: the sizes that steps are padded to, and the memory pool that graphs share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIXED_SIZES = (16, 32, 64, 128, 256, 512)
 
 
 class GraphPool:
-    """Captures graphs that never run at the same time, in memory that they share."""
+    """Captures graphs into one shared memory pool. The graphs never run at the same time."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -27,7 +27,7 @@ class GraphPool:
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
 
     def is_due(self, key: Hashable) -> bool:
-        """Whether what `key` stands for has come up before."""
+        """Whether graphs are enabled and `key` was seen before. Records `key`."""
         if not self.enabled:
             return False
         is_known = key in self._seen
@@ -35,7 +35,7 @@ class GraphPool:
         return is_known
 
     def capture(self, compute: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """A graph of what `compute` launches, and what it returned: the graph writes there."""
+        """Capture what `compute` launches. Replaying the graph overwrites the returned value."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = compute()
@@ -43,12 +43,12 @@ class GraphPool:
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """The sizes that rows, one a request, are padded to, in order."""
+    """The padded sizes of decode steps, ascending."""
     sizes = [size for size in DECODE_SIZES if size < max_num_seqs]
     return [*sizes, min(max_num_seqs, DECODE_SIZES[-1])]
 
 
 def at_least(sizes: list[int], wanted: int) -> int | None:
-    """The smallest of `sizes` that is no less; None if there is none."""
+    """The smallest of `sizes` that is at least `wanted`, or None."""
     index = bisect.bisect_left(sizes, wanted)
     return sizes[index] if index < len(sizes) else None

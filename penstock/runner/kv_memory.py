@@ -1,4 +1,4 @@
-"""The KV cache's memory: one buffer for each place in a page, shared by the groups' layers."""
+"""Allocates the KV cache: one buffer per layer index, shared by all groups."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class KVMemory:
         query_starts: torch.Tensor,
         token_slots: torch.Tensor,
     ) -> ForwardContext:
-        """What a forward pass over these caches needs to know of its step."""
+        """The context of a forward pass over these caches."""
         attention = {
             name: groups[group] for group, names in enumerate(self.layer_names) for name in names
         }
@@ -75,9 +75,9 @@ class KVMemory:
 
 
 def _view_tokens(buffer: torch.Tensor, group: KVCacheGroup) -> torch.Tensor:
-    """A layer's blocks of tokens, the page's padding left out.
+    """A layer's KV blocks, without the padding of the page.
 
-    Keys and values: [num_blocks, 2, block_size, num_kv_heads, entry_size]; latent vectors:
+    Keys and values: [num_blocks, 2, block_size, num_kv_heads, entry_size]. Latent vectors:
     [num_blocks, block_size, entry_size].
     """
     spec = group.spec
@@ -89,13 +89,13 @@ def _view_tokens(buffer: torch.Tensor, group: KVCacheGroup) -> torch.Tensor:
 
 
 def _view_state(buffer: torch.Tensor, spec: RecurrentSpec) -> tuple[torch.Tensor, ...]:
-    """A layer's states, part by part: [num_blocks, *shape]."""
+    """The parts of a layer's recurrent state: [num_blocks, *shape] each."""
     parts = zip(spec.offsets, spec.shapes, spec.dtypes, strict=False)
     return tuple(_view(buffer, offset, shape, dtype) for offset, shape, dtype in parts)
 
 
 def _view(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-    """[num_blocks, *shape] of what every page holds from byte `offset` on."""
+    """A view of each page from byte `offset` on: [num_blocks, *shape]."""
     used = math.prod(shape) * DTYPE_BYTES[dtype]
     typed = buffer[:, offset : offset + used].view(TORCH_DTYPES[dtype])
     return typed.as_strided((len(buffer), *shape), (typed.stride(0), *_strides(shape)))
@@ -103,14 +103,14 @@ def _view(buffer: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: str)
 
 def _zeros(num_blocks: int, page_bytes: int, device: torch.device) -> torch.Tensor:
     """[num_blocks, page_bytes] uint8. On a CPU, pages take no memory until they are written."""
-    if device.type == "cpu":  # numpy leaves zeroing to the system, torch writes every page
+    if device.type == "cpu":  # numpy leaves zeroing to the OS; torch writes every page
         memory = np.zeros(num_blocks * page_bytes + CACHE_LINE, dtype=np.uint8)
-        start = -memory.ctypes.data % CACHE_LINE  # or every load of a wide vector touches two lines
+        start = -memory.ctypes.data % CACHE_LINE  # unaligned wide loads would touch two cache lines
         whole = memory[start : start + num_blocks * page_bytes]
         return torch.from_numpy(whole.reshape(num_blocks, page_bytes))
     return torch.zeros(num_blocks, page_bytes, dtype=torch.uint8, device=device)
 
 
 def _strides(shape: tuple[int, ...]) -> list[int]:
-    """Of a contiguous tensor."""
+    """The strides of a contiguous tensor."""
     return [math.prod(shape[index + 1 :]) for index in range(len(shape))]

@@ -1,4 +1,4 @@
-"""The layout of a step: which request has which rows. Worked out once, on the host, in numpy."""
+"""Decides which rows of a step belong to which request. Computed once, on the host, in numpy."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import numpy as np
 from penstock.protocol.step import ScheduledRequest, StepPlan
 from penstock.runner.tables import IntArray, RequestTables
 
-# The order of a step's requests: one token, the beginning of a prompt, tokens behind others.
+# A step's requests are ordered: decodes, new prompts, then later chunks and drafts.
 DECODE, PROMPT, CHUNK = range(3)
 
 
 @dataclass(frozen=True)
 class StepLayout:
-    """Rows are tokens, request by request."""
+    """The rows of a step. A row is a token; the rows of a request are consecutive."""
 
     requests: list[ScheduledRequest]  # in row order
     slots: IntArray  # [num_requests]
-    tenancies: IntArray  # [num_requests]: requests that each one's slot has had, it included
-    counts: IntArray  # [num_requests]: rows of each
-    starts: IntArray  # [num_requests + 1]: first row of each, and the end
-    seq_lens: IntArray  # [num_requests]: tokens after the step; drafts in flight count as accepted
-    num_decodes: int  # the first so many requests have one row each
-    num_prompts: int  # the next so many have nothing in the cache before
+    tenancies: IntArray  # [num_requests]: tenancy of each slot, including this request
+    counts: IntArray  # [num_requests]: rows of each request
+    starts: IntArray  # [num_requests + 1]: first row of each request, then the number of rows
+    seq_lens: IntArray  # [num_requests]: tokens after the step; pending drafts count as accepted
+    num_decodes: int  # leading requests with one row each
+    num_prompts: int  # requests after those, with nothing in the cache yet
     sampling: IntArray  # indexes of the requests that sample
-    rows_per_sample: IntArray  # logits rows of each of those: 1 + drafts
-    logits_rows: IntArray  # [num_logits_rows]: the last rows of each request that samples
+    rows_per_sample: IntArray  # logits rows of each sampling request: 1 + drafts
+    logits_rows: IntArray  # [num_logits_rows]: the last rows of each sampling request
     sample_slots: IntArray  # [num_logits_rows]
 
     @property
@@ -58,7 +58,7 @@ class StepLayout:
 
 
 def lay_out(plan: StepPlan, tables: RequestTables) -> StepLayout:
-    """Lay out a plan, not empty, whose requests have slots; counts its tokens as computed."""
+    """Lay out a non-empty plan whose requests have slots. Counts its tokens as computed."""
     requests = plan.scheduled
     slots = np.array(tables.slots_of(requests), dtype=np.int64)
     counts = np.array([item.num_tokens for item in requests], dtype=np.int64)
@@ -93,7 +93,7 @@ def lay_out(plan: StepPlan, tables: RequestTables) -> StepLayout:
 def _logits_rows(
     requests: list[ScheduledRequest], starts: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Which requests sample, how many rows each, and those rows: the last of each request."""
+    """The sampling requests, the number of logits rows of each, and those rows: the last ones."""
     samples = np.array([item.samples for item in requests], dtype=bool)
     sampling = np.nonzero(samples)[0]
     rows_per_sample = 1 + np.array([item.num_drafts for item in requests], dtype=np.int64)[samples]

@@ -1,8 +1,8 @@
-"""Custom logits processors: what a plugin implements, and how plugins are found.
+"""Custom logits processors: the plugin interface, and loading and running plugins.
 
-A processor sees the logits after the built-in masks and the logit bias, before penalties,
-temperature and truncation. It is handed only rows of requests that it said it handles, so other
-requests neither pay for it nor can be harmed by it.
+A processor runs after the built-in masks and the logit bias, and before penalties, temperature and
+truncation. It receives only rows of requests that it agreed to handle. Other requests neither pay
+for it nor are affected by it.
 """
 
 from __future__ import annotations
@@ -27,43 +27,49 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProcessorRows:
-    """The rows handed to a processor. One request may have several, at consecutive positions."""
+    """The rows passed to a processor. A request may have several, at consecutive positions."""
 
     slots: Tensor  # [rows] int64, on the device
-    positions: Tensor  # [rows] int64, on the device: where the token to be sampled will stand
+    positions: Tensor  # [rows] int64, on the device: position of the token to be sampled
     host_slots: NDArray[np.int64]  # [rows], the same as slots
     token_ids: list[list[int]] | None  # prompt and output before each row, if `needs_tokens`
 
 
 class LogitsProcessor(ABC):
-    """Changes logits of requests that ask for it, mostly through `SamplingParams.extra_args`.
+    """Changes the logits of requests that ask for it, usually in `SamplingParams.extra_args`.
 
-    State is kept by slot; what `apply` does to a row may depend on its slot and position only, so
-    that results do not depend on the batch. Constructed without arguments.
+    A processor keeps its state by slot. What `apply` does to a row may depend only on the row's
+    slot and position, so that results do not depend on the batch. The constructor takes no
+    arguments.
     """
 
     needs_tokens: ClassVar[bool] = False
-    """Whether `apply` needs the tokens so far on the host. A step with such a request cannot
-    overlap with the one before it."""
+    """Whether `apply` needs the tokens so far on the host.
+
+    Steps with such a request cannot overlap with the step before them.
+    """
 
     @abstractmethod
     def add(self, slot: int, request: NewRequest) -> bool:
-        """A request enters a slot. Returns whether this processor handles its rows; what it raises
-        fails this request."""
+        """A request enters a slot. Returns whether this processor handles its rows.
+
+        An exception fails this request only.
+        """
 
     def remove(self, slot: int) -> None:  # noqa: B027 - a processor without state needs none
-        """The request leaves the slot. Called only where `add` returned True."""
+        """The request leaves the slot. Called only if `add` returned True."""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: ProcessorRows) -> Tensor:
-        """The new logits, [rows, vocab] float32 like the given ones, which it may change in place.
+        """Return the new logits, [rows, vocab] float32 like the input, which may be changed in
+        place.
 
-        If this raises, it is called again for each row alone, and only rows that raise then fail.
+        If this raises, it is called again for each row alone. Only rows that raise again fail.
         """
 
 
 class Rows(Protocol):
-    """What a host reads of `SamplingRows`."""
+    """The fields of `SamplingRows` that `ProcessorHost` reads."""
 
     @property
     def slots(self) -> Tensor: ...
@@ -76,7 +82,7 @@ class Rows(Protocol):
 
 
 class ProcessorHost:
-    """Runs processors, which may raise anything: only the requests they fail for are failed."""
+    """Runs processors, which may raise anything. Only the requests that they raise for fail."""
 
     def __init__(self, processors: Sequence[LogitsProcessor], num_slots: int) -> None:
         self._processors = tuple(processors)
@@ -88,7 +94,7 @@ class ProcessorHost:
         return bool(self._refused)
 
     def add(self, slot: int, request: NewRequest) -> bool:
-        """A request enters a slot. Whether any processor handles it."""
+        """A request enters a slot. Returns whether any processor handles it."""
         for number, processor in enumerate(self._processors):
             try:
                 handled = processor.add(slot, request)
@@ -118,7 +124,7 @@ class ProcessorHost:
         return {row: self._refused[slot] for row, slot in slots if slot in self._refused}
 
     def run(self, work: Tensor, rows: Rows, token_ids: Tensor) -> dict[int, str]:
-        """Change logits [rows, vocab] in place. By row: why a processor failed."""
+        """Change logits [rows, vocab] in place. Returns error messages by row."""
         errors: dict[int, str] = {}
         for number, processor in enumerate(self._processors):
             users = np.flatnonzero(self._handled[number, rows.host_slots])
@@ -126,7 +132,7 @@ class ProcessorHost:
                 continue
             try:
                 self._apply(processor, work, rows, users, token_ids)
-            except Exception:  # find out which rows it fails for
+            except Exception:  # find the rows that it fails for
                 for user in users:
                     try:
                         self._apply(processor, work, rows, user[None], token_ids)
@@ -143,7 +149,8 @@ class ProcessorHost:
         users: NDArray[np.int64],
         token_ids: Tensor,
     ) -> None:
-        """Run a processor for some rows. It works on a copy: what it raises harms nothing."""
+        """Run a processor on a copy of some rows, so that an exception leaves the logits unchanged.
+        """
         index = to_device(users, work.device)
         slots, positions = rows.slots[index], rows.positions[index]
         history = None
@@ -168,7 +175,8 @@ def _describe(processor: LogitsProcessor, error: Exception) -> str:
 def load_processors(specs: Sequence[str | type]) -> list[LogitsProcessor]:
     """Construct processors from classes or "module:Class" strings.
 
-    Raises `ConfigError` for what cannot be imported, is no `LogitsProcessor` or does not construct.
+    Raises `ConfigError` if one cannot be imported, is not a `LogitsProcessor`, or fails to
+    construct.
     """
     return [_construct(_find(spec) if isinstance(spec, str) else spec) for spec in specs]
 

@@ -1,4 +1,4 @@
-"""Log-probabilities: which rows asked for them, and how they reach the protocol."""
+"""Log-probabilities of sampled and prompt tokens, and their conversion to the protocol's form."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from penstock.protocol.step import TokenLogprobs
 
 @dataclass(frozen=True)
 class RowLogprobs:
-    """Log-probabilities for the rows that asked for them."""
+    """Log-probabilities of the rows that requested them."""
 
-    rows: NDArray[np.int64]  # [n] which rows
-    counts: NDArray[np.int64]  # [n] how many top tokens each asked for
-    values: TopLogprobs  # of n rows, with the most that any asked for
+    rows: NDArray[np.int64]  # [n] row numbers
+    counts: NDArray[np.int64]  # [n] requested top tokens of each row
+    values: TopLogprobs  # of n rows, with the largest count
 
     def to_host(self) -> RowLogprobs:
         return RowLogprobs(self.rows, self.counts, self.values.to_host())
 
     def by_row(self) -> dict[int, TokenLogprobs]:
-        """For the rows that asked. They must have arrived on the host."""
+        """Log-probabilities by row. The copies to the host must be complete."""
         lists = token_logprobs(self.values, self.counts.tolist())
         return dict(zip(self.rows.tolist(), lists, strict=True))
 
@@ -34,13 +34,13 @@ class RowLogprobs:
 def prompt_logprobs(logits: Tensor, target_token_ids: Tensor, k: int) -> TopLogprobs:
     """Log-probabilities of prompt tokens: row i of logits, [n, vocab], predicts target i.
 
-    k top tokens besides; -1: all. Memory grows with n * vocab: the caller chooses n.
+    Adds the top k tokens of each row; -1: all. Memory grows with n * vocab; the caller chooses n.
     """
     return reference.top_logprobs(logits, target_token_ids, logits.shape[1] if k < 0 else k)
 
 
 def token_logprobs(values: TopLogprobs, counts: Sequence[int]) -> list[TokenLogprobs]:
-    """One `TokenLogprobs` a row of host tensors: the token itself, then its row's top `count`."""
+    """One `TokenLogprobs` per row of host tensors: the token, then the top `count` tokens."""
     return [
         TokenLogprobs([token_id, *ids[:count]], [logprob, *logprobs[:count]], rank)
         for token_id, logprob, rank, ids, logprobs, count in zip(

@@ -1,4 +1,4 @@
-"""Grammar masks on their way to the logits: which rows they belong to, and how they get there."""
+"""Applies grammar masks to logits: finds the rows they belong to and the way to apply them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Bits = NDArray[np.int32]  # [rows, ceil(vocab_size / 32)]
 def mask_logits(
     logits: torch.Tensor, layout: StepLayout, masks: StepMasks, keep_logits: bool
 ) -> torch.Tensor | None:
-    """Ban what `masks` do not allow from a step's logits, [rows, vocab_size], in place if that is
-    what the device is best at.
+    """Ban the tokens that `masks` disallow from a step's logits, [rows, vocab_size].
 
-    Otherwise, and if `keep_logits` because somebody wants to see them as they are, logits stay
-    untouched and the bits come back for the sampler: int32 [rows, ceil(vocab_size / 32)].
+    On a GPU this happens in place. On a CPU, and with `keep_logits` because the original logits are
+    still needed, logits stay unchanged. Then the bits are returned for the sampler: int32 [rows,
+    ceil(vocab_size / 32)].
     """
     rows, bits = _rows_of(layout, masks)
     if len(rows) == 0:
         return None
     if logits.device.type == "cuda" and not keep_logits:
-        from penstock.ops.triton.bitmask import apply_bitmask  # only where Triton is
+        from penstock.ops.triton.bitmask import apply_bitmask  # needs Triton
 
         device = logits.device
         apply_bitmask(logits, to_device(bits, device), to_device(rows, device))
@@ -37,7 +37,7 @@ def mask_logits(
 
 
 def _rows_of(layout: StepLayout, masks: StepMasks) -> tuple[NDArray[np.int64], Bits]:
-    """The rows of logits that the masks' rows belong to, and the bits of those."""
+    """The rows of logits that have masks, and the bits of each."""
     num_rows = layout.rows_per_sample
     first = np.cumsum(num_rows) - num_rows
     starts = {

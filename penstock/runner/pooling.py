@@ -1,8 +1,8 @@
-"""The head of pooling models: hidden states to vectors, vectors to results.
+"""The head of pooling models: turns hidden states into vectors and results.
 
-A prompt may come in chunks: a column of the request table keeps what its pooling has so far, the
-float32 sum of all rows (MEAN) or the first one (CLS). A request that is computed again, after a
-preemption or on another engine, begins at its first token, and its column with it.
+A prompt may arrive in chunks. A column of the request table keeps the state of its pooling: the
+float32 sum of all rows so far (MEAN), or the first row (CLS). A request that is recomputed, after a
+preemption or on another engine, restarts at its first token and resets the column.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FAULT = "the vector is not returned: the model gave NaN or infinite numbers for 
 
 @dataclass
 class _Wish:
-    """What one request is to end with."""
+    """The vectors that one request asks for."""
 
     task: PoolingTask
     dimensions: int | None
     use_activation: bool | None
-    pieces: list[torch.Tensor] = field(default_factory=list)  # token-wise: of earlier chunks
-    places: IntArray | None = None  # token-wise: the tokens that count; None: all
+    pieces: list[torch.Tensor] = field(default_factory=list)  # token-wise: rows of earlier chunks
+    places: IntArray | None = None  # token-wise: positions to return; None: all
 
     @property
     def by_token(self) -> bool:
@@ -41,22 +41,22 @@ class _Wish:
 
 @dataclass
 class PooledVectors:
-    """A step's vectors, on their way to the host."""
+    """A step's vectors, being copied to the host."""
 
-    whole: list[tuple[list[int], torch.Tensor]]  # indexes of requests, and a row for each
-    by_token: dict[int, list[torch.Tensor]]  # a request's index: its tokens' rows, chunk by chunk
+    whole: list[tuple[list[int], torch.Tensor]]  # request indexes, and a row for each
+    by_token: dict[int, list[torch.Tensor]]  # by request index: rows of its tokens, chunk by chunk
 
 
 class PoolingHead:
-    """Reads every row of hidden states once, in float32."""
+    """Pools the hidden states of every row, in float32."""
 
     def __init__(self, pooler: Pooler, tables: RequestTables) -> None:
         self.pooler = pooler
         self.tables = tables
         self._wishes: dict[int, _Wish] = {}  # by slot
-        self._num_by_token = 0  # of them
+        self._num_by_token = 0  # token-wise requests among them
         self._kind = pooler.info.pooling_type
-        # By slot: the sum of the rows so far, or the first one.
+        # By slot: the sum of the rows so far, or the first row.
         self._sums: torch.Tensor | None = None
         if pooler.may_chunk and self._kind in ("MEAN", "CLS"):
             shape = (len(tables.num_computed), pooler.hidden_size)
@@ -80,7 +80,7 @@ class PoolingHead:
     def begin(
         self, hidden: Hidden, batch: StepBatch, logits: torch.Tensor | None = None
     ) -> PooledVectors:
-        """Pool the step's rows; the vectors of requests that it completes."""
+        """Pool the step's rows. Returns the vectors of the requests that the step completes."""
         layout = batch.layout
         states = hidden.states[: layout.num_rows]
         by_token = self._take_tokens(states, layout) if self._num_by_token else {}
@@ -110,7 +110,10 @@ class PoolingHead:
         )
 
     def results(self, output: PooledVectors, layout: StepLayout) -> list[RequestResult]:
-        """One result for each scheduled request, in row order. They must have arrived."""
+        """One result per scheduled request, in row order.
+
+        The copies to the host must be complete.
+        """
         payloads: dict[int, Payload] = {}
         faults: dict[int, str] = {}
         for indexes, vectors in output.whole:
@@ -141,7 +144,7 @@ class PoolingHead:
         return self._wishes[int(layout.slots[index])]
 
     def _alike(self, layout: StepLayout, done: IntArray) -> list[tuple[list[int], _Wish]]:
-        """Requests that ask for the same, with what that is: nearly always, all of them."""
+        """Requests with identical parameters, with those parameters. Nearly always one entry."""
         groups: dict[tuple[object, ...], tuple[list[int], _Wish]] = {}
         for index in done.tolist():
             wish = self._wish(layout, index)
@@ -173,7 +176,7 @@ class PoolingHead:
         else:
             rows = _segment_sums(states, layout)
         if not is_whole:
-            if self._sums is not None:  # prompts that are never cut leave nothing for later
+            if self._sums is not None:  # prompts that are never chunked leave no state
                 slots = to_device(layout.slots, device)
                 is_first = to_device(num_before == 0, device)[:, None]
                 before = torch.where(is_first, 0.0, self._sums[slots])
@@ -193,7 +196,7 @@ class PoolingHead:
     def _take_tokens(
         self, states: torch.Tensor, layout: StepLayout
     ) -> dict[int, list[torch.Tensor]]:
-        """Rows of requests that want them: kept with the request until the last are there."""
+        """Collect the rows of token-wise requests. They are kept until the prompt is complete."""
         found = {}
         starts = layout.starts.tolist()
         firsts = (layout.seq_lens - layout.counts).tolist()  # positions
@@ -206,7 +209,7 @@ class PoolingHead:
                 own = wish.places - firsts[index]
                 own = own[(own >= 0) & (own < len(rows))]
                 rows = rows[to_device(own, rows.device)]
-            rows = rows.to(torch.float32, copy=True)  # the next step may write where these are
+            rows = rows.to(torch.float32, copy=True)  # the next step may overwrite these rows
             piece = self.pooler(rows, wish.task, wish.dimensions, wish.use_activation)
             wish.pieces.append(piece)
             if item.samples:
@@ -217,7 +220,7 @@ class PoolingHead:
 def _segment_sums(states: torch.Tensor, layout: StepLayout) -> torch.Tensor:
     """[num_requests, hidden_size] float32: the sum of each request's rows."""
     states = states.float()
-    if states.device.type == "cpu":  # torch's own takes a multiple of the time there
+    if states.device.type == "cpu":  # torch's own op is several times slower there
         return torch.from_numpy(np.add.reduceat(states.numpy(), layout.starts[:-1], axis=0))
     lengths = to_device(layout.counts, states.device)
     return torch.segment_reduce(states, "sum", lengths=lengths, axis=0, unsafe=True)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, gathered chunk by chunk as the prompt is computed."""
+"""Collects log-probabilities of prompt tokens, chunk by chunk as the prompt is computed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from penstock.runner.layout import StepLayout
 from penstock.runner.logprobs import prompt_logprobs, token_logprobs
 from penstock.runner.tables import RequestTables
 
-ROWS_AT_ONCE = 256  # logits of a whole chunk of a prompt would be large
+ROWS_AT_ONCE = 256  # bounds memory: the logits of a whole chunk would be large
 
 
 @dataclass
 class _Progress:
-    """How far a request's prompt has come. Exact on the host: a prompt holds no unknown token."""
+    """How much of a request's prompt is computed.
+
+    Exact on the host: prompt tokens are all known.
+    """
 
     num_top: int  # -1: the whole vocabulary
     num_prompt_tokens: int
-    num_delivered: int  # prompt positions delivered before, by an earlier incarnation
+    num_delivered: int  # prompt positions that an earlier incarnation delivered
     num_computed: int
 
 
@@ -45,7 +48,7 @@ class PromptPiece:
 
 
 class PromptLogprobsHead:
-    """Costs nothing in steps without a prompt whose logprobs were asked for."""
+    """Costs nothing in steps that have no request for prompt logprobs."""
 
     def __init__(self, model: Model, tables: RequestTables) -> None:
         self.model = model

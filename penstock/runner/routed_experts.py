@@ -1,4 +1,4 @@
-"""Which experts each token went to, kept for users who ask: `enable_return_routed_experts`."""
+"""Records which experts each token was routed to, for `enable_return_routed_experts`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.runner.layout import StepLayout
 
 
 class RoutedExpertsRecorder:
-    """Has every layer with experts write its choices into one buffer, which never moves."""
+    """Makes every MoE layer write its choices into one buffer, which never moves."""
 
     def __init__(self, model: nn.Module, max_rows: int, device: torch.device) -> None:
         layers = [module for module in model.modules() if isinstance(module, Experts)]
@@ -22,14 +22,14 @@ class RoutedExpertsRecorder:
                 "enable_return_routed_experts needs a model with experts, and this one has none"
             )
         top_k = max(layer.routing.top_k for layer in layers)
-        # [max_rows, layers, top_k]; where layers differ in top_k, -1 stands for no expert
+        # [max_rows, layers, top_k]; padded with -1 where layers differ in top_k
         shape = (max_rows, len(layers), top_k)
         self._buffer = torch.full(shape, -1, dtype=torch.int16, device=device)
         for index, layer in enumerate(layers):
             layer.record = self._buffer[:, index, : layer.routing.top_k]
 
     def take(self, num_rows: int) -> torch.Tensor:
-        """A launched step's choices, on their way to the host."""
+        """Start copying a launched step's choices to the host."""
         rows = self._buffer[:num_rows]
         if rows.device.type == "cpu":
             return rows.clone()
@@ -40,7 +40,7 @@ class RoutedExpertsRecorder:
     def attach(
         results: list[RequestResult], layout: StepLayout, taken: torch.Tensor
     ) -> list[RequestResult]:
-        """Each request's rows to its result. They must have arrived."""
+        """Attach each request's rows to its result. The copy to the host must be complete."""
         starts = layout.starts.tolist()
         _, num_layers, top_k = taken.shape
         rows = taken.numpy()

@@ -1,4 +1,4 @@
-"""ModelRunner: one device's work. Tables, batch, forward pass, head: nothing of text or policy."""
+"""`ModelRunner` does one device's work: tables, batch, forward pass, head. It sees no text."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class StepHandle:
     """A step in flight: launched, then sampled, then collected."""
 
     step_id: int
-    batch: StepBatch | None  # None for a step that computes nothing
-    pending: Any = None  # what the head has yet to finish
-    output: Any = None  # its results, on their way to the host
-    done: torch.cuda.Event | None = None  # on a GPU: the results have arrived on the host
+    batch: StepBatch | None  # None if the step computes nothing
+    pending: Any = None  # what the head still has to finish
+    output: Any = None  # the head's results, being copied to the host
+    done: torch.cuda.Event | None = None  # on a GPU: recorded behind the copies to the host
     routed_experts: torch.Tensor | None = None  # [num_tokens, layers, top_k], on the host
 
 
@@ -49,10 +49,10 @@ class Head(Protocol):
 
 
 class ModelRunner:
-    """Runs the steps it is handed, in order.
+    """Runs the steps it is given, in order.
 
-    `launch` ends at the logits; `sample` chooses tokens and writes them into the tables, so that
-    the next launch can follow at once; `collect` waits for the results.
+    `launch` ends at the logits. `sample` chooses tokens and writes them into the tables, so the
+    next launch can follow at once. `collect` waits for the results.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ModelRunner:
         self.tables: RequestTables
         self.steps: Steps
         if device.type == "cuda":
-            from penstock.runner.device_steps import DeviceSteps  # only where Triton is
+            from penstock.runner.device_steps import DeviceSteps  # needs Triton
             from penstock.runner.device_tables import DeviceTables
             from penstock.runner.sampling_graphs import SamplingGraphs
 
@@ -110,7 +110,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Bring the tables up to date with the plan and compute its tokens."""
+        """Update the tables from the plan and compute its tokens."""
         self._apply(plan)
         if not plan.scheduled:
             return StepHandle(plan.step_id, None)
@@ -122,10 +122,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, handle: StepHandle, masks: StepMasks | None = None) -> None:
-        """Choose tokens, of those that `masks` allow."""
+        """Choose tokens among those that `masks` allow."""
         if handle.batch is not None:
             handle.output = self.head.finish(handle.pending, handle.batch, masks)
-            handle.pending = None  # the logits are large
+            handle.pending = None  # free the logits, which are large
             if self.tables.device.type == "cuda":
                 handle.done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 handle.done.record()

@@ -1,17 +1,17 @@
-"""The sampler: from a step's logits to one token a row, each row as its request asks.
+"""The sampler: chooses one token per row of logits, with the parameters of the row's request.
 
-Per row, in this order (vLLM's, with its raw logprobs):
+The order for each row is vLLM's, with its raw logprobs:
 
 1. log-probabilities, from the logits as the model gave them;
 2. masks: grammar, allowed_token_ids, min_tokens, bad_words; then logit_bias;
 3. custom processors;
-4. repetition, then frequency and presence penalty;
-5. greedy: the most likely token, the lowest id of equals;
+4. repetition penalty, then frequency and presence penalties;
+5. greedy: the most likely token, the lowest id among ties;
    otherwise temperature, min_p, top_k, top_p, and a draw with the request's own noise.
 
-A row's result is a function of its logits, its request and its position. Nothing is remembered
-between steps: counts for penalties come from the token table each time, so a request that was
-preempted, replayed or is checked several positions at once gets the same tokens.
+A row's result depends only on its logits, its request and its position. The sampler keeps no state
+between steps: penalties count tokens in the token table each time. Therefore a request gets the
+same tokens if it is preempted or replayed, or if several positions are verified at once.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ CHANGES = ~int(Feature.RANDOM | Feature.TRUNCATION | Feature.LOGPROBS | Feature.
 
 
 ChooseTokens = Callable[..., tuple[Tensor, Tensor]]
-"""The op that chooses for greedy and drawing rows alike, see `penstock.ops.sampling`."""
+"""The op that chooses tokens for greedy and random rows; see `penstock.ops.sampling`."""
 
 
 class TokenTables(Protocol):
-    """What the sampler reads of the runner's tables, by slot."""
+    """What the sampler reads from the runner's tables, by slot."""
 
     @property
     def token_ids(self) -> Tensor: ...  # [max_num_seqs, max_model_len] int32: prompt, then output
@@ -52,21 +52,21 @@ class TokenTables(Protocol):
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Which request and position each row of logits belongs to.
+    """The request and the position of each row of logits.
 
     The tokens before a row are `token_ids[slot, :position]`. A slot may have several rows.
     """
 
     slots: Tensor  # [rows] int64, on the device
-    positions: Tensor  # [rows] int64, on the device: where the token to be sampled will stand
+    positions: Tensor  # [rows] int64, on the device: position of the token to be sampled
     host_slots: NDArray[np.int64]  # [rows], the same as slots
-    max_position: int  # no position exceeds it
+    max_position: int  # an upper bound of the positions
 
     def __len__(self) -> int:
         return len(self.host_slots)
 
     def select(self, host_index: NDArray[np.int64], index: Tensor) -> SamplingRows:
-        """Some of the rows; both arguments hold the same row numbers."""
+        """Some of the rows. Both arguments hold the same row numbers."""
         return SamplingRows(
             self.slots[index], self.positions[index], self.host_slots[host_index], self.max_position
         )
@@ -77,12 +77,12 @@ class SampledTokens:
     """A step's tokens, still on the device."""
 
     token_ids: Tensor  # [rows] int64; 0 where faulted
-    faulted: Tensor  # [rows] bool: NaN or +inf among the logits, none left to choose, or `errors`
+    faulted: Tensor  # [rows] bool: NaN or +inf in the logits, no token left, or in `errors`
     errors: dict[int, str] = field(default_factory=dict)  # by row: what a custom processor raised
     logprobs: RowLogprobs | None = None
 
     def to_host(self) -> SampledTokens:
-        """Start the copy to the host; on an accelerator it is complete after a synchronization."""
+        """Start the copy to the host. On an accelerator it is complete after a synchronization."""
         return SampledTokens(
             self.token_ids.to("cpu", non_blocking=True),
             self.faulted.to("cpu", non_blocking=True),
@@ -93,7 +93,7 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class SamplingKind:
-    """What some rows ask of the choice itself, where nothing changes their logits before."""
+    """What rows with unchanged logits need from `choose_tokens`."""
 
     draws: bool  # whether any row has a temperature
     truncates: bool  # whether any row has top_k, top_p or min_p
@@ -104,7 +104,7 @@ class SamplingKind:
 
 
 class Sampler:
-    """Holds the sampling parameters of the requests in the runner's slots and samples for them."""
+    """Holds the sampling parameters of the requests in the runner's slots, and samples for them."""
 
     def __init__(
         self,
@@ -129,16 +129,16 @@ class Sampler:
             self._params.features[slot] |= Feature.PROCESSORS
 
     def remove(self, slot: int) -> None:
-        """The request in a slot leaves it. An empty slot stays empty."""
+        """The request leaves its slot. An empty slot stays empty."""
         self._processors.remove(slot)
         self._params.remove(slot)
 
     def wants_logprobs(self, rows: SamplingRows) -> bool:
-        """Whether any of these rows is asked for log-probabilities: of logits as they came."""
+        """Whether any of these rows requests log-probabilities, which need the unchanged logits."""
         return bool((self._params.features[rows.host_slots] & Feature.LOGPROBS).any())
 
     def kind_of(self, rows: SamplingRows) -> SamplingKind | None:
-        """What `choose` has to do for these rows; None where that is not all there is to do."""
+        """What `choose` must do for these rows; None if they need more than `choose`."""
         used = int(np.bitwise_or.reduce(self._params.features[rows.host_slots]))
         if used & CHANGES or self._processors.has_refused:
             return None
@@ -152,7 +152,7 @@ class Sampler:
         kind: SamplingKind,
         **options: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and faults [rows] of logits that are as they should be, by the device's op."""
+        """Tokens and faults [rows] of final logits, from the device's op."""
         floats, ints = self._params.device_tables
         return self._choose(
             logits, slots, positions, floats, ints,
@@ -162,22 +162,22 @@ class Sampler:
     def with_logprobs(
         self, logits: Tensor, tokens: Tensor, faulted: Tensor, rows: SamplingRows
     ) -> SampledTokens:
-        """Tokens that were chosen from logits which nothing changed."""
+        """Add logprobs to tokens that were chosen from unchanged logits."""
         features = self._params.features[rows.host_slots]
         return SampledTokens(tokens, faulted, {}, self._logprobs(logits, tokens, rows, features))
 
     def sample(
         self, logits: Tensor, rows: SamplingRows, allowed: Tensor | None = None
     ) -> SampledTokens:
-        """One token for each row of logits, [rows, vocab], which are left as they are.
+        """Choose one token per row of logits, [rows, vocab], which stay unchanged.
 
-        allowed: a bit a token, int32 [rows, ceil(vocab / 32)].
+        allowed: one bit per token, int32 [rows, ceil(vocab / 32)].
         """
         features = self._params.features[rows.host_slots]
         used = int(np.bitwise_or.reduce(features)) if len(features) else 0
         work, errors = logits, self._processors.refused(rows.host_slots)
         options: dict[str, Tensor] = {}
-        if used & CHANGES:  # what is not allowed is banned before anything else changes logits
+        if used & CHANGES:  # disallowed tokens are banned before any other change
             work = logits.to(torch.float32, copy=True)
             errors |= self._change_logits(work, rows, features, allowed)
         elif allowed is not None:
@@ -198,7 +198,10 @@ class Sampler:
     def _change_logits(
         self, work: Tensor, rows: SamplingRows, features: NDArray[np.int64], allowed: Tensor | None
     ) -> dict[int, str]:
-        """Steps 2 to 4 in place, each for the rows that use it; rows that a processor failed."""
+        """Apply steps 2 to 4 in place, each to the rows that use it.
+
+        Returns processor errors by row.
+        """
         if allowed is not None:
             work.masked_fill_(~reference.unpack_bitmask(allowed, self._vocab_size), NEG_INF)
         errors: dict[int, str] = {}
@@ -237,11 +240,11 @@ class Sampler:
         back = torch.arange(1, starts.shape[2] + 1, device=self._device)
         columns = users.positions[:, None] - back
         tails = self._tokens.token_ids[users.slots[:, None], columns.clamp(min=0)]
-        tails = tails.masked_fill(columns < 0, -2)  # before the first token nothing matches
+        tails = tails.masked_fill(columns < 0, -2)  # no word matches before the first token
         self._ban(work, index, ends, reference.match_words(tails, starts))
 
     def _ban(self, work: Tensor, index: Tensor, ids: Tensor, banned: Tensor) -> None:
-        """Ban token ids, [n, width] with padding, where `banned`, which broadcasts, holds."""
+        """Ban token ids, [n, width] with padding, where `banned` (broadcast) is true."""
         values = torch.zeros_like(ids, dtype=torch.float32)
         values.masked_fill_(banned & (ids >= 0), NEG_INF)
         reference.add_at(work, index, ids.clamp(min=0), values)

@@ -1,8 +1,9 @@
-"""What follows a step's logits, as one launch: tokens are chosen and entered into the tables.
+"""Captured graphs of sampling: choose tokens and append them to the tables in one launch.
 
-A graph a row bucket and kind of sampling. It stands apart from the forward pass's, because logits
-may be changed in between: by a grammar's mask in place, after which this serves as before, or by
-what only some requests use (penalties, logit processors, ...), which `Sampler.sample` does instead.
+There is one graph per row bucket and sampling kind. It is separate from the graph of the forward
+pass, because logits may change in between. A grammar mask changes them in place, and these graphs
+still apply. Features of single requests (penalties, logits processors, ...) use `Sampler.sample`
+instead.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Chosen = tuple[torch.Tensor, torch.Tensor]  # tokens [rows] int64, faulted [rows
 
 
 class SamplingGraphs:
-    """Samples rows of logits that lie in `logits`, and whose slots `StepBuffers` has filled in."""
+    """Samples from rows of `logits`, whose slots are in `StepBuffers`."""
 
     def __init__(
         self,
@@ -37,9 +38,9 @@ class SamplingGraphs:
         self._captured: dict[tuple[int, SamplingKind], tuple[torch.cuda.CUDAGraph, Chosen]] = {}
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens | None:
-        """One token a row, entered into the tables; None where it takes more than a graph has.
+        """Choose one token per row and append it to the tables; None if a graph does not suffice.
 
-        The rows are of as many requests. Results are good until the next step.
+        Each row belongs to another request. Results are valid until the next step.
         """
         kind = self._sampler.kind_of(rows)
         size = at_least(self._sizes, len(rows))
@@ -52,14 +53,14 @@ class SamplingGraphs:
         key = size, kind
         if key not in self._captured:
             if not self._graphs.is_due(key):
-                return self._compute(size, kind)  # compiles what is new
+                return self._compute(size, kind)  # compiles new kernels
             self._captured[key] = self._graphs.capture(lambda: self._compute(size, kind))
         graph, chosen = self._captured[key]
         graph.replay()
         return chosen
 
     def _compute(self, size: int, kind: SamplingKind) -> Chosen:
-        slots = self._buffers.sample_slots[:size]  # -1 in padding rows, which change no table
+        slots = self._buffers.sample_slots[:size]  # -1 in padding rows, which write to no table
         positions = self._buffers.sample_positions[:size]
         tokens, faulted = self._sampler.choose(self._logits[:size], slots, positions, kind)
         self._tables.append_tokens(slots, tokens)

@@ -1,8 +1,8 @@
-"""What the sampler keeps of each request, by slot: parameters, and lists of tokens.
+"""The sampler's state of each request, by slot: parameters and token lists.
 
-Fixed-size parameters lie in device tables of one row a slot. Lists (logit_bias, allowed_token_ids,
-stop tokens, bad words) lie in padded tables that have rows only for the requests that use them.
-Flags on the host tell which features a step's rows use without asking the device.
+Fixed-size parameters are in device tables with one row per slot. Lists (logit_bias,
+allowed_token_ids, stop tokens, bad words) are in padded tables, with rows only for the requests
+that use them. Flags on the host tell which features a step uses, without asking the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PADDING = -1
 
 
 class Feature(enum.IntFlag):
-    """What a request uses of the sampler. None of them: plain greedy."""
+    """The sampler features of a request. No flag: plain greedy."""
 
     RANDOM = enum.auto()
     TRUNCATION = enum.auto()
@@ -37,11 +37,11 @@ class Feature(enum.IntFlag):
     LOGIT_BIAS = enum.auto()
     PROCESSORS = enum.auto()
     LOGPROBS = enum.auto()
-    NAMED_LOGPROBS = enum.auto()  # of tokens that the request names
+    NAMED_LOGPROBS = enum.auto()  # of tokens that the request lists
 
 
 def to_device(values: HostArray, device: torch.device) -> Tensor:
-    """A copy on the device that the host does not wait for."""
+    """A copy on the device, without a wait on the host."""
     host = torch.from_numpy(np.ascontiguousarray(values))
     if device.type == "cpu":
         return host
@@ -49,10 +49,10 @@ def to_device(values: HostArray, device: torch.device) -> Tensor:
 
 
 class PaddedTable:
-    """Arrays of different sizes, one for each slot that has one, padded to a common size.
+    """Arrays of different sizes, at most one per slot, padded to a common size.
 
-    It has as many rows as slots that use it, is as wide as the widest has been, and gives its
-    memory back when the last user leaves.
+    The table has one row per slot that uses it and is as wide as its widest array so far. It frees
+    its memory when the last user leaves.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PaddedTable:
         self._free_rows: list[int] = []
 
     def put(self, slot: int, values: HostArray) -> None:
-        """Keep an array of `num_dims` dimensions for a slot that has none."""
+        """Store an array of `num_dims` dimensions for a slot that has none."""
         assert values.ndim == self._num_dims
         assert self._row_of_slot[slot] < 0, f"slot {slot} is taken"
         self._reserve(values.shape)
@@ -85,7 +85,7 @@ class PaddedTable:
         target.copy_(to_device(values, self._device), non_blocking=True)
 
     def drop(self, slot: int) -> None:
-        """Forget a slot's array; nothing happens if it has none."""
+        """Remove a slot's array, if it has one."""
         row = int(self._row_of_slot[slot])
         if row < 0:
             return
@@ -96,7 +96,7 @@ class PaddedTable:
             self._free_rows = []
 
     def take(self, host_slots: HostArray) -> Tensor:
-        """The arrays of these slots, padded to the largest among them. [n, *sizes]"""
+        """The arrays of these slots, padded to the largest of them. [n, *sizes]"""
         rows = self._row_of_slot[host_slots]
         assert (rows >= 0).all(), "a slot without an entry was asked for"
         sizes = self._sizes[host_slots].max(axis=0)
@@ -105,7 +105,7 @@ class PaddedTable:
         return used[to_device(rows, self._device)]
 
     def _reserve(self, sizes: Sequence[int]) -> None:
-        """Make room for one more array of these sizes; rows and sizes at least double."""
+        """Make room for one more array of these sizes. Rows and sizes at least double."""
         old = self._data.shape
         wanted = (old[0] if self._free_rows else old[0] + 1, *sizes)
         if all(need <= have for need, have in zip(wanted, old, strict=True)):
@@ -126,7 +126,7 @@ def _corner(sizes: Iterable[int]) -> tuple[slice, ...]:
 
 
 class SamplingTables:
-    """The sampler's own state of every slot."""
+    """The sampler's state of every slot."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size
@@ -148,8 +148,10 @@ class SamplingTables:
         self.bad_word_starts = lists(torch.int64, num_dims=2)  # [users, words, length], reversed
 
     def add(self, slot: int, request: NewRequest) -> None:
-        """Take over a request's parameters. Token ids beyond the vocabulary are left out: they can
-        be neither produced nor matched."""
+        """Store a request's parameters.
+
+        Token ids outside the vocabulary are dropped: they can be neither produced nor matched.
+        """
         params = request.sampling
         features = Feature(0)
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
