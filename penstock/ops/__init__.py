@@ -1,1 +1,1 @@
-"""One namespace of operations: a plain torch reference, and faster implementations beside it."""
+"""Operations: each has a plain torch reference, and faster implementations beside it."""

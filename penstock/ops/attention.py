@@ -1,9 +1,9 @@
-"""Attention over a paged KV cache, and over plain variable-length batches: the torch reference.
+"""Attention over a paged KV cache and over variable-length batches: the torch reference.
 
-A layer's cache is ``[num_blocks, 2, block_size, num_kv_heads, entry]``: one page holds the keys and
-then the values of a block's tokens. An entry is a head's `head_dim` numbers; in an int8 cache the
-four bytes of a float32 follow, with which they are to be multiplied. An fp8 cache (e4m3) has two
-scales for all of a layer's tokens, one of keys and one of values, which are not in it.
+A layer's cache is ``[num_blocks, 2, block_size, num_kv_heads, entry]``: a page holds the keys, then
+the values of a block's tokens. An entry is the `head_dim` numbers of one head. In an int8 cache,
+four more bytes hold the entry's float32 scale. An fp8 cache (e4m3) has two scales per layer, one
+for keys and one for values, which are stored outside of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNSCALED = (1.0, 1.0)
 
 @dataclass(frozen=True)
 class HostLens:
-    """What the host knows of a step's lengths."""
+    """The lengths of a step that the host knows."""
 
     query_starts: npt.NDArray[np.int64]  # [num_requests + 1]
     seq_lens: npt.NDArray[np.int64]  # [num_requests], exact if there are no drafts
@@ -33,20 +33,20 @@ class HostLens:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where a step's tokens stand, for the layers of one KV group."""
+    """The rows, lengths and block tables of a step, for the layers of one KV group."""
 
-    query_starts: torch.Tensor  # [num_requests + 1] int32: each request's first row, and the end
+    query_starts: torch.Tensor  # [num_requests + 1] int32: first row of each request, and the end
     seq_lens: torch.Tensor  # [num_requests] int32: tokens in the cache after this step
     block_table: torch.Tensor  # [num_requests, max_blocks] int32
-    slot_mapping: torch.Tensor  # [num_tokens] int64: block * block_size + offset, of each row
-    num_decodes: int  # the first so many requests compute one token each
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block * block_size + offset of each row
+    num_decodes: int  # leading requests that compute one token each
     max_query_len: int
     max_seq_len: int  # an upper bound while steps are in flight
-    any_order: bool = False  # a captured step: how many requests have one token is not known
-    num_prompts: int = 0  # behind the decodes, so many requests have nothing in the cache before
-    num_prompt_rows: int = 0  # tokens of those
-    arrived: torch.Tensor | None = None  # [requests * kv_heads] int32 zeros, for kernels to count
-    host_lens: HostLens | None = None  # without it, who must know waits for the device
+    any_order: bool = False  # a captured step: the number of decodes is unknown
+    num_prompts: int = 0  # requests after the decodes, with nothing in the cache yet
+    num_prompt_rows: int = 0  # tokens of those requests
+    arrived: torch.Tensor | None = None  # [requests * kv_heads] int32 zeros: counters for kernels
+    host_lens: HostLens | None = None  # without it, lengths are read from the device, which waits
 
 
 def write_kv(
@@ -58,12 +58,12 @@ def write_kv(
 ) -> None:
     """Store a step's keys and values [n, kv_heads, head_dim] at their slots in the cache.
 
-    In fp8 they are divided by their scales, and what is too large is clipped.
+    For fp8, values are divided by their scale and clipped to the range.
     """
     block_size = cache.shape[2]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
     for index, (x, scale) in enumerate(zip((key, value), kv_scales, strict=True)):
-        if cache.dtype == FP8:  # bytes, since few ops are made for this type
+        if cache.dtype == FP8:  # as bytes: few ops support fp8
             numbers = (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
             cache.view(torch.uint8)[block, index, offset] = numbers.view(torch.uint8)
         elif cache.dtype == torch.int8:
@@ -73,10 +73,10 @@ def write_kv(
 
 
 def to_int8_entries(x: torch.Tensor) -> torch.Tensor:
-    """Heads [..., head_dim] in 8 bits, each with its scale: [..., head_dim + 4] int8.
+    """Quantize heads [..., head_dim] to int8, each with its own scale: [..., head_dim + 4] int8.
 
-    Each is quantized by itself, so a token's entries depend on nothing but the token's own keys and
-    values. A head with a number that is not finite gets NaN for its scale: it must not look sane.
+    The entries of a token depend only on its own keys and values. A head with a non-finite number
+    gets the scale NaN, so that the error stays visible.
     """
     x = x.float()
     largest = x.abs().amax(-1, keepdim=True)
@@ -91,7 +91,7 @@ def to_int8_entries(x: torch.Tensor) -> torch.Tensor:
 def from_int8_entries(entries: torch.Tensor) -> torch.Tensor:
     """[..., head_dim + 4] int8 -> [..., head_dim] float32."""
     numbers, scale = entries[..., :-INT8_SCALE_BYTES], entries[..., -INT8_SCALE_BYTES:]
-    scale = scale.clone(memory_format=torch.contiguous_format)  # alone, so that it is aligned
+    scale = scale.clone(memory_format=torch.contiguous_format)  # a contiguous copy, for alignment
     return numbers.float() * scale.view(torch.float32)
 
 
@@ -108,10 +108,10 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim].
 
-    `window` limits it to the last `window` tokens, the token itself among them; `chunk` to those
-    since the last position that is a multiple of it. `softcap` bounds scores to
-    softcap * tanh(score / softcap); `sinks` are scores that each head adds to the softmax without
-    a value. Decodes are computed together; longer queries one request at a time.
+    `window` limits attention to the last `window` tokens, including the token itself. `chunk`
+    limits it to tokens since the last multiple of `chunk`. `softcap` bounds scores to softcap *
+    tanh(score / softcap). `sinks` are scores that each head adds to the softmax without a value.
+    Decodes are computed together, longer queries one request at a time.
     """
     output = torch.empty_like(query)
     block_size = cache.shape[2]
@@ -125,16 +125,16 @@ def paged_attention(
     seq_lens = metadata.seq_lens.tolist()
     for index in range(decodes, len(seq_lens)):
         rows = slice(starts[index], starts[index + 1])
-        # What lies wholly before the window or the chunk may be another request's by now.
+        # Blocks entirely before the window or the chunk may belong to another request by now.
         length, past = seq_lens[index], seq_lens[index] - (rows.stop - rows.start)
         first = _first_seen(past, window, chunk)
-        gathered = first // block_size * block_size  # the first token of the blocks to look at
+        gathered = first // block_size * block_size  # first token of the gathered blocks
         table = metadata.block_table[index : index + 1, : -(-length // block_size)]
         key, value = _gather(cache, table[:, first // block_size :], kv_scales)
         seen = slice(first - gathered, length - gathered)
         own = query[rows], key[0, seen], value[0, seen], scale
         if plain and past == first == _first_seen(length - 1, window, chunk):
-            output[rows] = _attend(*own)  # causality alone hides anything
+            output[rows] = _attend(*own)  # only the causal mask is needed
             continue
         mask = _seen(past, length, first, window, chunk, query.device)
         output[rows] = _attend(*own, mask) if plain else _attend_in_full(*own, mask, softcap, sinks)
@@ -151,7 +151,7 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Bidirectional attention inside each request, without a cache.
 
-    With `reach`, a token sees those at most so many tokens before and behind it.
+    With `reach`, a token sees only tokens at most `reach` positions away.
     """
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     starts = query_starts.tolist()
@@ -167,7 +167,10 @@ def varlen_attention(
 def _gather(
     cache: torch.Tensor, table: torch.Tensor, kv_scales: tuple[float, float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the blocks in table [n, blocks]: each [n, tokens, kv_heads, head_dim]."""
+    """Gather the keys and values of the blocks in table [n, blocks].
+
+    Both are [n, tokens, kv_heads, head_dim].
+    """
     if cache.dtype == FP8:
         pages = cache.view(torch.uint8)[table].view(FP8).float()
         for index, scale in enumerate(kv_scales):
@@ -200,13 +203,12 @@ def _decode(
         mask &= position >= seq_lens[:, None] - window
     if chunk is not None:
         mask &= position >= (seq_lens[:, None] - 1) // chunk * chunk
-    # What lies behind a request's last token is another's leftover, and so may be what lies before
-    # its window or chunk. Weight zero is not enough to keep it out: zero times infinity is no
-    # number.
+    # Slots behind a request's last token hold stale data of other requests, and so may slots before
+    # its window or chunk. A weight of zero does not exclude them: zero times infinity is NaN.
     unseen = ~mask[:, :, None, None]
     key.masked_fill_(unseen, 0.0)
     value.masked_fill_(unseen, 0.0)
-    # The heads that share a key head stand where a longer query's rows would.
+    # Query heads that share a key head take the place of query rows.
     grouped = query.view(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
     output = F.scaled_dot_product_attention(
         grouped,
@@ -219,7 +221,7 @@ def _decode(
 
 
 def _first_seen(position: int, window: int | None, chunk: int | None) -> int:
-    """The first token that the one at `position` sees."""
+    """The first token that the token at `position` sees."""
     first = 0 if window is None else max(position + 1 - window, 0)
     return first if chunk is None else max(first, position // chunk * chunk)
 
@@ -227,7 +229,7 @@ def _first_seen(position: int, window: int | None, chunk: int | None) -> int:
 def _seen(
     past: int, length: int, first: int, window: int | None, chunk: int | None, device: torch.device
 ) -> torch.Tensor:
-    """Whether a token at past..length sees the one at first..length: [q, k] booleans."""
+    """Whether each token in past..length sees each token in first..length: [q, k] bool."""
     tokens = torch.arange(first, length, device=device)
     own = tokens[past - first :, None]
     seen = tokens <= own
@@ -239,12 +241,12 @@ def _seen(
 
 
 def _attend(
-    query: torch.Tensor,  # [q, num_heads, head_dim], the last q tokens
+    query: torch.Tensor,  # [q, num_heads, head_dim], of the last q tokens
     key: torch.Tensor,  # [k, num_kv_heads, head_dim]
     value: torch.Tensor,
     scale: float,
     mask: torch.Tensor | None = None,  # [q, k]
-    causal: bool = True,  # without a mask: q and k are the same tokens
+    causal: bool = True,  # without a mask, q and k are the same tokens
 ) -> torch.Tensor:
     groups = query.shape[1] // key.shape[1]
     output = F.scaled_dot_product_attention(
@@ -259,7 +261,7 @@ def _attend(
 
 
 def _attend_in_full(
-    query: torch.Tensor,  # [q, num_heads, head_dim], the last q tokens
+    query: torch.Tensor,  # [q, num_heads, head_dim], of the last q tokens
     key: torch.Tensor,  # [k, num_kv_heads, head_dim]
     value: torch.Tensor,
     scale: float,
@@ -267,7 +269,7 @@ def _attend_in_full(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As `_attend`, with all scores at hand, in float32."""
+    """Like `_attend`, with the full score matrix in float32."""
     groups = query.shape[1] // key.shape[1]
     key = key.float().repeat_interleave(groups, dim=1)
     value = value.float().repeat_interleave(groups, dim=1)

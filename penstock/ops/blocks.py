@@ -1,4 +1,4 @@
-"""Weights in the blocks of a GGUF file, on their way from the checkpoint to a layer."""
+"""Weights in GGUF quantization blocks, between the checkpoint and a layer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from penstock.protocol.errors import ModelError
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """A matrix [rows, columns] of quantized blocks, each row's blocks one behind the other."""
+    """A matrix [rows, columns] of quantization blocks. The blocks of a row are consecutive."""
 
-    type_name: str  # as GGUF names it: Q4_1
+    type_name: str  # GGUF's name, such as Q4_1
     block_size: int  # elements
     block_bytes: int
     data: torch.Tensor  # [rows, bytes of a row] uint8; may be backed by the file
@@ -29,30 +29,30 @@ class BlockTensor:
         return self.with_data(self.data[start:end])
 
     def columns(self, start: int, end: int) -> BlockTensor:
-        """Columns [start, end), which must begin and end between blocks."""
+        """Columns [start, end), which must fall on borders of quantization blocks."""
         first, last = (at // self.block_size * self.block_bytes for at in (start, end))
         return self.with_data(self.data[:, first:last])
 
     def pad_rows(self, count: int) -> BlockTensor:
-        """`count` rows, those past its own all zero."""
+        """Pad with zero rows to `count` rows."""
         padding = self.data.new_zeros(count - self.data.shape[0], self.data.shape[1])
         return self.with_data(torch.cat([self.data, padding]))
 
     def to(self, device: torch.device) -> BlockTensor:
-        """The same on a device; a copy, where it lies elsewhere."""
+        """The matrix on a device. Copies if it is elsewhere."""
         return self.with_data(self.data.to(device))
 
     def with_data(self, data: torch.Tensor) -> BlockTensor:
-        """Another matrix of this type."""
+        """A matrix of the same type with other data."""
         return dataclasses.replace(self, data=data)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What lies in memory, by name."""
+        """The tensors in memory, by name."""
         return {"data": self.data}
 
 
 Weight = torch.Tensor | BlockTensor
-"""What a checkpoint hands to a layer."""
+"""A weight as the checkpoint passes it to a layer."""
 
 
 def take_rows(weight: Weight, start: int, end: int) -> Weight:
@@ -61,7 +61,10 @@ def take_rows(weight: Weight, start: int, end: int) -> Weight:
 
 
 def take_columns(weight: Weight, start: int, end: int) -> Weight:
-    """Columns [start, end), sharing memory. ModelError where a border falls inside a block."""
+    """Columns [start, end), sharing memory.
+
+    Raises ModelError if a border falls inside a quantization block.
+    """
     if not isinstance(weight, BlockTensor):
         return weight[:, start:end]
     for at in (start, end):
@@ -74,7 +77,7 @@ def take_columns(weight: Weight, start: int, end: int) -> Weight:
 
 
 def pad_rows(weight: Weight, count: int) -> Weight:
-    """`count` rows, those past its own all zero."""
+    """Pad with zero rows to `count` rows."""
     if weight.shape[0] == count:
         return weight
     if isinstance(weight, BlockTensor):

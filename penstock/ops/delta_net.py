@@ -1,9 +1,9 @@
-"""The gated delta rule: one token at a time, or a chunk at a time as a matmul. In plain torch.
+"""The gated delta rule in plain torch: one token at a time, or a chunk at a time as a matmul.
 
-A head's state S [key_dim, value_dim] maps keys to values. With every token it fades by exp(g), then
-what it has for the token's key moves towards the token's value by the share beta:
-S' = exp(g) S + k (beta (v - k^T exp(g) S)); the output is q^T S'. Queries and keys have length 1.
-All of it is float32: a state lives for as long as its request.
+A head's state S [key_dim, value_dim] maps keys to values. Each token first decays it by exp(g).
+Then the value stored for the token's key moves towards the token's value by the fraction beta: S' =
+exp(g) S + k (beta (v - k^T exp(g) S)). The output is q^T S'. Queries and keys are normalized to
+length 1. Everything is float32, because a state lives as long as its request.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import torch
 
 from penstock.ops.recurrent import StateChunks, StateStep, fresh_or
 
-EPS = 1e-6  # under the root of a query's or key's length
+EPS = 1e-6  # added under the root when a query or key is normalized
 
 
 def gated_delta_rule(
     query: torch.Tensor,  # [num_tokens, key_heads, key_dim]
     key: torch.Tensor,  # the same
     value: torch.Tensor,  # [num_tokens, heads, value_dim]; heads / key_heads of them share a key
-    g: torch.Tensor,  # [num_tokens, heads] float32: logarithm of what is kept
+    g: torch.Tensor,  # [num_tokens, heads] float32: log of the decay
     beta: torch.Tensor,  # [num_tokens, heads] float32
     states: torch.Tensor,  # [num_blocks, heads, key_dim, value_dim] float32
     step: StateStep,
 ) -> torch.Tensor:
-    """Each token's output [num_tokens, heads, value_dim], float32; the states go on by the step."""
+    """Each token's output [num_tokens, heads, value_dim], float32. Updates the states."""
     output = torch.empty(value.shape, dtype=torch.float32, device=value.device)
     n = step.num_decodes
     if n:
@@ -72,10 +72,10 @@ def delta_chunks(
     states: torch.Tensor,
     chunks: StateChunks,
 ) -> torch.Tensor:
-    """`gated_delta_rule` of a step's longer queries, whose rows these are.
+    """`gated_delta_rule` for the rows of a step's longer queries.
 
-    Each token's change depends on the changes before it in its chunk: together they are the
-    solution of a triangular system, for the state that the chunk comes with still unknown.
+    Each token's update depends on the earlier updates in its chunk. Together they solve a
+    triangular system, which is solved before the state at the start of the chunk is known.
     """
     shared_by = value.shape[1] // key.shape[1]
 
@@ -85,21 +85,21 @@ def delta_chunks(
     query = heads_first(_unit(query) * query.shape[-1] ** -0.5)
     query = query.repeat_interleave(shared_by, dim=1)
     key = heads_first(_unit(key)).repeat_interleave(shared_by, dim=1)
-    beta = heads_first(beta)[..., None]  # zero in padding, which changes nothing
+    beta = heads_first(beta)[..., None]  # zero for padding, which then changes nothing
     value = heads_first(value.float()) * beta
-    # Sums in float64: their differences are what counts, and those can be much smaller.
+    # Cumulative sums in float64: only their differences matter, and those can be much smaller.
     faded = torch.cumsum(heads_first(g).double(), dim=-1)  # [chunks, heads, size]
     between = (faded[..., :, None] - faded[..., None, :]).float()
     future = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=g.device).triu(1)
     decay = between.masked_fill_(future, float("-inf")).exp_()
     since_start = faded.exp().float()[..., None]
 
-    overlap = (key * beta) @ key.transpose(-1, -2) * decay  # its diagonal is taken for ones
+    overlap = (key * beta) @ key.transpose(-1, -2) * decay  # the solver takes its diagonal as ones
     wanted = torch.cat([value, key * beta * since_start], dim=-1)
     solved = torch.linalg.solve_triangular(overlap, wanted, upper=False, unitriangular=True)
     change, known = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
     scores = query @ key.transpose(-1, -2) * decay
-    # What reads the state, in one product: what it knows of the keys, and for the queries.
+    # One product reads the state for both: the keys' stored values, and the queries.
     readers = torch.cat([known, query * since_start], dim=-2)
     writers = (key * (faded[..., -1:] - faded).exp().float()[..., None]).transpose(-1, -2)
     whole = faded[..., -1].exp().float()[..., None, None]

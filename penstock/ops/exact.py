@@ -1,8 +1,8 @@
-"""exp and log in float32 that every implementation computes to the same bit.
+"""exp and log in float32 with the same bits in every implementation.
 
-Libraries disagree in the last place, and a draw or a cutoff can hang on it. These consist of
-additions and multiplications alone, each rounded on its own (never fused), in the order written
-here; `ops/cpu/csrc/sampling.hpp` computes the same in C++. Both are within two units in the last
+Math libraries differ in the last bit, which can change a draw or a cutoff. These functions use only
+additions and multiplications, each rounded separately (never fused), in the order written here.
+`ops/cpu/csrc/sampling.hpp` computes the same in C++. Both are accurate to two units in the last
 place. The coefficients are those of the Cephes library.
 """
 
@@ -38,7 +38,7 @@ LEAST_EXPONENT = -80.0
 
 
 def log(x: Tensor) -> Tensor:
-    """Of positive float32 numbers that are not subnormal."""
+    """The log of positive, normal float32 numbers."""
     bits = x.view(torch.int32)
     exponent = (bits - SQRT_HALF_BITS) >> MANTISSA_BITS
     fraction = (bits - (exponent << MANTISSA_BITS)).view(torch.float32) - 1.0  # sqrt(1/2) - 1 ...
@@ -50,7 +50,7 @@ def log(x: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    """Of float32 numbers up to 80; below -80 it is exp(-80)."""
+    """The exp of float32 numbers up to 80. Below -80 it returns exp(-80)."""
     x = x.clamp(min=LEAST_EXPONENT)
     power = (x * LOG2_E).round()
     rest = (x - power * LN2_HIGH) - power * LN2_LOW

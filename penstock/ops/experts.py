@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch: which experts a token goes to, and what they compute."""
+"""Mixture of experts (MoE) in plain torch: routing, and what the experts compute."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token's experts are chosen and weighted."""
+    """How a token's experts are selected and weighted."""
 
     top_k: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool = False  # weights of a token's experts sum to 1, before `scale`
+    renormalize: bool = False  # a token's weights sum to 1, before `scale`
     scale: float = 1.0
-    num_groups: int = 1  # experts compete in equal groups, of which only the best are eligible
+    num_groups: int = 1  # expert groups of equal size; only the best ones are eligible
     top_groups: int = 1
-    group_score: Literal["max", "top2"] = "max"  # a group's best score, or the sum of its best two
+    group_score: Literal["max", "top2"] = "max"  # best expert, or sum of the best two
 
 
 def _silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def _gelu_tanh(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """GPT-OSS's: both sides clamped at 7, a steeper sigmoid, and 1 added to `up`."""
+    """GPT-OSS's activation: both inputs clamped at 7, a steeper sigmoid, 1 added to `up`."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1.0)
 
@@ -50,22 +50,25 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Of each number. A CPU computes it in float64: in float32 torch rounds otherwise what happens
-    to lie behind the last whole vector, and a row must not depend on those beside it."""
+    """The sigmoid of each number, in float64 on a CPU.
+
+    In float32, torch rounds the elements after the last whole vector differently. A row must not
+    depend on its neighbours.
+    """
     return torch.sigmoid(x.double()).to(x.dtype) if x.device.type == "cpu" else torch.sigmoid(x)
 
 
 def route(
     logits: torch.Tensor,  # [n, num_experts]
     routing: Routing,
-    correction: torch.Tensor | None = None,  # [num_experts] added for the choice, not the weight
+    correction: torch.Tensor | None = None,  # [num_experts] for the selection only
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights [n, top_k] float32 and ids [n, top_k] int32 of each token's experts, best first."""
     logits = logits.float()
     scores = logits.softmax(-1) if routing.scoring == "softmax" else sigmoid(logits)
     choice = scores if correction is None else scores + correction
     if routing.num_groups > 1:
-        grouped = choice.view(len(choice), routing.num_groups, -1)  # [n, groups, members]
+        grouped = choice.view(len(choice), routing.num_groups, -1)  # [n, expert groups, members]
         members = 1 if routing.group_score == "max" else 2
         best = grouped.topk(members, dim=-1).values.sum(-1)
         groups = best.topk(routing.top_groups, dim=-1).indices
@@ -80,18 +83,18 @@ def route(
 
 ExpertLinear = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 RunExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, rows of x) -> [m, hidden]
-# x, weights, ids, the number of experts and what one of them does -> [n, hidden]
+# (x, weights, ids, number of experts, what one expert computes) -> [n, hidden]
 RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, RunExpert], torch.Tensor]
 
 
 def gated(
-    first: ExpertLinear,  # gate above up
+    first: ExpertLinear,  # gate rows, then up rows
     second: ExpertLinear,
     activation: str,
     gate_up_bias: torch.Tensor | None,  # [num_experts, 2 * intermediate]
     down_bias: torch.Tensor | None,  # [num_experts, hidden]
 ) -> RunExpert:
-    """What one expert computes: two products, the activation between them."""
+    """The function of one expert: two matmuls with the activation in between."""
     activate = ACTIVATIONS[activation]
 
     def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
@@ -107,13 +110,13 @@ def experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # [num_experts, 2 * intermediate, hidden]: gate above up
+    gate_up: torch.Tensor,  # [num_experts, 2 * intermediate, hidden]: gate rows, then up rows
     down: torch.Tensor,  # [num_experts, hidden, intermediate]
     activation: str,
     gate_up_bias: torch.Tensor | None = None,  # [num_experts, 2 * intermediate]
     down_bias: torch.Tensor | None = None,  # [num_experts, hidden]
 ) -> torch.Tensor:
-    """Each token through its experts, summed by weight: [n, hidden]."""
+    """Each token's weighted sum over its experts: [n, hidden]."""
     run = _plain(gate_up, down, activation, gate_up_bias, down_bias)
     return run_by_expert(x, weights, ids, len(gate_up), run)
 
@@ -128,7 +131,7 @@ def dense_experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `experts`, every expert over every token."""
+    """Like `experts`, but every expert computes every token."""
     run = _plain(gate_up, down, activation, gate_up_bias, down_bias)
     return run_all_experts(x, weights, ids, len(gate_up), run)
 
@@ -152,12 +155,12 @@ def _plain(
 def run_all_experts(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int, run: RunExpert
 ) -> torch.Tensor:
-    """Every expert over every token: slow, but the host need not know the choice."""
+    """Run every expert on every token. Slow, but the host needs no routing result."""
     output = torch.zeros_like(x)
     for expert in range(num_experts):
         is_chosen = ids == expert  # [n, top_k]
         scaled = run(expert, x) * (weights * is_chosen).sum(-1, keepdim=True)
-        # What an expert gives for a token that did not choose it need not even be finite.
+        # An expert's output for a token that did not select it may not even be finite.
         output += torch.where(is_chosen.any(-1, keepdim=True), scaled, 0.0).to(output.dtype)
     return output
 
@@ -169,9 +172,9 @@ def run_by_expert(
     num_experts: int,
     run: RunExpert,
 ) -> torch.Tensor:
-    """`run` once for each expert that has tokens, on all of them.
+    """Call `run` once per expert with tokens, on all of its tokens.
 
-    A token's experts are added in the order of their ids, whatever other tokens there are.
+    A token's experts are added in the order of their ids, independent of other tokens.
     """
     output = torch.zeros_like(x)
     flat = ids.flatten().long()

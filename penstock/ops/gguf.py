@@ -1,7 +1,7 @@
-"""Products with matrices that stay in the blocks of a GGUF file, in plain torch.
+"""Products with matrices in GGUF quantization blocks, in plain torch.
 
-A backend may keep blocks in a layout of its own, which `prepare_gguf` makes; what it gives is
-passed to the other ops as it is.
+A backend may use its own layout, which `prepare_gguf` creates. Its result is passed to the other
+ops unchanged.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from penstock.ops.blocks import BlockTensor
 from penstock.ops.experts import ACTIVATIONS, run_by_expert
 from penstock.ops.gguf_blocks import dequantize
 
-SLAB = 1 << 24  # numbers that become floats at one time
+SLAB = 1 << 24  # numbers dequantized at a time
 
 
 class BlockMatrix(Protocol):
-    """A matrix in blocks, as a backend keeps it."""
+    """A matrix in quantization blocks, in the layout of a backend."""
 
     @property
     def type_name(self) -> str: ...
     @property
     def shape(self) -> tuple[int, int]: ...
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What lies in memory, by name."""
+        """The tensors in memory, by name."""
 
 
 def prepare_gguf(weight: BlockTensor, device: torch.device) -> BlockTensor:
-    """The matrix as this backend keeps it, on `device`, in about as many bytes."""
+    """The matrix in this backend's layout on `device`, in about the same number of bytes."""
     return weight.to(device)
 
 
 def stack_gguf(parts: Sequence[BlockTensor]) -> BlockTensor:
-    """Prepared matrices of one type, one above the other."""
+    """Concatenate prepared matrices of one type by rows."""
     return parts[0].with_data(torch.cat([part.data for part in parts]))
 
 
@@ -44,9 +44,9 @@ def gguf_linear(
     x: torch.Tensor,  # [n, in]
     weight: BlockTensor,  # [out, in], prepared
     bias: torch.Tensor | None,
-    out: torch.Tensor | None = None,  # [n, out], of rows that need not follow each other
+    out: torch.Tensor | None = None,  # [n, out], rows may have any stride
 ) -> torch.Tensor:
-    """x weight^T + bias; in `out` if given. A slab of the weight is in floats at one time."""
+    """x weight^T + bias, into `out` if given. Dequantizes one slab of the weight at a time."""
     rows, columns = weight.shape
     if out is None:
         out = torch.empty((len(x), rows), dtype=x.dtype, device=x.device)
@@ -59,7 +59,7 @@ def gguf_linear(
 
 
 def gguf_embed(token_ids: torch.Tensor, weight: BlockTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows as floats: token_ids [n] -> [n, in]."""
+    """Dequantize some rows: token_ids [n] -> [n, in]."""
     return dequantize(weight.with_data(weight.data[token_ids])).to(dtype)
 
 
@@ -67,11 +67,11 @@ def gguf_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: Sequence[BlockTensor],  # each expert's gate above its up; or all gates, and all ups
+    gate_up: Sequence[BlockTensor],  # gate above up of each expert; or all gates, and all ups
     down: BlockTensor,  # [experts * hidden, intermediate]
     activation: str,
 ) -> torch.Tensor:
-    """Each token through its experts, whose matrices stand one above the other."""
+    """Each token's weighted sum over its experts, whose matrices are concatenated by rows."""
     num_experts = down.shape[0] // x.shape[1]
 
     def linear(expert: int, rows: torch.Tensor, matrix: BlockTensor) -> torch.Tensor:

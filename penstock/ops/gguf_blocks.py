@@ -1,9 +1,9 @@
-"""What the blocks of a GGUF file stand for, in plain torch operations.
+"""Dequantizes GGUF quantization blocks, in plain torch.
 
-Each format has a function that takes the whole numbers out of blocks, ``[num_blocks, block_bytes]``
-uint8 to ``[num_blocks, block_size]`` uint8, and one that scales them, as float32, in place. A scale
-is multiplied in before an offset is added, as two roundings: the results are those of ggml's
-reference, bit for bit.
+Each format has two functions. One extracts the integers of quantization blocks: ``[num_blocks,
+block_bytes]`` uint8 to ``[num_blocks, block_size]`` uint8. The other scales them in place, as
+float32. The scale is multiplied before the offset is added, with two roundings. The results equal
+ggml's reference bit for bit.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from penstock.ops.blocks import BlockTensor
 from penstock.ops.gguf_fields import bits, bits_in_order, half, nibbles
 from penstock.ops.gguf_grids import GRIDS, grid_numbers, scale_grid
 
-# Elements dequantized at a time: several passes go over them, which should hit the cache, but each
-# pass is a parallel region, and on a busy machine those are dear.
+# Elements dequantized at a time. Several passes go over them, which should hit the cache. But each
+# pass is a parallel region, which is expensive on a busy machine.
 CHUNK_ELEMENTS = 2**20
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -27,16 +27,16 @@ E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class BlockFormat(NamedTuple):
-    """One type of blocks."""
+    """One type of quantization block."""
 
     numbers: Callable[[torch.Tensor], torch.Tensor]
-    scale: Callable[[torch.Tensor, torch.Tensor], None]  # of blocks, and their numbers as float32
+    scale: Callable[[torch.Tensor, torch.Tensor], None]  # (blocks, numbers as float32)
 
 
 def dequantize_blocks(
     type_name: str, block_bytes: int, source: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Whole blocks (uint8, of any shape) as float32 into out, [elements] contiguous."""
+    """Dequantize whole quantization blocks (uint8, any shape) into out: [elements] float32."""
     numbers, scale = FORMATS[type_name]
     blocks = source.reshape(-1, block_bytes)
     rows = out.view(len(blocks), -1)
@@ -48,7 +48,7 @@ def dequantize_blocks(
 
 
 def dequantize(weight: BlockTensor) -> torch.Tensor:
-    """A matrix as float32 [rows, columns], where it lies."""
+    """A matrix as float32 [rows, columns], on its device."""
     out = torch.empty(weight.shape, device=weight.data.device)
     dequantize_blocks(weight.type_name, weight.block_bytes, weight.data, out.view(-1))
     return out
@@ -58,12 +58,12 @@ def dequantize(weight: BlockTensor) -> torch.Tensor:
 
 
 def _four_bits(start: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """16 bytes from `start`: (element i, element i + 16)."""
+    """16 bytes from `start`; byte i holds (element i, element i + 16)."""
     return lambda blocks: nibbles(blocks[:, start:]).flatten(1)
 
 
 def _five_bits(start: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From `start`: 32 fifth bits, then the low four as above."""
+    """From `start`: 32 fifth bits, then the low four bits as in `_four_bits`."""
 
     def numbers(blocks: torch.Tensor) -> torch.Tensor:
         low = nibbles(blocks[:, start + 4 :]).flatten(1)
@@ -75,7 +75,7 @@ def _five_bits(start: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _q8_0_numbers(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:] ^ 128  # int8, more by 128
+    return blocks[:, 2:] ^ 128  # int8 + 128
 
 
 def _q2_k_numbers(blocks: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _iq4_xs_numbers(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _tq1_0_numbers(blocks: torch.Tensor) -> torch.Tensor:
-    # 32 + 16 x five digits in base 3 | 4 x four digits | f16; a byte is a fraction, highest first
+    # 32 + 16 x five base-3 digits | 4 x four digits | f16; a byte is a fraction, top digit first
     def digits(packed: torch.Tensor, count: int) -> torch.Tensor:
         powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8, device=packed.device)
         shifted = packed.unsqueeze(-2) * powers[:count, None]  # modulo 256
@@ -141,10 +141,11 @@ def _q1_0_numbers(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Six-bit scales and minima of the eight groups of Q4_K and Q5_K: [num_blocks, 8] uint8 both.
+    """Six-bit scales and minima of the eight sub-blocks of Q4_K and Q5_K: [num_blocks, 8] uint8.
 
-    Bytes 4 to 15 hold four scales, four minima (six bits each, and in the top two bits the top of
-    the other four), then the low halves of the other four scales and minima.
+    Bytes 4 to 7 hold four scales and bytes 8 to 11 four minima, six bits each. Their top two bits
+    are the top bits of the other four scales and minima. Bytes 12 to 15 hold the low four bits of
+    those.
     """
     scales, minima, rest = blocks[:, 4:16].view(-1, 3, 4).unbind(1)
     scale = torch.cat([scales & 0x3F, (rest & 0x0F) | ((scales >> 2) & 0x30)], dim=1)
@@ -153,13 +154,13 @@ def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def q3_k_scales(blocks: torch.Tensor) -> torch.Tensor:
-    """Six-bit scales, more by 32, of the 16 groups of Q3_K: [num_blocks, 16] uint8."""
+    """Six-bit scales + 32 of the 16 sub-blocks of Q3_K: [num_blocks, 16] uint8."""
     low = nibbles(blocks[:, 96:104]).flatten(1)
     return low | (bits(blocks[:, 104:108], 4, 2).flatten(1) << 4)
 
 
 def iq4_xs_scales(blocks: torch.Tensor) -> torch.Tensor:
-    """Six-bit scales, more by 32, of the 8 groups of IQ4_XS: [num_blocks, 8] uint8."""
+    """Six-bit scales + 32 of the 8 sub-blocks of IQ4_XS: [num_blocks, 8] uint8."""
     low = nibbles(blocks[:, 4:8]).transpose(1, 2).flatten(1)
     high = bits(blocks[:, 2:4], 4, 2).transpose(1, 2).flatten(1)
     return low | (high << 4)
@@ -218,7 +219,7 @@ def _scale_iq4_xs(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _scale_mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    # a power of two, biased by 128 because the numbers are doubled
+    # a power of two with bias 128, because the numbers are doubled
     _look_up(E2M1_DOUBLED, out)
     exponent = blocks[:, :1].int()
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
@@ -226,9 +227,9 @@ def _scale_mxfp4(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def nvfp4_scales(blocks: torch.Tensor) -> torch.Tensor:
-    """Of the four groups of NVFP4: floats of 4 and 3 bits without a sign, [num_blocks, 4] float32.
+    """Scales of the four sub-blocks of NVFP4: unsigned e4m3, [num_blocks, 4] float32.
 
-    Halved, because the numbers are doubled; what would be no number is zero.
+    They are halved, because the numbers are doubled. The NaN encoding gives zero.
     """
     packed = blocks[:, :4].int()
     exponent, mantissa = (packed >> 3) & 15, (packed & 7).float()

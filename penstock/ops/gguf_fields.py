@@ -1,4 +1,4 @@
-"""Fields of the blocks of a GGUF file, whatever they mean: [num_blocks, block_bytes] uint8."""
+"""Extracts bit fields from GGUF quantization blocks: [num_blocks, block_bytes] uint8."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 
 def half(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 at byte `start` of every block: [num_blocks, 1]."""
+    """The float16 at byte `start` of every quantization block: [num_blocks, 1]."""
     return view_as(blocks[:, start : start + 2], torch.float16)
 
 
 def view_as(fields: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes [..., n] as numbers of another type, little end first: a copy, aligned to them."""
+    """Bytes [..., n] as little-endian numbers of another type: an aligned copy."""
     return fields.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Low halves of packed [..., n], then high halves: [..., 2, n]."""
+    """The low nibbles of packed [..., n], then the high nibbles: [..., 2, n]."""
     packed = packed.contiguous()  # one strided pass instead of two
     return torch.stack([packed & 0x0F, packed >> 4], dim=-2)
 
@@ -28,5 +28,5 @@ def bits(packed: torch.Tensor, count: int, width: int) -> torch.Tensor:
 
 
 def bits_in_order(packed: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """As `bits`, but a number's fields follow each other: [..., n] -> [..., n * count]."""
+    """Like `bits`, with the fields of a number consecutive: [..., n] -> [..., n * count]."""
     return bits(packed, count, width).transpose(-1, -2).flatten(-2)

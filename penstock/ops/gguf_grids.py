@@ -1,9 +1,10 @@
-"""What the blocks of types IQ1, IQ2 and IQ3 of a GGUF file stand for, in plain torch operations.
+"""Dequantizes the GGUF types IQ1, IQ2 and IQ3, in plain torch.
 
-Eight neighbouring columns, an *octet*, are a place in a table of the format (or four and four are,
-with IQ3), and a sign each; with IQ1, a shift of all of them instead. A block of 256 columns has a
-float16 and, for every group of columns, a number s: a group's scale is (2 s + 1) times the float16
-times a factor of the type. The tables are taken from the gguf package when a file needs them.
+Eight neighbouring columns are an *octet*. An octet is an index into the format's table (in IQ3, two
+indexes for four columns each), with a sign per column. In IQ1, a shift of the whole octet replaces
+the signs. A quantization block of 256 columns has a float16, and an integer s for each sub-block.
+The scale of a sub-block is (2 s + 1) times the float16 times a factor of the type. The tables come
+from the gguf package, when a file needs them.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ _EACH_128 = int.from_bytes(b"\x80" * 8, "little", signed=True)
 
 
 class Codes(NamedTuple):
-    """What some blocks hold."""
+    """The fields of some quantization blocks."""
 
-    places: torch.Tensor  # [num_blocks, 32 or 64]: one or two an octet
-    signs: torch.Tensor  # [num_blocks, 32]: one bit a column, set where it is negative
+    places: torch.Tensor  # [num_blocks, 32 or 64]: one or two per octet
+    signs: torch.Tensor  # [num_blocks, 32]: one bit per column, 1 is negative
     scale: torch.Tensor  # [num_blocks, 1] float16
-    steps: torch.Tensor  # [num_blocks, groups]: s
+    steps: torch.Tensor  # [num_blocks, sub-blocks]: s
 
 
 class GridFormat(NamedTuple):
-    """One type of blocks."""
+    """One type of quantization block."""
 
     codes: Callable[[torch.Tensor], Codes]
     factor: float
-    group: int  # columns
-    each: int = 8  # columns of a place in the table
-    shifts: bool = False  # signs are of a shift by 1 / 8; all of an octet are the same
+    group: int  # columns of a sub-block
+    each: int = 8  # columns per table entry
+    shifts: bool = False  # signs apply to a shift by 1 / 8; all of an octet are equal
 
 
 @functools.cache
 def table(type_name: str) -> torch.Tensor:
-    """What places stand for: [places, 8 or 4] uint8.
+    """The format's table: [entries, 8 or 4] uint8.
 
-    With IQ1, whose numbers are -1, 0 and 1: eight times as much, shifted up, and more by 128.
-    Raises ModelError where the gguf package is missing.
+    For IQ1, whose numbers are -1, 0 and 1, it holds 8 * number + 129. Raises ModelError if the gguf
+    package is missing.
     """
     try:
-        from gguf import quants  # only here: other types do not need it
+        from gguf import quants  # imported here: other types do not need it
 
         source = getattr(quants, type_name)
     except (ImportError, AttributeError) as error:
@@ -65,20 +66,20 @@ def table(type_name: str) -> torch.Tensor:
 
 @functools.cache
 def _sign_bytes() -> torch.Tensor:
-    """A byte for each bit of a byte, as one number: [256] int64."""
+    """For each byte, its bits as eight bytes of one number: [256] int64."""
     every = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
     return bits_in_order(every, 8, 1).view(torch.int64).flatten()
 
 
 def grid_numbers(type_name: str, blocks: torch.Tensor) -> torch.Tensor:
-    """What is scaled, more by 128: [num_blocks, 256] uint8. With IQ1, eight times as much."""
+    """The unscaled numbers + 128: [num_blocks, 256] uint8. For IQ1, eight times the number."""
     own = GRIDS[type_name]
     codes = own.codes(blocks)
-    # Eight numbers at once, a byte each; no byte's carry goes into the next.
+    # Eight numbers at once, one per byte. No byte carries into the next.
     dtype = torch.int64 if own.each == 8 else torch.int32
     places, signs = codes.places.flatten().int(), codes.signs.flatten().int()
     found = table(type_name).to(blocks.device).view(dtype).flatten()[places].view(torch.int64)
-    negative = _sign_bytes().to(blocks.device)[signs]  # 1 in the bytes that are negative
+    negative = _sign_bytes().to(blocks.device)[signs]  # 1 in negative bytes
     if own.shifts:
         numbers = found - 2 * negative
     else:
@@ -95,7 +96,7 @@ def scale_grid(type_name: str, blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _eight_signs(seven: torch.Tensor) -> torch.Tensor:
-    """The eighth, on top, makes an even number of them negative."""
+    """Add the eighth sign on top. It makes the number of negative signs even."""
     parity = seven ^ (seven >> 4)
     parity = parity ^ (parity >> 2)
     parity = (parity ^ (parity >> 1)) & 1
@@ -103,7 +104,7 @@ def _eight_signs(seven: torch.Tensor) -> torch.Tensor:
 
 
 def _steps(packed: torch.Tensor) -> torch.Tensor:
-    """Two of 4 bits in each byte."""
+    """Two 4-bit values from each byte."""
     return bits_in_order(packed, 2, 4)
 
 

@@ -1,8 +1,7 @@
-"""Blocks of one type as blocks of another that stand for the very same numbers.
+"""Converts quantization blocks of one GGUF type to another type, without rounding.
 
-Not every type has kernels everywhere. Where its numbers are whole ones times a float16, and small
-enough, blocks of a type that has kernels can hold them without any rounding, and in far less memory
-than floats.
+Not every type has kernels on every device. If the numbers of a type are small integers times a
+float16, a type with kernels can hold them exactly, in far less memory than floats.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from penstock.ops.blocks import BlockTensor
 from penstock.ops.gguf_blocks import CHUNK_ELEMENTS, E2M1_DOUBLED, FORMATS, IQ4_VALUES
 from penstock.ops.gguf_fields import half
 
-# Blocks of 32 numbers with a float16 scale.
+# Quantization blocks of 32 numbers with a float16 scale.
 TARGET_BYTES = {"Q4_0": 18, "Q5_0": 22, "Q8_0": 34}
 TARGET_SIZE = 32
-_E8M0_BIAS = 128  # of doubled numbers
-_HALF_EXPONENTS = (-24, 15)  # of the powers of two that a float16 can be
+_E8M0_BIAS = 128  # the numbers are doubled
+_HALF_EXPONENTS = (-24, 15)  # exponents of the powers of two in float16
 
 
 class Recoding(NamedTuple):
     target: str
     scales: Callable[[torch.Tensor], torch.Tensor | None]  # [num_blocks, 1] float16
-    values: tuple[int, ...] | None  # what a number stands for; None: 1 more than it is
+    values: tuple[int, ...] | None  # value of each number; None: the number minus 1
 
 
 def recode(weight: BlockTensor, types: Collection[str]) -> BlockTensor | None:
-    """The same matrix in blocks of one of `types`; None if there is no way without rounding."""
+    """The same matrix in quantization blocks of one of `types`; None if that needs rounding."""
     found = RECODINGS.get(weight.type_name)
     if found is None or found.target not in types:
         return None
@@ -50,7 +49,7 @@ def recode(weight: BlockTensor, types: Collection[str]) -> BlockTensor | None:
 
 
 def _signed(type_name: str, found: Recoding, blocks: torch.Tensor) -> torch.Tensor:
-    """What blocks stand for before they are scaled: [num_blocks, block_size] int8."""
+    """The unscaled values of quantization blocks: [num_blocks, block_size] int8."""
     numbers = FORMATS[type_name].numbers(blocks)
     if found.values is None:
         return numbers.to(torch.int8) - 1
@@ -59,7 +58,7 @@ def _signed(type_name: str, found: Recoding, blocks: torch.Tensor) -> torch.Tens
 
 
 def _pack(target: str, scales: torch.Tensor, signed: torch.Tensor) -> torch.Tensor:
-    """Scales [n, 1] float16 and numbers [n, 32] int8 -> blocks [n, bytes]."""
+    """Scales [n, 1] float16 and numbers [n, 32] int8 -> quantization blocks [n, bytes]."""
     parts = [scales.contiguous().view(torch.uint8)]
     if target == "Q8_0":
         return torch.cat([*parts, signed.view(torch.uint8)], dim=1)
@@ -79,7 +78,7 @@ def _half_at(start: int) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def _powers_of_two(blocks: torch.Tensor) -> torch.Tensor | None:
-    """MXFP4's scales, if a float16 can be all of them."""
+    """MXFP4's scales as float16, or None if one does not fit."""
     exponents = blocks[:, :1].int() - _E8M0_BIAS
     low, high = _HALF_EXPONENTS
     if bool(((exponents < low) | (exponents > high)).any()):

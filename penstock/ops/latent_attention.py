@@ -1,14 +1,14 @@
-"""Latent attention (MLA): all heads' keys and values are products of one short vector a token.
+"""Latent attention (MLA): keys and values of all heads derive from one short vector per token.
 
 A layer's cache is ``[num_blocks, block_size, entry]``. A token's entry is its latent vector
-[rank], then the key's rotated part [rope_dim], which all heads share; in an int8 cache the four
-bytes of a scale follow. `up` [heads, nope_dim + value_dim, rank] turns a latent vector into each
-head's key without positions and its value. There are two ways to the same result:
+[rank], then the rotated part of its key [rope_dim], which all heads share. In an int8 cache, the
+four bytes of a scale follow. `up` [heads, nope_dim + value_dim, rank] maps a latent vector to each
+head's key without positions and to its value. There are two ways to compute the same result:
 
-- *expanded*: keys and values of all cached tokens are made, then attended to as usual;
-- *absorbed*: queries go through the keys' part of `up` instead, and attend to the latent vectors
-  themselves; what comes out goes through the values' part. Nothing is made of a cached token, but
-  products are longer: this is for queries of few tokens.
+- *expanded*: compute the keys and values of all cached tokens, then use ordinary attention;
+- *absorbed*: multiply queries by the keys' part of `up`, attend to the latent vectors themselves,
+  and multiply the result by the values' part. Cached tokens need no computation, but the dot
+  products are longer. This suits queries of few tokens.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ def write_latent(entries: torch.Tensor, cache: torch.Tensor, slot_mapping: torch
 
 
 def latent_attention(
-    nope: torch.Tensor,  # [num_tokens, heads, nope_dim]: the part of queries without positions
+    nope: torch.Tensor,  # [num_tokens, heads, nope_dim]: the part without positions
     rope: torch.Tensor,  # [num_tokens, heads, rope_dim]: the rotated part
     cache: torch.Tensor,  # [num_blocks, block_size, entry]
     metadata: AttentionMetadata,
     up: torch.Tensor,  # [heads, nope_dim + value_dim, rank]
     scale: float,
-    entries: torch.Tensor | None = None,  # [num_tokens, rank + rope_dim]: the step's own
+    entries: torch.Tensor | None = None,  # [num_tokens, rank + rope_dim]: of this step
 ) -> torch.Tensor:
     """Causal attention of each token to its request's cache: [num_tokens, heads, value_dim].
 
-    The step's entries are in the cache already; implementations that can use them where they lie
-    side by side may do so. Decodes are computed together, longer queries one request at a time.
+    The step's entries are already in the cache. Implementations may read them from `entries`
+    instead, where they are contiguous. Decodes are computed together, longer queries one request at
+    a time.
     """
     num_tokens, num_heads, nope_dim = nope.shape
     output = nope.new_empty(num_tokens, num_heads, up.shape[1] - nope_dim)
@@ -56,13 +57,13 @@ def latent_attention(
 
 
 def is_worth_expanding(query_len: int, up: torch.Tensor) -> bool:
-    """Whether making keys and values costs less than the longer products without them."""
-    _, both, rank = up.shape  # for one cached token and head: rank * both, once for all queries
+    """Whether the expanded form costs less than the longer products of the absorbed form."""
+    _, both, rank = up.shape  # expanding a cached token's head: rank * both, once for all queries
     return query_len * (2 * rank - both) > rank * both
 
 
 def absorb_keys(nope: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Queries [n, heads, nope_dim] as they meet latent vectors: [n, heads, rank]."""
+    """Map queries [n, heads, nope_dim] to the latent space: [n, heads, rank]."""
     n, heads, nope_dim = nope.shape
     absorbed = nope.new_empty(n, heads, up.shape[2])
     torch.bmm(nope.transpose(0, 1), up[:, :nope_dim], out=absorbed.transpose(0, 1))
@@ -70,7 +71,7 @@ def absorb_keys(nope: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def expand_values(latent: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> None:
-    """Sums of latent vectors [n, heads, rank] as values, in `out` [n, heads, value_dim]."""
+    """Map weighted latent vectors [n, heads, rank] to values: `out` [n, heads, value_dim]."""
     values = up[:, up.shape[1] - out.shape[2] :]  # [heads, value_dim, rank]
     torch.bmm(latent.transpose(0, 1), values.transpose(1, 2), out=out.transpose(0, 1))
 
@@ -84,7 +85,7 @@ def _gather(cache: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def _decode(
-    nope: torch.Tensor,  # one token a request
+    nope: torch.Tensor,  # one token per request
     rope: torch.Tensor,
     cache: torch.Tensor,
     metadata: AttentionMetadata,
@@ -96,12 +97,12 @@ def _decode(
     num_blocks = -(-int(seq_lens.max()) // cache.shape[1])
     cached = _gather(cache, metadata.block_table[:n, :num_blocks])
     mask = torch.arange(cached.shape[1], device=nope.device) < seq_lens[:, None]
-    # What lies behind a request's last token is another's leftover. Weight zero is not enough to
-    # keep it out: zero times infinity is no number.
+    # Slots behind a request's last token hold stale data of other requests. A weight of zero does
+    # not exclude them: zero times infinity is NaN.
     cached = cached.masked_fill_(~mask[:, :, None], 0.0).to(nope.dtype)
     query = torch.cat([absorb_keys(nope, up), rope], dim=-1)
-    # One key for all heads, which stand where a longer query's rows would. Values are as long as
-    # keys, because torch has a fast way for that alone; what is too much is left out afterwards.
+    # All heads share one key, so heads take the place of query rows. Values are as wide as keys,
+    # because torch has a fast path only for that; the excess is dropped afterwards.
     summed = F.scaled_dot_product_attention(
         query[:, None],
         cached[:, None],
@@ -115,7 +116,7 @@ def _decode(
 
 
 def _absorbed(
-    nope: torch.Tensor,  # [q, heads, nope_dim], the last q tokens
+    nope: torch.Tensor,  # [q, heads, nope_dim], of the last q tokens
     rope: torch.Tensor,
     cached: torch.Tensor,  # [k, rank + rope_dim]
     up: torch.Tensor,
@@ -131,7 +132,7 @@ def _absorbed(
 
 
 def _expanded(
-    nope: torch.Tensor,  # [q, heads, nope_dim], the last q tokens
+    nope: torch.Tensor,  # [q, heads, nope_dim], of the last q tokens
     rope: torch.Tensor,
     cached: torch.Tensor,  # [k, rank + rope_dim]
     up: torch.Tensor,
@@ -156,7 +157,7 @@ def _expanded(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """[heads, tokens, dim] each; the queries are of the last tokens."""
+    """All are [heads, tokens, dim]. The queries belong to the last tokens."""
     tokens = torch.arange(key.shape[1], device=query.device)
     seen = tokens <= tokens[key.shape[1] - query.shape[1] :, None]  # [q, k]
     output = F.scaled_dot_product_attention(

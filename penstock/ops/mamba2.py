@@ -1,7 +1,7 @@
-"""Mamba-2's state space: one token at a time, or a chunk at a time as a matmul. In plain torch.
+"""Mamba-2's state space model in plain torch: token by token, or chunk by chunk as a matmul.
 
-A head's state S [head_dim, state_size] goes to exp(dt * a) * S + dt * x b^T with every token, and
-its output is S c + d * x. All of it is float32: a state lives for as long as its request.
+Each token updates a head's state S [head_dim, state_size] to exp(dt * a) * S + dt * x b^T. The
+output is S c + d * x. Everything is float32, because a state lives as long as its request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.ops.recurrent import StateChunks, StateStep, fresh_or
 
 @dataclass(frozen=True)
 class SpaceWeights:
-    """What a layer's heads are made of, all float32."""
+    """The weights of a layer's heads, all float32."""
 
     a: torch.Tensor  # [heads], negative
     d: torch.Tensor  # [heads]
@@ -24,7 +24,7 @@ class SpaceWeights:
     dt_limit: tuple[float, float]
 
     def time_steps(self, dt: torch.Tensor) -> torch.Tensor:
-        """[n, heads] as projected -> how far time goes on with each token."""
+        """The time step of each token, from the projected dt [n, heads]."""
         return F.softplus(dt.float() + self.dt_bias).clamp(*self.dt_limit)
 
 
@@ -37,7 +37,7 @@ def mamba2_scan(
     states: torch.Tensor,  # [num_blocks, heads, head_dim, state_size] float32
     step: StateStep,
 ) -> torch.Tensor:
-    """Each token's output [num_tokens, heads, head_dim], float32; the states go on by the step."""
+    """Each token's output [num_tokens, heads, head_dim], float32. Updates the states."""
     output = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     n = step.num_decodes
     if n:
@@ -79,17 +79,17 @@ def mamba2_chunks(
     states: torch.Tensor,
     chunks: StateChunks,
 ) -> torch.Tensor:
-    """`mamba2_scan` of a step's longer queries, whose rows these are.
+    """`mamba2_scan` for the rows of a step's longer queries.
 
-    In the letters of the products: m chunks, t and s tokens of one, g groups of h heads each,
-    p head_dim, n state_size.
+    Letters in shapes: m chunks, t and s tokens of a chunk, g head groups of h heads each, p
+    head_dim, n state_size.
     """
     num, groups = len(x), b.shape[1]
     x32 = chunks.take(x.float().reshape(num, groups, -1, x.shape[-1]))  # [m, t, g, h, p]
     b, c = chunks.take(b.float()), chunks.take(c.float())  # [m, t, g, n]
     dt = weights.time_steps(dt)
-    # Sums in float64: their differences are what counts, and those can be much smaller.
-    rate = chunks.take((dt * weights.a).double().view(num, groups, -1))  # no time in padding
+    # Cumulative sums in float64: only their differences matter, and those can be much smaller.
+    rate = chunks.take((dt * weights.a).double().view(num, groups, -1))  # no time passes in padding
     passed = rate.cumsum(dim=1).permute(0, 2, 3, 1)  # [m, g, h, t]
     between = (passed[..., :, None] - passed[..., None, :]).float()  # [m, g, h, t, s]
     future = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=x.device).triu(1)
@@ -102,7 +102,7 @@ def mamba2_chunks(
     to_end = (passed[..., -1:] - passed).exp().float().permute(0, 3, 1, 2)[..., None]
     whole = passed[..., -1].exp().float()[..., None, None]  # [m, g, h, 1, 1]
 
-    # Matrices of a group: all its heads at once.
+    # One matrix per head group, for all of its heads.
     readers = c.permute(0, 2, 3, 1)  # [m, g, n, t]
     written = b.transpose(1, 2)  # [m, g, t, n]
     writers = (moved * to_end).permute(0, 2, 3, 4, 1).flatten(2, 3)  # [m, g, h * p, t]

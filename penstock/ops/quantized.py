@@ -1,25 +1,28 @@
-"""Products with quantized weights in plain torch, and the one layout in memory of each kind.
+"""Products with quantized weights in plain torch, and the memory layout of each kind.
 
-Weights stay as they are: a tile of output rows at a time becomes floats, never a whole matrix.
+Weights stay quantized: a tile of output rows is dequantized at a time, never a whole matrix.
 
-- fp8: e4m3 numbers [out, in]; a scale for each row [out], for all of it (scalar), or for each
-  block of 128 columns and 128 rows [ceil(out / 128), ceil(in / 128)] or one row
-  [out, ceil(in / 128)] (where fused parts do not end between blocks).
-- int8: numbers [out, in]; a scale for each row [out], or for all of it.
-- w4: unsigned numbers of 4 or 8 bits, [out, in * bits / 8] uint8, of two in a byte the first in
-  the low nibble: also the bytes of little-endian int32 words with the first in the low bits. A
-  weight is (number - zero) * scale; scales [out, in / group_size] in any floats, zeros the
-  same shape uint8, or None: half of the range. With `perm`, column i goes with x[:, perm[i]];
-  perm may name a column more than once, and then it has as many entries as the matrix has columns.
-- fp4: e2m1 numbers, two in a byte like w4's; scales [out, in / group_size], either e8m0 bytes
-  (uint8, groups of 32) or e4m3 (groups of 16); `global_scale` [out] float32 multiplies a row.
-- table: numbers of 4 bits, two in a byte like w4's, that are places in a table of 16 floats;
-  scales [out, groups] of as many columns each as there are.
+- fp8: e4m3 numbers [out, in]. Scales: one per row [out], one for the matrix (scalar), or one per
+  quantization block of 128 columns. Such a block spans 128 rows
+  [ceil(out / 128), ceil(in / 128)], or one row [out, ceil(in / 128)] where fused parts do not end
+  on block borders.
+- int8: numbers [out, in]; one scale per row [out], or one for the matrix.
+- w4: unsigned numbers of 4 or 8 bits, [out, in * bits / 8] uint8. Of two numbers in a byte, the
+  first is in the low nibble. This equals the bytes of little-endian int32 words with the first
+  number in the low bits. A weight is (number - zero) * scale. Scales are [out, in / group_size] in
+  any float type; zeros have the same shape in uint8, or are None for half of the range. With
+  `perm`, column i multiplies x[:, perm[i]]. perm may name a column more than once; then it has as
+  many entries as the matrix has columns.
+- fp4: e2m1 numbers, two per byte as in w4. Scales [out, in / group_size] are e8m0 bytes (uint8,
+  quantization groups of 32) or e4m3 (quantization groups of 16). `global_scale` [out] float32
+  multiplies a row.
+- table: 4-bit indexes into a table of 16 floats, two per byte as in w4. Scales [out, groups]; all
+  quantization groups have the same number of columns.
 
-A backend that multiplies faster with another layout has `prepare_w4(packed, scales, zeros,
-group_size, bits)`, which gives the first three as its own `w4_linear` wants them; a layer calls it
-once, when all of its weights are there. `prepare_fp8(weight, weight_scale)` and
-`prepare_fp4(packed, scales, global_scale, group_size)` likewise, and `prepare_table(packed)`.
+A backend with its own layout defines `prepare_w4(packed, scales, zeros, group_size, bits)`. It
+returns the first three as that backend's `w4_linear` takes them. A layer calls it once, when all of
+its weights are loaded. The same holds for `prepare_fp8(weight, weight_scale)`,
+`prepare_fp4(packed, scales, global_scale, group_size)` and `prepare_table(packed)`.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ import torch.nn.functional as F
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-BLOCK = 128  # rows and columns that share a scale in blockwise fp8
-TILE_NUMBERS = 1 << 21  # weights that are floats at one time
+BLOCK = 128  # rows and columns of a quantization block in fp8
+TILE_NUMBERS = 1 << 21  # weights dequantized at a time
 
-# e2m1: sign, two bits of exponent, one of mantissa.
+# e2m1: a sign bit, two exponent bits, one mantissa bit.
 _FP4_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_VALUES = (*_FP4_POSITIVE, *(-value for value in _FP4_POSITIVE))
 
@@ -42,11 +45,11 @@ FP4_VALUES = (*_FP4_POSITIVE, *(-value for value in _FP4_POSITIVE))
 def fp8_linear(
     x: torch.Tensor,  # [n, in]
     weight: torch.Tensor,  # [out, in] float8_e4m3fn
-    weight_scale: torch.Tensor,  # float32: scalar, [out], or by block
+    weight_scale: torch.Tensor,  # float32: scalar, [out], or by quantization block
     input_scale: torch.Tensor | None,  # scalar; None: dynamic, by token or by token and 128 columns
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x W^T + bias with both sides in fp8 and sums in float32: [n, out]."""
+    """x W^T + bias with both operands in fp8 and float32 sums: [n, out]."""
     group = BLOCK if weight_scale.ndim == 2 else None
     rounded = _round_fp8(x, input_scale, group)
 
@@ -60,10 +63,10 @@ def int8_linear(
     x: torch.Tensor,  # [n, in]
     weight: torch.Tensor,  # [out, in] int8
     weight_scale: torch.Tensor,  # float32: [out], or scalar
-    input_scale: torch.Tensor | None,  # scalar; None: dynamic, by token
+    input_scale: torch.Tensor | None,  # scalar; None: dynamic, per token
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x W^T + bias with both sides in int8: [n, out]."""
+    """x W^T + bias with both operands in int8: [n, out]."""
     x32 = x.float()
     if input_scale is None:
         input_scale = (x32.abs().amax(-1, keepdim=True) / 127.0).clamp_min(1e-12)
@@ -77,7 +80,7 @@ def int8_linear(
 
 
 def w4_linear(
-    x: torch.Tensor,  # [n, in], or what `perm` takes its columns from
+    x: torch.Tensor,  # [n, in], or the source of `perm`
     packed: torch.Tensor,  # [out, in * bits / 8] uint8
     scales: torch.Tensor,  # [out, in / group_size]
     zeros: torch.Tensor | None,  # [out, in / group_size] uint8
@@ -86,7 +89,7 @@ def w4_linear(
     bits: int = 4,
     perm: torch.Tensor | None = None,  # [in] int64
 ) -> torch.Tensor:
-    """x W^T + bias, weights of 4 or 8 bits and activations as they are: [n, out]."""
+    """x W^T + bias with 4-bit or 8-bit weights and unquantized activations: [n, out]."""
     x32 = (x if perm is None else x[:, perm]).float()
 
     def rows(start: int, end: int) -> torch.Tensor:
@@ -105,7 +108,7 @@ def w8_linear(
     bias: torch.Tensor | None,
     perm: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`w4_linear` of 8 bits, which has kernels of its own."""
+    """`w4_linear` for 8 bits, which has its own kernels."""
     return w4_linear(x, packed, scales, zeros, group_size, bias, 8, perm)
 
 
@@ -117,7 +120,7 @@ def fp4_linear(
     group_size: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x W^T + bias, weights of 4 floating-point bits and activations as they are: [n, out]."""
+    """x W^T + bias with e2m1 weights and unquantized activations: [n, out]."""
 
     def rows(start: int, end: int) -> torch.Tensor:
         own = None if global_scale is None else global_scale[start:end]
@@ -133,7 +136,7 @@ def table_linear(
     values: torch.Tensor,  # [16] float32
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x W^T + bias, weights from a table and activations as they are: [n, out]."""
+    """x W^T + bias with weights from a table and unquantized activations: [n, out]."""
 
     def rows(start: int, end: int) -> torch.Tensor:
         return dequantize_table(packed[start:end], scales[start:end], values)
@@ -141,7 +144,7 @@ def table_linear(
     return _linear_by_tile(x.float(), rows, len(packed), bias, x.dtype)
 
 
-# -- from numbers to floats
+# -- dequantization
 
 
 def dequantize_fp8(
@@ -205,7 +208,7 @@ def dequantize_table(
 
 
 def e8m0_to_float(scales: torch.Tensor) -> torch.Tensor:
-    """Bytes that are exponents of two, biased by 127, as float32."""
+    """Exponents of two with bias 127, as float32."""
     ones = torch.ones(scales.shape, device=scales.device)
     return torch.ldexp(ones, scales.int() - 127)
 
@@ -220,7 +223,7 @@ def pack_nibbles(numbers: torch.Tensor) -> torch.Tensor:
     return numbers[..., ::2] | (numbers[..., 1::2] << 4)
 
 
-# -- from floats to numbers
+# -- quantization
 
 
 def quantize_fp8_by_row(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,7 +266,10 @@ def _to_fp8(floats: torch.Tensor) -> torch.Tensor:
 def _round_fp8(
     x: torch.Tensor, scale: torch.Tensor | None, group: int | None = None
 ) -> torch.Tensor:
-    """x [n, in] as float32 after a way through fp8; dynamic scales by token, or by its groups."""
+    """x [n, in] rounded to fp8 and back to float32.
+
+    Without a scale, each token or each quantization group of it gets a dynamic one.
+    """
     x32 = x.float()
     if scale is not None:
         return _to_fp8(x32 / scale).float() * scale

@@ -1,6 +1,6 @@
-"""Mixtures of experts with quantized weights in plain torch.
+"""Mixture of experts with quantized weights, in plain torch.
 
-The layouts are those of `quantized.py`, with all experts' matrices in one tensor.
+The layouts are those of `quantized.py`, with the matrices of all experts in one tensor.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def fp8_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] float8_e4m3fn: gate above up
-    gate_up_scale: torch.Tensor,  # [experts, as fp8_linear's: by row or by block]
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] float8_e4m3fn: gate, then up
+    gate_up_scale: torch.Tensor,  # [experts, *]: as for fp8_linear, by row or by quantization block
     down: torch.Tensor,  # [experts, hidden, intermediate] float8_e4m3fn
     down_scale: torch.Tensor,
     gate_up_input_scale: torch.Tensor | None,  # scalar; None: dynamic
@@ -25,7 +25,7 @@ def fp8_experts(
     gate_up_bias: torch.Tensor | None = None,  # [experts, 2 * intermediate]
     down_bias: torch.Tensor | None = None,  # [experts, hidden]
 ) -> torch.Tensor:
-    """Each token through its experts, summed by weight: [n, hidden]."""
+    """Each token's weighted sum over its experts: [n, hidden]."""
 
     def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return fp8_linear(rows, gate_up[expert], gate_up_scale[expert], gate_up_input_scale, bias)
@@ -41,20 +41,20 @@ def w4_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden * bits / 8] uint8: gate above up
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden * bits / 8] uint8: gate, then up
     gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
     gate_up_zeros: torch.Tensor | None,
     down: torch.Tensor,  # [experts, hidden, intermediate * bits / 8] uint8
     down_scales: torch.Tensor,
     down_zeros: torch.Tensor | None,
-    group_size: int,  # as long as a row, where a row has one scale
+    group_size: int,  # the row length, if a row has one scale
     activation: str,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     bits: int = 4,
     run_experts: RunExperts = run_by_expert,
 ) -> torch.Tensor:
-    """Each token through its experts, summed by weight: [n, hidden]."""
+    """Each token's weighted sum over its experts: [n, hidden]."""
 
     def linear(
         rows: torch.Tensor,
@@ -82,7 +82,7 @@ def w8_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
-    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] uint8: gate above up
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] uint8: gate rows, then up rows
     gate_up_scales: torch.Tensor,
     gate_up_zeros: torch.Tensor | None,
     down: torch.Tensor,  # [experts, hidden, intermediate] uint8
@@ -93,7 +93,7 @@ def w8_experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`w4_experts` of 8 bits."""
+    """`w4_experts` for 8 bits."""
     return w4_experts(
         x, weights, ids, gate_up, gate_up_scales, gate_up_zeros, down, down_scales, down_zeros,
         group_size, activation, gate_up_bias, down_bias, 8,
@@ -104,7 +104,7 @@ def fp4_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden / 2] uint8: gate above up
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden / 2] uint8: gate rows, then up rows
     gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
     gate_up_global: torch.Tensor | None,  # [experts, 2 * intermediate]
     down: torch.Tensor,  # [experts, hidden, intermediate / 2] uint8
@@ -115,7 +115,7 @@ def fp4_experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each token through its experts, summed by weight: [n, hidden]."""
+    """Each token's weighted sum over its experts: [n, hidden]."""
 
     def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         own = None if gate_up_global is None else gate_up_global[expert]
@@ -133,16 +133,16 @@ def table_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden / 2] uint8: gate above up
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden / 2] uint8: gate rows, then up rows
     gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, groups]
     down: torch.Tensor,  # [experts, hidden, intermediate / 2] uint8
     down_scales: torch.Tensor,
-    values: torch.Tensor,  # [16] float32, of all of them
+    values: torch.Tensor,  # [16] float32, shared by all experts
     activation: str,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Each token through its experts, summed by weight: [n, hidden]."""
+    """Each token's weighted sum over its experts: [n, hidden]."""
 
     def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return table_linear(rows, gate_up[expert], gate_up_scales[expert], values, bias)

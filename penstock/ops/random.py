@@ -31,7 +31,7 @@ KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 TOKENS_PER_CALL = 4
 MAX_GUMBEL = 16.64
-"""No noise exceeds this: u <= 1 - 2**-24 gives 16.6356, the rest is room for rounding."""
+"""An upper bound of the noise: u <= 1 - 2**-24 gives 16.6356; the rest is room for rounding."""
 
 
 class Purpose(enum.IntEnum):
@@ -41,7 +41,7 @@ class Purpose(enum.IntEnum):
 
 
 def signed_seed(seed: int) -> int:
-    """The int64 whose bits are those of an unsigned 64-bit seed."""
+    """The int64 with the same bits as an unsigned 64-bit seed."""
     assert 0 <= seed < 2**64, f"a seed has 64 bits and no sign, got {seed}"
     return seed - 2**64 if seed >= 2**63 else seed
 
@@ -54,9 +54,9 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     ones = [1] * (counter.dim() - 1)
     multipliers = _pair(MULTIPLIERS, counter.device).view(2, *ones)
     increments = _pair(KEY_INCREMENTS, counter.device).view(2, *ones)
-    # The two multiplications of a round run as one operation: words 0 and 2 are multiplied,
-    # words 1 and 3 only mixed in. Products wrap at 64 bits, which leaves their low 64 bits right;
-    # `mixed` and `key` keep high bits beyond the word, which the next mask removes.
+    # One operation does both multiplications of a round: words 0 and 2 are multiplied, words 1 and
+    # 3 only mixed in. Products wrap at 64 bits, so their low 64 bits are right. `mixed` and `key`
+    # keep bits above the word; the next mask removes them.
     multiplied, mixed = counter[0::2], counter[1::2]  # [2, *shape]
     for _ in range(NUM_ROUNDS):
         product = (multiplied * multipliers).flip(0)
@@ -67,7 +67,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
 
 
 def _pair(values: tuple[int, int], device: torch.device) -> Tensor:
-    """Two constants, filled in on the device: a copy from the host would make it wait."""
+    """Two constants, filled in on the device: a copy from the host would synchronize."""
     pair = torch.full((2,), values[0], dtype=torch.int64, device=device)
     pair[1] = values[1]
     return pair
@@ -76,10 +76,10 @@ def _pair(values: tuple[int, int], device: torch.device) -> Tensor:
 def random_words(
     seeds: Tensor, positions: Tensor, groups: Tensor, purpose: Purpose = Purpose.SAMPLING
 ) -> Tensor:
-    """The four words for each group of four tokens (`token_id // 4`).
+    """Four words for each four consecutive tokens (`token_id // 4`).
 
-    groups: int64 of any shape; seeds, positions: of as many dimensions, broadcast to it;
-    returns [4, *shape].
+    groups: int64 of any shape. seeds, positions: the same number of dimensions, broadcast to it.
+    Returns [4, *shape].
     """
     key = torch.stack((seeds & WORD, (seeds >> 32) & WORD))
     counter = torch.empty((4, *groups.shape), dtype=torch.int64, device=groups.device)
@@ -101,7 +101,10 @@ def gumbel(words: Tensor) -> Tensor:
 
 
 def gumbel_of_tokens(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """The noise of chosen tokens. seeds, positions: [rows]; token_ids: [rows, n] -> [rows, n]."""
+    """The noise of the given tokens.
+
+    seeds, positions: [rows]; token_ids: [rows, n] -> [rows, n].
+    """
     groups = token_ids // TOKENS_PER_CALL
     words = random_words(seeds[:, None], positions[:, None], groups)  # [4, rows, n]
     lanes = (token_ids % TOKENS_PER_CALL)[None]
@@ -109,5 +112,5 @@ def gumbel_of_tokens(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Ten
 
 
 def gumbel_of_groups(seeds: Tensor, positions: Tensor, groups: Tensor) -> Tensor:
-    """The noise of all four tokens of each group; arguments as `random_words`: [*shape, 4]."""
+    """The noise of each four consecutive tokens; arguments as for `random_words`: [*shape, 4]."""
     return gumbel(random_words(seeds, positions, groups)).movedim(0, -1)

@@ -1,11 +1,10 @@
-"""States of a fixed size that a step reads and writes through a block table, and the convolution
-that stands in front of every such state: the torch reference.
+"""Recurrent states behind a block table, and the convolution before them: the torch reference.
 
-Block i of a request's table is the place of the state after token (i + 1) * block_size - 1, or, for
-the last one, of the running state. A step that computes tokens [a, b) reads the state in block
-(a - 1) // block_size, or starts from zeros at a = 0, whatever lies in memory, and writes the state
-after b - 1 and those at the block boundaries before it. So a block that was full before the step,
-which others may share, is never written.
+Block i of a request's table holds the state after token (i + 1) * block_size - 1. The last block
+holds the running state. A step that computes tokens [a, b) reads the state in block (a - 1) //
+block_size; at a = 0 it starts from zeros, whatever the memory holds. It writes the state after b -
+1 and the states at the block boundaries before it. Blocks that were full before the step, which
+other requests may share, are never written.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ import torch.nn.functional as F
 
 from penstock.ops.attention import AttentionMetadata, HostLens
 
-MAX_CHUNK = 64  # tokens that are computed as one matmul
+MAX_CHUNK = 64  # tokens computed as one matmul
 
 
 @dataclass(frozen=True)
 class StateStep:
-    """Where one step's states lie, for all layers of a KV group."""
+    """Where the states of one step are, for all layers of a KV group."""
 
-    num_decodes: int  # requests, and rows, at the beginning: one token each
-    seq_lens: torch.Tensor  # [num_decodes] int32: tokens after this step; 0 is padding
+    num_decodes: int  # leading requests (and rows) with one token each
+    seq_lens: torch.Tensor  # [num_decodes] int32: tokens after this step; 0 for padding
     block_table: torch.Tensor  # [num_decodes, max_blocks] int32
     block_size: int
-    chunks: StateChunks | None  # of the longer queries behind them
+    chunks: StateChunks | None  # of the longer queries after the decodes
 
     @cached_property
     def is_fresh(self) -> torch.Tensor:
-        """[num_decodes] bool: there is no token before."""
+        """[num_decodes] bool: whether the request has no earlier token."""
         return self.seq_lens <= 1
 
     @cached_property
     def read_blocks(self) -> torch.Tensor:
-        """[num_decodes] int64: where the state before the token is; any block for a first one."""
+        """[num_decodes] int64: blocks of the states before the token; any block for a first one."""
         return self._blocks((self.seq_lens - 2).clamp(min=0))
 
     @cached_property
     def write_blocks(self) -> torch.Tensor:
-        """[num_decodes] int64; the null block for padding, whose row of the table is stale."""
+        """[num_decodes] int64; the null block for padding, whose table row is stale."""
         blocks = self._blocks((self.seq_lens - 1).clamp(min=0))
         return blocks.masked_fill(self.seq_lens <= 0, 0)
 
@@ -57,25 +56,25 @@ class StateStep:
 
 @dataclass(frozen=True)
 class StateChunks:
-    """Queries of more than one token, cut where positions are multiples of a chunk's size.
+    """Queries of more than one token, split where positions are multiples of the chunk size.
 
-    A block boundary is such a place. Requests with more chunks come first; chunks are ordered by
-    their number inside a request, then by request, so that those which can be computed at the same
-    time stand together and continue the states of the first so many requests.
+    Block boundaries are such positions. Requests with more chunks come first. Chunks are ordered by
+    their number inside the request, then by request. Therefore chunks that can be computed at the
+    same time are adjacent, and continue the states of a prefix of the requests.
     """
 
-    step_rows: slice  # those queries' rows of the step: decodes stand before them
+    step_rows: slice  # rows of these queries in the step, after the decodes
     size: int
-    rows: torch.Tensor  # [num_chunks, size] int64, of `step_rows`; one past the last is padding
-    is_token: torch.Tensor  # [num_chunks, size] bool: not padding
-    positions: torch.Tensor  # [num_rows] int64: where each row stands in `rows`, flattened
+    rows: torch.Tensor  # [num_chunks, size] int64, into `step_rows`; one past the last is padding
+    is_token: torch.Tensor  # [num_chunks, size] bool: False for padding
+    positions: torch.Tensor  # [num_rows] int64: index of each row in `rows`, flattened
     rounds: list[Round]
     read_blocks: torch.Tensor  # [num_requests] int64
     is_fresh: torch.Tensor  # [num_requests] bool
-    row_requests: torch.Tensor  # [num_rows] int64: the place of each row's request
-    row_offsets: torch.Tensor  # [num_rows] int64: of each row, in its request's query
-    store_rows: torch.Tensor  # [num_stores] int64: rows after which a state is stored,
-    store_blocks: torch.Tensor  # [num_stores] int64: in these blocks
+    row_requests: torch.Tensor  # [num_rows] int64: index of each row's request
+    row_offsets: torch.Tensor  # [num_rows] int64: offset of each row in its query
+    store_rows: torch.Tensor  # [num_stores] int64: rows after which a state is stored
+    store_blocks: torch.Tensor  # [num_stores] int64: the blocks to store it in
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [num_rows, ...] in chunks [num_chunks, size, ...], zeros for padding."""
@@ -83,35 +82,35 @@ class StateChunks:
         return torch.cat([x, padding])[self.rows]
 
     def restore(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_chunks, size, ...] in rows again."""
+        """Chunks [num_chunks, size, ...] back in rows."""
         return x.flatten(0, 1)[self.positions]
 
     def initial(self, states: torch.Tensor) -> torch.Tensor:
-        """The states that requests come with, [num_requests, ...]."""
+        """The states before the step, [num_requests, ...]."""
         return fresh_or(states[self.read_blocks], self.is_fresh)
 
 
 @dataclass(frozen=True)
 class Round:
-    """Chunks that are computed at the same time: one of each of the first `count` requests."""
+    """Chunks computed at the same time: one for each of the first `count` requests."""
 
-    start: int  # of the chunks
+    start: int  # first chunk
     count: int
-    store_places: torch.Tensor | None  # [n] int64: requests whose new state is stored,
-    store_blocks: torch.Tensor  # [n] int64: in these blocks
+    store_places: torch.Tensor | None  # [n] int64: requests whose new state is stored
+    store_blocks: torch.Tensor  # [n] int64: the blocks to store it in
 
     @property
     def chunks(self) -> slice:
         return slice(self.start, self.start + self.count)
 
     def store(self, states: torch.Tensor, new: torch.Tensor) -> None:
-        """Write the new states [count, ...] where they are to be found later."""
+        """Write the new states [count, ...] to their blocks."""
         if self.store_places is not None:
             states[self.store_blocks] = new[self.store_places].to(states.dtype)
 
 
 def fresh_or(state: torch.Tensor, is_fresh: torch.Tensor) -> torch.Tensor:
-    """Zeros where there is nothing before, whatever memory holds. [n, ...], a copy."""
+    """A copy of [n, ...] with zeros where a request has no earlier token."""
     shape = (len(is_fresh), *[1] * (state.dim() - 1))
     return state.masked_fill(is_fresh.view(shape), 0.0)
 
@@ -120,7 +119,10 @@ def fresh_or(state: torch.Tensor, is_fresh: torch.Tensor) -> torch.Tensor:
 
 
 def state_step(metadata: AttentionMetadata, block_size: int) -> StateStep:
-    """What a step's layers share. The host must know the lengths of queries of several tokens."""
+    """The layout that all layers of a step share.
+
+    The host must know the lengths of queries with several tokens.
+    """
     assert not metadata.any_order, "steps of unknown order are not captured for recurrent layers"
     num_decodes = metadata.num_decodes
     chunks = None
@@ -136,7 +138,7 @@ def state_step(metadata: AttentionMetadata, block_size: int) -> StateStep:
 
 
 def chunk_size(block_size: int) -> int:
-    """The largest divisor that is not too large for one matmul."""
+    """The largest divisor of the block size that is at most `MAX_CHUNK`."""
     return next(size for size in range(min(block_size, MAX_CHUNK), 0, -1) if block_size % size == 0)
 
 
@@ -147,11 +149,11 @@ IntArray = npt.NDArray[np.int64]
 class _Cuts:
     """All chunks of some queries, in the order of their rounds. [num_chunks] each."""
 
-    place: IntArray  # the request
+    place: IntArray  # index of the request
     round: IntArray
-    row: IntArray  # the first one
+    row: IntArray  # first row
     length: IntArray
-    end: IntArray  # position behind the last token
+    end: IntArray  # position after the last token
 
 
 def _cut(metadata: AttentionMetadata, block_size: int) -> StateChunks:
@@ -163,7 +165,7 @@ def _cut(metadata: AttentionMetadata, block_size: int) -> StateChunks:
     first_row, starts = int(starts[0]), starts - starts[0]
     begins = ends - np.diff(starts)  # position of each query's first token
     num_chunks = (ends - 1) // size - begins // size + 1
-    order = np.argsort(-num_chunks, kind="stable")  # requests, by place
+    order = np.argsort(-num_chunks, kind="stable")  # request indexes
     cuts = _cut_queries(order, starts[:-1], begins, ends, num_chunks, size)
 
     num_rows = int(starts[-1])
@@ -206,7 +208,7 @@ def _cut(metadata: AttentionMetadata, block_size: int) -> StateChunks:
 
 def _cut_queries(
     order: IntArray,
-    rows: IntArray,  # each query's first row
+    rows: IntArray,  # first row of each query
     begins: IntArray,
     ends: IntArray,
     num_chunks: IntArray,
@@ -254,7 +256,7 @@ def causal_conv(
     states: torch.Tensor,  # [num_blocks, width - 1, channels]: the last tokens, oldest first
     step: StateStep,
 ) -> torch.Tensor:
-    """silu of each channel's sum over its last `width` tokens: [num_tokens, channels]."""
+    """silu of each channel's weighted sum over its last `width` tokens: [num_tokens, channels]."""
     output = torch.empty_like(x)
     decodes = step.num_decodes
     if decodes:
@@ -275,14 +277,14 @@ def conv_chunks(
     states: torch.Tensor,
     chunks: StateChunks,
 ) -> torch.Tensor:
-    """`causal_conv` of a step's longer queries."""
+    """`causal_conv` for a step's longer queries."""
     reach = weight.shape[1] - 1
     before = chunks.initial(states).flatten(0, 1)  # [num_requests * reach, channels]
     everything = torch.cat([before, x.to(states.dtype)])
     offsets = chunks.row_offsets
     rows = torch.arange(len(before), len(everything), device=x.device)
     own_before = chunks.row_requests * reach + reach + offsets
-    sources = [  # where the token `shift` before each row's is, oldest first
+    sources = [  # where the token `shift` positions earlier is, oldest first
         torch.where(offsets >= shift, rows, own_before) - shift for shift in range(reach, -1, -1)
     ]
     for index, source in enumerate(sources[1:]):

@@ -1,4 +1,4 @@
-"""Every op in plain torch: what the faster implementations are tested against."""
+"""The torch reference of every op, which faster implementations are tested against."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def linear(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 inside."""
+    """x / rms(x) * weight over the last dimension, computed in float32."""
     x32 = x.float()
     x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     return (weight * x32.to(x.dtype)).to(x.dtype)
@@ -99,7 +99,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and the sum itself, which is the next residual."""
+    """The norm of x + residual, and the sum, which is the next residual."""
     residual = x + residual
     return rms_norm(residual, weight, eps), residual
 
@@ -107,9 +107,9 @@ def add_rms_norm(
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
 ) -> torch.Tensor:
-    """(x - mean) / deviation * weight + bias over the last dimension, in float32 inside.
+    """(x - mean) / deviation * weight + bias over the last dimension, computed in float32.
 
-    The weight may have more dimensions than one: [heads, d] for x [n, heads, d].
+    The weight may have several dimensions: [heads, d] for x [n, heads, d].
     """
     centred = x.float()
     centred = centred - centred.mean(-1, keepdim=True)
@@ -124,9 +124,9 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding, halves layout. x [n, heads, d]; cos, sin [n, 1, rotary_dim / 2].
+    """Rotary embedding in halves layout. x [n, heads, d]; cos, sin [n, 1, rotary_dim / 2].
 
-    Dimensions past rotary_dim pass through.
+    Dimensions past rotary_dim are unchanged.
     """
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
@@ -139,5 +139,5 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def rotate_pair(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both rotated. They may be changed in place: use only what is returned."""
+    """Rotate both. They may be changed in place: use only the returned tensors."""
     return rotate(query, cos, sin), rotate(key, cos, sin)

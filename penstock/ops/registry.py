@@ -1,4 +1,4 @@
-"""Which implementation of an op a device gets. Decided when a layer is constructed, never later.
+"""Decides which implementation of an op a device uses, when a layer is constructed.
 
 A backend is a module that defines functions named like the ops it implements.
 `penstock.ops.reference` defines every op and ends every list.
@@ -12,7 +12,7 @@ from typing import Any
 
 BACKENDS: dict[str, tuple[str, ...]] = {
     "cpu": ("penstock.ops.sampling_cpu", "penstock.ops.reference"),
-    "cpu-native": ("penstock.ops.cpu.ops", "penstock.ops.reference"),  # where its library loads
+    "cpu-native": ("penstock.ops.cpu.ops", "penstock.ops.reference"),  # if its library loads
     "cuda": ("penstock.ops.triton.ops", "penstock.ops.reference"),
 }
 
@@ -21,7 +21,7 @@ class Ops:
     """The ops of one device: ``ops.rms_norm(x, weight, eps)``."""
 
     def __init__(self, backend: str, added: Sequence[str] = ()) -> None:
-        """`added` modules, those of plugins, go before the backend's own."""
+        """`added` modules, from plugins, come before those of the backend."""
         names = (*added, *BACKENDS[backend])
         self._modules = [importlib.import_module(name) for name in names]
 
@@ -32,7 +32,7 @@ class Ops:
         return function
 
     def find(self, name: str) -> Callable[..., Any] | None:
-        """An op that only some backends have: it fuses others, which a layer uses without it."""
+        """A fused op that only some backends have, or None. Without it, a layer uses single ops."""
         return next((getattr(m, name) for m in self._modules if hasattr(m, name)), None)
 
     def _module_of(self, name: str) -> Any:

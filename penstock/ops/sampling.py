@@ -1,12 +1,12 @@
-"""Sampling operations in plain torch: the reference that faster implementations are tested against.
+"""Sampling in plain torch: the reference that faster implementations are tested against.
 
-A row is one position of one request. Every function treats rows independently, down to the last
-bit: what a row gets never depends on which rows stand beside it.
+A row is one position of one request. Every function treats rows independently, bit for bit: the
+result of a row never depends on other rows.
 
-Truncation (min_p, top_k, top_p) is a cutoff: tokens whose scaled logit is at least the row's
-cutoff survive, so tokens that tie at the boundary survive together. Probability mass is counted in
-whole numbers, whose sum is exact in any order; so a sort of the whole row and a look at its head
-alone, on any device, agree on the cutoff.
+Truncation (min_p, top_k, top_p) is a cutoff: tokens whose scaled logit is at least the cutoff
+survive, so ties at the boundary survive together. Probability mass is counted in integers, whose
+sum is exact in any order. Therefore sorting the whole row and looking only at its head give the
+same cutoff, on any device.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from penstock.ops import exact
 from penstock.ops.random import TOKENS_PER_CALL, gumbel_of_groups
 
 BEST_MASS = 2.0**34
-"""The most likely token's mass. Sums over up to 2**19 tokens stay below 2**53: exact in float64."""
+"""The mass of the most likely token.
+
+Sums of up to 2**19 tokens stay below 2**53: exact in float64.
+"""
 MAX_CHUNK_ELEMENTS = 2**24
-"""Logits worked on at once by the reference, which bounds its temporary memory."""
+"""Logits that the reference processes at a time, which bounds its temporary memory."""
 
 NEG_INF = float("-inf")
 SMALLEST_FLOAT32 = torch.finfo(torch.float32).tiny
 GREEDY = SMALLEST_FLOAT32
-"""What the tables hold for temperature 0."""
+"""The value for temperature 0 in the tables."""
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which tokens may be drawn, for each row."""
+    """Which tokens of each row may be drawn."""
 
     log_min_p: Tensor  # [rows] float32; -inf: off
     top_k: Tensor  # [rows] int64, 1 to vocab_size; vocab_size: off
@@ -45,17 +48,16 @@ class Truncation:
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """Log-probabilities of one token a row, its rank, and the row's most likely tokens, or those
-    that were named for it."""
+    """The log-probability and rank of one token per row, and the row's top or named tokens."""
 
     token_ids: Tensor  # [rows] int64
     logprobs: Tensor  # [rows] float32
-    ranks: Tensor  # [rows] int64; 1 + the number of tokens that are strictly more likely
-    top_ids: Tensor  # [rows, k] int64, most likely first, the lower id first among equals
+    ranks: Tensor  # [rows] int64; 1 + the number of strictly more likely tokens
+    top_ids: Tensor  # [rows, k] int64, most likely first, ties by lower id
     top_logprobs: Tensor  # [rows, k] float32
 
     def to_host(self) -> TopLogprobs:
-        """Start the copy to the host; on an accelerator it is complete after a synchronization."""
+        """Start the copy to the host. On an accelerator it is complete after a synchronization."""
         return TopLogprobs(
             self.token_ids.to("cpu", non_blocking=True),
             self.logprobs.to("cpu", non_blocking=True),
@@ -85,17 +87,17 @@ def token_counts(token_ids: Tensor, valid: Tensor, vocab_size: int) -> Tensor:
 def apply_penalties(
     logits: Tensor,  # [num_rows, vocab] float32
     rows: Tensor,  # [n] the rows to penalize
-    token_ids: Tensor,  # [n, length] int, the tokens so far; anything where neither holds:
+    token_ids: Tensor,  # [n, length] int, the tokens so far; arbitrary outside of both masks:
     is_prompt: Tensor,  # [n, length] bool
     is_output: Tensor,  # [n, length] bool
     repetition: Tensor,  # [n]
     frequency: Tensor,  # [n]
     presence: Tensor,  # [n]
 ) -> None:
-    """Repetition over prompt and output; then frequency and presence over the output. In place.
+    """Repetition penalty over prompt and output, then frequency and presence over the output.
 
-    Only logits of tokens that occur are read and written. A token that occurs often is written
-    often, each time with the same value.
+    Works in place. Only logits of tokens that occur are read and written. A token that occurs
+    several times is written several times, with the same value.
     """
     vocab_size = logits.shape[1]
     tokens = token_ids.to(torch.int64).masked_fill(~(is_prompt | is_output), 0)
@@ -111,10 +113,10 @@ def apply_penalties(
 
 
 def match_words(tails: Tensor, prefixes: Tensor) -> Tensor:
-    """Which words would be completed by their last token.
+    """Which words their last token would complete.
 
-    tails: [n, length], the latest token first; prefixes: [n, words, length], each word without its
-    last token, reversed alike and padded at the end with -1, which matches anything. -> [n, words]
+    tails: [n, length], latest token first. prefixes: [n, words, length], each word without its last
+    token, also reversed, padded at the end with -1, which matches anything. Returns [n, words].
     """
     return ((prefixes == tails[:, None, :]) | (prefixes < 0)).all(-1)
 
@@ -128,25 +130,25 @@ def unpack_bitmask(bits: Tensor, vocab_size: int) -> Tensor:
 def scale_logits(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
     """(logits - best) / temperature, where best is the row's maximum.
 
-    The most likely token is at 0, so that no temperature, however small, overflows.
-    logits: [rows, vocab] float32; best, temperature: [rows].
+    The most likely token is at 0, so no temperature overflows, however small. logits: [rows, vocab]
+    float32; best, temperature: [rows].
     """
     return (logits - best[:, None]).div_(temperature[:, None])
 
 
 def token_mass(scaled: Tensor) -> Tensor:
-    """exp(scaled) as whole numbers in float32; below 2**-35 of the best token's it is none."""
+    """exp(scaled) as integers in float32; zero below 2**-35 of the best token's mass."""
     return exact.exp(scaled).mul_(BEST_MASS).round_()
 
 
 def nucleus_limit(total: Tensor, top_p: Tensor) -> Tensor:
-    """A token is in the nucleus if the mass of those before it is below this. [rows] float64"""
+    """A token is in the nucleus if the mass before it is below this limit. [rows] float64"""
     limit = total * top_p
     return limit.masked_fill(top_p >= 1.0, float("inf"))
 
 
 def truncation_cutoff(scaled: Tensor, truncation: Truncation) -> Tensor:
-    """The least scaled logit that survives min_p, top_k, then top_p of what is left. [rows]"""
+    """The lowest scaled logit that survives min_p, top_k, then top_p of the rest. [rows]"""
     ordered = scaled.sort(dim=-1, descending=True).values
     kth = ordered.gather(1, truncation.top_k[:, None] - 1)
     survives = ordered >= torch.maximum(kth, truncation.log_min_p[:, None])
@@ -158,9 +160,9 @@ def truncation_cutoff(scaled: Tensor, truncation: Truncation) -> Tensor:
 
 
 def gumbel_argmax(scaled: Tensor, cutoff: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw one token a row from softmax(scaled) over tokens at or above the cutoff.
+    """Draw one token per row from softmax(scaled) over tokens at or above the cutoff.
 
-    scaled: [rows, vocab]; the others: [rows]. Equal scores go to the lower token id.
+    scaled: [rows, vocab]; the others: [rows]. Ties go to the lower token id.
     """
     num_rows, vocab_size = scaled.shape
     groups = torch.arange(-(-vocab_size // TOKENS_PER_CALL), device=scaled.device)
@@ -171,7 +173,7 @@ def gumbel_argmax(scaled: Tensor, cutoff: Tensor, seeds: Tensor, positions: Tens
 
 
 def draw(scaled: Tensor, truncation: Truncation | None, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Truncate and draw one token a row. scaled: [rows, vocab], seeds, positions: [rows].
+    """Truncate and draw one token per row. scaled: [rows, vocab], seeds, positions: [rows].
 
     Never synchronizes with the host. Rows with NaN give an arbitrary token.
     """
@@ -194,14 +196,14 @@ def choose_tokens(
     floats: Tensor,  # [num_slots, *]: temperature, log of min_p, top_p, ...
     ints: Tensor,  # [num_slots, *] int64: top_k, seed, ...
     *,
-    allowed: Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: a bit a token
+    allowed: Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: one bit per token
     draws: bool = True,  # whether any row has a temperature
     truncates: bool = True,  # whether any row has top_k, top_p or min_p
     draw: Callable[[Tensor, Truncation | None, Tensor, Tensor], Tensor] = draw,
 ) -> tuple[Tensor, Tensor]:
     """Token [rows] int64 and fault [rows] bool of each row: greedy where the temperature is 0.
 
-    A row is faulted, and its token 0, if it has NaN or plus infinity, or nothing to choose from.
+    A row with NaN, plus infinity or no eligible token is faulted and gets token 0.
     """
     best, tokens = logits.max(-1)
     faulted = ~torch.isfinite(best)
@@ -223,10 +225,10 @@ def choose_tokens(
 def top_logprobs(
     logits: Tensor, token_ids: Tensor, k: int, named: tuple[Tensor, Tensor] | None = None
 ) -> TopLogprobs:
-    """Log-probabilities under the logits as they are, in float32.
+    """Log-probabilities under the unchanged logits, in float32.
 
     logits: [rows, vocab], token_ids: [rows]; k = 0 gives only the tokens' own. `named`: some rows,
-    [n] int64, and the tokens, [n, width] int64, that come first there in place of the top ones.
+    [n] int64, and the tokens, [n, width] int64, that replace the top ones there.
     """
     vocab_size = logits.shape[1]
     logprobs = logits.to(torch.float32).log_softmax(-1)
@@ -235,9 +237,9 @@ def top_logprobs(
     if k == 0:
         top_ids = token_ids.new_empty((logits.shape[0], 0), dtype=torch.int64)
     else:
-        # One integer orders by value, then by id: without ties, the top k1 are always the head of
-        # the top k2, so what a row gets does not depend on how many its neighbours ask for.
-        bits = (logprobs + 0.0).view(torch.int32)  # + 0.0 makes -0.0 and 0.0 one value
+        # One integer orders by value, then by id. Without ties, the top k1 are always the head of
+        # the top k2, so a row's result does not depend on the k of its neighbours.
+        bits = (logprobs + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
         order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
         ids = torch.arange(vocab_size, device=logits.device)
         keys = (order << 32) + (vocab_size - 1 - ids)

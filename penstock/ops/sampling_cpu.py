@@ -1,9 +1,9 @@
-"""Choosing tokens on a CPU in torch: as the reference, without sorting or noise for whole rows.
+"""Chooses tokens on a CPU in torch like the reference, without sorting or noise for whole rows.
 
-A token's score is its scaled logit plus noise of at most MAX_GUMBEL. Once some token has score s,
-only tokens with a scaled logit of at least s - MAX_GUMBEL can still win, and of these only the ones
-that survive truncation. Mostly both lie within the few hundred most likely tokens. Looking back at
-values from the host is free here; on an accelerator it would stall, so there the reference is used.
+A token's score is its scaled logit plus noise of at most MAX_GUMBEL. Once a token has score s, only
+tokens with a scaled logit of at least s - MAX_GUMBEL can still win, if they survive truncation.
+Mostly both sets are within the few hundred most likely tokens. Branching on values costs nothing on
+a CPU. On an accelerator it would stall, so there the reference is used.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from penstock.ops.sampling import (
 )
 
 HEAD_SIZE = 512
-"""Most likely tokens looked at first. It decides how much work is done, never what is drawn."""
+"""Most likely tokens looked at first. It affects how much work is done, never the result."""
 
 GROWTH = 8
-"""How much longer a head is taken for rows whose truncation reaches beyond it."""
+"""How much longer the next head is, for rows whose truncation reaches beyond the first."""
 
 
 def draw(
@@ -41,7 +41,7 @@ def draw(
     positions: Tensor,
     head_size: int = HEAD_SIZE,
 ) -> Tensor:
-    """As `penstock.ops.sampling.draw`."""
+    """Like `penstock.ops.sampling.draw`."""
     vocab_size = scaled.shape[1]
     head, ids = scaled.topk(min(head_size, vocab_size), dim=-1)  # [rows, head]
     if truncation is None:
@@ -51,7 +51,7 @@ def draw(
     scores = head + gumbel_of_tokens(seeds, positions, ids)
     scores.masked_fill_(head < cutoff[:, None], NEG_INF)
     best = scores.amax(-1)
-    tokens = ids.masked_fill(scores != best[:, None], vocab_size).amin(-1)  # lowest id of equals
+    tokens = ids.masked_fill(scores != best[:, None], vocab_size).amin(-1)  # lowest id among ties
     floor = torch.maximum(cutoff, best - MAX_GUMBEL)
     if head.shape[1] < vocab_size:
         rest = (floor <= head[:, -1]).nonzero()[:, 0]  # rows where a token outside could still win
@@ -61,7 +61,7 @@ def draw(
 
 
 def _cutoff(scaled: Tensor, head: Tensor, truncation: Truncation) -> Tensor:
-    """The reference's cutoff, from the head where it tells, else from a longer one. [rows]"""
+    """The reference's cutoff, from the head if that suffices, else from a longer one. [rows]"""
     head_size, vocab_size = head.shape[1], scaled.shape[1]
     has_top_k, has_top_p = truncation.top_k < vocab_size, truncation.top_p < 1.0
     kth = head.gather(1, truncation.top_k.clamp(max=head_size)[:, None] - 1)[:, 0]
@@ -86,7 +86,10 @@ def _cutoff(scaled: Tensor, head: Tensor, truncation: Truncation) -> Tensor:
 
 
 def _argmax_above(scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Gumbel-max over tokens at or above the floor; noise only for groups that hold one."""
+    """Gumbel-max over tokens at or above the floor.
+
+    Noise is computed only for quads with such a token.
+    """
     num_rows, vocab_size = scaled.shape
     padding = -vocab_size % TOKENS_PER_CALL
     padded = torch.nn.functional.pad(scaled, (0, padding), value=NEG_INF)
@@ -95,7 +98,7 @@ def _argmax_above(scaled: Tensor, floor: Tensor, seeds: Tensor, positions: Tenso
     first, second, third, fourth = (grouped > NEG_INF).unbind(-1)
     rows, groups = (first | second | third | fourth).nonzero(as_tuple=True)
     noise = gumbel_of_groups(seeds[rows], positions[rows], groups)  # [active, 4]
-    grouped[rows, groups] += noise  # the untouched groups hold only -inf
+    grouped[rows, groups] += noise  # the other quads hold only -inf
     return padded.argmax(-1)
 
 

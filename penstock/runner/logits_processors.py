@@ -149,8 +149,7 @@ class ProcessorHost:
         users: NDArray[np.int64],
         token_ids: Tensor,
     ) -> None:
-        """Run a processor on a copy of some rows, so that an exception leaves the logits unchanged.
-        """
+        """Run a processor on a copy of some rows, so that an exception changes no logits."""
         index = to_device(users, work.device)
         slots, positions = rows.slots[index], rows.positions[index]
         history = None

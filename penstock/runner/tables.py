@@ -58,7 +58,7 @@ class RequestTables:
         # Upper bounds of num_computed, for sizes that the host must choose.
         self.computed_bound: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
         self.second_segments: torch.Tensor | None = None  # by slot: see ForwardContext
-        self.tenancies: IntArray = np.zeros(max_num_seqs, dtype=np.int64)  # requests each slot has had
+        self.tenancies: IntArray = np.zeros(max_num_seqs, dtype=np.int64)  # requests a slot has had
 
     def mark_segments(self) -> torch.Tensor:
         """Start to record where the second text of each request's pair begins."""

@@ -1,2 +1,4 @@
-"""Ops in C++ for CPUs: `library` finds and describes the shared library, `ops` calls it, `packed`
-holds weights in its layout. The sources are in ``csrc``."""
+"""CPU ops in C++: `library` loads the shared library, `ops` calls it, `packed` holds weights.
+
+The sources are in ``csrc``.
+"""

@@ -1,4 +1,4 @@
-"""Element types under the numbers that GGUF files, and the library, give them."""
+"""The numbers of element types in GGUF files and in the library."""
 
 import torch
 
@@ -8,4 +8,4 @@ BLOCK_TYPES = {
     "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14
 }  # fmt: skip
 NATIVE_TYPES = frozenset({*BLOCK_TYPES, "F32", "F16", "BF16"})
-"""What matrices of a GGUF file need not be dequantized from."""
+"""Types that need no dequantization at load."""

@@ -1,7 +1,7 @@
-"""The shared library: where it is, what its functions take, and what is said when there is none.
+"""Loads the shared library: its path, its function signatures, and what is logged without it.
 
-A library that was built from other sources than those beside it is not used: what its functions
-take may differ, and then a call ends the process.
+A library built from other sources than those beside it is not used: its signatures may differ, and
+a wrong call would end the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CODES: dict[str, Any] = {
 _STATUS = "status"
 _NO_MEMORY, _BAD_INDEX = 1, 2  # `Status` in csrc/runtime.hpp
 
-# What each function takes, and what it gives, by the codes above; a status is raised if it is bad.
+# Arguments and result of each function, by the codes above. A bad status raises.
 _SIGNATURES = {
     "penstock_sources": ("", "s"),
     "penstock_isa": ("", "s"),
@@ -56,7 +56,7 @@ _SIGNATURES = {
 
 
 class WeightPart(ctypes.Structure):
-    """One packed matrix among those that a matmul puts side by side."""
+    """One packed matrix of those whose outputs a matmul concatenates."""
 
     _fields_ = [
         ("packed", _POINTER),
@@ -73,7 +73,7 @@ class Weights(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """Where a step's rows stand; see `penstock.ops.attention.AttentionMetadata`."""
+    """The rows of a step; see `penstock.ops.attention.AttentionMetadata`."""
 
     _fields_ = [
         ("query_starts", _POINTER),
@@ -114,7 +114,7 @@ class DecoderLayer(ctypes.Structure):
 
 
 class LayerNorm(ctypes.Structure):
-    """A layer norm; without a weight there is none."""
+    """A layer norm. A null weight means that there is none."""
 
     _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("eps", ctypes.c_float)]
 
@@ -142,7 +142,7 @@ class EncoderLayer(ctypes.Structure):
 
 
 class KeyValueRows(ctypes.Structure):
-    """Keys and values in rows, of a batch without a cache."""
+    """Keys and values in rows, for a batch without a cache."""
 
     _fields_ = [
         ("key", _POINTER),
@@ -169,19 +169,19 @@ class Cache(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Found:
-    """The library, or why there is none."""
+    """The library, or why it is not used."""
 
     library: ctypes.CDLL | None
     problem: str = ""
 
 
 def load() -> ctypes.CDLL | None:
-    """The library, or None (said once in the log) where it is missing, stale or does not load."""
+    """The library, or None (logged once) if it is missing, stale or does not load."""
     return _find().library
 
 
 def describe() -> str:
-    """One line for `collect-env`: which instructions it uses, or why it is not used."""
+    """One line for `collect-env`: the instructions it uses, or why it is not used."""
     found = _find()
     if found.library is None:
         return f"{found.problem}; models run on plain torch"
@@ -202,7 +202,7 @@ def _find() -> Found:
 
 
 def open_library(path: Path, expected_sources: str | None) -> Found:
-    """Load a library, unless it says that it was built from other sources than expected."""
+    """Load a library, unless it reports other sources than expected."""
     if not path.exists():
         return Found(None, "not built (installing penstock with a C++ compiler at hand builds it)")
     try:
@@ -218,7 +218,7 @@ def open_library(path: Path, expected_sources: str | None) -> Found:
                 function.restype, function.errcheck = ctypes.c_int32, _check
             else:
                 function.restype = _CODES[result] if result else None
-    except AttributeError:  # a function is not there
+    except AttributeError:  # a function is missing
         return Found(None, STALE)
     except OSError as error:
         return Found(None, f"it does not load ({error})")
@@ -226,7 +226,7 @@ def open_library(path: Path, expected_sources: str | None) -> Found:
 
 
 def _check(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
-    """Raises what went wrong in a function of the library; what it writes is undefined then."""
+    """Raise the error of a library call. Its output is then undefined."""
     if status == _NO_MEMORY:
         raise OutOfMemory(f"{function.__name__} can't allocate memory to compute in")
     if status == _BAD_INDEX:
@@ -235,8 +235,10 @@ def _check(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
 
 
 def sources_hash(folder: Path) -> str | None:
-    """What CMakeLists.txt gives the library as its sources' hash; None where they are not kept, as
-    in a wheel, whose library and Python code come together."""
+    """The hash of the sources, as CMakeLists.txt passes it to the library.
+
+    None if there are no sources, as in a wheel, whose library and Python code match.
+    """
     if not folder.is_dir():
         return None
     files = sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".hpp"))

@@ -1,7 +1,7 @@
-"""The ops that the C++ library implements, under the names and promises of `ops.reference`.
+"""The ops that the C++ library implements, with the names and contracts of `ops.reference`.
 
-They compute in float32. What they cannot take (another dtype, an odd layout) goes to the reference.
-Import this module only where `library.load()` gives a library.
+They compute in float32. Unsupported inputs (another dtype or memory layout) go to the reference.
+Import this module only if `library.load()` returns a library.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _write_kv = _loaded.penstock_write_kv
 _attend = _loaded.penstock_attend
 _attend_rows = _loaded.penstock_attend_rows
 
-ALL_POSITIONS = 1 << 40  # a reach that hides nothing
+ALL_POSITIONS = 1 << 40  # an unlimited reach
 
 _F32, _I32, _I64 = torch.float32, torch.int32, torch.int64
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As the reference; x may be a view whose last dimension is contiguous."""
+    """As the reference. x may be a view whose last dimension is contiguous."""
     is_fit = x.dtype == _F32 and x.dim() in (2, 3) and x.stride(-1) == 1
     if not (is_fit and _is_vector(weight, _F32, x.shape[-1])):
         return reference.rms_norm(x, weight, eps)
@@ -147,7 +147,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     chunk: int | None = None,
 ) -> torch.Tensor:
-    """As the reference, straight from the cache's blocks; with a `chunk` by the reference."""
+    """As the reference, without gathering blocks. With a `chunk` the reference runs."""
     rows, num_heads, head_dim = query.shape
     is_fit = _heads_are_dense(query) and _is_readable(cache) and metadata.block_table.stride(1) == 1
     is_fit = is_fit and chunk is None and (sinks is None or _is_vector(sinks, _F32, num_heads))
@@ -201,7 +201,7 @@ def packed_step_of(
     rows: int,
     angles: tuple[torch.Tensor, torch.Tensor] | None = None,  # [rows, 1, half] each
 ) -> Step:
-    """A step without a cache, for the library; good while its tensors live."""
+    """A step without a cache, as the library takes it. Valid while its tensors live."""
     num_requests = len(query_starts) - 1
     assert _is_vector(query_starts, _I32, num_requests + 1), f"{query_starts.dtype} starts"
     step = Step(query_starts=query_starts.data_ptr(), num_requests=num_requests, rows=rows)
@@ -221,9 +221,10 @@ def packed_step_of(
 def step_of(
     metadata: AttentionMetadata, cos: torch.Tensor | None = None, sin: torch.Tensor | None = None
 ) -> Step:
-    """For the library; good while its tensors live. What numbers they hold, it checks itself.
+    """A step as the library takes it. Valid while its tensors live.
 
-    With angles it is made once a step, and all of it is looked at.
+    The library checks the values itself. With angles, this is built once per step, and everything
+    is validated.
     """
     starts, lengths, table = metadata.query_starts, metadata.seq_lens, metadata.block_table
     slots = metadata.slot_mapping
@@ -247,7 +248,7 @@ def step_of(
 
 
 def cache_of(cache: torch.Tensor) -> Cache:
-    """For the library; good while the tensor lives."""
+    """The cache as the library takes it. Valid while the tensor lives."""
     num_blocks, _, block_size, num_kv_heads, entry = cache.shape
     head_dim = entry - INT8_SCALE_BYTES if cache.dtype == torch.int8 else entry
     return Cache(
@@ -257,14 +258,14 @@ def cache_of(cache: torch.Tensor) -> Cache:
 
 
 def _heads_are_dense(x: torch.Tensor) -> bool:
-    """[n, heads, head_dim] in float32, where a row's heads lie one behind the other."""
+    """Whether x is [n, heads, head_dim] float32 with the heads of a row contiguous."""
     return x.dtype == _F32 and x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
 def _are_angles(
     cos: torch.Tensor, sin: torch.Tensor, query: torch.Tensor, key: torch.Tensor
 ) -> bool:
-    """[n, 1, half] each, for heads [n, *, head_dim] that have room for 2 * half."""
+    """Whether both are [n, 1, half], for heads [n, *, head_dim] of at least 2 * half."""
     rows, _, head_dim = query.shape
     key_rows, _, key_dim = key.shape
     shape, strides = cos.shape, cos.stride()

@@ -1,4 +1,4 @@
-"""Weights as the C++ library multiplies with them: packed once, at load."""
+"""Weights in the C++ library's layout, packed once at load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _linear = _loaded.penstock_linear
 
 
 class PackedMatrix:
-    """One matrix [rows, columns] in blocks of any type in BLOCK_TYPES, or in plain floats."""
+    """A matrix [rows, columns] in quantization blocks of a type in BLOCK_TYPES, or in floats."""
 
     def __init__(self, weight: torch.Tensor | BlockTensor) -> None:
         self.shape: tuple[int, int] = (weight.shape[0], weight.shape[1])
@@ -35,7 +35,7 @@ class PackedMatrix:
         _pack(self.type, data.data_ptr(), data.stride(0), rows, columns, self.data.data_ptr())
 
     def embed(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows as floats: [n] int64 -> [n, columns]. IndexError if one is not there."""
+        """Dequantize some rows: [n] int64 -> [n, columns]. IndexError if a row does not exist."""
         out = torch.empty(len(rows), self.shape[1], dtype=torch.float32)
         ids = rows.to(torch.int64).contiguous()
         _embed(
@@ -45,10 +45,10 @@ class PackedMatrix:
 
 
 class PackedLinear:
-    """Matrices whose outputs stand side by side: y = x [W1; W2; ...]^T + bias."""
+    """Matrices whose outputs are concatenated: y = x [W1; W2; ...]^T + bias."""
 
     def __init__(self, parts: list[PackedMatrix]) -> None:
-        self._parts = parts  # keeps their memory
+        self._parts = parts  # keeps their memory alive
         self.in_features = parts[0].shape[1]
         assert all(part.shape[1] == self.in_features for part in parts), "parts differ in columns"
         array = (WeightPart * len(parts))()
@@ -60,7 +60,7 @@ class PackedLinear:
         self._array = array
 
     def weights(self, bias: torch.Tensor | None) -> Weights:
-        """For the library; good while this object and the bias live."""
+        """The weights as the library takes them. Valid while this object and the bias live."""
         pointer = None
         if bias is not None:
             assert bias.dtype == torch.float32, f"a bias in {bias.dtype}"
@@ -71,7 +71,7 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, in_features] float32 -> [n, out_features]."""
-        # The library reads that many floats of each row, whatever is there.
+        # The library reads that many floats of each row without a check.
         if x.dim() != 2 or x.shape[1] != self.in_features or x.dtype != torch.float32:
             raise ValueError(
                 f"x must be [n, {self.in_features}] float32, got {list(x.shape)} {x.dtype}"
@@ -88,7 +88,7 @@ class PackedLinear:
 
 
 def quantize_int8(weight: torch.Tensor) -> BlockTensor:
-    """A float matrix in Q8_0 blocks: 32 columns share a scale, a float16. Columns % 32 == 0."""
+    """Quantize a float matrix to Q8_0: 32 columns share a float16 scale. Columns % 32 == 0."""
     rows, columns = weight.shape
     blocks = weight.float().view(rows, columns // 32, 32)
     scale = (blocks.abs().amax(-1, keepdim=True) / 127).to(torch.float16)

@@ -1,4 +1,4 @@
-"""Choosing tokens in C++: to the bit what `penstock.ops.sampling` defines."""
+"""Chooses tokens in C++, with the same bits as `penstock.ops.sampling`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def choose_tokens(
     floats: torch.Tensor,  # [num_slots, *]: temperature, log of min_p, top_p, ...
     ints: torch.Tensor,  # [num_slots, *] int64: top_k, seed, ...
     *,
-    allowed: torch.Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: a bit a token
-    draws: bool = True,  # for devices that must be told; here each row's temperature decides
+    allowed: torch.Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: one bit per token
+    draws: bool = True,  # for other devices; here each row's temperature decides
     truncates: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token [rows] int64 and fault [rows] bool of each row: greedy where the temperature is 0.
 
-    A row is faulted, and its token 0, if it has NaN or plus infinity, or nothing to choose from.
+    A row with NaN, plus infinity or no eligible token is faulted and gets token 0.
     """
     rows, vocab_size = logits.shape
     words = -(-vocab_size // 32)

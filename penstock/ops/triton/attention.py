@@ -1,8 +1,8 @@
-"""Causal attention over the paged KV cache: one kernel for single tokens, one for longer queries.
+"""Causal attention over the paged KV cache: one kernel for decodes, one for longer queries.
 
-Both pack the query heads that share a key head into the rows of one tile, so that each cached key
-is read once for all of them. Neither asks the host for anything that changes from step to step:
-lengths are read on the device, so a captured launch stays right as sequences grow.
+Both pack the query heads that share a key head into the rows of one tile, so each cached key is
+read once for all of them. Lengths are read on the device, so a captured launch stays correct as
+sequences grow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Scaled scores in base 2; without a cap, `scale` has the change of base in it."""
+    """Scaled scores in base 2. Without a cap, `scale` includes the change of base."""
     s = tl.dot(q, k, input_precision=PRECISION) * scale
     if SOFTCAP:
         s = softcap * (2.0 / (1.0 + tl.exp(-2.0 * s / softcap)) - 1.0) * LOG2_E  # softcap * tanh
@@ -34,9 +34,9 @@ def _scores(q, k, scale, softcap, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr
 
 @triton.jit
 def _first_seen(positions, window, CHUNKED: tl.constexpr):
-    """The first token, perhaps a negative one, that those at `positions` see of their window.
+    """The first token (maybe negative) that the tokens at `positions` see in their window.
 
-    Chunked, windows begin at the multiples of their size.
+    If chunked, windows begin at multiples of their size.
     """
     first = positions - window + 1
     if CHUNKED:
@@ -56,10 +56,10 @@ def _decode_kernel(
     MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One request, one key head, one part of its cache. Requests of other lengths are skipped.
+    """One request, one key head, one split of its cache. Requests with longer queries are skipped.
 
-    How many parts a cache has depends on its length, so that a long one does not keep the others
-    waiting. The program that is done last with a request's parts puts them together.
+    The number of splits depends on the length of the cache, so that a long one does not delay
+    others. The last program to finish a request's splits combines them.
     """
     begin(OVERLAP)
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -115,14 +115,14 @@ def _decode_kernel(
         )  # fmt: skip
         s = _scores(q, k.to(q.dtype), scale, softcap, SOFTCAP, PRECISION)
         s = tl.where(valid[None, :], s, float("-inf"))
-        # A tile may lie wholly before the window.
+        # A tile may lie entirely before the window.
         acc, best, total = add_tile(acc, best, total, s, v.to(q.dtype), True, PRECISION)
     at_out = start.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     if num_parts == 1:
         out = (acc / total[:, None] * value_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at_out, out, mask=q_mask)
     else:
-        # A part that saw nothing has no share of the softmax, and 0 for its sum.
+        # A split without visible tokens has no weight in the softmax, and the sum 0.
         at_part = (request.to(tl.int64) * (KV_HEADS * GROUP) + heads) * SPLITS
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         store_part(
@@ -140,7 +140,7 @@ def _prefill_tiles(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over cached tokens low..high; unmasked where every row sees them all."""
+    """The online softmax over cached tokens low..high; unmasked if every row sees all of them."""
     dims = tl.arange(0, DIMS)
     for at in range(low, high, TILE):
         tokens = at + tl.arange(0, TILE)
@@ -154,7 +154,7 @@ def _prefill_tiles(
         v_at = cache_ptr + base[:, None] + BLOCK_SIZE * KV_HEADS * HEAD_DIM + dims[None, :]
         if MASKED or DIMS != HEAD_DIM:
             there = (tokens < seq_len) if MASKED else (tokens >= 0)
-            if WINDOW:  # what lies before every row's window may be another request's by now
+            if WINDOW:  # tokens before every row's window may belong to another request by now
                 there = there & (tokens >= _first_seen(tl.min(positions, 0), window, CHUNKED))
             dim_mask = dims < HEAD_DIM
             k = tl.load(k_at, mask=there[None, :] & dim_mask[:, None], other=0.0)
@@ -173,7 +173,7 @@ def _prefill_tiles(
     return acc, best, total
 
 
-# Numbers that change from step to step must not make new variants of the kernel.
+# Arguments that change per step must not trigger a new specialization.
 @triton.jit(do_not_specialize=["first_request", "num_requests"])
 def _prefill_kernel(
     q_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, sinks_ptr, out_ptr,
@@ -184,8 +184,8 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES tokens of one request by the heads of one key head."""
-    # The last tiles of a long prompt see the most: start them first.
+    """QUERIES tokens of one request, for the query heads of one key head."""
+    # The last tiles of a long prompt do the most work: start them first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
     kv_head = tl.program_id(0)
     request, tile = find_request(query_starts_ptr, number, first_request, num_requests, QUERIES)
@@ -218,7 +218,7 @@ def _prefill_kernel(
         best = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     acc = tl.zeros([QUERIES * GROUP_ROWS, DIMS], tl.float32)
-    # Tokens before `clear` are seen by every row; from there on each row sees its own.
+    # Every row sees the tokens before `clear`. After it, each row needs its mask.
     low = 0
     clear = (past + first_query + 1) // TILE * TILE
     high = tl.minimum(past + first_query + QUERIES, seq_len)
@@ -242,7 +242,7 @@ def _prefill_kernel(
 
 
 def paged_attention(
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads of a token contiguous
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], a token's heads contiguous
     cache: torch.Tensor,  # [num_blocks, 2, block_size, num_kv_heads, head_dim]
     metadata: AttentionMetadata,
     scale: float,
@@ -256,9 +256,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of each token to its request's cache: [num_tokens, num_heads, head_dim].
 
-    As the reference, but there may be a window or a chunk, not both. With the step's own `key` and
-    `value`, which are in the cache already, prompts without anything before them are spared the way
-    through its pages.
+    As the reference, but with a window or a chunk, not both. If the step's `key` and `value` are
+    given, which are already in the cache, new prompts read them directly instead of through the
+    pages.
     """
     assert window is None or chunk is None
     local = _Local(window or chunk or 0, chunk is not None)
@@ -280,10 +280,10 @@ def paged_attention(
 
 
 class _Local(NamedTuple):
-    """Which tokens before its own each one sees."""
+    """Which earlier tokens each token sees."""
 
     window: int  # 0: all
-    is_chunked: bool  # windows begin at the multiples of their size
+    is_chunked: bool  # windows begin at multiples of their size
 
 
 def _decode(
@@ -334,7 +334,7 @@ def _prefill(
     sinks: torch.Tensor | None,
     kv_scales: tuple[float, float],
     output: torch.Tensor,
-    num_done: int,  # requests, from the first, that need nothing more
+    num_done: int,  # leading requests that are already computed
 ) -> None:
     num_heads, head_dim = query.shape[1:]
     _, _, block_size, num_kv_heads, _ = cache.shape
@@ -342,7 +342,7 @@ def _prefill(
     group_rows = triton.next_power_of_2(group)
     tile = prefill_tile(head_dim, query.element_size(), metadata.max_query_len)
     queries = max(tile.rows // group_rows, 1)
-    # Where single tokens may stand anywhere, all requests are looked at and those skipped.
+    # If decodes may be anywhere, all requests are visited and the decodes skipped.
     first = rows_done = 0
     if not metadata.any_order:
         first, rows_done = num_done, metadata.num_decodes
@@ -367,10 +367,10 @@ def _prefill(
 
 
 def _in_base_2(scale: float, softcap: float | None) -> float:
-    """The scale as `_scores` wants it: a cap applies before the change of base."""
+    """The scale for `_scores`: a cap applies before the change of base."""
     return scale * float(LOG2_E.value) if softcap is None else scale
 
 
 def _precision(query: torch.Tensor) -> str:
-    """Float32 means float32: the tensor cores' short form would not match the reference."""
+    """Float32 stays exact: TF32 would not match the reference."""
     return "ieee" if query.dtype == torch.float32 else "tf32"

@@ -1,4 +1,4 @@
-"""Banning tokens by bits: what a grammar does not allow becomes minus infinity, in place."""
+"""Bans tokens with a bitmask: disallowed logits become minus infinity, in place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-WORDS = 128  # of 32 tokens each, that one program looks at
+WORDS = 128  # of 32 tokens each, per program
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _bitmask_kernel(
     offsets = tl.arange(0, 32)
     banned = ((bits[:, None] >> offsets[None, :]) & 1) == 0
     tokens = words[:, None] * 32 + offsets[None, :]
-    # Nothing is read: what is allowed stays as it is.
+    # Logits are not read: those of allowed tokens stay unchanged.
     tl.store(
         logits_ptr + row * logits_stride + tokens,
         float("-inf"),

@@ -1,4 +1,4 @@
-"""Bytes, laid out by `packed_layout.py`, become floats in registers."""
+"""Converts bytes in the layout of `packed_layout.py` to floats in registers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import triton.language as tl
 @triton.jit
 def _multiply_chunk(
     acc,  # [ROWS, TOKENS] float32
-    data,  # [ROWS, BYTES], of one chunk
-    x_at,  # [BYTES, TOKENS] pointers to x, of the chunk's first column
+    data,  # [ROWS, BYTES], one chunk
+    x_at,  # [BYTES, TOKENS] pointers to x at the chunk's first column
     is_token,  # [TOKENS]
-    scale_ptr, zero_ptr,  # [ROWS] pointers to each row's first group
+    scale_ptr, zero_ptr,  # [ROWS] pointers to each row's first quantization group
     value_ptr, first, columns_each, num_groups, in_features,
     TABLE: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
-    BYTES: tl.constexpr = 64,  # of a chunk
+    BYTES: tl.constexpr = 64,  # bytes of a chunk
 ):  # fmt: skip
     """acc + data x, on the tensor cores; `first` is the chunk's first column.
 
-    WHOLE: a chunk's numbers have one scale, which then multiplies their sum.
+    WHOLE: a chunk has one scale, which then multiplies the sum.
     """
     dtype: tl.constexpr = x_at.dtype.element_ty
     for half in tl.static_range(2 if TABLE else 1):
@@ -56,14 +56,14 @@ def _multiply_chunk(
 def multiply_bytes(
     acc,  # [ROWS, TOKENS] float32
     weight_ptr, scale_ptr, zero_ptr, value_ptr,
-    x_at,  # [TOKENS] pointers to x, of the first column
-    row,  # [ROWS] int64, of the weight
+    x_at,  # [TOKENS] pointers to x at the first column
+    row,  # [ROWS] int64, rows of the weight
     is_token,  # [TOKENS]
     low, high, in_features, num_bytes, num_groups, columns_each,
     TABLE: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
-    BYTES: tl.constexpr = 64,  # of a chunk
+    BYTES: tl.constexpr = 64,  # bytes of a chunk
 ):  # fmt: skip
-    """acc + rows of the weight with x, over chunks [low, high)."""
+    """acc + rows of the weight times x, over chunks [low, high)."""
     byte = tl.arange(0, BYTES)
     source = weight_ptr + row[:, None] * num_bytes + byte[None, :]
     column_at = x_at[None, :] + byte[:, None]
@@ -87,7 +87,7 @@ def dequantize_bytes_kernel(
     columns_each, KIND: tl.constexpr, GLOBAL: tl.constexpr, ZEROS: tl.constexpr,
     PARTS: tl.constexpr, WIDTH: tl.constexpr, BYTES: tl.constexpr = 64,
 ):  # fmt: skip
-    """WIDTH bytes of one row as floats [in_features]. It is called as the kernel for words is."""
+    """WIDTH bytes of one row as floats [in_features]. Same signature as the kernel for words."""
     TABLE: tl.constexpr = KIND == "table"
     row = tl.program_id(0).to(tl.int64)
     byte = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)

@@ -1,7 +1,8 @@
-"""Compiled kernels on disk. What is damaged there is compiled again; without a disk, too, it works.
+"""Triton's cache of compiled kernels on disk, with checksums.
 
-Triton takes the files of its cache as they are: one that is cut short or was changed would make
-every step fail, in every engine that is started, until someone removes it.
+Triton trusts the files in its cache. A truncated or changed file would make every step fail, in
+every engine, until someone removes it. Here a damaged file is compiled again, and a cache that
+cannot be written does no harm.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from triton.runtime.cache import FileCacheManager
 logger = logging.getLogger(__name__)
 
 DIGEST_SUFFIX = ".sha256"
-# What is made in it is this user's alone.
+# Folders created in it are private to this user.
 MEMORY_FOLDER = "/dev/shm"  # nosec B108
 
 
 def use_checked_cache() -> None:
-    """Have Triton use this cache from now on, unless the user chose another."""
+    """Make Triton use this cache from now on, unless the user chose another."""
     if knobs.cache.manager_class is None:
         knobs.cache.manager_class = CheckedCache
 
 
 class CheckedCache(FileCacheManager):
-    """Keeps a digest beside every file, and hands out files that match theirs.
+    """Stores a digest beside every file, and returns only files that match theirs.
 
-    Where the folder takes nothing (a full disk, no permission), kernels go to one that lasts as
+    If the folder is not writable (disk full, no permission), kernels go to a folder that lasts as
     long as the process.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
-        self._is_users = override or dump  # what Triton's developers put in and take out
+        self._is_users = override or dump  # folders that Triton developers edit by hand
         try:
             super().__init__(key, override, dump)
         except OSError as error:
@@ -84,7 +85,7 @@ class CheckedCache(FileCacheManager):
 
 @functools.cache
 def scratch_folder() -> str:
-    """In memory where that can be had: another folder on disk may be as full as the first."""
+    """A folder in memory if possible: another folder on disk may be full as well."""
     parent = MEMORY_FOLDER if Path(MEMORY_FOLDER).is_dir() else None
     folder = tempfile.mkdtemp(prefix="penstock-kernels-", dir=parent)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

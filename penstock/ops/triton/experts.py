@@ -1,7 +1,7 @@
-"""What experts compute: two matmuls over tokens sorted by expert, the activation inside the first.
+"""MoE kernels: two matmuls over tokens sorted by expert, with the activation fused into the first.
 
-One token, or very few, is not sorted: each of its experts' matrices is read by rows. Nothing here
-waits for the device, so graphs can be captured.
+Very few tokens are not sorted: the rows of each of their experts' matrices are read directly.
+Nothing here synchronizes with the host, so graphs can be captured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "swiglu_clamped")
 
 
 def refusal(hidden: int, size: int, activation: str, dtype: torch.dtype) -> str | None:
-    """Why experts of these sizes cannot be computed here; None if they can."""
+    """Why experts of these sizes have no kernel; None if they have one."""
     if activation not in ACTIVATIONS:
         return f"activation {activation} has no kernel"
     if (hidden * dtype.itemsize) % 16 or (size * dtype.itemsize) % 16:
@@ -49,7 +49,7 @@ def activate(gate, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def place(num_blocks, num_columns, GROUP: tl.constexpr):
-    """Which tile this program computes: GROUP blocks share the columns they read in the cache."""
+    """Which tile this program computes: GROUP token blocks share cached weight columns."""
     program = tl.program_id(0)
     group_size = GROUP * num_columns
     first = program // group_size * GROUP
@@ -64,7 +64,7 @@ def store_activated(
     out_ptr, block, first, size, row, is_row,
     ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The block's rows of out [num_blocks * ROWS, size], its columns from `first` on."""
+    """Store a token block's rows of out [num_blocks * ROWS, size], columns from `first` on."""
     at = first + tl.arange(0, COLUMNS)
     out = activate(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty)
     target = out_ptr + (block * ROWS + row).to(tl.int64)[:, None] * size + at[None, :]
@@ -77,7 +77,7 @@ def store_weighted(
     bias_ptr, out_ptr, factor_ptr, pair_ptr, expert, block, hidden, column, is_column,
     row, is_row, BIAS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """acc to its pairs' rows of out, times the tokens' weights of their experts."""
+    """Store acc in its pairs' rows of out, times each pair's routing weight."""
     if BIAS:
         bias = bias_ptr + expert.to(tl.int64) * hidden + column
         acc += tl.load(bias, mask=is_column, other=0.0).to(tl.float32)[:, None]
@@ -93,10 +93,10 @@ def _accumulate(
     acc, columns, rows, w_scale_at, x_scale_at, is_weight, is_row,
     SCALES: tl.constexpr, SWAP: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """acc + one step of columns [COLUMNS, DEPTH] with rows [ROWS, DEPTH].
+    """acc + one step of columns [COLUMNS, DEPTH] times rows [ROWS, DEPTH].
 
-    SWAP: the weights are the left operand, which suits few rows. SCALES: numbers are e4m3, with
-    scales by "rows", which are applied at the end, or by "blocks" of 128 columns, which are a step.
+    SWAP: the weights are the left operand, which suits few rows. SCALES: numbers are e4m3. Scales
+    by "rows" are applied at the end; scales by "blocks" of 128 columns are applied at each step.
     """
     if SCALES == "blocks":
         w_scale = tl.load(w_scale_at, mask=is_weight, other=0.0)
@@ -132,7 +132,7 @@ def _gate_up_kernel(
     depth = tl.arange(0, DEPTH)
     source = x_ptr + token.to(tl.int64)[:, None] * hidden + depth[None, :]
     first = column * COLUMNS
-    # A tile's rows: COLUMNS of the gate's, then as many of up's.
+    # A tile has COLUMNS gate rows, then as many up rows.
     index = tl.arange(0, 2 * COLUMNS)
     within = first + index % COLUMNS
     weight_row = within + index // COLUMNS * size
@@ -172,7 +172,7 @@ def _down_kernel(
     BIAS: tl.constexpr, SCALES: tl.constexpr, ROW_BLOCK: tl.constexpr, SWAP: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out [num_pairs, hidden], weighted, of x [num_blocks * ROWS, size], which is sorted."""
+    """out [num_pairs, hidden], weighted, of x [num_blocks * ROWS, size], sorted by expert."""
     block, column = place(num_blocks, tl.cdiv(hidden, COLUMNS), GROUP)
     num_rows = tl.load(rows_ptr + block)
     if num_rows <= 0:
@@ -190,7 +190,7 @@ def _down_kernel(
     else:
         acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     for at in range(0, size, DEPTH):
-        rows = x.load([block * ROWS, at])  # padding holds anything: it is not stored
+        rows = x.load([block * ROWS, at])  # padding rows are arbitrary and not stored
         columns = weight.load([expert, first, at]).reshape(COLUMNS, DEPTH)
         acc = _accumulate(
             acc, columns, rows, scales + weight_row // ROW_BLOCK * scale_columns + at // 128,
@@ -209,7 +209,7 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(x_ptr, out_ptr, hidden, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """out [n, hidden] of x [n, TOP_K, hidden]."""
+    """Sum x [n, TOP_K, hidden] over the experts: out [n, hidden]."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < hidden
@@ -261,7 +261,7 @@ def _few_down_kernel(
     x_ptr, id_ptr, scale_ptr, weight_ptr, bias_ptr, out_ptr, size, hidden,
     TOP_K: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [n, hidden]: ROWS rows of a token's output, over its experts as if side by side."""
+    """out [n, hidden]: ROWS rows of a token's output, over its experts as if concatenated."""
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < hidden
@@ -298,7 +298,7 @@ def experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference; what `refusal` names is not taken."""
+    """As the reference, except for what `refusal` rejects."""
     num_tokens, top_k = ids.shape
     if num_tokens == 0:
         return torch.empty_like(x)
@@ -313,12 +313,12 @@ def experts(
 
 
 class Scales(NamedTuple):
-    """What e4m3 numbers of x, and of all experts' weights, are multiplied by."""
+    """Scales of e4m3 numbers in x and in all experts' weights."""
 
     x: torch.Tensor  # [n], or by 128 columns [ceil(in / 128), n]
-    weight: torch.Tensor  # [experts, rows, columns]: by block, or one column
-    row_block: int  # rows of a weight that share one of scales
-    kind: Literal["rows", "blocks", ""]  # "": there are none
+    weight: torch.Tensor  # [experts, rows, columns]: by quantization block, or one column
+    row_block: int  # rows of a weight that share a scale
+    kind: Literal["rows", "blocks", ""]  # "": unscaled
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -326,7 +326,7 @@ class Scales(NamedTuple):
 
 
 def _unscaled(x: torch.Tensor) -> Scales:
-    """Of numbers that are what they are. Nothing of it is read, and its sizes never change."""
+    """Placeholder for unquantized numbers. Its tensors are never read."""
     return Scales(x, x[None, :1, :1], 1, "")
 
 
@@ -338,7 +338,7 @@ def run_gate_up(
     bias: torch.Tensor | None,
     activation: str,
     plan: ExpertsPlan,
-    scales: Scales | None = None,  # where x and weights are e4m3
+    scales: Scales | None = None,  # if x and weights are e4m3
     dtype: torch.dtype | None = None,  # of the result; None: that of x
 ) -> torch.Tensor:
     """[num_blocks * rows, size], sorted by expert."""

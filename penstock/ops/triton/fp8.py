@@ -1,9 +1,9 @@
 """Products with e4m3 weights.
 
-One row multiplies weights that become floats in registers, with activations as they are: it waits
-for memory alone. More rows are rounded to fp8 first, each by its own scale, and go to the tensor
-cores: up to `few_rows` through a kernel whose programs share a row's columns, beyond through
-torch's scaled matmul, or where that lacks something through the same kernel in larger tiles.
+One row: weights become floats in registers and activations stay unquantized; this is bound by
+memory. More rows are rounded to fp8 first, each with its own scale, and use the tensor cores. Up to
+`few_rows`, a kernel splits the columns among programs. Beyond, torch's scaled matmul runs, or,
+where that is not supported, the same kernel with larger tiles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.ops.triton.tuning_quantized import (
 from penstock.protocol.errors import ConfigError
 
 FP8 = torch.float8_e4m3fn
-BLOCK = 128  # rows and columns of a block with a scale of its own
+BLOCK = 128  # rows and columns of a quantization block
 FP8_MAX = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(1e-12)
 
@@ -36,7 +36,7 @@ def _quantize_kernel(
     x_ptr, static_ptr, out_ptr, scale_ptr, arrived_ptr, x_stride, size, num_rows, num_arrived,
     STATIC: tl.constexpr, GROUPED: tl.constexpr, ARRIVED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A row in e4m3 with its scale, or one for each 128 columns: scales [groups, num_rows].
+    """Quantize a row to e4m3, with one scale or one per 128 columns: scales [groups, num_rows].
 
     The first program also zeroes the counters of the matmul that follows.
     """
@@ -71,10 +71,10 @@ def _one_row_kernel(
     BIAS: tl.constexpr, BLOCKED: tl.constexpr, ROW_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, SPAN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the weight with x. Products are summed across threads once, at the end.
+    """ROWS rows of the weight times x. Products are summed across threads once, at the end.
 
-    SPAN columns are summed at once, which are one thread's: sums in float32 take four times the
-    registers of what they are made of, and what is loaded ahead needs them.
+    SPAN columns, all of one thread, are summed at once. Float32 sums take four times the registers
+    of their inputs, and prefetching needs those registers.
     """
     begin(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -121,7 +121,7 @@ def _tile_kernel(
     SPLITS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the weight with TOKENS rows of x, over one part of the columns."""
+    """ROWS rows of the weight times TOKENS rows of x, over one split of the columns."""
     first_token, first = tl.program_id(0) * TOKENS, tl.program_id(1) * ROWS
     split = tl.program_id(2)
     token, row = first_token + tl.arange(0, TOKENS), first + tl.arange(0, ROWS)
@@ -136,7 +136,7 @@ def _tile_kernel(
     for at in range(low, high, DEPTH):
         columns = weight.load([first, at])
         rows = x.load([first_token, at])
-        if BLOCKED:  # a step is one block
+        if BLOCKED:  # a step is one quantization block
             block = at // 128
             w_scale = tl.load(
                 w_scale_ptr + (row // ROW_BLOCK) * num_blocks + block, mask=is_row, other=0.0
@@ -146,7 +146,7 @@ def _tile_kernel(
                 acc += tl.dot(columns, rows.T) * w_scale[:, None] * x_scale[None, :]
             else:
                 acc += tl.dot(rows, columns.T) * x_scale[:, None] * w_scale[None, :]
-        elif PRECISE:  # the tensor cores keep few bits of a sum: they add up one step alone
+        elif PRECISE:  # tensor cores keep few bits of a sum: they sum only one step
             if SWAP:
                 acc = tl.dot(columns, rows.T, acc, max_num_imprecise_acc=DEPTH)
             else:
@@ -176,7 +176,7 @@ def _tile_kernel(
 def prepare_fp8(
     weight: torch.Tensor, weight_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A scale for each row, or each block, in float32. Refuses GPUs that do not know fp8."""
+    """Scales per row or per quantization block, in float32. Refuses GPUs without fp8."""
     if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 9):
         raise ConfigError(
             "fp8 weights need a GPU of compute capability 8.9 or above, got "
@@ -196,9 +196,9 @@ def fp8_linear(
     input_scale: torch.Tensor | None,  # scalar; None: dynamic
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As the reference; one row is not rounded to fp8."""
+    """As the reference, but a single row is not rounded to fp8."""
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
-    if in_features % 16 or weight_scale.ndim == 0:  # the copy engine wants whole 16 bytes
+    if in_features % 16 or weight_scale.ndim == 0:  # TMA needs multiples of 16 bytes
         return plain.fp8_linear(x, weight, weight_scale, input_scale, bias)
     x = x if x.stride(1) == 1 else x.contiguous()
     if num_tokens == 0:
@@ -220,7 +220,7 @@ def fp8_linear(
 def quantize(
     x: torch.Tensor, static: torch.Tensor | None, grouped: bool, num_arrived: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x in e4m3, its scales ([n], or [ceil(size / 128), n] by group), and so many zeros int32."""
+    """x in e4m3, its scales ([n], or [ceil(size / 128), n]), and `num_arrived` int32 zeros."""
     num_rows, size = x.shape
     grouped = grouped and static is None
     rounded = torch.empty((num_rows, size), dtype=FP8, device=x.device)
@@ -245,7 +245,7 @@ def run_tiles(
     bias: torch.Tensor | None,
     plan: Fp8Plan,
 ) -> torch.Tensor:
-    """x [n, in] with all of the weight, on the tensor cores."""
+    """x [n, in] times the weight, on the tensor cores."""
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     blocked = weight_scale.ndim == 2
     grid = (triton.cdiv(num_tokens, plan.tokens), triton.cdiv(out_features, plan.rows), plan.splits)
@@ -280,7 +280,7 @@ def one_row(
     tile: RowTile | None = None,
     span: int = 16,
 ) -> torch.Tensor:
-    """x [1, in] with all of the weight, in floats."""
+    """x [1, in] times the weight, in floats."""
     out_features, in_features = weight.shape
     blocked = weight_scale.ndim == 2
     tile = fp8_row_tile(out_features, blocked) if tile is None else tile

@@ -1,4 +1,4 @@
-"""Experts with e4m3 weights: the kernels of experts.py, with x rounded to e4m3, too."""
+"""Experts with e4m3 weights: the kernels of experts.py, with x rounded to e4m3 as well."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def fp8_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] float8_e4m3fn: gate above up
-    gate_up_scale: torch.Tensor,  # [experts, 2 * intermediate], or by block
+    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] float8_e4m3fn: gate, then up
+    gate_up_scale: torch.Tensor,  # [experts, 2 * intermediate], or by quantization block
     down: torch.Tensor,  # [experts, hidden, intermediate] float8_e4m3fn
     down_scale: torch.Tensor,
     gate_up_input_scale: torch.Tensor | None,  # scalar; None: dynamic
@@ -25,7 +25,7 @@ def fp8_experts(
     gate_up_bias: torch.Tensor | None = None,  # [experts, 2 * intermediate]
     down_bias: torch.Tensor | None = None,  # [experts, hidden]
 ) -> torch.Tensor:
-    """As the reference; rows of both matrices are multiples of 16 numbers."""
+    """As the reference. Rows of both matrices are multiples of 16 numbers."""
     num_tokens, top_k = ids.shape
     if num_tokens == 0:
         return torch.empty_like(x)
@@ -46,7 +46,7 @@ def _round(
     x: torch.Tensor,
     static: torch.Tensor | None,  # the scale of x
     weight: torch.Tensor,  # [experts, out, in]
-    weight_scale: torch.Tensor,  # [experts], [experts, out], or by block
+    weight_scale: torch.Tensor,  # [experts], [experts, out], or by quantization block
 ) -> tuple[torch.Tensor, Scales]:
     """x in e4m3, and the scales of both."""
     num_experts, out_features, _ = weight.shape

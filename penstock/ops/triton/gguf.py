@@ -1,8 +1,8 @@
-"""Products with the blocks of GGUF files.
+"""Products with matrices in GGUF quantization blocks.
 
-One row, and a few one by one, are multiplied exactly: by whole numbers on the tensor cores
-(`gguf_row.py`), or by floats in registers. For more, the matrix becomes floats of the type of x in
-memory, some of its rows at a time, for cuBLAS; they are not kept.
+One row, or a few rows one by one, are multiplied without rounding the weights: as integers on the
+tensor cores (`gguf_row.py`), or as floats in registers. For more rows, cuBLAS multiplies slabs of
+the matrix that are converted to the type of x and then dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _load_plane(
     x_ptr, column, in_features, plane: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, TABLE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """x of a plane's columns, and as it is multiplied with fractions; float32."""
+    """x at a plane's columns, and x as it is multiplied with fractions; float32."""
     if EVEN:
         x = tl.load(x_ptr + column + plane * 4).to(tl.float32)
     else:
@@ -55,7 +55,7 @@ def _load_planes(
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """Four planes of x as they are multiplied, the sum of x, and what products are too much by."""
+    """Four planes of x as they are multiplied, the sum of x, and the excess of the products."""
     x0, w0 = _load_plane(x_ptr, column, in_features, first, LOW, HIGH, TABLE, EVEN)
     x1, w1 = _load_plane(x_ptr, column, in_features, first + 1, LOW, HIGH, TABLE, EVEN)
     x2, w2 = _load_plane(x_ptr, column, in_features, first + 2, LOW, HIGH, TABLE, EVEN)
@@ -73,7 +73,7 @@ def _load_x(
     LOW: tl.constexpr, HIGH: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr,
     EVEN: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """x of some quads: what `_load_planes` gives of all planes, four by four."""
+    """x of some quads: the results of `_load_planes` for all planes, four by four."""
     word = tl.arange(0, QUADS * 4)
     at = (first_quad + word // 4) * (128 // LOW) + word % 4
     result = ()
@@ -86,16 +86,16 @@ def _load_x(
 
 @triton.jit
 def _products(
-    x,  # as `_load_x` gives it
-    weights,  # words, high bits and fields of one row, as `load_weights` gives them
+    x,  # as `_load_x` returns it
+    weights,  # words, high bits and fields of one row, as `load_weights` returns them
     one,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
     """What each quad adds to its row's sum: [QUADS] float32.
 
-    What a fraction has beside its number, and a number beside what it stands for, is taken off the
-    sum of products, by a sum of x.
+    Fractions include a constant 1 and numbers include a zero point. Sums of x correct the products
+    for both.
     """
     PLANES: tl.constexpr = 32 // LOW
     EACH: tl.constexpr = GROUP // 4 if GROUP // 4 < PLANES else PLANES  # planes of a scale
@@ -130,10 +130,10 @@ def _load_four(
     in_features, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
     QUADS: tl.constexpr,
 ):  # fmt: skip
-    """Weights of four rows from `row` on, as `load_weights` gives them.
+    """Weights of four rows from `row` on, as `load_weights` returns them.
 
-    Each row is a tensor by itself: so its words and its scales come to the threads that have their
-    quads, which the compiler would else see to by way of shared memory.
+    Each row is a tensor of its own. Then words and scales go directly to the threads that own their
+    quads; otherwise the compiler would move them through shared memory.
     """
     word, quad = tl.arange(0, QUADS * 4), tl.arange(0, QUADS)
     rows = ()
@@ -150,13 +150,13 @@ def _load_four(
 
 @triton.jit
 def _four_rows(
-    x,  # as `_load_x` gives it
-    rows,  # as `_load_four` gives them
+    x,  # as `_load_x` returns it
+    rows,  # as `_load_four` returns them
     one,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, QUADS: tl.constexpr,
 ):  # fmt: skip
-    """`_products` of four rows: [QUADS, 2, 2], of row 2 j + i at [:, i, j]."""
+    """`_products` of four rows: [QUADS, 2, 2], row 2 j + i at [:, i, j]."""
     ab = tl.join(
         _products(x, rows[0], one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
         _products(x, rows[1], one, KIND, LOW, HIGH, GROUP, TABLE, OFFSET, QUADS),
@@ -170,7 +170,7 @@ def _four_rows(
 
 @triton.jit
 def _store_sums(acc, bias_ptr, out_ptr, row, out_features, BIAS: tl.constexpr):
-    """Sums of what `_four_rows` gives."""
+    """Sum and store the results of `_four_rows`."""
     out = tl.sum(acc, axis=0)
     own = row + tl.arange(0, 2)[:, None] + tl.arange(0, 2)[None, :] * 2
     if BIAS:
@@ -187,12 +187,12 @@ def _one_row_kernel(
     EVEN: tl.constexpr, WHOLE: tl.constexpr, OVERLAP: tl.constexpr, STEPS: tl.constexpr,
     QUADS: tl.constexpr,
 ):  # fmt: skip
-    """STEPS times four rows of the weight with a row of x.
+    """STEPS times four rows of the weight, times a row of x.
 
-    WHOLE: x is in registers all the while.
+    WHOLE: x stays in registers.
     """
     let_next_start(OVERLAP)
-    # Programs with the same weights follow each other: they are read from memory once.
+    # Programs with the same weights are adjacent, so weights are read from memory once.
     token = (tl.program_id(0) % num_tokens).to(tl.int64)
     first_row = (tl.program_id(0) // num_tokens).to(tl.int64) * (STEPS * 4)
     x_ptr += token * x_stride
@@ -259,7 +259,7 @@ def _floats_kernel(
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, CHOSEN: tl.constexpr,
     QUADS: tl.constexpr,
 ):  # fmt: skip
-    """Some quads of one row as floats; CHOSEN: of the row that `row_ptr` names."""
+    """Some quads of one row as floats. CHOSEN: `row_ptr` names the row."""
     PLANES: tl.constexpr = 32 // LOW
     EACH: tl.constexpr = GROUP // 4 if GROUP // 4 < PLANES else PLANES
     at = tl.program_id(0).to(tl.int64)
@@ -290,9 +290,9 @@ def gguf_linear(
     x: torch.Tensor,  # [n, in]
     weight: Planes,
     bias: torch.Tensor | None,
-    out: torch.Tensor | None = None,  # [n, out], of rows that need not follow each other
+    out: torch.Tensor | None = None,  # [n, out], rows may have any stride
 ) -> torch.Tensor:
-    """As the reference; a few rows are multiplied by weights that are not rounded."""
+    """As the reference. For a few rows, weights are not rounded."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     if out is None:
@@ -311,14 +311,14 @@ def gguf_linear(
 
 
 def gguf_embed(token_ids: torch.Tensor, weight: Planes, dtype: torch.dtype) -> torch.Tensor:
-    """Some rows as floats: token_ids [n] -> [n, in]."""
+    """Dequantize some rows: token_ids [n] -> [n, in]."""
     return as_floats(weight, dtype, token_ids)
 
 
 def single_rows(
     x: torch.Tensor, weight: Planes, bias: torch.Tensor | None, out: torch.Tensor, plan: RowPlan
 ) -> torch.Tensor:
-    """x [n, in], row by row, with all of the weight, in floats."""
+    """x [n, in], row by row, times the weight, in floats."""
     num_tokens, (out_features, in_features) = x.shape[0], weight.shape
     num_quads = weight.num_quads
     is_whole = num_quads <= plan.quads
@@ -334,7 +334,7 @@ def single_rows(
 
 
 def as_floats(weight: Planes, dtype: torch.dtype, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """All rows, or those that are named [n], as [n, in] in `dtype`."""
+    """All rows, or the named rows [n], as [n, in] in `dtype`."""
     out_features, in_features = weight.shape
     count = out_features if rows is None else len(rows)
     out = torch.empty((count, in_features), dtype=dtype, device=weight.words.device)

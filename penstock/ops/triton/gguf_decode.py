@@ -1,8 +1,8 @@
-"""GGUF blocks, laid out by `gguf_layout.py`, become floats in registers.
+"""Converts GGUF weights in the layout of `gguf_layout.py` to floats in registers.
 
-All kernels go through `load_weights`, `scales` and `values` (or `fraction`): what differs between
-types is how many bits a number has, and how scales are stored. A number becomes a float without a
-conversion: put into the mantissa of 1, it is a fraction beside it.
+All kernels use `load_weights`, `scales` and `values` (or `fraction`). Types differ in the bits of a
+number and in how scales are stored. A number becomes a float without a conversion: in the mantissa
+of 1, it is the fractional part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ONE = 0x3F800000  # 1.0 as an int32
 
 @triton.constexpr_function
 def num_parts(low: int, group: int) -> int:
-    """Groups that a quad's columns are in."""
+    """Sub-blocks that the columns of a quad span."""
     return max(128 // low // group, 1)
 
 
@@ -27,17 +27,17 @@ def load_weights(
     row, is_row, word, quad, first_quad, in_features,
     KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Words [R, C], their high bits, aligned to them, and the fields of scales, part by part.
+    """Words [R, C], their high bits aligned to them, and the fields of the scales, part by part.
 
-    Of rows [R, 1] int64 and words [1, C], which count from quad `first_quad` on; scales of `quad`
-    [1, C or C / 4], which counts likewise. Where a row is not there, or has ended, all is 0.
-    Without high bits, words again.
+    Rows are [R, 1] int64. Words [1, C] are counted from quad `first_quad` on, and so is `quad` [1,
+    C or C / 4], whose scales are loaded. Outside of the rows and past their end, everything is 0.
+    Without high bits, the words are returned again.
     """
     num_quads = in_features * LOW // 128
     at = first_quad * 4 + word
     num_own = tl.where(is_row, num_quads, 0)
     is_word = at < num_own * 4
-    if is_grid(KIND):  # `high_ptr` is their table
+    if is_grid(KIND):  # `high_ptr` is the table
         words = grid_words(
             words_ptr, high_ptr, second_ptr, third_ptr, row, num_own, word, first_quad,
             in_features, KIND,
@@ -46,7 +46,7 @@ def load_weights(
         words = tl.load(words_ptr + row * (num_quads * 4) + at, mask=is_word, other=0)
     high = words
     if HIGH > 0:
-        SHARED: tl.constexpr = LOW // HIGH  # quads of four words; first_quad is a multiple of it
+        SHARED: tl.constexpr = LOW // HIGH  # quads per four words; first_quad is a multiple of it
         source = high_ptr + row * (tl.cdiv(num_quads, SHARED) * 4) + first_quad // SHARED * 4
         high = tl.load(source + word // (4 * SHARED) * 4 + word % 4, mask=is_word, other=0)
         high = high >> (word // 4 % SHARED * HIGH)
@@ -76,9 +76,8 @@ def _shifted(bits, by: tl.constexpr):
 def fraction(words, high, one, plane: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
     """1 + a plane's numbers / `unit(plane)`, float32.
 
-    Fields of one byte are in the mantissa at one time: only the mask tells them apart. `one` is
-    `ONE`, which the compiler does not know: else it has both it and the masks brought again and
-    again.
+    All fields of one byte are in the mantissa; only the mask separates them. `one` is `ONE` as a
+    run-time value: as a constant, the compiler would reload it and the masks again and again.
     """
     BASE: tl.constexpr = 13 if HIGH > 0 else 15
     EACH: tl.constexpr = 8 // LOW
@@ -92,7 +91,7 @@ def fraction(words, high, one, plane: tl.constexpr, LOW: tl.constexpr, HIGH: tl.
 
 @triton.jit
 def unit(plane: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """What 1 is as a number in `fraction`."""
+    """The number that 1 stands for in `fraction`."""
     BASE: tl.constexpr = 13 if HIGH > 0 else 15
     AT: tl.constexpr = BASE + plane % (8 // LOW) * LOW
     return tl.full([], 1 << (23 - AT), tl.float32)
@@ -100,9 +99,9 @@ def unit(plane: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def look_up(words, plane: tl.constexpr, TABLE: tl.constexpr):
-    """What a plane's numbers of 4 bits stand for, float32. TABLE has them as bytes, more by 128.
+    """Map a plane's 4-bit numbers to values, float32. TABLE holds the values + 128 as bytes.
 
-    Not in memory: a load would spread words over threads in another way.
+    The table is not in memory: a load would change how words are distributed over threads.
     """
     FIRST: tl.constexpr = (TABLE & 0xFFFFFFFF) - ((TABLE & 0x80000000) << 1)  # as an int32
     SECOND: tl.constexpr = ((TABLE >> 32) & 0xFFFFFFFF) - (((TABLE >> 32) & 0x80000000) << 1)
@@ -134,13 +133,13 @@ def values(
 
 @triton.jit
 def _float(small):
-    """A number below 2^23 as float32."""
+    """An integer below 2^23 as float32."""
     return (small | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
 def _halves(pair):
-    """The two float16 of an int32."""
+    """The two float16 in an int32."""
     low = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return low, high
@@ -148,7 +147,7 @@ def _halves(pair):
 
 @triton.jit
 def _load(source, mask):
-    """0 where the mask is not; None masks nothing."""
+    """Load; 0 where the mask is false. None: no mask."""
     if mask is None:
         result = tl.load(source)
     else:
@@ -158,7 +157,7 @@ def _load(source, mask):
 
 @triton.jit
 def _load_bits(ptr, row, group, mask, num_groups, WIDTH: tl.constexpr):
-    """Bytes of fields of WIDTH bits, and how far up the group's is."""
+    """Bytes with fields of WIDTH bits, and the shift of the sub-block's field."""
     EACH: tl.constexpr = 8 // WIDTH
     packed = _load(ptr + row * (num_groups // EACH) + group // EACH, mask)
     return packed.to(tl.int32) >> (group % EACH * WIDTH)
@@ -169,7 +168,7 @@ def _load_fields(
     first_ptr, second_ptr, third_ptr, row, quad, mask, in_features,
     part: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """What `scales` needs of the groups that have a part of quads."""
+    """The fields that `scales` needs, of the sub-blocks with one part of the quads."""
     SPAN: tl.constexpr = 128 // LOW  # columns of a quad
     if GROUP >= SPAN:
         group = quad // (GROUP // SPAN)
@@ -183,8 +182,8 @@ def load_fields(
     first_ptr, second_ptr, third_ptr, row, group, mask, in_features,
     KIND: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """What `scales` needs of groups: three fields, the first again where a kind has fewer."""
-    EACH: tl.constexpr = 256 // GROUP  # groups of a block
+    """The fields that `scales` needs: three of them, the first repeated if a kind has fewer."""
+    EACH: tl.constexpr = 256 // GROUP  # sub-blocks of a quantization block
     if KIND == "half" or KIND == "pair" or KIND == "exponent":
         num_groups = in_features // GROUP
         first = _load(first_ptr + row * num_groups + group, mask)
@@ -200,7 +199,7 @@ def load_fields(
         second = _load_bits(second_ptr, row, group, mask, num_groups, 4)
     if KIND == "IQ2_XXS" or KIND == "IQ3_XXS" or KIND == "IQ1_S":
         second = _load(second_ptr + at, mask)
-    if KIND == "IQ1_M":  # how far up in the first its three bits are
+    if KIND == "IQ1_M":  # the shift of its three bits in the first field
         second = (group % EACH // 4 * 16 + group % 4 * 3).to(tl.int64)
     if KIND == "six bits":
         third = _load_bits(third_ptr, row, group, mask, num_groups, 2)
@@ -214,7 +213,7 @@ def load_two(
     first_ptr, second_ptr, third_ptr, row, group, in_features,
     KIND: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`load_fields` of groups with even numbers, and of those after them: what they share, once."""
+    """`load_fields` of even sub-blocks and of their successors. Shared fields are loaded once."""
     mask = None
     if MASKED:
         mask = group * GROUP < in_features
@@ -234,14 +233,14 @@ def load_two(
 
 @triton.jit
 def scales(fields, KIND: tl.constexpr):
-    """Scales of groups, and what is added after them (`Layout.offset`), float32."""
+    """Scales of sub-blocks, and the offsets to add afterwards (`Layout.offset`), float32."""
     first, second, third = fields
     if KIND == "half" or KIND == "whole":
         scale = first.to(tl.float32)
         offset = scale
     elif KIND == "pair":
         scale, offset = _halves(first)
-    elif KIND == "exponent":  # a power of two, biased by 128: numbers are doubled
+    elif KIND == "exponent":  # a power of two with bias 128, because the numbers are doubled
         exponent = first.to(tl.int32)
         bits = tl.where(exponent < 2, (exponent + 1) << 21, (exponent - 1) << 23)
         scale = bits.to(tl.float32, bitcast=True)

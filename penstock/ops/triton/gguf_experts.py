@@ -1,6 +1,8 @@
-"""Experts in the blocks of GGUF files: tokens are sorted by expert, as in experts.py, and an
-expert's tokens are multiplied with its rows of the weight, a few at a time on the tensor cores, by
-weights that are rounded to the type of x in registers."""
+"""Experts in GGUF quantization blocks, over tokens sorted by expert as in experts.py.
+
+An expert's tokens are multiplied with its rows on the tensor cores, a few tokens at a time. The
+weights are rounded to the type of x in registers.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def _multiply(
     GROUP: tl.constexpr, TABLE: tl.constexpr, OFFSET: tl.constexpr, EVEN: tl.constexpr,
     QUADS: tl.constexpr,
 ):  # fmt: skip
-    """acc + weights x: plane by plane on the tensor cores."""
+    """acc + weights x, plane by plane on the tensor cores."""
     dtype: tl.constexpr = x_at.dtype.element_ty
     PLANES: tl.constexpr = 32 // LOW
     EACH: tl.constexpr = GROUP // 4 if GROUP // 4 < PLANES else PLANES
@@ -67,10 +69,10 @@ def _experts_kernel(
     SORTED: tl.constexpr, EVEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     QUADS: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """One block of an expert's tokens with ROWS rows of its matrix.
+    """One token block of an expert, times ROWS rows of its matrix.
 
-    SORTED: x is in the blocks' order, and the result, times the token's weight of the expert, goes
-    to the pair that it is of. Else x is in the tokens' order, and the result in the blocks'.
+    SORTED: x is in block order; the result is multiplied by the routing weight and stored at its
+    pair. Otherwise x is in token order, and the result in block order.
     """
     block, column = place(num_blocks, tl.cdiv(out_features, ROWS), GROUPED)
     num_rows = tl.load(rows_ptr + block)
@@ -105,11 +107,11 @@ def gguf_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: Sequence[Planes],  # each expert's gate above its up; or all gates, and all ups
+    gate_up: Sequence[Planes],  # gate above up of each expert; or all gates, and all ups
     down: Planes,  # [experts * hidden, intermediate]
     activation: str,
 ) -> torch.Tensor:
-    """As the reference; nothing waits for the host to know the choice."""
+    """As the reference. Nothing waits for the routing result on the host."""
     num_tokens, top_k = ids.shape
     if num_tokens == 0:
         return torch.empty_like(x)

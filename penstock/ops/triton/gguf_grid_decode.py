@@ -1,11 +1,11 @@
-"""IQ1, IQ2 and IQ3 blocks become words of four numbers of 8 bits, in registers.
+"""Converts IQ1, IQ2 and IQ3 weights to words of four 8-bit numbers, in registers.
 
-What comes out is what `gguf_layout.py` has of Q8_0: fields of a quad's words are numbers, more by
-128, and the other kernels go on from there. Two octets (`ops/gguf_grids.py`) are a quad, so that a
-thread loads their places and signs once for its four words.
+The result has the layout of Q8_0 in `gguf_layout.py`: the fields of a quad's words are numbers +
+128. The other kernels continue from there. Two octets (`ops/gguf_grids.py`) form a quad, so a
+thread loads their indexes and signs once for its four words.
 
-What 8 columns stand for is two int32 of the table: bytes (0, 4, 2, 6) of them, and (1, 5, 3, 7),
-which are halves of words already. What 4 columns stand for is one int32.
+A table entry for 8 columns is two int32: bytes (0, 4, 2, 6), and bytes (1, 5, 3, 7), which are
+already halves of words. An entry for 4 columns is one int32.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def is_grid(kind: str) -> bool:
-    """Whether this module knows a kind of scales: types of this module are kinds by themselves."""
+    """Whether this module decodes a kind of scales. Its types are kinds of their own."""
     return kind.startswith("IQ")
 
 
@@ -25,9 +25,9 @@ def grid_words(
     words_ptr, table_ptr, second_ptr, third_ptr, row, num_own, word, first_quad, in_features,
     KIND: tl.constexpr,
 ):  # fmt: skip
-    """Words as `load_weights` gives them: [R, C] of rows [R, 1], or [C] of one row.
+    """Words as `load_weights` returns them: [R, C] of rows [R, 1], or [C] of one row.
 
-    `num_own` says how many quads of each row there are.
+    `num_own` is the number of quads of each row.
     """
     own = tl.arange(0, word.numel // 4)
     if len(word.shape) == 2:
@@ -41,7 +41,8 @@ def grid_words(
     b_even, b_odd, b_signs = _load_octet(
         words_ptr, table_ptr, second_ptr, third_ptr, octet + 1, mask, KIND
     )
-    # 16 bits, one a column, become the low halves of four bytes: columns 4 f to 4 f + 3 in byte f.
+    # Spread 16 bits, one per column, to the low nibbles of four bytes: columns 4 f to 4 f + 3 in
+    # byte f.
     signs = a_signs | (b_signs << 8)
     signs = (signs | (signs << 8)) & 0x00FF00FF
     signs = (signs | (signs << 4)) & 0x0F0F0F0F
@@ -49,7 +50,7 @@ def grid_words(
     word_1 = _signed((a_odd & 0xFFFF) | (b_odd << 16), signs, 1, KIND)
     word_2 = _signed(((a_even >> 16) & 0xFFFF) | ((b_even >> 16) << 16), signs, 2, KIND)
     word_3 = _signed(((a_odd >> 16) & 0xFFFF) | ((b_odd >> 16) << 16), signs, 3, KIND)
-    joined = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))  # 2 i + j at [.., i, j]
+    joined = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))  # word 2 i + j at [.., i, j]
     if len(word.shape) == 2:
         words = joined.reshape(joined.shape[0], word.numel)
     else:
@@ -61,7 +62,7 @@ def grid_words(
 def _load_octet(
     words_ptr, table_ptr, second_ptr, third_ptr, octet, mask, KIND: tl.constexpr
 ):  # fmt: skip
-    """What 8 columns stand for without signs, as the table has it, and a bit for each sign."""
+    """The table entry of 8 columns, without signs, and one sign bit per column."""
     of_four = octet % 4
     if KIND == "IQ2_XXS" or KIND == "IQ3_XXS":
         packed = tl.load(second_ptr + octet // 4, mask=mask, other=0)
@@ -106,7 +107,7 @@ def _load_octet(
 
 @triton.jit
 def _eight_signs(seven):
-    """The eighth, on top, makes an even number of them negative."""
+    """Add the eighth sign on top. It makes the number of negative signs even."""
     parity = seven ^ (seven >> 4)
     parity = parity ^ (parity >> 2)
     parity = (parity ^ (parity >> 1)) & 1
@@ -115,7 +116,7 @@ def _eight_signs(seven):
 
 @triton.jit
 def _signed(word, signs, index: tl.constexpr, KIND: tl.constexpr):
-    """Four bytes with their signs, more by 128; no byte's carry goes into the next."""
+    """Apply signs to four bytes and add 128. No byte carries into the next."""
     negative = (signs >> index) & 0x01010101
     if KIND == "IQ1_S" or KIND == "IQ1_M":
         result = word - negative * 2
@@ -127,9 +128,9 @@ def _signed(word, signs, index: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def grid_scale(fields, KIND: tl.constexpr):
-    """A group's scale, float32, of what `_load_fields` gives."""
+    """The scale of a sub-block, float32, from the result of `_load_fields`."""
     first, second, _ = fields
-    if KIND == "IQ1_M":  # the float16's four parts lie on top of the steps
+    if KIND == "IQ1_M":  # the float16's four parts are above the steps
         bits = ((first >> 12) & 0x000F) | ((first >> 24) & 0x00F0)
         bits = bits | ((first >> 36) & 0x0F00) | ((first >> 48) & 0xF000)
         scale = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

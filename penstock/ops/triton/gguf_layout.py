@@ -1,19 +1,19 @@
-"""How the blocks of a GGUF file lie in memory on a GPU.
+"""The memory layout of GGUF weights on a GPU.
 
-A file's blocks of 17 to 210 bytes have their scales between their numbers, where no load of 16
-bytes fits. Here each kind of field lies by itself, in as many bytes as the file has for it:
+In a file, quantization blocks of 17 to 210 bytes mix scales and numbers, so loads of 16 bytes do
+not fit. Here each kind of field has its own tensor, in as many bytes as in the file:
 
-- `words`, int32: the low `low` bits of the numbers (2, 4 or 8 of them). Four words, a *quad*, are
-  one thread's load; they have 512 / (4 * low) neighbouring columns. Field f of a quad's word w is
-  its column 4 f + w, so that the fields that four words have in the same bits, a *plane*, are four
-  neighbouring columns, and x is read as it lies.
-- `high`, int32: the bits above those, where there are any, in the same order. Two or four quads,
-  as many as fill the fields, share four words: those of quad q % n are q % n numbers further up.
-  Rows are filled up to whole quads.
+- `words`, int32: the low `low` bits of the numbers (2, 4 or 8). Four words, a *quad*, are one
+  thread's load and hold 512 / (4 * low) neighbouring columns. Field f of a quad's word w is its
+  column 4 f + w. The fields at the same bits of the four words, a *plane*, are therefore four
+  neighbouring columns, and x is read in its own order.
+- `high`, int32: the bits above those, if any, in the same order. Two or four quads, as many as fill
+  the fields, share four words: the bits of quad q are shifted up by q % n numbers. Rows are padded
+  to whole quads.
 - `first`, `second`, `third`: scales, as `gguf_decode.py` reads them.
 
-IQ1, IQ2 and IQ3 blocks have places in a table instead of numbers: `words` are their low bits, other
-fields are the file's, too, and `gguf_grid_decode.py` makes words of numbers of 8 bits of them.
+IQ1, IQ2 and IQ3 have table indexes instead of numbers. `words` are their low bits and the other
+fields are those of the file; `gguf_grid_decode.py` turns them into words of 8-bit numbers.
 """
 
 from __future__ import annotations
@@ -37,45 +37,45 @@ from penstock.ops.gguf_blocks import (
 from penstock.ops.gguf_fields import half, view_as
 from penstock.ops.gguf_grids import GRIDS, table
 
-SLAB = 1 << 24  # numbers that are repacked at one time
+SLAB = 1 << 24  # numbers repacked at a time
 
 Scales = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 Places = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Layout(NamedTuple):
-    """One type of blocks, as kernels are compiled for it."""
+    """One GGUF type, as kernels are compiled for it."""
 
-    kind: str  # how scales are stored, which `gguf_decode.scales` knows
+    kind: str  # how scales are stored, for `gguf_decode.scales`
     low: int  # bits of a number in `words`
     high: int  # further bits, in `high`
-    zero: int  # what numbers are more by than what is scaled
+    zero: int  # zero point of the numbers
     group: int  # columns that share a scale
-    scales: Scales  # blocks [n, block_bytes] -> up to three tensors [n, ...]
-    table: tuple[int, ...] | None = None  # what numbers stand for, where they are no numbers
-    places: Places | None = None  # blocks -> [n, ...], where there are places in a grid
+    scales: Scales  # quantization blocks [n, block_bytes] -> up to three tensors [n, ...]
+    table: tuple[int, ...] | None = None  # values of the numbers, if they are indexes
+    places: Places | None = None  # quantization blocks -> [n, ...], if they hold grid indexes
 
     @property
     def columns(self) -> int:
-        """Columns of one element of `words`."""
+        """Columns per element of `words`."""
         return 32 // self.low if self.places is None else GRIDS[self.kind].each
 
     @property
     def offset(self) -> bool:
-        """Whether something is added to numbers once they are scaled."""
+        """Whether an offset is added after scaling."""
         return self.kind in ("pair", "nibbles", "six bits, minima")
 
 
 class Planes(NamedTuple):
-    """A matrix [out, in], or several one above the other."""
+    """A matrix [out, in], or several concatenated by rows."""
 
     type_name: str
-    words: torch.Tensor  # [out, in / layout.columns] int32; of a grid, its places
+    words: torch.Tensor  # [out, in / layout.columns] int32; of a grid, its indexes
     high: torch.Tensor | None  # [out, about in * high / 32] int32
     first: torch.Tensor  # [out, ...]
     second: torch.Tensor | None
     third: torch.Tensor | None
-    grid: torch.Tensor | None = None  # what places stand for: shared by all matrices of the type
+    grid: torch.Tensor | None = None  # the grid, shared by all matrices of the type
 
     @property
     def layout(self) -> Layout:
@@ -88,19 +88,22 @@ class Planes(NamedTuple):
 
     @property
     def num_quads(self) -> int:
-        """Of one row."""
+        """Quads of one row."""
         return self.shape[1] * self.layout.low // 128
 
     @property
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """What a kernel is given, a grid for high bits; it does not read what is not there."""
+        """The pointer arguments of a kernel: a grid replaces high bits.
+
+        Missing tensors are not read.
+        """
         optional = (self.high if self.grid is None else self.grid, self.second, self.third)
         high, second, third = (self.words if one is None else one for one in optional)
         return self.words, high, self.first, second, third
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """The compile-time arguments of a kernel."""
         layout = self.layout
         return {
             "KIND": layout.kind, "LOW": layout.low, "HIGH": layout.high, "ZERO": layout.zero,
@@ -113,7 +116,7 @@ class Planes(NamedTuple):
         return self._replace(**own)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What lies in memory, by name."""
+        """The tensors in memory, by name."""
         named = {name: getattr(self, name) for name in _BY_ROW}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -122,7 +125,7 @@ _BY_ROW = ("words", "high", "first", "second", "third")
 
 
 def prepare_gguf(weight: BlockTensor, device: torch.device) -> Planes:
-    """A matrix in this module's layout on `device`."""
+    """Convert a matrix to this module's layout on `device`."""
     layout = LAYOUTS[weight.type_name]
     rows, columns = weight.shape
     step = max(SLAB // columns, 1)
@@ -141,7 +144,7 @@ def prepare_gguf(weight: BlockTensor, device: torch.device) -> Planes:
 
 
 def stack_gguf(parts: Sequence[Planes]) -> Planes:
-    """Matrices of one type, one above the other."""
+    """Concatenate matrices of one type by rows."""
     stacked: dict[str, Any] = {
         name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()
     }
@@ -161,7 +164,7 @@ def _repack(part: BlockTensor, layout: Layout, device: torch.device) -> dict[str
 
 
 def _pack(part: BlockTensor, blocks: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
-    """Numbers, their low bits and those above them."""
+    """The numbers' low bits, and the bits above them."""
     rows, columns = part.shape
     numbers = FORMATS[part.type_name].numbers(blocks)
     fields, quads = 32 // layout.low, columns * layout.low // 128
@@ -170,7 +173,7 @@ def _pack(part: BlockTensor, blocks: torch.Tensor, layout: Layout) -> dict[str, 
     low = by_field & ((1 << layout.low) - 1)
     packed = {"words": _join(low, layout.low)}
     if layout.high:
-        shared = layout.low // layout.high  # quads of four words
+        shared = layout.low // layout.high  # quads per four words
         above = F.pad(by_field >> layout.low, (0, 0, 0, 0, 0, -quads % shared))
         above = above.view(rows, -1, shared, fields, 4)
         places = torch.arange(shared, device=blocks.device, dtype=torch.int32).view(-1, 1, 1)
@@ -181,12 +184,12 @@ def _pack(part: BlockTensor, blocks: torch.Tensor, layout: Layout) -> dict[str, 
 
 
 def _bytes(table: tuple[int, ...] | None) -> int:
-    """16 numbers, each more by 128, as the bytes of one; 0 for none."""
+    """16 numbers + 128 as the bytes of one integer; 0 for None."""
     return 0 if table is None else int.from_bytes(bytes(value + 128 for value in table), "little")
 
 
 def _join(fields: torch.Tensor, width: int) -> torch.Tensor:
-    """Fields [rows, quads, fields, n] into words of 32 bits: [rows, quads * n]."""
+    """Join fields [rows, quads, fields, n] into 32-bit words: [rows, quads * n]."""
     words = fields[:, :, 0]
     for index in range(1, fields.shape[2]):
         words = words | (fields[:, :, index] << (index * width))
@@ -197,7 +200,7 @@ def _join(fields: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _from(start: int, end: int, dtype: torch.dtype = torch.uint8) -> Places:
-    """Bytes [start, end) of every block as numbers of a type."""
+    """Bytes [start, end) of every quantization block, as numbers of a type."""
     return lambda blocks: view_as(blocks[:, start:end], dtype)
 
 
@@ -210,18 +213,18 @@ _PAIR = _from(0, 4, torch.int32)  # two float16, the first in the low half
 
 
 def _nibbles(numbers: torch.Tensor) -> torch.Tensor:
-    """Neighbours of 4 bits into one byte, the first in the low half: [n, m] -> [n, m / 2]."""
+    """Pack neighbouring 4-bit numbers into bytes, first in the low nibble: [n, m] -> [n, m / 2]."""
     return numbers[:, 0::2] | (numbers[:, 1::2] << 4)
 
 
 def _two_bits(numbers: torch.Tensor) -> torch.Tensor:
-    """Four neighbours of 2 bits into one byte: [n, m] -> [n, m / 4]."""
+    """Pack four neighbouring 2-bit numbers into a byte: [n, m] -> [n, m / 4]."""
     pairs = numbers[:, 0::2] | (numbers[:, 1::2] << 2)
     return _nibbles(pairs)
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each group's scale with two bits of its minimum above it, and the minima's other four."""
+    """Each scale with two bits of its minimum above it, and the other four bits of the minima."""
     scale, minimum = k_scales(blocks)
     return _PAIR(blocks), scale | (minimum << 6), _nibbles(minimum >> 2)
 
@@ -236,12 +239,12 @@ def _iq4_xs_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return half(blocks, 0), _nibbles(scale & 15), _two_bits(scale >> 4)
 
 
-# -- places in grids
+# -- grid indexes
 
 
 @functools.cache
 def _grid(type_name: str, device: torch.device) -> torch.Tensor:
-    """What places stand for, as `gguf_grid_decode.py` reads it: int32."""
+    """The format's table as `gguf_grid_decode.py` reads it: int32."""
     grid = table(type_name)
     if GRIDS[type_name].each == 8:
         grid = grid[:, [0, 4, 2, 6, 1, 5, 3, 7]]
@@ -258,10 +261,10 @@ _ON_GRIDS = [
         _fields(_HALF, lambda blocks: view_as(blocks[:, 2:], torch.int32)[:, 1::2]),
     ),
     _on_grid("IQ2_XS", _from(2, 66, torch.int16), _fields(_HALF, _from(66, 74))),
-    # with signs, and then the high bits of places
+    # second, third: scale steps; signs, then the high bits of indexes
     _on_grid("IQ2_S", _from(2, 34), _fields(_HALF, _from(74, 82), _from(34, 74))),
     _on_grid("IQ3_XXS", _from(2, 66), _fields(_HALF, _from(66, 98, torch.int32))),
-    # with the high bits of places, and then signs
+    # second, third: scale steps; the high bits of indexes, then signs
     _on_grid("IQ3_S", _from(2, 66), _fields(_HALF, _from(106, 110), _from(66, 106))),
     _on_grid("IQ1_S", _from(2, 34), _fields(_HALF, _from(34, 50, torch.int16))),
     _on_grid("IQ1_M", _from(0, 32), _fields(_from(48, 56, torch.int64), _from(32, 48))),
@@ -284,7 +287,7 @@ LAYOUTS: dict[str, Layout] = {
     "IQ4_NL": Layout("half", 4, 0, 0, 32, _fields(_HALF), IQ4_VALUES),
     "IQ4_XS": Layout("six bits", 4, 0, 0, 32, _iq4_xs_scales, IQ4_VALUES),
     "MXFP4": Layout("exponent", 4, 0, 0, 32, _fields(_from(0, 1)), E2M1_DOUBLED),
-    # Ternary numbers take two bits each: a file's TQ1_0 has 1.6.
+    # Ternary numbers take two bits each; TQ1_0 takes 1.6 in a file.
     "TQ1_0": Layout("whole", 2, 0, 1, 256, _fields(_from(52, 54, torch.float16))),
     "TQ2_0": Layout("whole", 2, 0, 1, 256, _fields(_from(64, 66, torch.float16))),
     **{layout.kind: layout for layout in _ON_GRIDS},

@@ -1,12 +1,13 @@
-"""Single rows of x with GGUF blocks of 4, 5 or 6 bits on the tensor cores, exactly.
+"""Single rows of x times GGUF weights of 4, 5 or 6 bits on the tensor cores, exactly.
 
-The tensor cores multiply sixteen rows of a matrix with eight columns at least. Here the columns are
-groups: column i has x of the i-th of eight groups, zeros elsewhere, and of the result one number is
-one group's sum, which is then scaled. Numbers are small integers, which bfloat16 and float16 hold.
+The tensor cores multiply sixteen matrix rows with at least eight columns. Here the columns are
+sub-blocks: column i holds x for the i-th of eight sub-blocks, and zeros elsewhere. One number of
+the result is then the sum of one sub-block, which is scaled afterwards. Numbers are small integers,
+which bfloat16 and float16 represent exactly.
 
-Everything goes straight from memory into the registers of the tensor cores: a thread has a quad
-(`gguf_layout.py`) of a row, and what is loaded has its dimensions in such an order that this is its
-part of an operand. Another order would be slower, not wrong.
+Data goes directly from memory to the registers of the tensor cores. A thread holds a quad
+(`gguf_layout.py`) of a row, and loads order their dimensions so that this is its part of an
+operand. Another order would be slower, not wrong.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ ROWS = 16
 
 
 def can_multiply(layout: Layout, dtype: torch.dtype) -> bool:
-    """Whether blocks of this layout are numbers that the tensor cores take from `dtype`."""
+    """Whether the numbers of this layout fit the tensor cores in `dtype`."""
     is_number = layout.low == 4 and layout.table is None
     return is_number and layout.group <= 32 and dtype in (torch.bfloat16, torch.float16)
 
 
 def _numbers(magic: int, high: int, last: str = "") -> str:
-    """PTX: of two words in $4, with high bits in $5 that are to go down by $6, four pairs.
+    """PTX: from two words in $4, with high bits in $5 to be shifted down by $6, four pairs.
 
-    Each is a plane's numbers in the mantissa of `magic`, two powers of two; then comes `last`.
+    Each pair is a plane's numbers in the mantissa of `magic`, two powers of two. `last` follows.
     """
     mask = ((1 << high) - 1) << 4
     lines = ["{\n.reg .b32 h, t;\n"]
@@ -49,7 +50,8 @@ def _numbers(magic: int, high: int, last: str = "") -> str:
     return "".join(lines) + "}"
 
 
-# bfloat16 has 128 with a number in its mantissa; float16 has 1024, which is taken off at once.
+# In bfloat16 the result is 128 + number. In float16 it is 1024 + number; 1024 is subtracted at
+# once.
 BF16 = tl.constexpr({high: _numbers(0x43004300, high) for high in range(3)})
 LESS = "mov.b32 t, 0x64006400;\nsub.f16x2 {0}, {0}, t;\n"
 FP16 = tl.constexpr({high: _numbers(0x64006400, high, LESS) for high in range(3)})
@@ -58,14 +60,14 @@ REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
 
 @triton.jit
 def _base(dtype: tl.constexpr, ASM: tl.constexpr):
-    """What numbers of `_planes` are too large by."""
+    """The excess of the numbers from `_planes`."""
     base: tl.constexpr = 128.0 if ASM and dtype == tl.bfloat16 else 0.0
     return base
 
 
 @triton.jit
 def _planes(words, high, shift, dtype: tl.constexpr, HIGH: tl.constexpr, ASM: tl.constexpr):
-    """The numbers in each four bits of words int16, in `dtype`: four tensors like them."""
+    """The numbers in each four bits of int16 words, in `dtype`: four tensors of that shape."""
     if ASM and dtype == tl.bfloat16:
         planes = tl.inline_asm_elementwise(
             BF16[HIGH], REGISTERS, [words, high, shift],
@@ -91,7 +93,7 @@ def _planes(words, high, shift, dtype: tl.constexpr, HIGH: tl.constexpr, ASM: tl
 def _load_words(
     words_ptr, high_ptr, row, quad, num_quads, HIGH: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Words, and the words that have their high bits: [16 BLOCKS, 32] int16 of quads."""
+    """Words, and the words with their high bits: [16 BLOCKS, 32] int16 of quads."""
     at = tl.arange(0, 32)[None, :] % 8
     source = words_ptr + row * (num_quads * 8) + quad * 8 + at
     mask = None
@@ -112,15 +114,16 @@ def _load_weights(
     in_features, KIND: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
     MASKED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Of BLOCKS times eight groups, words by chunks of 128 columns, and fields of scales.
+    """For BLOCKS times eight sub-blocks: words in chunks of 128 columns, and fields of scales.
 
-    Fields are of even groups and odd ones, [32 BLOCKS] each, of rows 0 to 7 and of 8 to 15.
+    Fields are split into even and odd sub-blocks, [32 BLOCKS] each, for rows 0 to 7 and 8 to 15.
     """
     num_quads = in_features // 32
-    # [2 * BLOCKS * 8, 32]: half of the rows, block, row. So a warp has eight rows at once.
+    # [2 * BLOCKS * 8, 32]: half of the rows, eight sub-blocks, row. So a warp holds eight rows at
+    # once.
     index = tl.arange(0, 16 * BLOCKS)[:, None]
     row = low_row + index // (8 * BLOCKS) * 8 + index % 8
-    # A row that is not there is read as the first: what comes of it is not stored.
+    # Rows out of range read the first row; their results are not stored.
     row = tl.where(row < out_features, row, 0).to(tl.int64)
     quad = (block + index // 8 % BLOCKS) * (GROUP // 4) + tl.arange(0, 32)[None, :] // 8
     a = _load_words(words_ptr, high_ptr, row, quad, num_quads, HIGH, MASKED)
@@ -128,7 +131,7 @@ def _load_weights(
     if GROUP == 32:
         b = _load_words(words_ptr, high_ptr, row, quad + 4, num_quads, HIGH, MASKED)
         chunks = (a, b)
-    index = tl.arange(0, 32 * BLOCKS)  # block, row, two groups
+    index = tl.arange(0, 32 * BLOCKS)  # eight, row, pair of sub-blocks
     row = low_row + index // 4 % 8
     group = (block + index // 32) * 8 + index % 4 * 2
     own = tl.where(row < out_features, row, 0).to(tl.int64)
@@ -143,8 +146,8 @@ def _load_x(
     x_ptr, block, chunk: tl.constexpr, half: tl.constexpr, eight: tl.constexpr, in_features,
     GROUP: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """x of eight columns of a chunk's quads, as operands of two planes: [BLOCKS, 16, 8]."""
-    index = tl.arange(0, 32 * BLOCKS)[:, None]  # block, group, quad
+    """x at eight columns of a chunk's quads, as operands of two planes: [BLOCKS, 16, 8]."""
+    index = tl.arange(0, 32 * BLOCKS)[:, None]  # eight, sub-block, quad
     group, quad = index // 4 % 8, index % 4
     at = (block + index // 32) * (8 * GROUP) + chunk * 128 + quad * 32 + half * 16 + eight * 8
     is_own = group == (chunk * 4 + quad if GROUP == 32 else quad * 2 + half)
@@ -159,7 +162,7 @@ def _load_x(
 
 @triton.jit
 def _halves(words):
-    """Of words [n, 32] those with a quad's first columns and those with its last, [n, 16] each."""
+    """Split words [n, 32] into those with a quad's first and last columns: [n, 16] each."""
     n: tl.constexpr = words.shape[0]
     first, last = tl.split(words.reshape(n, 16, 2))
     return first, last
@@ -167,7 +170,7 @@ def _halves(words):
 
 @triton.jit
 def _to_operand(plane, BLOCKS: tl.constexpr):
-    """[2 * BLOCKS * 8, 16] as [BLOCKS, 16, 16]; a thread has two and two columns of a quad."""
+    """[2 * BLOCKS * 8, 16] as [BLOCKS, 16, 16]. A thread holds two and two columns of a quad."""
     plane = plane.reshape(2, BLOCKS, 8, 4, 2, 2).permute(1, 0, 2, 4, 3, 5)
     return plane.reshape(BLOCKS, 16, 16)
 
@@ -177,7 +180,7 @@ def _sums(
     x_ptr, block, chunks, in_features, HIGH: tl.constexpr, GROUP: tl.constexpr, ASM: tl.constexpr,
     MASKED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Of each group the sum of numbers times x, and that of x: [BLOCKS, 16, 8]."""
+    """For each sub-block, the sum of numbers times x, and the sum of x: [BLOCKS, 16, 8]."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     total = tl.zeros([BLOCKS, 16, 8], tl.float32)
     x_total = tl.zeros([BLOCKS, 16, 8], tl.float32)
@@ -204,7 +207,7 @@ def _sums(
 
 @triton.jit
 def _as_result(a, b, c, d, BLOCKS: tl.constexpr):
-    """Of even groups and odd ones, of rows 0 to 7 and of 8 to 15: [BLOCKS, 16, 8]."""
+    """Join even and odd sub-blocks of rows 0 to 7 and 8 to 15: [BLOCKS, 16, 8]."""
     joined = tl.join(tl.join(a, b), tl.join(c, d))  # [32 BLOCKS, odd, half]
     joined = joined.reshape(BLOCKS, 8, 4, 2, 2).permute(0, 4, 1, 2, 3)
     return joined.reshape(BLOCKS, 16, 8)
@@ -216,7 +219,7 @@ def _products(
     GROUP: tl.constexpr, OFFSET: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """What each group of what `_load_weights` gave adds to its row's sum: [BLOCKS, 16, 8]."""
+    """What each sub-block from `_load_weights` adds to its row's sum: [BLOCKS, 16, 8]."""
     chunks, low, high = weights
     total, x_total = _sums(x_ptr, block, chunks, in_features, HIGH, GROUP, ASM, MASKED, BLOCKS)
     a, a_offset = scales(low[0], KIND)
@@ -238,12 +241,12 @@ def _tensor_row_kernel(
     OFFSET: tl.constexpr, BIAS: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr,
     OVERLAP: tl.constexpr, STEPS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Sixteen rows of the weight with a row of x, BLOCKS times eight groups at once.
+    """Sixteen rows of the weight times a row of x, BLOCKS times eight sub-blocks at once.
 
-    The first step is not in the loop: else x would be loaded when these weights are there.
+    The first step is outside the loop. Otherwise x would be loaded only after these weights.
     """
     let_next_start(OVERLAP)
-    # Programs with the same weights follow each other: they are read from memory once.
+    # Programs with the same weights are adjacent, so weights are read from memory once.
     token = (tl.program_id(0) % num_tokens).to(tl.int64)
     low_row = tl.program_id(0) // num_tokens * 16
     x_ptr += token * x_stride
@@ -277,7 +280,7 @@ def _tensor_row_kernel(
 def tensor_rows(
     x: torch.Tensor, weight: Planes, bias: torch.Tensor | None, out: torch.Tensor, plan: TensorPlan
 ) -> torch.Tensor:
-    """x [n, in], row by row, with all of the weight."""
+    """x [n, in], row by row, times the weight."""
     num_tokens, (out_features, in_features) = len(x), weight.shape
     words, high, *fields = weight.pointers
     layout = weight.layout

@@ -1,8 +1,8 @@
-"""A step's inputs, made on the device from the runner's tables.
+"""Builds a step's inputs on the device from the runner's tables.
 
-The host sends which requests a step holds and how many tokens of each; tokens, positions, cache
-slots and lengths follow here, so that a step can be launched before the tokens of the step before
-it are known on the host.
+The host sends the requests of a step and their numbers of tokens. Tokens, positions, cache slots
+and lengths are computed here. Therefore a step can be launched before the host knows the tokens of
+the previous step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _prepare_kernel(
     token_stride, table_stride, rows_stride, num_rows, num_requests,
     BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr, ADVANCE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program a request, and one for the rows behind the last: those use the null block."""
+    """One program per request, and one for the padding rows, which use the null block."""
     request = tl.program_id(0)
     offsets = tl.arange(0, CHUNK)
     start = tl.load(query_starts_ptr + request)
@@ -111,11 +111,11 @@ def _write_blocks_kernel(where_ptr, table_ptr, table_stride, num, BLOCK: tl.cons
 
 @triton.jit(do_not_specialize=["num_new"])
 def _write_requests_kernel(
-    packed_ptr,  # [num_new, 5]: slot, first token's place, tokens, prompt, computed; then tokens
+    packed_ptr,  # [num_new, 5]: slot, index of first token, tokens, prompt, computed; then tokens
     token_table_ptr, num_tokens_ptr, num_prompt_ptr, num_computed_ptr, token_stride, num_new,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One program a request that enters the tables."""
+    """One program per new request."""
     row = packed_ptr + tl.program_id(0) * 5
     slot = tl.load(row).to(tl.int64)
     source = packed_ptr + num_new * 5 + tl.load(row + 1)
@@ -132,7 +132,7 @@ def _write_requests_kernel(
 
 def prepare_rows(
     query_starts: torch.Tensor,  # [num_requests + 1] int32
-    slots: torch.Tensor,  # [num_requests] int32; -1 is padding, at the end
+    slots: torch.Tensor,  # [num_requests] int32; -1 for padding, at the end
     token_table: torch.Tensor,  # [max_num_seqs, width] int32
     num_computed: torch.Tensor,  # [max_num_seqs] int32
     block_table: torch.Tensor,  # [max_num_seqs, max_blocks] int32
@@ -147,7 +147,7 @@ def prepare_rows(
     tokens: bool,
     advance: bool,
 ) -> None:
-    """Lay out a step for one KV group; `tokens` for the first of them, `advance` for the last."""
+    """Lay out a step for one KV group: `tokens` for the first group, `advance` for the last."""
     num_requests = len(slots)
     _prepare_kernel[(num_requests + 1,)](
         query_starts, slots, token_table, num_computed, block_table,
@@ -159,13 +159,13 @@ def prepare_rows(
 
 
 def sample_rows(
-    logits_rows: torch.Tensor,  # [n] int32; -1 is padding
+    logits_rows: torch.Tensor,  # [n] int32; -1 for padding
     token_slots: torch.Tensor,  # [num_rows] int64
     positions: torch.Tensor,  # [num_rows] int64
     slots_out: torch.Tensor,  # [n] or longer, int64
     positions_out: torch.Tensor,
 ) -> None:
-    """Slot of each logits row, and where its token will stand; -1 and 0 for padding."""
+    """The slot of each logits row and the position of its next token; -1 and 0 for padding."""
     num = len(logits_rows)
     if num:
         _sample_rows_kernel[(triton.cdiv(num, 128),)](
@@ -176,7 +176,7 @@ def sample_rows(
 def append_tokens(
     slots: torch.Tensor, tokens: torch.Tensor, token_table: torch.Tensor, num_tokens: torch.Tensor
 ) -> None:
-    """One token [n] for each of the slots [n], which are distinct; slot -1 is padding."""
+    """Append one token [n] to each of the distinct slots [n]; slot -1 is padding."""
     num = len(slots)
     if num:
         _append_tokens_kernel[(triton.cdiv(num, 128),)](
@@ -200,7 +200,7 @@ def write_requests(
     num_prompt_tokens: torch.Tensor,
     num_computed: torch.Tensor,
 ) -> None:
-    """Enter requests into the tables; see the kernel for the rows' fields."""
+    """Add requests to the tables. The kernel names the fields of a row."""
     _write_requests_kernel[(num_new,)](
         packed, token_table, num_tokens, num_prompt_tokens, num_computed,
         token_table.stride(0), num_new, CHUNK=CHUNK,

@@ -1,4 +1,4 @@
-"""Products with int8 weights and activations, through torch's matmul of integers."""
+"""Products of int8 weights and activations, with torch's integer matmul."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from penstock.ops import quantized as plain
 
-MIN_ROWS = 32  # cuBLAS takes more than 16; fewer rows are filled up with zeros
+MIN_ROWS = 32  # cuBLAS needs more than 16; fewer rows are padded with zeros
 MULTIPLE = 8  # of rows and columns
 
 
@@ -17,7 +17,7 @@ def int8_linear(
     input_scale: torch.Tensor | None,  # scalar; None: dynamic, by token
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As the reference, with integer sums, which are exact."""
+    """As the reference, with exact integer sums."""
     if weight.shape[0] % MULTIPLE or weight.shape[1] % MULTIPLE:
         return plain.int8_linear(x, weight, weight_scale, input_scale, bias)
     x32 = x.float()

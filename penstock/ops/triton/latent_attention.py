@@ -1,8 +1,8 @@
-"""Latent attention: absorbed over the paged cache, `latent_prompt_attention.py` for whole prompts.
+"""Latent attention: absorbed over the paged cache; `latent_prompt_attention.py` for new prompts.
 
-A tile's rows are heads, or a few tokens by heads: a latent vector is loaded once for all
-of them, and is their key and their value. Lengths are read on the device, so that a captured launch
-stays right as sequences grow. `penstock.ops.latent_attention` says what the two ways are.
+The rows of a tile are heads, or a few tokens by heads. A latent vector is loaded once for all rows,
+as their key and value. Lengths are read on the device, so a captured launch stays correct as
+sequences grow. `penstock.ops.latent_attention` explains the two forms.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _latent_tiles(
     ROPE_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over cached tokens low..high; unmasked where every row sees them all."""
+    """The online softmax over cached tokens low..high; unmasked if every row sees all of them."""
     dims, rope_dims = tl.arange(0, DIMS), tl.arange(0, ROPE_DIMS)
     for at in range(low, high, TILE):
         tokens = at + tl.arange(0, TILE)
@@ -53,7 +53,7 @@ def _load_queries(
     q_ptr, q_rope_ptr, rows, heads, row_mask, HEADS: tl.constexpr, RANK: tl.constexpr,
     DIMS: tl.constexpr, ROPE: tl.constexpr, ROPE_DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Queries of those rows and heads: [n, DIMS] to meet latent vectors, and [n, ROPE_DIMS]."""
+    """Queries of these rows and heads: [n, DIMS] for latent vectors, and [n, ROPE_DIMS]."""
     dims, rope_dims = tl.arange(0, DIMS), tl.arange(0, ROPE_DIMS)
     at = rows.to(tl.int64) * HEADS + heads
     q = tl.load(
@@ -81,9 +81,9 @@ def _decode_kernel(
     ROPE: tl.constexpr, ROPE_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One request, ROWS heads, one part of its cache. Requests of other lengths are skipped.
+    """One request, ROWS heads, one split of its cache. Requests with longer queries are skipped.
 
-    The program that is done last with a request's parts puts them together.
+    The last program to finish a request's splits combines them.
     """
     request, head_group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts_ptr + request)
@@ -128,7 +128,7 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-# Numbers that change from step to step must not make new variants of the kernel.
+# Arguments that change per step must not trigger a new specialization.
 @triton.jit(do_not_specialize=["first_request", "num_requests", "first_row"])
 def _prefill_kernel(
     q_ptr, q_rope_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, out_ptr,
@@ -138,8 +138,11 @@ def _prefill_kernel(
     ROPE_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES tokens of one request by HEAD_ROWS heads; queries begin at the step's `first_row`."""
-    # The last tiles of a long prompt see the most: start them first.
+    """QUERIES tokens of one request, by HEAD_ROWS heads.
+
+    Queries begin at the step's `first_row`.
+    """
+    # The last tiles of a long prompt do the most work: start them first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
     request, tile = find_request(query_starts_ptr, number, first_request, num_requests, QUERIES)
     start = tl.load(query_starts_ptr + request)
@@ -166,7 +169,7 @@ def _prefill_kernel(
     best = tl.full([QUERIES * HEAD_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * HEAD_ROWS], tl.float32)
     acc = tl.zeros([QUERIES * HEAD_ROWS, DIMS], tl.float32)
-    # Tokens before `clear` are seen by every row; from there on each row sees its own.
+    # Every row sees the tokens before `clear`. After it, each row needs its mask.
     clear = (past + first_query + 1) // TILE * TILE
     high = tl.minimum(past + first_query + QUERIES, seq_len)
     table = table_ptr + request.to(tl.int64) * table_stride
@@ -190,12 +193,11 @@ def latent_attention(
     metadata: AttentionMetadata,
     up: torch.Tensor,  # [heads, nope_dim + value_dim, rank]
     scale: float,
-    entries: torch.Tensor | None = None,  # [num_tokens, rank + rope_dim]: the step's own
+    entries: torch.Tensor | None = None,  # [num_tokens, rank + rope_dim]: of this step
 ) -> torch.Tensor:
     """As the reference: [num_tokens, heads, value_dim].
 
-    Prompts without anything before them are expanded from the step's own entries, everything else
-    is absorbed.
+    New prompts are expanded from the step's own entries. Everything else is absorbed.
     """
     num_tokens, num_heads, nope_dim = nope.shape
     rope = rope.contiguous()
@@ -218,7 +220,7 @@ def latent_attention(
 
 
 class _Step:
-    """One call's tensors; `scale` is for scores in base 2."""
+    """The tensors of one call. `scale` is for scores in base 2."""
 
     def __init__(
         self,
@@ -233,11 +235,11 @@ class _Step:
         self.nope, self.rope, self.cache, self.metadata = nope, rope, cache, metadata
         self.up, self.scale, self.output = up, scale, output
         self.rank, self.rope_dim = up.shape[2], rope.shape[2]
-        # Float32 means float32: the tensor cores' short form would not match the reference.
+        # Float32 stays exact: TF32 would not match the reference.
         self.precision = "ieee" if nope.dtype == torch.float32 else "tf32"
 
     def absorbed(self, rows: slice, has_single: bool, has_longer: bool) -> None:
-        """Requests whose queries are these rows: those of one token, those of more."""
+        """Attention of the requests with these rows: decodes, longer queries, or both."""
         query, rope = absorb_keys(self.nope[rows], self.up), self.rope[rows]
         latent = torch.empty_like(query)
         if has_single:
@@ -276,7 +278,7 @@ class _Step:
         tile = latent_prefill_tile(query.element_size())
         head_rows = min(triton.next_power_of_2(num_heads), tile.rows)
         queries = tile.rows // head_rows
-        # Where single tokens may stand anywhere, all requests are looked at and those skipped.
+        # If decodes may be anywhere, all requests are visited and the decodes skipped.
         first = rows_done = 0
         if not metadata.any_order:
             first = rows_done = metadata.num_decodes

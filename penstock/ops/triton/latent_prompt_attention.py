@@ -1,6 +1,6 @@
-"""Latent attention of prompts that have nothing in the cache: keys and values are expanded.
+"""Latent attention of prompts with nothing in the cache: keys and values are expanded.
 
-cuBLAS expands them from the step's own entries, and a tile's rows are tokens of one head.
+cuBLAS expands them from the step's own entries. The rows of a tile are tokens of one head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _prompt_tiles(
     ROPE_DIMS: tl.constexpr, VALUE: tl.constexpr, VALUE_DIMS: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over a prompt's tokens low..high; unmasked where every row sees them."""
+    """The online softmax over a prompt's tokens low..high; unmasked if every row sees them."""
     nope_dims, rope_dims = tl.arange(0, NOPE_DIMS), tl.arange(0, ROPE_DIMS)
     value_dims = tl.arange(0, VALUE_DIMS)
     for at in range(low, high, TILE):
@@ -54,9 +54,9 @@ def _prompt_tiles(
 
 @triton.jit(do_not_specialize=["first_request", "num_requests", "first_row"])
 def _prompt_kernel(
-    q_ptr,  # [n, heads, NOPE], any strides but the last
+    q_ptr,  # [n, heads, NOPE], the last stride is 1
     q_rope_ptr,  # [n, heads, ROPE]
-    both_ptr,  # [prompt rows, heads, NOPE + VALUE]: keys and values, of rows from first_row on
+    both_ptr,  # [prompt rows, heads, NOPE + VALUE]: keys and values, from first_row on
     key_rope_ptr,  # [n, ...]
     query_starts_ptr,
     out_ptr,  # [n, heads, VALUE]
@@ -93,7 +93,7 @@ def _prompt_kernel(
     both_stride = HEADS * (NOPE + VALUE)
     key = both_ptr + (start - first_row) * both_stride + head * (NOPE + VALUE)
     key_rope = key_rope_ptr + start * entry_stride
-    # Tokens before `clear` are seen by every row; from there on each row sees its own.
+    # Every row sees the tokens before `clear`. After it, each row needs its mask.
     clear = (first + 1) // TILE * TILE
     high = tl.minimum(first + QUERIES, length)
     acc, best, total = _prompt_tiles(
@@ -114,11 +114,11 @@ def _prompt_kernel(
 def latent_prompt_attention(
     nope: torch.Tensor,  # [num_tokens, heads, nope_dim]
     rope: torch.Tensor,  # [num_tokens, heads, rope_dim], contiguous
-    entries: torch.Tensor,  # [num_tokens, rank + rope_dim]: the step's own
+    entries: torch.Tensor,  # [num_tokens, rank + rope_dim]: of this step
     metadata: AttentionMetadata,
     up: torch.Tensor,  # [heads, nope_dim + value_dim, rank]
     scale: float,
-    output: torch.Tensor,  # [num_tokens, heads, value_dim]; rows of other requests stay
+    output: torch.Tensor,  # [num_tokens, heads, value_dim]; rows of other requests are unchanged
 ) -> None:
     """Attention of the step's `num_prompts` prompts to their own tokens."""
     num_heads, nope_dim = nope.shape[1:]
@@ -140,5 +140,5 @@ def latent_prompt_attention(
 
 
 def padded(size: int) -> int:
-    """The width of a tile that has so many columns."""
+    """The tile width for this many columns: a power of two, at least 16."""
     return max(1 << (size - 1).bit_length(), 16)

@@ -1,7 +1,7 @@
-"""What stands between latent attention's projections and attention itself, in one launch.
+"""Everything between latent attention's projections and attention itself, in one launch.
 
-The norm on the compressed vector, rotary positions of queries and of the key, and the write of a
-token's entry into the paged cache.
+This is the norm of the compressed vector, rotary embedding of the queries and the key, and the
+write of a token's entry to the paged cache.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _rotated(at, cos, sin, mask, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Both halves of what stands at `at` [rows, 1], rotated by cos and sin [1, HALF padded]."""
+    """Both halves at `at` [rows, 1], rotated by cos and sin [1, HALF padded]."""
     dims = tl.arange(0, cos.shape[1])[None, :]
     if INTERLEAVED:
         first = tl.load(at + 2 * dims, mask=mask, other=0.0).to(tl.float32)
@@ -35,7 +35,7 @@ def _norm_rotate_latent_kernel(
     NOPE: tl.constexpr, RANK: tl.constexpr, RANK_DIMS: tl.constexpr, HALF: tl.constexpr,
     HALF_DIMS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The first program of a token makes its entry; the others take HEADS of its queries each."""
+    """A token's first program makes its entry; the others rotate HEADS of its queries each."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, HALF_DIMS)[None, :]
     in_half = dims < HALF
@@ -85,8 +85,10 @@ def norm_rotate_latent(
     cache: torch.Tensor,  # [num_blocks, block_size, rank + rope_dim]
     slot_mapping: torch.Tensor,  # [n] int64
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rotated part of queries [n, heads, rope_dim] in halves, and the step's cache entries
-    [n, rank + rope_dim], which are in the cache then."""
+    """The rotated part of queries [n, heads, rope_dim] in halves layout, and the step's entries.
+
+    The entries [n, rank + rope_dim] are also written to the cache.
+    """
     n, num_heads, query_dim = query.shape
     rank, half = len(weight), cos.shape[-1]
     rope = torch.empty((n, num_heads, 2 * half), dtype=query.dtype, device=query.device)

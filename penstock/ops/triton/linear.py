@@ -1,6 +1,6 @@
-"""A matrix with one row: at decode of one request cuBLAS leaves much of the bandwidth idle.
+"""A matrix times one row, where cuBLAS leaves much of the bandwidth unused.
 
-More rows go to cuBLAS, which has the tensor cores.
+More rows go to cuBLAS, which uses the tensor cores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _one_row_kernel(
     BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the weight with x. Products are summed across threads once, at the end."""
+    """ROWS rows of the weight times x. Products are summed across threads once, at the end."""
     begin(OVERLAP)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)

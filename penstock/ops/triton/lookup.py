@@ -1,4 +1,4 @@
-"""Which request a program of a launch over all requests' tiles works for."""
+"""Finds the request of a program, in launches over the tiles of all requests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 @triton.jit
 def find_request(query_starts_ptr, tile, first_request, num_requests, QUERIES: tl.constexpr):
-    """The request whose tiles hold number `tile`, counting from `first_request`, and its tile.
+    """The request that tile number `tile`, counted from `first_request`, belongs to, and its tile.
 
     Request i's tiles begin at or after (query_starts[i] - query_starts[first]) // QUERIES + i -
-    first: that leaves each at least as many tiles as it needs.
+    first. That leaves each request at least the tiles it needs.
     """
     base = tl.load(query_starts_ptr + first_request)
     low, high = first_request, first_request + num_requests

@@ -1,4 +1,4 @@
-"""The Triton backend: which ops it has. What is not here comes from the reference."""
+"""The ops of the Triton backend. All others come from the reference."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Kernels that are launched while the one before them still runs (programmatic dependent launch).
+"""Kernels launched while the previous one still runs (programmatic dependent launch).
 
-At one token a step, memory rests between kernels and while small ones run. So a kernel lets its
-successor start at once, and itself waits until everything before it is finished, before it reads or
-writes what others write or read. A product with 4-bit weights loads its first before it waits. All
-programs of a kernel must wait, also those with nothing to do: a kernel that has ended stands for
-everything before it.
+At one token per step, memory is idle between kernels and during small ones. Therefore a kernel lets
+its successor start at once. It waits until everything before it is finished before it touches data
+that other kernels write, or writes data that they read. A product with 4-bit weights loads its
+first weights before it waits. All programs of a kernel must wait, even those without work: the end
+of a kernel implies the end of everything before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def let_next_start(OVERLAP: tl.constexpr):
-    """Before `wait_for_others`, a kernel may load weights: nothing else that was written lately."""
+    """Before `wait_for_others`, a kernel may load weights, but no data written recently."""
     if OVERLAP:
         gdc_launch_dependents()
 
@@ -38,7 +38,7 @@ def begin(OVERLAP: tl.constexpr):
 
 
 def overlap(device: torch.device) -> dict[str, bool]:
-    """Keywords of a launch: of a kernel that begins as above."""
+    """Launch keywords for a kernel that starts with one of the functions above."""
     if device.type == "cuda" and _can_overlap(device):
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}

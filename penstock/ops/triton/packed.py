@@ -1,4 +1,4 @@
-"""Products with the weights of `packed_layout.py`: one row of x, tiles of rows, and many."""
+"""Products with weights in the layout of `packed_layout.py`: one row of x, a few, or many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.ops.triton.w4_unpack import dequantize_words_kernel, multiply_word
 
 @triton.jit
 def count_chunks(width, KIND: tl.constexpr):
-    """Chunks of a row, of which `Packed.width` is given."""
+    """Chunks of a row with the given `Packed.width`."""
     return width if KIND == "w4" or KIND == "fp4" else tl.cdiv(width, 64)
 
 
@@ -26,14 +26,14 @@ def count_chunks(width, KIND: tl.constexpr):
 def multiply_chunks(
     acc,  # [ROWS, TOKENS] float32
     weight_ptr, scale_ptr, zero_ptr, extra_ptr,
-    x_at,  # [TOKENS] pointers to x, of the first column
-    row,  # [ROWS] int64, of the weight
+    x_at,  # [TOKENS] pointers to x at the first column
+    row,  # [ROWS] int64, rows of the weight
     is_token,  # [TOKENS]
     low, high, in_features, width, num_groups, group_width,
     KIND: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc + rows of a `Packed` weight with x, over chunks [low, high)."""
+    """acc + rows of a `Packed` weight times x, over chunks [low, high)."""
     if KIND == "w4" or KIND == "fp4":
         acc = multiply_words(
             acc, weight_ptr, scale_ptr, zero_ptr, x_at, row, is_token, low, high,
@@ -55,7 +55,7 @@ def _tile_kernel(
     PARTS: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the weight with TOKENS rows of x, over one part of the columns."""
+    """ROWS rows of the weight times TOKENS rows of x, over one split of the columns."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(2)
@@ -64,7 +64,7 @@ def _tile_kernel(
     each = tl.cdiv(num_chunks, SPLITS)
     low = split * each
     high = tl.minimum(low + each, num_chunks)
-    # A row that is not there is read as the first: what comes of it is not stored.
+    # Rows out of range read the first row; their results are not stored.
     own_row = tl.where(is_row, row, 0).to(tl.int64)
     acc = multiply_chunks(
         tl.zeros([ROWS, TOKENS], tl.float32),
@@ -89,8 +89,8 @@ def _tile_kernel(
 
 
 def w4_linear(
-    x: torch.Tensor,  # [n, in], or what `perm` takes its columns from
-    packed: torch.Tensor,  # as `prepare_w4` gives it
+    x: torch.Tensor,  # [n, in], or the source of `perm`
+    packed: torch.Tensor,  # from `prepare_w4`
     scales: torch.Tensor,  # [out, in / group_size]
     zeros: torch.Tensor | None,  # [out, in / group_size] uint8
     group_size: int,
@@ -107,7 +107,7 @@ def w4_linear(
 
 def fp4_linear(
     x: torch.Tensor,  # [n, in]
-    packed: torch.Tensor,  # as `prepare_fp4` gives it
+    packed: torch.Tensor,  # from `prepare_fp4`
     scales: torch.Tensor,  # [out, in / group_size] uint8 (e8m0) or float8_e4m3fn
     global_scale: torch.Tensor | None,  # [out] float32
     group_size: int,
@@ -121,7 +121,7 @@ def fp4_linear(
 
 def table_linear(
     x: torch.Tensor,  # [n, in]
-    packed: torch.Tensor,  # as `prepare_table` gives it
+    packed: torch.Tensor,  # from `prepare_table`
     scales: torch.Tensor,  # [out, in / group_size]
     values: torch.Tensor,  # [16] float32
     bias: torch.Tensor | None,
@@ -132,7 +132,7 @@ def table_linear(
 
 
 def w8_linear(
-    x: torch.Tensor,  # [n, in], or what `perm` takes its columns from
+    x: torch.Tensor,  # [n, in], or the source of `perm`
     packed: torch.Tensor,  # [out, in] uint8
     scales: torch.Tensor,  # [out, in / group_size]
     zeros: torch.Tensor | None,  # [out, in / group_size] uint8
@@ -146,13 +146,13 @@ def w8_linear(
 
 
 def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [n, in] with all of the weight: [n, out]."""
+    """x [n, in] times the weight: [n, out]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_tokens, in_features = x.shape
     out_features = len(weight.data)
     if num_tokens == 0:
         return x.new_empty((0, out_features))
-    if num_tokens == 1 and weight.is_words and x.element_size() == 2:  # no float32 in tensor cores
+    if num_tokens == 1 and weight.is_words and x.element_size() == 2:  # tensor cores lack float32
         return one_row(x, weight, bias)
     choose = w4_plan if weight.is_words else byte_plan
     plan = choose(num_tokens, out_features, in_features, x.element_size())
@@ -169,7 +169,7 @@ def linear(x: torch.Tensor, weight: Packed, bias: torch.Tensor | None) -> torch.
 def run_tiles(
     x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, plan: TilePlan
 ) -> torch.Tensor:
-    """x [n, in] with all of the weight, on the tensor cores."""
+    """x [n, in] times the weight, on the tensor cores."""
     num_tokens, in_features = x.shape
     out_features = len(weight.data)
     grid = (triton.cdiv(num_tokens, plan.tokens), triton.cdiv(out_features, plan.rows), plan.splits)
@@ -185,7 +185,7 @@ def run_tiles(
 
 
 def dequantize(weight: Packed, in_features: int, dtype: torch.dtype) -> torch.Tensor:
-    """[out, in_features] in `dtype`."""
+    """Dequantize to [out, in_features] in `dtype`."""
     out_features, size = weight.data.shape
     out = torch.empty((out_features, in_features), dtype=dtype, device=weight.data.device)
     kernel = dequantize_words_kernel if weight.is_words else dequantize_bytes_kernel

@@ -1,4 +1,4 @@
-"""Experts with the weights of `packed_layout.py`: as in experts.py, tokens are sorted by expert."""
+"""Experts with weights in the layout of `packed_layout.py`, over tokens sorted by expert."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _gate_up_kernel(
     is_row = row < num_rows
     pair = tl.load(pair_ptr + block * ROWS + row, mask=is_row, other=0)
     first = column * COLUMNS
-    # A tile's rows: COLUMNS of the gate's, then as many of up's.
+    # A tile has COLUMNS gate rows, then as many up rows.
     index = tl.arange(0, 2 * COLUMNS)
     within = first + index % COLUMNS
     is_weight = within < size
@@ -60,7 +60,7 @@ def _down_kernel(
     PARTS: tl.constexpr, ASM: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """out [num_pairs, hidden], weighted, of x [num_blocks * ROWS, size], which is sorted."""
+    """out [num_pairs, hidden], weighted, of x [num_blocks * ROWS, size], sorted by expert."""
     block, column = place(num_blocks, tl.cdiv(hidden, COLUMNS), GROUP)
     num_rows = tl.load(rows_ptr + block)
     if num_rows <= 0:
@@ -90,19 +90,19 @@ def w4_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # as `prepare_w4` gives it: [experts, 2 * intermediate, words]
+    gate_up: torch.Tensor,  # from `prepare_w4`: [experts, 2 * intermediate, words]
     gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
     gate_up_zeros: torch.Tensor | None,
     down: torch.Tensor,  # [experts, hidden, words]
     down_scales: torch.Tensor,
     down_zeros: torch.Tensor | None,
-    group_size: int,  # as long as a row, where a row has one scale
+    group_size: int,  # the row length, if a row has one scale
     activation: str,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     bits: int = 4,
 ) -> torch.Tensor:
-    """As the reference. What is not in our layout (unusual groups) is slow."""
+    """As the reference. Weights in another layout (unusual quantization groups) are slow."""
     if gate_up.dtype != torch.int16 or down.dtype != torch.int16:
         return plain.w4_experts(
             x, weights, ids, gate_up, gate_up_scales, gate_up_zeros, down, down_scales, down_zeros,
@@ -117,7 +117,7 @@ def fp4_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # as `prepare_fp4` gives it: [experts, 2 * intermediate, words]
+    gate_up: torch.Tensor,  # from `prepare_fp4`: [experts, 2 * intermediate, words]
     gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, hidden / group_size]
     gate_up_global: torch.Tensor | None,  # [experts, 2 * intermediate]
     down: torch.Tensor,  # [experts, hidden, words]
@@ -139,7 +139,7 @@ def table_experts(
     x: torch.Tensor,  # [n, hidden]
     weights: torch.Tensor,  # [n, top_k] float32
     ids: torch.Tensor,  # [n, top_k]
-    gate_up: torch.Tensor,  # as `prepare_table` gives it: [experts, 2 * intermediate, bytes]
+    gate_up: torch.Tensor,  # from `prepare_table`: [experts, 2 * intermediate, bytes]
     gate_up_scales: torch.Tensor,  # [experts, 2 * intermediate, groups]
     down: torch.Tensor,  # [experts, hidden, bytes]
     down_scales: torch.Tensor,
@@ -166,7 +166,7 @@ def w8_experts(
     down: torch.Tensor,  # [experts, hidden, intermediate] uint8
     down_scales: torch.Tensor,
     down_zeros: torch.Tensor | None,
-    group_size: int,  # as long as a row, where a row has one scale
+    group_size: int,  # the row length, if a row has one scale
     activation: str,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
@@ -187,7 +187,7 @@ def experts(
     gate_up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Each token through its experts, summed by weight: [n, hidden]."""
+    """Each token's weighted sum over its experts: [n, hidden]."""
     num_tokens, top_k = ids.shape
     if num_tokens == 0:
         return torch.empty_like(x)

@@ -1,12 +1,12 @@
-"""How quantized weights lie in memory on a GPU.
+"""The memory layout of quantized weights on a GPU.
 
-4 bits (`w4`, `fp4`): int16 words of four numbers, where word i of a chunk of 128 columns holds
-columns i, 32 + i, 64 + i and 96 + i from the low bits on. So the numbers that neighbouring words
-have in the same bits, a *plane*, are neighbouring columns: x is read as it lies, and a plane is an
-operand of the tensor cores as it is. The last chunk may be padded; x is zero there.
+4 bits (`w4`, `fp4`): int16 words of four numbers. Word i of a chunk of 128 columns holds columns i,
+32 + i, 64 + i and 96 + i, from the low bits up. The numbers at the same bits of neighbouring words,
+a *plane*, are therefore neighbouring columns: x is read in its own order, and a plane is directly
+an operand of the tensor cores. The last chunk may be padded; x is zero there.
 
-Bytes: 8-bit integers (`w8`), or two numbers of 4 bits that are places in a table (`table`): then
-byte i of a chunk of 64 bytes holds columns i and 64 + i of 128.
+Bytes: 8-bit integers (`w8`), or two 4-bit table indexes (`table`). In a table, byte i of a chunk of
+64 bytes holds columns i and 64 + i of 128.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import triton
 
 from penstock.ops import quantized as plain
 
-CHUNK = 128  # columns, of words
-WORDS = 32  # of a chunk
-BYTES = 64  # of a chunk
-SLAB = 1 << 24  # numbers that are packed at one time
+CHUNK = 128  # columns of a chunk of words
+WORDS = 32  # words of a chunk
+BYTES = 64  # bytes of a chunk
+SLAB = 1 << 24  # numbers packed at a time
 
 
 class Packed(NamedTuple):
-    """A matrix in one of these layouts: [out, in], or one for each expert [experts, out, in]."""
+    """A matrix in one of these layouts: [out, in], or per expert [experts, out, in]."""
 
     data: torch.Tensor  # [..., out, ceil(in / 128) * 32] int16, or [..., out, bytes] uint8
     scales: torch.Tensor  # [..., out, num_groups]: floats, e4m3, or e8m0 as uint8
     zeros: torch.Tensor | None  # the same shape, uint8; None: half of the range
     group_size: int
     kind: Literal["w4", "fp4", "w8", "table"] = "w4"
-    # fp4: what multiplies a row [..., out] float32; table: what numbers stand for [16] float32.
+    # fp4: factor of each row [..., out] float32; table: its values [16] float32.
     extra: torch.Tensor | None = None
 
     @property
@@ -42,7 +42,7 @@ class Packed(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of a row: chunks of words, or bytes."""
+        """The size of a row: chunks of words, or bytes."""
         return self.data.shape[-1] // WORDS if self.is_words else self.data.shape[-1]
 
     @property
@@ -51,16 +51,19 @@ class Packed(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Groups of a chunk; 1 where whole chunks share a scale. Of bytes, 2 stands for any."""
+        """Quantization groups per chunk; 1 if whole chunks share a scale.
+
+        For bytes, 2 means any number.
+        """
         if not self.is_words:
             return 1 if self.group_width % BYTES == 0 else 2
         return CHUNK // self.group_size if self.group_size < CHUNK and self.num_groups > 1 else 1
 
     @property
     def group_width(self) -> int:
-        """Chunks of words that share a scale, if they do; of bytes, columns.
+        """Chunks of words that share a scale; for bytes, columns.
 
-        Where a whole row shares one, it is a number of columns that chunks divide.
+        If a whole row shares one scale, it is a number of columns that is a multiple of a chunk.
         """
         if self.is_words:
             return int(max(triton.cdiv(self.group_size, CHUNK), 1))
@@ -68,19 +71,19 @@ class Packed(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What a kernel is compiled for."""
+        """The compile-time arguments of a kernel."""
         return {
             "KIND": self.kind, "GLOBAL": self.kind == "fp4" and self.extra is not None,
             "ZEROS": self.zeros is not None, "PARTS": self.parts,
         }  # fmt: skip
 
     def is_even(self, in_features: int) -> bool:
-        """Whether rows of so many columns are whole chunks."""
+        """Whether rows with this many columns consist of whole chunks."""
         return in_features % (BYTES if self.kind == "w8" else CHUNK) == 0
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """Data, scales, zeros and `extra`, as kernels take them; anything for none."""
+        """Data, scales, zeros and `extra` as kernel arguments; a placeholder for each None."""
         return (
             self.data,
             self.scales,
@@ -103,15 +106,15 @@ class Packed(NamedTuple):
 
 
 def prepare_w4(
-    packed: torch.Tensor,  # [..., in / 2] uint8, as the reference has them
+    packed: torch.Tensor,  # [..., in / 2] uint8, in the reference's layout
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     group_size: int,
     bits: int = 4,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The numbers in this module's layout, [..., ceil(in / 128) * 32] int16, where it takes them.
+    """Convert to this module's layout, [..., ceil(in / 128) * 32] int16, if it supports them.
 
-    8 bits, and groups of unusual sizes, stay as they are.
+    8 bits, and quantization groups of unusual sizes, stay unchanged.
     """
     in_features = packed.shape[-1] * 8 // bits
     if bits != 4 or not _takes(in_features, group_size):
@@ -121,12 +124,12 @@ def prepare_w4(
 
 
 def prepare_fp4(
-    packed: torch.Tensor,  # [..., in / 2] uint8, as the reference has them
+    packed: torch.Tensor,  # [..., in / 2] uint8, in the reference's layout
     scales: torch.Tensor,
     global_scale: torch.Tensor | None,
     group_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The same for e2m1 numbers."""
+    """Like `prepare_w4`, for e2m1 numbers."""
     in_features = packed.shape[-1] * 2
     if not _takes(in_features, group_size):
         return packed, scales, global_scale
@@ -135,21 +138,21 @@ def prepare_fp4(
 
 
 def _takes(in_features: int, group_size: int) -> bool:
-    """Whether scales are those of whole chunks, or of planes or half ones."""
+    """Whether each scale covers whole chunks, planes or half planes."""
     return group_size % CHUNK == 0 or group_size in (16, 32, 64) or group_size >= in_features
 
 
 def prepare_table(
-    packed: torch.Tensor,  # [..., in / 2] uint8, as the reference has them
+    packed: torch.Tensor,  # [..., in / 2] uint8, in the reference's layout
 ) -> torch.Tensor:
-    """The numbers in this module's layout: [..., ceil(in / 128) * 64] uint8."""
+    """Convert to this module's layout: [..., ceil(in / 128) * 64] uint8."""
     return _repack(packed, 2 * packed.shape[-1], 2, BYTES, torch.uint8)
 
 
 def _repack(
     packed: torch.Tensor, in_features: int, num_planes: int, size: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Numbers of 4 bits in words of `num_planes`, from the low bits on, of chunks of `size`."""
+    """Pack 4-bit numbers into words of `num_planes`, from the low bits up, in chunks of `size`."""
     rows = packed.reshape(-1, packed.shape[-1])
     num_words = triton.cdiv(in_features, CHUNK) * size
     words = torch.empty((len(rows), num_words), dtype=dtype, device=packed.device)

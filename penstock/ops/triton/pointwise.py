@@ -1,7 +1,7 @@
-"""RMSNorm, with the residual addition in front of it, SiLU·mul and the embedding gather.
+"""RMSNorm, optionally with the residual addition before it, SiLU·mul and the embedding gather.
 
-Rounding follows the reference: the norm is computed in float32 and rounded before the weight is
-applied, and the sum of x and residual is rounded before it is normed.
+Rounding follows the reference. The norm is computed in float32 and rounded before the weight is
+applied. The sum of x and residual is rounded before the norm.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _embed_kernel(token_ptr, weight_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 inside."""
+    """x / rms(x) * weight over the last dimension, computed in float32."""
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
@@ -70,7 +70,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and the sum itself, which takes the old residual's place."""
+    """The norm of x + residual, and the sum, which overwrites the residual."""
     assert x.dim() == 2
     assert residual.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""Causal attention of prompts that have nothing in the cache yet: keys and values lie side by side.
+"""Causal attention of prompts with nothing in the cache: keys and values are contiguous.
 
-Without pages to look up, a tile of keys is one rectangle, which the chip's copy engine fetches by
-itself. What lies behind a prompt's last token belongs to its neighbour, and causality hides it.
+Without pages, a tile of keys is one rectangle, which TMA fetches by itself. Data behind a prompt's
+last token belongs to the next prompt, and the causal mask hides it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _prompt_tiles(
     acc, best, total, q, keys, values, queries, column, start, low, high, scale,
     MASKED: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax over tokens low..high; unmasked where every row sees them all."""
+    """The online softmax over tokens low..high; unmasked if every row sees all of them."""
     for at in range(low, high, TILE):
         k = keys.load([start + at, column])
         s = tl.dot(q, k.T, input_precision=PRECISION)
@@ -41,7 +41,7 @@ def _prompt_tiles(
     return acc, best, total
 
 
-# Numbers that change from step to step must not make new variants of the kernel.
+# Arguments that change per step must not trigger a new specialization.
 @triton.jit(do_not_specialize=["first_request", "num_requests"])
 def _prompt_kernel(
     q_ptr, keys, values, query_starts_ptr, out_ptr, q_stride, out_stride,
@@ -49,8 +49,8 @@ def _prompt_kernel(
     GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES tokens of one prompt by the heads of one key head."""
-    # The last tiles of a long prompt see the most: start them first.
+    """QUERIES tokens of one prompt, for the query heads of one key head."""
+    # The last tiles of a long prompt do the most work: start them first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
     kv_head = tl.program_id(0)
     request, tile = find_request(query_starts_ptr, number, first_request, num_requests, QUERIES)
@@ -72,7 +72,7 @@ def _prompt_kernel(
     best = tl.full([QUERIES * GROUP_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * GROUP_ROWS], tl.float32)
     acc = tl.zeros([QUERIES * GROUP_ROWS, HEAD_DIM], tl.float32)
-    # Tokens before `clear` are seen by every row; from there on each row sees its own.
+    # Every row sees the tokens before `clear`. After it, each row needs its mask.
     clear = (first + 1) // TILE * TILE
     high = tl.minimum(first + QUERIES, length)
     column = kv_head * HEAD_DIM
@@ -90,7 +90,7 @@ def _prompt_kernel(
 
 
 def can_attend(query: torch.Tensor, key: torch.Tensor | None, value: torch.Tensor | None) -> bool:
-    """Whether keys and values are at hand, of a size and where the copy engine can fetch them."""
+    """Whether keys and values are given, with sizes and addresses that TMA supports."""
     head_dim = query.shape[2]
     if head_dim < 16 or head_dim & (head_dim - 1):
         return False
@@ -104,12 +104,12 @@ def can_attend(query: torch.Tensor, key: torch.Tensor | None, value: torch.Tenso
 
 
 def prompt_attention(
-    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], heads of a token contiguous
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], a token's heads contiguous
     key: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], likewise
     value: torch.Tensor,
     metadata: AttentionMetadata,
     scale: float,
-    output: torch.Tensor,  # [num_tokens, num_heads, head_dim]; rows of other requests stay
+    output: torch.Tensor,  # [num_tokens, num_heads, head_dim]; rows of other requests are unchanged
 ) -> None:
     """Attention of the step's `num_prompts` prompts to their own tokens."""
     num_tokens, num_kv_heads, head_dim = key.shape

@@ -1,7 +1,7 @@
-"""Recurrent layers' steps of one token: each state is read where it lies and written where it goes.
+"""Decode kernels of recurrent layers: read and write states in their blocks.
 
-The host needs to know nothing of the step but its size, so a captured graph can hold them. Longer
-queries are the reference's.
+The host needs to know only the size of the step, so a captured graph can hold them. Longer queries
+use the reference.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from penstock.ops.delta_net import EPS, delta_chunks
 from penstock.ops.mamba2 import SpaceWeights, mamba2_chunks
 from penstock.ops.recurrent import StateStep, conv_chunks
 
-TILE = 4096  # numbers of a state that one program has in its registers
+TILE = 4096  # numbers of a state in the registers of one program
 
 
 @triton.jit
 def _find_state(table_ptr, position, BLOCK_SIZE: tl.constexpr):
-    """The block of the state after `position`, or of any for a position before the first."""
+    """The block of the state after `position`; any block for a negative position."""
     return tl.load(table_ptr + tl.maximum(position, 0) // BLOCK_SIZE).to(tl.int64)
 
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)), exact to a few bits where that is near 0 and where it is near x."""
+    """log(1 + exp(x)), accurate to a few bits near 0 and near x."""
     e = tl.exp(tl.minimum(x, 20.0))
     u = 1.0 + e
     log1p = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -76,7 +76,7 @@ def causal_conv(
     states: torch.Tensor,  # [num_blocks, width - 1, channels]
     step: StateStep,
 ) -> torch.Tensor:
-    """As the reference's."""
+    """As the reference."""
     output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     n, (channels, width) = step.num_decodes, weight.shape
     if n:
@@ -102,7 +102,7 @@ def _mamba2_kernel(
     heads_per_group, head_dim, state_size, dt_low, dt_high,
     BLOCK_SIZE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program a request, head and part of the head's dimensions."""
+    """One program per request, head and part of the head's dimensions."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p, n = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
     in_p, in_n = p < head_dim, n < state_size
@@ -142,7 +142,7 @@ def mamba2_scan(
     states: torch.Tensor,  # [num_blocks, heads, head_dim, state_size] float32
     step: StateStep,
 ) -> torch.Tensor:
-    """As the reference's."""
+    """As the reference."""
     output = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     num, (_, heads, head_dim), (_, groups, state_size) = step.num_decodes, x.shape, b.shape
     if num:
@@ -173,7 +173,7 @@ def _delta_kernel(
     shared_by, key_dim, value_dim, scale, eps,
     BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program a request, head and part of the head's values."""
+    """One program per request, head and part of the head's values."""
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k, v = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k, in_v = k < key_dim, v < value_dim
@@ -213,7 +213,7 @@ def gated_delta_rule(
     states: torch.Tensor,  # [num_blocks, heads, key_dim, value_dim] float32
     step: StateStep,
 ) -> torch.Tensor:
-    """As the reference's."""
+    """As the reference."""
     output = torch.empty(value.shape, dtype=torch.float32, device=value.device)
     num, (_, heads, value_dim), (_, key_heads, key_dim) = step.num_decodes, value.shape, key.shape
     if num:

@@ -1,7 +1,7 @@
-"""What stands between the QKV projection and attention, in one pass over its output.
+"""Everything between the QKV projection and attention, in one pass over its output.
 
-Norms on queries and keys where the model has them, rotary positions, and the write of keys and
-values into the paged cache.
+This is the norms on queries and keys if the model has them, rotary embedding, and the write of keys
+and values to the paged cache.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def _norm_rotate_write_kernel(
     qkv_ptr,  # [n, (num_heads + 2 * num_kv_heads) * 2 * HALF], changed in place
     q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, cache_ptr, slot_ptr,
     qkv_stride, cos_stride, page_stride, num_heads, num_kv_heads, block_size, eps,
-    key_factor, value_factor,  # what is cached in fp8 is multiplied with
+    key_factor, value_factor,  # factors of what is cached in fp8
     NORM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, FP8: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program takes HEADS heads of one token, whichever of query, key and value they are."""
+    """One program handles HEADS heads of one token, of query, key and value alike."""
     begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -54,7 +54,7 @@ def _norm_rotate_write_kernel(
     rotated = exists & (is_value == 0)
     tl.store(at, first, mask=rotated)
     tl.store(at + HALF, second, mask=rotated)
-    # Into the page: keys of the whole block, then values of the whole block.
+    # The page holds the keys of the whole block, then its values.
     slot = tl.load(slot_ptr + token)
     kv_head = tl.where(
         is_value, heads[:, None] - num_heads - num_kv_heads, heads[:, None] - num_heads
@@ -88,7 +88,7 @@ def norm_rotate_write(
     assert cos.shape[-1] * 2 == head_dim, "rotary embeddings must span the whole head"
     n, num_all = qkv.shape[0], num_heads + 2 * num_kv_heads
     if n:
-        heads_each = 1 if n <= 64 else 8  # one program a head fills the chip for few tokens
+        heads_each = 1 if n <= 64 else 8  # for few tokens, one program per head fills the chip
         _norm_rotate_write_kernel[(n, triton.cdiv(num_all, heads_each))](
             qkv, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
             cos, sin, cache, slot_mapping, qkv.stride(0), cos.stride(0), cache.stride(0),

@@ -1,4 +1,4 @@
-"""Which experts tokens go to, and tokens sorted by expert into blocks that a matmul can take."""
+"""Routes tokens to experts, and sorts them by expert into token blocks for a matmul."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from penstock.ops.experts import Routing
 
-FEW_PAIRS = 4096  # one program sorts them; more take three launches
+FEW_PAIRS = 4096  # up to this many are sorted by one program; more take three launches
 PAIRS_AT_ONCE = 256
 
 
@@ -21,7 +21,7 @@ def _route_kernel(
     CORRECTION: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     TOP_2: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, GROUP_SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """One token a program; the best expert is taken TOP_K times."""
+    """One program per token. It takes the best expert TOP_K times."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     exists = expert < num_experts
@@ -35,7 +35,7 @@ def _route_kernel(
     choice = scores
     if CORRECTION:
         choice += tl.load(correction_ptr + expert, mask=exists, other=0.0)
-    # NaN is no expert's score: a row of them still gets ids that exist.
+    # NaN scores rank last: even a row of NaN gets valid ids.
     choice = tl.where(exists & (choice == choice), choice, -float("inf"))
     if GROUPS > 1:
         group = expert // (num_experts // GROUPS)
@@ -76,9 +76,9 @@ def _map_blocks(
     count_ptr, start_ptr, block_expert_ptr, block_rows_ptr, num_blocks,
     ROWS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """From how many pairs each expert has: its first block, and what each block is."""
+    """From the number of pairs of each expert: its first token block, and what each block is."""
     expert = tl.arange(0, EXPERTS)
-    counts = tl.load(count_ptr + expert, cache_modifier=".cg")  # as other threads left them
+    counts = tl.load(count_ptr + expert, cache_modifier=".cg")  # written by other threads
     blocks = (counts + ROWS - 1) // ROWS
     starts = tl.cumsum(blocks, axis=0) - blocks
     tl.store(start_ptr + expert, starts)
@@ -97,7 +97,10 @@ def _align_kernel(
     id_ptr, count_ptr, start_ptr, pair_ptr, block_expert_ptr, block_rows_ptr,
     num_pairs, num_blocks, ROWS: tl.constexpr, PAIRS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Few pairs, in one program: its threads meet at barriers and speak through memory."""
+    """Sort few pairs in one program.
+
+    Its threads synchronize at barriers and share data in memory.
+    """
     expert = tl.arange(0, EXPERTS)
     tl.store(count_ptr + expert, tl.zeros([EXPERTS], tl.int32))
     pair = tl.arange(0, PAIRS)
@@ -114,7 +117,7 @@ def _align_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(id_ptr, count_ptr, rank_ptr, num_pairs, BLOCK: tl.constexpr):
-    """How many pairs each expert has, and each pair's place among its expert's, in any order."""
+    """Count the pairs of each expert, and rank each pair among them, in any order."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = pair < num_pairs
     expert = tl.load(id_ptr + pair, mask=mask, other=0)
@@ -145,7 +148,7 @@ def _place_kernel(
 def route(
     logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference; of experts with equal scores the first are taken."""
+    """As the reference. Ties go to the lower expert ids."""
     num_tokens, num_experts = logits.shape
     shape, device = (num_tokens, routing.top_k), logits.device
     weights = torch.empty(shape, dtype=torch.float32, device=device)
@@ -166,17 +169,18 @@ def route(
 
 
 class Blocks(NamedTuple):
-    """Pairs of a token and one of its experts, sorted by expert, in blocks of one expert each."""
+    """Pairs of a token and one of its experts, sorted by expert. A token block has one expert."""
 
     pairs: torch.Tensor  # [num_blocks * rows] int32: token * top_k + slot; undefined in padding
     experts: torch.Tensor  # [num_blocks] int32
-    rows: torch.Tensor  # [num_blocks] int32: how many are real; 0 for blocks that are not used
+    rows: torch.Tensor  # [num_blocks] int32: valid rows; 0 for unused blocks
 
 
 def align(ids: torch.Tensor, num_experts: int, rows: int) -> Blocks:
-    """ids [n, top_k] in as many blocks of `rows` as they could need. The host need not know.
+    """Sort ids [n, top_k] into token blocks of `rows`. Allocates as many as they could need.
 
-    Pairs of one expert come in any order: what is computed of one does not depend on its place.
+    The host needs no routing result. The pairs of one expert come in any order, which does not
+    affect their results.
     """
     num_pairs, device = ids.numel(), ids.device
     num_used = min(num_pairs, num_experts)

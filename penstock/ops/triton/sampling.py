@@ -1,10 +1,10 @@
-"""Choosing tokens: the most likely, or a draw with the request's own Gumbel noise.
+"""Chooses tokens: the most likely, or a draw with the request's own Gumbel noise.
 
-A row of logits is long (150,000 tokens) and rows may be few, so each row is cut into chunks that
-different programs look at; a last small kernel compares the chunks' winners. Truncation (top_k,
-top_p, min_p) is a cutoff, found without sorting: a survey of the row says below which of a few
-thresholds it cannot lie, and among the tokens above that it is found digit by digit. See
-`penstock.ops.sampling` for what it promises.
+A row of logits is long (150,000 tokens) and rows may be few. Therefore each row is split into
+chunks for different programs, and a last small kernel compares the chunks' winners. Truncation
+(top_k, top_p, min_p) is a cutoff, found without sorting. A survey of the row finds a threshold that
+the cutoff is not below, out of a few. Among the tokens above it, the cutoff is found digit by
+digit. `penstock.ops.sampling` defines the result.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from penstock.ops.triton.bitmask import apply_bitmask
 
 CHUNK = 4096
 BEST_MASS = tl.constexpr(17179869184.0)  # penstock.ops.sampling.BEST_MASS, 2**34
-GREEDY = tl.constexpr(1.1754943508222875e-38)  # what the tables hold for temperature 0
+GREEDY = tl.constexpr(1.1754943508222875e-38)  # the value for temperature 0 in the tables
 
 
 @triton.jit
 def _temperature(floats_ptr, slot, floats_stride):
-    """What the row draws with; a padding row, whose slot is -1, does not draw."""
+    """The row's temperature. A padding row, with slot -1, does not draw."""
     return tl.load(floats_ptr + slot * floats_stride, mask=slot >= 0, other=0.0)
 
 
@@ -45,7 +45,7 @@ def _best_kernel(
 
 @triton.jit
 def _row_best(best_ptr, row, num_chunks, CHUNKS: tl.constexpr):
-    """The row's largest logit and the chunk it is in; NaN if any chunk has one."""
+    """The row's largest logit and its chunk; NaN if any chunk has one."""
     chunks = tl.arange(0, CHUNKS)
     best = tl.load(
         best_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
@@ -82,7 +82,7 @@ def _draw_kernel(
     mask = tokens < vocab_size
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + tokens, mask=mask, other=float("-inf"))
     scaled = tl.div_rn(x.to(tl.float32) - best, tl.zeros([CHUNK], tl.float32) + temperature)
-    # A row without usable logits is NaN throughout; what it picks does not matter.
+    # A faulted row is NaN throughout; its token is ignored.
     score = scaled + noise
     score = tl.where(mask & (score == score), score, float("-inf"))
     if CUTOFF:
@@ -97,7 +97,7 @@ def _pick_kernel(
     slots_ptr, floats_ptr, best_ptr, best_id_ptr, score_ptr, score_id_ptr, tokens_ptr, faulted_ptr,
     num_chunks, floats_stride, DRAWS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """The winner among the chunks of a row. Equal ones: the lower token."""
+    """The winner among a row's chunks. Ties go to the lower token id."""
     row = tl.program_id(0)
     best, chunk = _row_best(best_ptr, row, num_chunks, CHUNKS)
     token = tl.load(best_id_ptr + row * num_chunks + chunk)
@@ -106,7 +106,7 @@ def _pick_kernel(
         if temperature > GREEDY:
             _, chunk = _row_best(score_ptr, row, num_chunks, CHUNKS)
             token = tl.load(score_id_ptr + row * num_chunks + chunk)
-    # NaN and infinity, either sign, are no basis for a choice.
+    # NaN and infinity of either sign fault the row.
     faulted = (tl.abs(best) < float("inf")) == 0
     tl.store(tokens_ptr + row, tl.where(faulted, 0, token).to(tl.int64))
     tl.store(faulted_ptr + row, faulted.to(tl.int8))
@@ -114,7 +114,7 @@ def _pick_kernel(
 
 @triton.jit
 def _order(x):
-    """float32 to int64, in order, from 0 to 2**32 - 1."""
+    """Map float32 to int64, preserving order, from 0 to 2**32 - 1."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
@@ -127,13 +127,13 @@ def _unorder(key):
 
 @triton.jit
 def _thresholds():
-    """Scaled logits from -0.5 down to -32, the best token's being 0. Sixteen of them."""
+    """Sixteen scaled logits from -0.5 down to -32. The best token is at 0."""
     return -tl.exp2(tl.arange(0, 16).to(tl.float32) * 0.4 - 1.0)
 
 
 @triton.jit
 def _mass(scaled):
-    """exp(scaled) as whole numbers, whose sum is exact in any order."""
+    """exp(scaled) as integers, whose sum is exact in any order."""
     return tl.floor(tl.exp(scaled) * BEST_MASS + 0.5).to(tl.int64)
 
 
@@ -151,7 +151,7 @@ def _survey_kernel(
     logits_ptr, slots_ptr, floats_ptr, best_ptr, counts_ptr, masses_ptr, totals_ptr,
     stride, vocab_size, num_chunks, floats_stride, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens of a chunk reach each threshold, their mass, and all that min_p leaves."""
+    """Per chunk: count and mass of tokens above each threshold, and the mass that min_p leaves."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     temperature = _temperature(floats_ptr, slot, floats_stride)
@@ -175,7 +175,7 @@ def _gather_kernel(
     kept_ptr, num_kept_ptr, stride, vocab_size, num_chunks, floats_stride, ints_stride,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Put the tokens among which the cutoff lies side by side, in any order."""
+    """Store the tokens that may contain the cutoff contiguously, in any order."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots_ptr + row)
     temperature = _temperature(floats_ptr, slot, floats_stride)
@@ -190,7 +190,7 @@ def _gather_kernel(
     counts = tl.sum(tl.load(counts_ptr + at, mask=there[:, None], other=0), axis=0)
     masses = tl.sum(tl.load(masses_ptr + at, mask=there[:, None], other=0), axis=0)
     total = tl.sum(tl.load(totals_ptr + row * num_chunks + chunks, mask=there, other=0), axis=0)
-    # With top_k, only its tokens count for top_p. Without, the nucleus is of everything.
+    # With top_k, only its tokens count for top_p. Otherwise the nucleus is of the whole row.
     if top_k < vocab_size:
         enough = counts >= top_k
     else:
@@ -209,10 +209,10 @@ def _cutoff_kernel(
     slots_ptr, floats_ptr, ints_ptr, totals_ptr, kept_ptr, num_kept_ptr, cutoff_ptr,
     vocab_size, num_chunks, floats_stride, ints_stride, CHUNKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The least scaled logit of a row that survives min_p, top_k, then top_p of what is left.
+    """The lowest scaled logit of a row that survives min_p, top_k, then top_p of the rest.
 
-    Each search fixes a cutoff's bits four at a time: sixteen candidates are compared with all
-    kept tokens in one pass.
+    Each search fixes four bits of the cutoff at a time: one pass compares sixteen candidates with
+    all kept tokens.
     """
     row = tl.program_id(0)
     slot = tl.load(slots_ptr + row)
@@ -248,7 +248,7 @@ def _cutoff_kernel(
             survivors += tl.where((scaled >= floor) & (index < num_kept), _mass(scaled), 0)
         total = tl.sum(survivors, axis=0)
     if top_p < 1.0:
-        # The largest key with at least the nucleus's mass above it: the next one is the cutoff.
+        # The largest key with at least the nucleus's mass above it; the next key is the cutoff.
         limit = total.to(tl.float64) * top_p.to(tl.float64)
         key = tl.zeros([], tl.int64)
         for digit in range(8):
@@ -268,12 +268,12 @@ def _cutoff_kernel(
 
 def choose_tokens(
     logits: torch.Tensor,  # [rows, vocab], any floating-point type
-    slots: torch.Tensor,  # [rows] int64; -1 is padding, which gets any token
+    slots: torch.Tensor,  # [rows] int64; -1 is padding, which gets an arbitrary token
     positions: torch.Tensor,  # [rows] int64
     floats: torch.Tensor,  # [num_slots, *]: temperature, log of min_p, top_p, ...
     ints: torch.Tensor,  # [num_slots, *] int64: top_k, seed, ...
     *,
-    allowed: torch.Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: a bit a token
+    allowed: torch.Tensor | None = None,  # [rows, ceil(vocab / 32)] int32: one bit per token
     draws: bool = True,  # whether any row has a temperature
     truncates: bool = True,  # whether any row has top_k, top_p or min_p
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -318,7 +318,7 @@ def _cutoffs(
     ints: torch.Tensor,
     best: torch.Tensor,  # [rows, num_chunks]
 ) -> torch.Tensor:
-    """The least scaled logit of each row that may be drawn: [rows]; rows that do not draw, any."""
+    """The lowest scaled logit that may be drawn: [rows]; arbitrary for rows that do not draw."""
     (num_rows, vocab_size), num_chunks = logits.shape, best.shape[1]
     chunks = max(triton.next_power_of_2(num_chunks), 2)
 

@@ -1,4 +1,4 @@
-"""Products of many rows, for cuBLAS: a packed matrix becomes floats, some of its rows at a time."""
+"""Products of many rows with cuBLAS: a slab of the packed matrix is dequantized at a time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 
 from penstock.ops import reference
 
-SLAB = 1 << 27  # numbers that are floats at one time
+SLAB = 1 << 27  # numbers dequantized at a time
 
 
 def multiply_slabs(
     x: torch.Tensor,  # [n, in]
-    floats: Callable[[int, int], torch.Tensor],  # rows [start, end) of the matrix, as x's type
+    floats: Callable[[int, int], torch.Tensor],  # rows [start, end) of the matrix, in the type of x
     bias: torch.Tensor | None,  # [out]
-    out: torch.Tensor,  # [n, out], of rows that need not follow each other
+    out: torch.Tensor,  # [n, out], rows may have any stride
 ) -> torch.Tensor:
-    """`out`, with x W^T + bias in it."""
+    """Write x W^T + bias to `out`, and return it."""
     out_features = out.shape[1]
     slab = max(SLAB // x.shape[1], 1)
     for start in range(0, out_features, slab):

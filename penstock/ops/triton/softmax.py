@@ -1,4 +1,4 @@
-"""The softmax of attention kernels: tile by tile, and put together from parts of a sequence."""
+"""The online softmax of attention kernels, and the combination of a sequence's splits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def add_tile(acc, best, total, s, value, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """One more tile of scores [rows, tokens], in base 2, and of values [tokens, dims].
+    """Add one tile of scores [rows, tokens], in base 2, and of values [tokens, dims].
 
-    MASKED: a row may not have seen any token yet: then there is nothing to compare with.
+    MASKED: a row may have seen no token yet, so its maximum may be -inf.
     """
     new_best = tl.maximum(best, tl.max(s, axis=1))
     safe = new_best
@@ -26,20 +26,20 @@ def add_tile(acc, best, total, s, value, MASKED: tl.constexpr, PRECISION: tl.con
 
 @triton.jit
 def store_part(
-    acc,  # [ROWS, DIMS] float32: this part's result
-    lse,  # [ROWS] float32: its share of the softmax is 2 ** lse; -inf where it saw nothing
+    acc,  # [ROWS, DIMS] float32: the result of this split
+    lse,  # [ROWS] float32: its softmax weight is 2 ** lse; -inf if it saw no token
     partial_ptr, lse_ptr, arrived_ptr,
     out_at,  # [ROWS, DIMS] pointers
-    at_part,  # [ROWS]: where a row's parts begin
+    at_part,  # [ROWS]: where a row's splits begin
     dims, row_mask, mask, split, num_parts, scale, SIZE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Keep one part. The program that comes last puts them together, times `scale`."""
+    """Store one split. The last program combines all splits, times `scale`."""
     tl.store(lse_ptr + at_part + split, lse, mask=row_mask)
     at_partial = partial_ptr + at_part[:, None] * SIZE + dims[None, :]
     tl.store(at_partial + split * SIZE, acc, mask=mask)
-    tl.debug_barrier()  # the whole program has written before one thread says so
+    tl.debug_barrier()  # the whole program has written before one thread reports it
     if tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == num_parts - 1:
-        # What other programs wrote is in the L2 cache, perhaps not in this processor's own.
+        # Other programs' writes are in the L2 cache, maybe not in this SM's L1 cache.
         splits = tl.arange(0, SPLITS)
         shares = tl.load(
             lse_ptr + at_part[:, None] + splits[None, :],

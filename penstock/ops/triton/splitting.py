@@ -1,4 +1,4 @@
-"""A matmul whose programs share an output tile: the last one to arrive adds up the parts."""
+"""Split-K matmuls: programs share an output tile, and the last one to finish adds the parts."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import triton.language as tl
 
 @triton.jit
 def add_parts(
-    acc,  # [A, B] float32, this program's part
-    partial_ptr,  # [SPLITS, ...] float32; at `offset` [A, B] of each
+    acc,  # [A, B] float32, the part of this program
+    partial_ptr,  # [SPLITS, ...] float32; [A, B] of each at `offset`
     arrived_ptr,  # int32, zero before and after
     offset, stride, mask, split, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all parts and whether this program has it. The order of the sum is fixed."""
+    """The sum of all parts, and whether this program holds it. The order of the sum is fixed."""
     tl.store(partial_ptr + split * stride + offset, acc, mask=mask)
-    tl.debug_barrier()  # the whole program has written before one thread says so
+    tl.debug_barrier()  # the whole program has written before one thread reports it
     is_last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
         acc = tl.zeros_like(acc)
-        # What other programs wrote is in the L2 cache, perhaps not in this processor's own.
+        # Other programs' writes are in the L2 cache, maybe not in this SM's L1 cache.
         for part in tl.static_range(SPLITS):
             acc += tl.load(
                 partial_ptr + part * stride + offset, mask=mask, other=0.0, cache_modifier=".cg"
@@ -31,9 +31,9 @@ def add_parts(
 
 def room_for_parts(
     out: torch.Tensor,  # [n, out]
-    grid: tuple[int, int, int],  # tiles, tiles, and the programs that share one
+    grid: tuple[int, int, int],  # tiles, tiles, and programs per tile
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `add_parts` takes as `partial_ptr` and `arrived_ptr`; anything where none is shared."""
+    """`partial_ptr` and `arrived_ptr` for `add_parts`; placeholders if no tile is shared."""
     if grid[2] == 1:
         return out, out
     partial = torch.empty((grid[2], *out.shape), dtype=torch.float32, device=out.device)

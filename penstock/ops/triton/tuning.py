@@ -1,6 +1,6 @@
-"""Kernel configurations: the one place for numbers that were found by measuring on an H200.
+"""Kernel configurations: the one place for numbers measured on an H200.
 
-Nothing is searched for at run time. On other GPUs these are correct, perhaps not the fastest.
+There is no search at run time. On other GPUs these are correct, but maybe not the fastest.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """How a kernel is compiled."""
+    """The compile options of a kernel."""
 
     num_warps: int
     num_stages: int
 
 
 class DecodePlan(NamedTuple):
-    """Attention of single tokens: how a request's cache is divided among programs."""
+    """Attention of decodes: how a request's cache is split among programs."""
 
-    tile: int  # cached tokens a step of the loop
-    splits: int  # most parts; a power of two
-    min_tiles: int  # of a part
+    tile: int  # cached tokens per loop step
+    splits: int  # maximum number of splits; a power of two
+    min_tiles: int  # minimum tiles of a split
     launch: Launch
 
 
@@ -33,7 +33,7 @@ class PrefillTile(NamedTuple):
 
 
 class LatentDecodePlan(NamedTuple):
-    """The same as DecodePlan, of latent attention: also how many heads a program has."""
+    """`DecodePlan` of latent attention, with the number of heads per program."""
 
     rows: int
     tile: int
@@ -43,7 +43,7 @@ class LatentDecodePlan(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """A matrix with one row of x: rows and columns of the matrix at once."""
+    """A matrix times one row of x: rows and columns of the matrix processed at once."""
 
     rows: int
     columns: int
@@ -51,39 +51,39 @@ class RowTile(NamedTuple):
 
 
 class ExpertsTile(NamedTuple):
-    """A matmul of one expert's rows: columns of its output, and inputs a step of the loop."""
+    """A matmul of one expert's rows: output columns, and inputs per loop step."""
 
     columns: int
     depth: int
-    swap: bool  # weights as the left operand, which the tensor cores want in 64s
-    group: int  # blocks of rows whose programs follow each other
+    swap: bool  # weights as the left operand, where the tensor cores need multiples of 64
+    group: int  # token blocks whose programs are adjacent
     launch: Launch
 
 
 class ExpertsPlan(NamedTuple):
-    """Experts over tokens that are sorted by expert in blocks of `rows`."""
+    """Experts over tokens sorted by expert, in token blocks of `rows`."""
 
     rows: int
     gate_up: ExpertsTile
     down: ExpertsTile
 
 
-PROCESSORS = 132  # of an H200
+PROCESSORS = 132  # SMs of an H200
 SHORT_QUERY, LONG_QUERY = 1024, 2048
-FEW_TOKENS = 2  # experts: up to here nearly every weight is read for one token alone
+FEW_TOKENS = 2  # up to this many, nearly every weight read serves a single token
 
 
 def decode_plan(
     head_dim: int, element_size: int, num_requests: int, num_kv_heads: int
 ) -> DecodePlan:
-    programs = num_requests * num_kv_heads  # if no cache were split; 132 processors wait for them
+    programs = num_requests * num_kv_heads  # without splits; 132 SMs need work
     if element_size == 4 or head_dim > 128:
         return DecodePlan(32, 32 if programs <= 32 else 4, 4, Launch(4, 2))
     if programs <= 32:
         return DecodePlan(32, 32, 1, Launch(4, 2))
     if programs <= 128:
         return DecodePlan(64, 8, 4, Launch(2, 3))
-    # Many requests fill the chip as they are; the longest are split so as not to be the last.
+    # Many requests fill the chip unsplit. The longest are split so that they do not finish last.
     return DecodePlan(64, 4, 8 if programs <= 1024 else 16, Launch(2, 3))
 
 
@@ -96,7 +96,7 @@ def prefill_tile(head_dim: int, element_size: int, max_query_len: int) -> Prefil
 
 
 def prompt_tile(element_size: int, max_query_len: int) -> PrefillTile:
-    """The same, of prompts whose keys and values lie side by side."""
+    """For prompts whose keys and values are contiguous."""
     if element_size == 4:
         return PrefillTile(64, 32, Launch(4, 2))
     if max_query_len < LONG_QUERY:
@@ -105,7 +105,7 @@ def prompt_tile(element_size: int, max_query_len: int) -> PrefillTile:
 
 
 def latent_decode_plan(num_heads: int, element_size: int, num_requests: int) -> LatentDecodePlan:
-    # Few programs: less work each. Many: a latent vector should be read once for many heads.
+    # Few programs: less work each. Many: read a latent vector once for many heads.
     few = num_requests * num_heads <= 1024
     rows = 16
     while rows < num_heads and rows < (16 if few or element_size == 4 else 64):
@@ -123,14 +123,14 @@ def latent_decode_plan(num_heads: int, element_size: int, num_requests: int) -> 
 
 
 def latent_prefill_tile(element_size: int) -> PrefillTile:
-    """Absorbed: rows are tokens by heads."""
+    """Absorbed form: rows are tokens by heads."""
     if element_size == 4:
         return PrefillTile(16, 16, Launch(4, 1))
     return PrefillTile(64, 64, Launch(8, 2))
 
 
 def latent_prompt_tile(element_size: int, head_dim: int) -> PrefillTile:
-    """Expanded: rows are tokens. `head_dim` is the larger of key and value, padded."""
+    """Expanded form: rows are tokens. `head_dim` is the larger of key and value, padded."""
     if element_size == 4 or head_dim > 128:
         return PrefillTile(32 if element_size == 4 else 64, 32, Launch(4, 2))
     return PrefillTile(128, 64, Launch(8, 3))
@@ -146,18 +146,18 @@ def is_few_tokens(num_tokens: int) -> bool:
 
 
 def few_experts_tiles() -> tuple[RowTile, RowTile]:
-    """Of gate and up, of which as many rows each are read at once, and of down."""
+    """For gate and up, which are read in equal numbers of rows, and for down."""
     tile = RowTile(4, 1024, Launch(2, 3))
     return tile, tile
 
 
 def experts_plan(num_pairs: int, num_experts: int, element_size: int) -> ExpertsPlan:
-    """By how many (token, expert) pairs an expert has on average."""
+    """Chosen by the average number of (token, expert) pairs per expert."""
     if element_size == 4:
         tile = ExpertsTile(32, 32, False, 8, Launch(4, 2))
         return ExpertsPlan(16, tile, tile)
     per_expert = num_pairs / num_experts
-    # Few: each expert's weights should be read once, and fast.
+    # Few: read each expert's weights once, and fast.
     launch = Launch(4, 3)
     if per_expert <= 8:
         return ExpertsPlan(
@@ -171,7 +171,7 @@ def experts_plan(num_pairs: int, num_experts: int, element_size: int) -> Experts
         return ExpertsPlan(
             64, ExpertsTile(64, 64, False, 4, launch), ExpertsTile(128, 64, False, 4, launch)
         )
-    # Many: the tensor cores should be busy.
+    # Many: keep the tensor cores busy.
     launch = Launch(8, 4)
     return ExpertsPlan(
         128, ExpertsTile(128, 64, False, 4, launch), ExpertsTile(256, 64, False, 4, launch)

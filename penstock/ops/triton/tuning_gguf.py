@@ -1,4 +1,4 @@
-"""Kernel configurations of products with GGUF blocks, found on an H200 like those of tuning.py."""
+"""Kernel configurations for GGUF weights, measured on an H200 like those of tuning.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from penstock.ops.triton.tuning import PROCESSORS, Launch
 
 
 class RowPlan(NamedTuple):
-    """One row of x: quads of the weight at once, and four rows how often one after the other."""
+    """One row of x: quads of the weight at once, and how many times four rows in sequence."""
 
     quads: int
-    steps: int  # 1 where rows have more quads
+    steps: int  # 1 if rows have more quads
     launch: Launch
 
 
@@ -20,15 +20,16 @@ class TensorPlan(NamedTuple):
     """One row of x on the tensor cores: warps that share 16 rows of the weight."""
 
     warps: int
-    turns: int  # how often eight groups a warp loads at once
-    registers: int | None  # of a thread
+    turns: int  # times eight sub-blocks that a warp loads at once
+    registers: int | None  # per thread
 
 
 def most_single_rows(layout: Layout, tensor_cores: bool) -> int:
-    """How many rows of x go one by one: more are faster by way of floats.
+    """How many rows of x are multiplied one by one. More are faster when dequantized.
 
-    On the tensor cores, five rows of more bits take as long as that, and six to seven of four. Of
-    other types so do five of Q8_0; the others have not been measured.
+    On the tensor cores, five rows take as long as dequantizing for types with more than four bits,
+    and six to seven rows for four bits. Of the other types, five rows of Q8_0 break even; the rest
+    are not measured.
     """
     if not tensor_cores:
         return 4
@@ -36,7 +37,7 @@ def most_single_rows(layout: Layout, tensor_cores: bool) -> int:
 
 
 def row_plan(type_name: str, out_features: int, in_features: int) -> RowPlan:
-    """One row of x with weights of this type. A thread has a quad of each row."""
+    """One row of x with weights of this type. A thread holds a quad of each row."""
     layout = LAYOUTS[type_name]
     quads = 32
     while quads < 128 and quads * 128 < in_features * layout.low:
@@ -48,9 +49,9 @@ def row_plan(type_name: str, out_features: int, in_features: int) -> RowPlan:
 
 
 def tensor_plan(group: int, out_features: int, in_features: int) -> TensorPlan:
-    """One row of x with weights of 4 to 6 bits: all programs run at once, if they can."""
+    """One row of x with weights of 4 to 6 bits. All programs run at once, if possible."""
     programs = -(-out_features // 16)
-    most, turns, registers = 8, 1, 80  # three programs a processor
+    most, turns, registers = 8, 1, 80  # three programs per SM
     if programs > 3 * PROCESSORS:
         most = 4
     elif programs <= 2 * PROCESSORS:
@@ -62,7 +63,7 @@ def tensor_plan(group: int, out_features: int, in_features: int) -> TensorPlan:
 
 
 class ExpertsPlan(NamedTuple):
-    """One expert's rows by a block of its tokens, quads a step, blocks that follow each other."""
+    """One expert's rows by a block of its tokens, quads per step, adjacent token blocks."""
 
     rows: int
     tokens: int
@@ -72,7 +73,7 @@ class ExpertsPlan(NamedTuple):
 
 
 def experts_plan(num_pairs: int, num_experts: int, element_size: int) -> ExpertsPlan:
-    """By how many (token, expert) pairs an expert has on average."""
+    """Chosen by the average number of (token, expert) pairs per expert."""
     per_expert = num_pairs / num_experts
     tokens = 16 if per_expert <= 8 or element_size == 4 else 32 if per_expert <= 20 else 64
     return ExpertsPlan(

@@ -1,4 +1,4 @@
-"""Kernel configurations of quantized weights, found on an H200 like those of tuning.py."""
+"""Kernel configurations for quantized weights, measured on an H200 like those of tuning.py."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from penstock.ops.triton.tuning import PROCESSORS, ExpertsPlan, ExpertsTile, Lau
 
 
 class Fp8Plan(NamedTuple):
-    """A matmul of fp8: rows of the weight by rows of x, columns a step, programs a tile."""
+    """An fp8 matmul: rows of the weight by rows of x, columns per step, programs per tile."""
 
     rows: int
     tokens: int
     depth: int
     splits: int
-    swap: bool  # weights as the left operand, which the tensor cores want in 64s
-    precise: bool  # sums of more than a step in float32, not in the tensor cores' own precision
+    swap: bool  # weights as the left operand, where the tensor cores need multiples of 64
+    precise: bool  # sums beyond one step in float32, not in the tensor cores' precision
     launch: Launch
 
 
 class TilePlan(NamedTuple):
-    """A matmul with weights of 4 or 8 bits: rows of the weight by rows of x, programs a tile."""
+    """A matmul with 4-bit or 8-bit weights: rows of the weight by rows of x, programs per tile."""
 
     rows: int
     tokens: int
@@ -36,29 +36,29 @@ def fp8_row_tile(out_features: int, blocked: bool) -> RowTile:
 
 
 def takes_own_kernel(num_tokens: int) -> bool:
-    """Whether torch's scaled matmul is slower than ours."""
+    """Whether our kernel is faster than torch's scaled matmul."""
     return num_tokens <= 64
 
 
 def fp8_plan(num_tokens: int, out_features: int, in_features: int, blocked: bool) -> Fp8Plan:
-    """`blocked`: a scale for each 128 columns, which are a step then."""
+    """`blocked`: one scale per 128 columns, which then are a step."""
     if num_tokens > 64:
         return Fp8Plan(128, 128, 128, 1, False, True, Launch(8, 3))
     tokens = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
     if blocked:
-        splits = 1  # as many programs as fill the chip twice, of at least 1,024 columns each
+        splits = 1  # enough programs to fill the chip twice, with at least 1,024 columns each
         while splits * (out_features // 64) < 2 * PROCESSORS and in_features >= 2048 * splits:
             splits *= 2
         return Fp8Plan(64, tokens, 128, splits, True, True, Launch(4, 4))
     if out_features >= 2 * 64 * PROCESSORS:
         return Fp8Plan(64, tokens, 128, 1, True, True, Launch(4, 4))
-    # Few tiles: a program for each processor, with as much on its way as there is room for.
+    # Few tiles: one program per SM, with as many loads in flight as fit.
     splits = 1 if in_features < 8192 else 4 if tokens == 16 else 2
     return Fp8Plan(64, tokens, 256, splits, True, True, Launch(4, 5))
 
 
 def w4_row_warps(out_features: int, num_chunks: int) -> int:
-    """One row of x with weights of 4 bits: warps, of eight chunks each, that share 16 rows."""
+    """One row of x with 4-bit weights: warps, of eight chunks each, that share 16 rows."""
     if out_features >= 16384:
         return 1
     warps = 1
@@ -70,7 +70,7 @@ def w4_row_warps(out_features: int, num_chunks: int) -> int:
 def w4_plan(
     num_tokens: int, out_features: int, in_features: int, element_size: int
 ) -> TilePlan | None:
-    """None: weights become floats, a slab of them at a time, for cuBLAS."""
+    """None: dequantize slabs of the weight for cuBLAS."""
     if num_tokens > 128:
         return None
     tokens = _tile_tokens(num_tokens, element_size)
@@ -88,7 +88,7 @@ def w4_plan(
 def byte_plan(
     num_tokens: int, out_features: int, in_features: int, element_size: int
 ) -> TilePlan | None:
-    """The same for weights of 8 bits, or from a table."""
+    """`w4_plan` for 8-bit weights, or weights from a table."""
     if num_tokens > 128:
         return None
     tokens = _tile_tokens(num_tokens, element_size)
@@ -100,7 +100,7 @@ def byte_plan(
 
 
 def quantized_experts_plan(num_pairs: int, num_experts: int, element_size: int) -> ExpertsPlan:
-    """By how many (token, expert) pairs an expert has on average; `element_size`: as multiplied."""
+    """Chosen by the average number of pairs per expert. `element_size`: of the multiplied type."""
     launch = Launch(4, _num_stages(element_size))
     if element_size == 4:
         return ExpertsPlan(
@@ -113,12 +113,12 @@ def quantized_experts_plan(num_pairs: int, num_experts: int, element_size: int) 
 
 
 def _tile_tokens(num_tokens: int, element_size: int) -> int:
-    """Float32 is multiplied by plain instructions, of which a larger tile has too many."""
+    """Float32 does not use the tensor cores, and a larger tile takes too many instructions."""
     if element_size == 4 or num_tokens <= 16:
         return 16
     return 32 if num_tokens <= 32 else 64
 
 
 def _num_stages(element_size: int) -> int:
-    """Float32 fills the shared memory with fewer chunks on their way."""
+    """With float32, fewer chunks in flight fill the shared memory."""
     return 2 if element_size == 4 else 3

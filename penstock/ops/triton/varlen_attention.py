@@ -1,7 +1,7 @@
 """Bidirectional attention inside each request of a packed batch, without a cache.
 
-Nothing is read on the host: how long requests are is known on the device alone, so that steps can
-be captured. Rows behind the last request's are not written.
+Lengths are read only on the device, so steps can be captured. Rows behind the last request are not
+written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.ops.triton.tuning import prompt_tile
 LOG2_E = 1.4426950408889634
 
 
-# Numbers that change from step to step must not make new variants of the kernel.
+# Arguments that change per step must not trigger a new specialization.
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def _varlen_kernel(
     q_ptr, k_ptr, v_ptr, query_starts_ptr, out_ptr, q_stride, k_stride, v_stride, out_stride,
@@ -58,7 +58,7 @@ def _varlen_kernel(
             seen = seen & (tl.abs(tokens[None, :] - queries[:, None]) <= reach)
         s = tl.where(seen, s, float("-inf"))
         new_best = tl.maximum(best, tl.max(s, axis=1))
-        # A row that has seen nothing yet: no difference of infinities.
+        # A row that has seen no token yet: avoid inf - inf.
         base = tl.where(new_best == float("-inf"), 0.0, new_best)
         p = tl.exp2(s - base[:, None])
         weight = tl.exp2(best - base)
@@ -66,7 +66,7 @@ def _varlen_kernel(
         v = tl.load(v_ptr + kv_rows * v_stride + kv_column, mask=kv_mask, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * weight[:, None], input_precision=PRECISION)
         best = new_best
-    total = tl.where(total == 0.0, 1.0, total)  # of rows behind the request's last
+    total = tl.where(total == 0.0, 1.0, total)  # rows behind the end of the request
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows * out_stride + column, out, mask=mask)
 
@@ -79,12 +79,12 @@ def varlen_attention(
     scale: float,
     reach: int | None = None,
 ) -> torch.Tensor:
-    """As the reference; of rows that belong to no request, anything."""
+    """As the reference. Rows that belong to no request are undefined."""
     num_tokens, num_heads, head_dim = query.shape
     query, key, value = (_with_dense_heads(x) for x in (query, key, value))
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     num_requests = len(query_starts) - 1
-    # How long the longest request is, the host does not know.
+    # The host does not know the longest request.
     tile = prompt_tile(query.element_size(), num_tokens // max(num_requests, 1))
     num_tiles = num_tokens // tile.rows + num_requests
     _varlen_kernel[(num_heads, num_tiles)](

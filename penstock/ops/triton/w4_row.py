@@ -1,14 +1,13 @@
-"""One row of x with weights of 4 bits, where memory is what is waited for.
+"""One row of x times 4-bit weights, which is bound by memory.
 
-The tensor cores multiply sixteen rows of a matrix with eight columns at least. Here the columns are
-the row's own parts: column i is x of the i-th of eight chunks. Each chunk's words are multiplied
-with all eight, which costs nothing, and of the result one column is taken. So eight chunks share
-one operand, and their scales are one tensor.
+The tensor cores multiply sixteen matrix rows with at least eight columns. Here the columns are
+parts of the row: column i is x of the i-th of eight chunks. The words of each chunk are multiplied
+with all eight columns, which costs nothing, and one column of the result is used. So eight chunks
+share one operand, and their scales form one tensor.
 
-A warp has eight chunks of its own. Everything goes straight from memory into the registers of the
-tensor cores: what is loaded has its dimensions in such an order that each thread gets what is its
-own in an operand, eight words or eight numbers of x at once. Another order would be slower, not
-wrong.
+A warp owns eight chunks. Data goes directly from memory to the registers of the tensor cores: loads
+order their dimensions so that each thread gets its own part of an operand, eight words or eight
+numbers of x at once. Another order would be slower, not wrong.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from penstock.ops.triton.tuning_quantized import w4_row_warps
 from penstock.ops.triton.w4_unpack import base_of, load_groups, scale_to_float, unpack
 
 ROWS = 16
-REGISTERS = 168  # of a thread, so that twelve warps share a processor; with half planes, any
+REGISTERS = 168  # per thread, so that twelve warps share an SM; no limit with half planes
 
 
 @triton.jit
 def _to_operand(words, WARPS: tl.constexpr):
     """[2 * 8 * WARPS * 8, 32] as [8 * WARPS, 16, 32]: chunk and warp, row, column.
 
-    The columns of a plane change their order, since a thread's eight neighbours come apart.
+    The order of a plane's columns changes, because a thread's eight neighbours are separated.
     """
     words = words.reshape(2, 8, WARPS, 8, 4, 2, 2, 2).permute(1, 2, 0, 3, 5, 6, 4, 7)
     return words.reshape(8 * WARPS, 16, 32)
@@ -38,7 +37,7 @@ def _to_operand(words, WARPS: tl.constexpr):
 
 @triton.jit
 def _load_x(x_ptr, chunk, num_chunks, in_features, plane: tl.constexpr, MASKED: tl.constexpr):
-    """A plane of x, of chunks [WARPS * 8, 1], in the order of `_to_operand`: [WARPS, 8, 32]."""
+    """A plane of x for chunks [WARPS * 8, 1], in the order of `_to_operand`: [WARPS, 8, 32]."""
     column = chunk * 128 + plane * 32 + tl.arange(0, 32)[None, :]
     if MASKED == "columns":
         x = tl.load(x_ptr + column, mask=column < in_features, other=0.0)
@@ -65,7 +64,7 @@ def _load_weights(
     source, scale_at, zero_at, first, chunk, own_chunk, num_chunks, chunks_each, num_groups,
     ZEROS: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Chunks from the first on, zeros behind the last: words, scales, zeros."""
+    """Words, scales and zeros of the chunks from the first on; zeros past the last."""
     if MASKED == "":
         words = tl.load(source + first * 32, eviction_policy="evict_first")
     else:
@@ -80,7 +79,7 @@ def _load_weights(
 
 @triton.jit
 def _part_of_x(xs, half, part: tl.constexpr, step: tl.constexpr, PARTS: tl.constexpr):
-    """x of a part's plane, or of half a plane: the other columns are zero."""
+    """x of a part's plane, or of half a plane with the other columns zero."""
     if PARTS == 8:
         x = tl.where(half == part % 2, xs[part // 2], 0.0).to(xs[0].dtype)
     else:
@@ -90,7 +89,7 @@ def _part_of_x(xs, half, part: tl.constexpr, step: tl.constexpr, PARTS: tl.const
 
 @triton.jit
 def _sums_of_x(xs, half, PARTS: tl.constexpr):
-    """Of each part: [WARPS, 8] float32."""
+    """The sum of x over each part: [WARPS, 8] float32."""
     sums = ()
     for part in tl.static_range(PARTS):
         own = tl.sum(_part_of_x(xs, half, part, 0, PARTS).to(tl.float32), axis=2)
@@ -102,7 +101,7 @@ def _sums_of_x(xs, half, PARTS: tl.constexpr):
 
 @triton.jit
 def _multiply(x, plane, total):
-    """total + a plane's numbers [8 WARPS, 16, 32] with x [WARPS, 8, 32], for every chunk."""
+    """total + a plane's numbers [8 WARPS, 16, 32] times x [WARPS, 8, 32], for every chunk."""
     warps: tl.constexpr = x.shape[0]
     operand = x.permute(0, 2, 1)[None, :, :, :].broadcast_to(8, warps, 32, 8)
     return tl.dot(plane, operand.reshape(8 * warps, 32, 8), total, input_precision="ieee")
@@ -116,23 +115,23 @@ def _one_row_kernel(
     PARTS: tl.constexpr, ASM: tl.constexpr, MASKED: tl.constexpr, OVERLAP: tl.constexpr,
     WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Sixteen rows of the weight with x.
+    """Sixteen rows of the weight times x.
 
-    Integers keep the power of two that they come with; it is taken off the sum of products together
-    with their zero, by the sum of x.
+    Integers keep the power of two from their conversion. The sum of x corrects the products for it
+    and for the zero point.
     """
     let_next_start(OVERLAP)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    # [2 * 8 * WARPS * 8, 32] of words: half of the rows, chunk, warp, row. So eight rows of a chunk
-    # are a warp's at once, and what the other warps do not take is registers.
+    # Words [2 * 8 * WARPS * 8, 32]: half of the rows, chunk, warp, row. So a warp holds eight rows
+    # of a chunk at once, and the dimensions that warps do not split are registers.
     index = tl.arange(0, 128 * WARPS)[:, None]
     chunk = index // 8 % WARPS * 8 + index // (8 * WARPS) % 8
     row = tl.program_id(0) * 16 + index // (64 * WARPS) * 8 + index % 8
-    # A row that is not there is read as the first: what comes of it is not stored.
+    # Rows out of range read the first row; their results are not stored.
     row = tl.where(row < out_features, row, 0).to(tl.int64)
     source = weight_ptr + row * (num_chunks * 32) + chunk * 32 + tl.arange(0, 32)[None, :]
     x_chunk = tl.arange(0, 8 * WARPS)[:, None]
-    # [WARPS, 16, 8]: of the results, whose columns are chunks.
+    # [WARPS, 16, 8]: the results, whose columns are chunks.
     row = tl.program_id(0) * 16 + tl.arange(0, 16)
     is_row = row < out_features
     at_group = tl.where(is_row, row, 0).to(tl.int64)[None, :, None] * num_groups
@@ -140,7 +139,7 @@ def _one_row_kernel(
     column = tl.arange(0, 8)[None, None, :]
     own_chunk = tl.arange(0, WARPS)[:, None, None] * 8 + column
     is_own = tl.arange(0, 8)[:, None, None, None] == column[None, :, :, :]
-    half = tl.arange(0, 32) // 4 % 2  # of a plane's columns, as `_to_operand` orders them
+    half = tl.arange(0, 32) // 4 % 2  # halves of a plane's columns, in the order of `_to_operand`
     acc = tl.zeros([WARPS, 16, 8], tl.float32)
     words, scales, zeros = _load_weights(
         source, scale_at, zero_at, 0, chunk, own_chunk, num_chunks, chunks_each, num_groups,
@@ -156,14 +155,15 @@ def _one_row_kernel(
             for step in tl.static_range((4 + PARTS - 1) // PARTS):
                 x = _part_of_x(xs, half, part, step, PARTS)
                 total = _multiply(x, planes[part * 4 // PARTS + step], total)
-            # Of chunk i, column i.
+            # Take column i of chunk i.
             own = tl.sum(tl.where(is_own, total.reshape(8, WARPS, 16, 8), 0.0), axis=0)
             if ZEROS:
                 own -= (zeros[part].to(tl.float32) + base_of(dtype)) * sums[part][:, None, :]
             elif KIND == "w4":
                 own -= (8.0 + base_of(dtype)) * sums[part][:, None, :]
             acc += own * scale_to_float(scales[part])
-        # All at once, before the next turn: else x would be loaded when it is to be multiplied.
+        # Load everything before the next iteration. Otherwise x would be loaded only when it is
+        # needed.
         if first + 8 * WARPS < num_chunks:
             words, scales, zeros = _load_weights(
                 source, scale_at, zero_at, first + 8 * WARPS, chunk, own_chunk, num_chunks,
@@ -182,7 +182,7 @@ def _one_row_kernel(
 def one_row(
     x: torch.Tensor, weight: Packed, bias: torch.Tensor | None, warps: int | None = None
 ) -> torch.Tensor:
-    """x [1, in] with all of the weight: [1, out]."""
+    """x [1, in] times the weight: [1, out]."""
     out_features, in_features, num_chunks = len(weight.data), x.shape[1], weight.width
     if warps is None:
         warps = w4_row_warps(out_features, num_chunks)

@@ -1,8 +1,8 @@
-"""Words of four numbers of 4 bits, laid out by `packed_layout.py`, become floats in registers.
+"""Converts words of four 4-bit numbers, in the layout of `packed_layout.py`, to floats.
 
-An integer becomes a float without a conversion: put into the mantissa of a power of two, it is
-added to that power, which is taken off sooner or later, together with its zero. e2m1 has the bits
-of a larger type once they stand right, but for the bias of its exponent.
+An integer becomes a float without a conversion: in the mantissa of a power of two, it is added to
+that power. The power is subtracted later, together with the zero point. e2m1 bits, shifted into
+place, are those of a larger type except for the exponent bias.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import triton.language as tl
 
 
 def _program(steps: list[str]) -> str:
-    """PTX of two words in $4, which gives a pair of floats of each plane, in $0 to $3."""
+    """PTX for two words in $4. It gives a pair of floats of each plane in $0 to $3."""
     return "{\n.reg .b32 s, t, c, n;\n" + "".join(steps) + "}"
 
 
 def _shift(name: str, by: int) -> str:
-    """$4 in `name`, shifted to the left, or to the right by a negative number."""
+    """PTX that shifts $4 into `name`, to the left, or to the right if `by` is negative."""
     return f"{'shl' if by > 0 else 'shr'}.b32 {name}, $4, {abs(by)};\n"
 
 
 def _integers(magic: int, last: str) -> str:
-    """`last` is what becomes of t, the numbers of a plane in the mantissa of `magic`."""
+    """`last` processes t, the numbers of a plane in the mantissa of `magic`."""
     return _program(
         [
             _shift("t", -4 * plane)
@@ -34,7 +34,7 @@ def _integers(magic: int, last: str) -> str:
 
 
 def _floats(kind: str, exponent_at: int, factor: int) -> str:
-    """The three bits below the sign go to `exponent_at`; the bias is made up for by `factor`."""
+    """The three bits below the sign go to `exponent_at`. `factor` corrects the bias."""
     mask = 7 << exponent_at
     return _program(
         [f"mov.b32 c, {factor:#x};\nmov.b32 n, 0x80008000;\n"]
@@ -49,7 +49,7 @@ def _floats(kind: str, exponent_at: int, factor: int) -> str:
     )
 
 
-# bfloat16 has 128 with a number in its mantissa, float16 1024.
+# In bfloat16 the result is 128 + number, in float16 1024 + number.
 PLAIN_BF16 = tl.constexpr(_integers(0x43004300, "mov.b32 {out}, t;\n"))
 PLAIN_FP16 = tl.constexpr(_integers(0x64006400, "mov.b32 c, 0x64006400;\nsub.f16x2 {out}, t, c;\n"))
 LESS_BF16 = tl.constexpr(
@@ -64,20 +64,20 @@ PLAIN_REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r")
 
 @triton.jit
 def base_of(dtype: tl.constexpr):
-    """What integers are too large by where nothing is taken off."""
+    """The excess of integers if nothing is subtracted."""
     return 128.0 if dtype == tl.bfloat16 else 0.0
 
 
 @triton.jit
 def _less_of(zero, dtype: tl.constexpr):
-    """What is to be added to numbers as they come out of a mantissa, in float32."""
+    """The correction of numbers in a mantissa, to be added in float32."""
     base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0 if dtype == tl.float16 else 0.0
     return -base - zero
 
 
 @triton.jit
 def plane_of(words, plane: tl.constexpr, FP4: tl.constexpr):
-    """A plane's numbers in float32."""
+    """The numbers of a plane in float32."""
     number = (words.to(tl.int32) >> (4 * plane)) & 15
     if FP4:
         bits = ((number & 8) << 28) | ((number & 7) << 22)
@@ -100,8 +100,8 @@ def _slow_plane(words, less, plane: tl.constexpr, dtype: tl.constexpr, FP4: tl.c
 
 @triton.jit
 def _run(program: tl.constexpr, registers: tl.constexpr, arguments, dtype: tl.constexpr):
-    """The four planes that a program makes of its arguments."""
-    kind = dtype.value  # a type, not a constant that is one
+    """Run a PTX program, which gives four planes."""
+    kind = dtype.value  # the type itself, not a constexpr of it
     return tl.inline_asm_elementwise(
         program, registers, arguments, dtype=(kind, kind, kind, kind), is_pure=True, pack=2
     )
@@ -111,8 +111,8 @@ def _run(program: tl.constexpr, registers: tl.constexpr, arguments, dtype: tl.co
 def unpack(words, less, dtype: tl.constexpr, FP4: tl.constexpr, ASM: tl.constexpr):
     """The four planes of words [..., 32], each of that shape, in `dtype`.
 
-    What is taken off integers is `less`: four tensors like the result with what `_less_of` says,
-    one for each plane; or None, and they are too large by `base_of`.
+    `less` corrects integers: four tensors like the result, one per plane, from `_less_of`. If it is
+    None, integers exceed their value by `base_of`.
     """
     if ASM and dtype != tl.float32:
         is_bf16: tl.constexpr = dtype == tl.bfloat16
@@ -153,14 +153,17 @@ def _load_planes(
 
 @triton.jit
 def group_of(chunk, part, chunks_each, num_groups, PARTS: tl.constexpr):
-    """The group of a chunk's part; what is padding has the last, and is multiplied with zeros."""
+    """The quantization group of a chunk's part.
+
+    Padding gets the last one, and is multiplied by zeros.
+    """
     group = chunk // chunks_each if PARTS == 1 else chunk * PARTS + part
     return tl.minimum(group, num_groups - 1)
 
 
 @triton.jit
 def load_groups(at, chunk, chunks_each, num_groups, PARTS: tl.constexpr):
-    """What each part of a chunk has one of: scales, or zeros, in a tuple."""
+    """The scales or zeros of each part of a chunk, as a tuple."""
     groups = ()
     for part in tl.static_range(PARTS):
         own = tl.load(at + group_of(chunk, part, chunks_each, num_groups, PARTS))
@@ -170,7 +173,7 @@ def load_groups(at, chunk, chunks_each, num_groups, PARTS: tl.constexpr):
 
 @triton.jit
 def scale_to_float(scale):
-    """Bytes are exponents of two, biased by 127."""
+    """A scale as float. Bytes are exponents of two with bias 127."""
     if scale.dtype == tl.uint8:
         exponent = scale.to(tl.int32)
         bits = tl.where(exponent == 0, 1 << 22, exponent << 23)
@@ -185,7 +188,7 @@ def _less(
     words, zeros, half, plane: tl.constexpr,
     dtype: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """What `unpack` takes off a plane."""
+    """The `less` of one plane for `unpack`."""
     if ZEROS:
         zero = tl.expand_dims(zeros[plane * PARTS // 4], -1)
         if PARTS == 8:
@@ -203,10 +206,13 @@ def _multiply_chunk(
     xs,  # four of [32, TOKENS]: the rows of x, by plane
     scales,  # PARTS of [ROWS]
     zeros,  # as scales, if ZEROS
-    half,  # [32]: which half of a plane a word is in, 0 or 1
+    half,  # [32]: the half of a plane that a word is in, 0 or 1
     FP4: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc + words x: plane by plane on the tensor cores, each group's sum scaled by itself."""
+    """acc + words x, plane by plane on the tensor cores.
+
+    Each quantization group's sum is scaled.
+    """
     dtype: tl.constexpr = xs[0].dtype
     less = None
     if not FP4:
@@ -219,7 +225,7 @@ def _multiply_chunk(
     planes = unpack(words, less, dtype, FP4, ASM)
     for part in tl.static_range(PARTS):
         total = tl.zeros(acc.shape, tl.float32)
-        if PARTS == 8:  # half a plane: the other columns of x are left out
+        if PARTS == 8:  # half a plane: the other columns of x are zero
             x = tl.where((half == part % 2)[:, None], xs[part // 2], 0.0)
             total = tl.dot(planes[part // 2], x.to(dtype), total, input_precision="ieee")
         else:
@@ -236,14 +242,14 @@ def _multiply_chunk(
 def multiply_words(
     acc,  # [ROWS, TOKENS] float32
     weight_ptr, scale_ptr, zero_ptr,
-    x_at,  # [TOKENS] pointers to x, of the first column
-    row,  # [ROWS] int64, of the weight
+    x_at,  # [TOKENS] pointers to x at the first column
+    row,  # [ROWS] int64, rows of the weight
     is_token,  # [TOKENS]
     low, high, in_features, num_chunks, num_groups, chunks_each,
     FP4: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """acc + rows of the weight with x, over chunks [low, high)."""
+    """acc + rows of the weight times x, over chunks [low, high)."""
     word = tl.arange(0, 32)
     source = weight_ptr + row[:, None] * (num_chunks * 32) + word[None, :]
     plane_at = x_at[None, :] + word[:, None]
@@ -264,7 +270,7 @@ def dequantize_words_kernel(
     KIND: tl.constexpr, GLOBAL: tl.constexpr, ZEROS: tl.constexpr, PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Words of one row as floats [in_features]."""
+    """Dequantize words of one row to floats [in_features]."""
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_word = word < num_words
