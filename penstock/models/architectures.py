@@ -1,6 +1,6 @@
-"""The architectures there are: what a config.json calls them, and which file has each one's class.
+"""The table of supported architectures: their names in config.json, and the class of each.
 
-docs/models.md is made of this table. `parity` names the small random checkpoints of
+docs/models.md is generated from this table. `parity` names the small random checkpoints of
 tests/tiny_models.py on which greedy tokens are compared with transformers'.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Architecture:
     target: str  # module:class
-    models: str  # that have it
+    models: str  # models with this architecture
     parity: tuple[str, ...]
     remark: str = ""  # for users
 
@@ -148,7 +148,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 def _encoder(
     family: str, target: str, models: str, parity: tuple[str, ...], heads: tuple[str, ...] = ()
 ) -> dict[str, Architecture]:
-    """An encoder with each of the heads that its checkpoints come with."""
+    """An encoder with each of the heads that its checkpoints have."""
     known = Architecture(f"penstock.models.{target}", models, parity)
     every = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     return {f"{family}{head}": known for head in (*every, *heads)}
@@ -196,7 +196,7 @@ ENCODERS: dict[str, Architecture] = {
     ),
 }
 
-# Architectures that transformers' code runs, with the checkpoints on which tokens were compared.
+# Architectures that run on transformers' code, with the checkpoints on which tokens were compared.
 RUN_BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "StableLmForCausalLM": ("stablelm",),
     "Cohere2ForCausalLM": ("cohere2",),
@@ -207,7 +207,7 @@ RUN_BY_TRANSFORMERS: dict[str, tuple[str, ...]] = {
     "SeedOssForCausalLM": ("seed_oss",),
 }
 
-# Kinds of models (`model_type`) of which logits were compared, in chunks and beside others.
+# Model types (`model_type`) whose logits were compared, in chunks and in batches.
 LOGITS_BY_TRANSFORMERS = (
     "afmoe", "apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "cohere2",
     "cohere2_moe", "cwm", "ernie4_5", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "gemma",

@@ -1,4 +1,4 @@
-"""A model made ready to run: built for its device, quantized, filled with its weights."""
+"""Assembles a model that is ready to run: builds, quantizes and loads it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load_model(
     mesh: Mesh,
     max_model_len: int,
 ) -> tuple[Model, Dtypes, Ops]:
-    """This rank's share of the model, the types it computes in, and its ops."""
+    """This rank's shard of the model, the types it computes in, and its ops."""
     started = time.perf_counter()
     task = choose_task(config, source)
     dtypes = resolve_dtypes(config, source.config, platform)

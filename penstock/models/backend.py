@@ -1,4 +1,4 @@
-"""Which ops a worker's model is built on, and how its layers keep their weights."""
+"""Decides which ops a worker's model uses, and how its layers store their weights."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from penstock.protocol.errors import ConfigError
 @dataclass(frozen=True)
 class ModelBackend:
     ops: Ops
-    linear_method: LinearMethod  # of layers that are not quantized
+    linear_method: LinearMethod  # of unquantized layers
     dtype: torch.dtype  # of activations
-    native_types: Collection[str] = ()  # GGUF types whose blocks layers take as they are
-    native_layers: bool = False  # whether layers run whole in the C++ library
-    kv_dtype: str | None = None  # of the cache, where nobody asked for one; None: the model's
-    quantization: Quantization | None = None  # which layers are, and how
-    take_over: Finish | None = None  # quantized layers that the device computes in its own way
+    native_types: Collection[str] = ()  # GGUF types that layers keep without dequantizing
+    native_layers: bool = False  # whether whole layers run in the C++ library
+    kv_dtype: str | None = None  # default type of the KV cache; None: the model's
+    quantization: Quantization | None = None  # which layers are quantized, and how
+    take_over: Finish | None = None  # quantized layers with a device-specific implementation
 
     def finish(self, model: nn.Module) -> None:
-        """Called once the weights are loaded."""
+        """Called after the weights are loaded."""
         if self.native_layers:
-            # Imported here because both need the library.
+            # Imported here: both need the library.
             from penstock.models.native_decoder import fuse_layers
             from penstock.models.native_encoder import fuse_encoder_layers
 
@@ -49,7 +49,7 @@ class ModelBackend:
 
 
 def start_threads(native: ctypes.CDLL, count: int) -> None:
-    """Let the library compute with so many threads; refuses what the system does not give."""
+    """Set the library's number of threads. Raises if the system does not provide them."""
     started = native.penstock_set_threads(count)
     if started < count:
         native.penstock_set_threads(1)
@@ -66,9 +66,9 @@ def choose_backend(
     gguf: GGUFFile | None,
     model_config: Mapping[str, Any],
 ) -> ModelBackend:
-    """The C++ library on a CPU that has it, Triton on a GPU, else torch.
+    """The C++ library on a CPU that has it, Triton on a GPU, otherwise torch.
 
-    Sets how many threads each may use. `gguf` is the file, where weights come from one.
+    Sets the number of threads of each. `gguf` is the file, if the weights come from one.
     """
     if config.load.load_format == "dummy":
         gguf = None
@@ -87,21 +87,21 @@ def choose_backend(
     if native is None:
         return ModelBackend(_ops(device), DenseMethod(), dtype, quantization=quantization)
     start_threads(native, platform.cpu_threads)
-    torch.set_num_threads(1)  # two pools would fight for the cores
-    # Imported here because both need the library.
+    torch.set_num_threads(1)  # two thread pools would compete for the cores
+    # Imported here: both need the library.
     from penstock.layers.native import NativeMethod
     from penstock.layers.quantized.native import NativeFinish
     from penstock.ops.cpu.dtypes import NATIVE_TYPES
 
     types = NATIVE_TYPES if config.load.gguf_compute == "auto" else ()
-    # The library computes in float32; a shorter type that was asked for is that of the weights.
+    # The library computes in float32. A requested 16-bit type applies to the weights.
     int8 = config.load.quantization == "int8"
-    quantization = None if int8 else quantization  # the library does that one itself
+    quantization = None if int8 else quantization  # the library does this one itself
     method = NativeMethod(
         int8=int8,
         float_dtype=None if dtype == torch.float32 else dtype,
     )
-    # Weights of 8 bits and less: keys and values of 16 lose nothing that shows, and halve what
+    # With weights of 8 bits and less, a 16-bit KV cache loses no visible quality and halves what
     # attention reads. Measured in docs/benchmarks.md.
     in_blocks = method.int8 or (gguf is not None and bool(types))
     return ModelBackend(
@@ -117,8 +117,8 @@ def choose_backend(
 
 
 def _gguf_on_gpu(gguf: GGUFFile, dtype: torch.dtype) -> ModelBackend:
-    """Matrices stay in their blocks; experts, too, if all of them are in blocks."""
-    from penstock.ops.triton.gguf_layout import LAYOUTS  # only where Triton is
+    """Matrices stay in quantization blocks. Experts do so only if all of them are in blocks."""
+    from penstock.ops.triton.gguf_layout import LAYOUTS  # needs Triton
 
     experts = {tensor.type.name for tensor in gguf.tensors.values() if "_exps." in tensor.name}
     recoded = {name for name, recoding in RECODINGS.items() if recoding.target in LAYOUTS}

@@ -1,4 +1,4 @@
-"""The interface between a model and its callers."""
+"""The interface of a model to assembly, executor and runner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.protocol.pooling import PoolingType
 
 @dataclass(frozen=True)
 class Hidden:
-    """What a forward pass gives."""
+    """The result of a forward pass."""
 
     states: torch.Tensor  # [num_tokens, hidden_size], after the last norm
     aux: tuple[torch.Tensor, ...] = ()  # hidden states of earlier layers, for drafters
@@ -26,14 +26,14 @@ class Hidden:
 
 @dataclass(frozen=True)
 class WeightTable:
-    """How checkpoint names differ from the model's own, beyond what its layers' parts say."""
+    """How checkpoint names differ from the model's, beyond what the layers' parts define."""
 
-    ignored: tuple[str, ...] = ()  # regular expressions of tensors that need not be loaded
+    ignored: tuple[str, ...] = ()  # regular expressions of tensors that are not loaded
     renamed: dict[str, str] = field(default_factory=dict)  # regular expression -> replacement
 
 
 class Classifier(Protocol):
-    """What follows pooling in a model that has labels, in float32."""
+    """What follows pooling in a model with labels, in float32."""
 
     num_labels: int
     pooling: PoolingType  # ALL: every token has labels
@@ -43,32 +43,32 @@ class Classifier(Protocol):
 
 
 class Model(nn.Module):
-    """All that assembly (`models/assembly.py`), executor and runner ask of a model."""
+    """What assembly (`models/assembly.py`), executor and runner require of a model."""
 
     weights: WeightTable  # assembly
     vocab_size: int  # executor
-    hidden_size: int  # executor: of what `forward` gives
-    pooling: ClassVar[PoolingType] = "LAST"  # of embeddings, where no file says otherwise
-    can_capture: ClassVar[bool] = True  # executor: whether a GPU may capture its steps in graphs
+    hidden_size: int  # executor: of the output of `forward`
+    pooling: ClassVar[PoolingType] = "LAST"  # of embeddings, if no file says otherwise
+    can_capture: ClassVar[bool] = True  # executor: whether a GPU may capture its steps
 
     def __init__(self) -> None:
         super().__init__()
-        self.classifier: Classifier | None = None  # of a model that is to classify
+        self.classifier: Classifier | None = None  # of a classification model
 
     @classmethod
     def create(cls, build: Build, raw: Mapping[str, Any]) -> Model:
-        """The model that a config.json describes, its weights still to be loaded."""
+        """The model that a config.json describes, without weights."""
         raise NotImplementedError
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, Weight]]:
-        """Assembly: a checkpoint's tensors, as `load_weights` takes them."""
+        """Assembly: convert a checkpoint's tensors to those that `load_weights` takes."""
         return tensors
 
     def check(self) -> None:
-        """Assembly, once weights are loaded: refuse what can only be seen then."""
+        """Assembly: raise for problems that show only after the weights are loaded."""
 
     def kv_specs(self, dtype: str) -> dict[str, KVCacheSpec]:
-        """Executor: what each layer keeps in the KV cache, by the layer's name, in order."""
+        """Executor: what each layer keeps in the KV cache, by layer name, in order."""
         layers = [module for module in self.modules() if isinstance(module, CachedLayer)]
         specs = {layer.name: layer.kv_spec(dtype) for layer in layers}
         return {name: spec for name, spec in specs.items() if spec is not None}
@@ -78,7 +78,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
-        """Runner: embedded tokens at their positions, through all layers."""
+        """Runner: run embedded tokens at their positions through all layers."""
         raise NotImplementedError
 
     def logits(

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and XLM-RoBERTa, DistilBERT: learned positions, norms behind the additions."""
+"""BERT, RoBERTa, XLM-RoBERTa and DistilBERT: learned positions, post-norm layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BertModel(EncoderModel):
         r"\.intermediate\.dense\.": ".mlp.up_proj.",
         r"^(layers\.\d+)\.output\.dense\.": r"\1.mlp.down_proj.",
         r"^(layers\.\d+)\.output\.LayerNorm\.": r"\1.post_mlp_layernorm.",
-        # As files that came from TensorFlow have them.
+        # Names in files converted from TensorFlow.
         r"(layernorm|LayerNorm)\.gamma$": r"\1.weight",
         r"(layernorm|LayerNorm)\.beta$": r"\1.bias",
     }
@@ -40,7 +40,7 @@ class BertModel(EncoderModel):
 
 
 class RobertaModel(BertModel):
-    """Positions begin behind the padding token's, and the head has its own layer before."""
+    """Positions start after the padding token's, and the head has a dense layer of its own."""
 
     prefix = r"(roberta|xlm_roberta)\."
 

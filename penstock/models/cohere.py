@@ -1,5 +1,8 @@
-"""Cohere's Command R: attention and MLP side by side behind one layer norm, interleaved rotary
-positions, scaled logits, and a norm for each head's queries and keys in Command R+."""
+"""Cohere's Command R: attention and MLP in parallel after one layer norm.
+
+It has interleaved rotary embedding and scaled logits. Command R+ also normalizes each head's
+queries and keys.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from penstock.ops.blocks import Weight
 
 
 class HeadsNorm(LayerNorm):
-    """One for each head, with weights of its own; a rank has its heads' alone."""
+    """One norm per head, each with its own weights. A rank has those of its own heads."""
 
     def __init__(self, build: Build, num_heads: int, head_dim: int, eps: float) -> None:
-        self.num_shards = min(build.tp.size, num_heads)  # more ranks than heads share heads
+        self.num_shards = min(build.tp.size, num_heads)  # surplus ranks share heads
         self.full_shape = (num_heads, head_dim)
         super().__init__(build, (num_heads // self.num_shards, head_dim), eps)
         self.tp = build.tp
@@ -77,6 +80,6 @@ class CohereForCausalLM(DecoderLM):
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # Scaled before the head, not after it: hidden states are smaller than logits.
+        # Scale the hidden states, not the logits: they are smaller.
         scale = read_float(self.config.raw, "logit_scale", 0.0625)
         return super().logits(Hidden(hidden.states[rows] * scale), slice(None), out)

@@ -1,4 +1,4 @@
-"""The settings that decoder models share, read from a config.json and checked."""
+"""Reads and checks the config.json settings that decoder models share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.protocol.errors import ConfigError, ModelError
 
 
 def read_int(raw: Mapping[str, Any], name: str, default: int | None = None, low: int = 1) -> int:
-    """An integer of a config.json, at least `low`; `default` where it is missing or null."""
+    """An integer of a config.json, at least `low`; `default` if missing or null."""
     value = raw.get(name)
     if value is None:
         value = default
@@ -24,7 +24,7 @@ def read_int(raw: Mapping[str, Any], name: str, default: int | None = None, low:
 
 
 def read_float(raw: Mapping[str, Any], name: str, default: float) -> float:
-    """A finite number of a config.json; `default` where it is missing or null."""
+    """A finite number of a config.json; `default` if missing or null."""
     value = raw.get(name)
     if value is None:
         return default
@@ -34,7 +34,7 @@ def read_float(raw: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def read_num_labels(raw: Mapping[str, Any]) -> int:
-    """How many labels a config.json's classifier has."""
+    """The number of labels of a config.json's classifier."""
     by_id = raw.get("id2label")
     default = len(by_id) if isinstance(by_id, dict) and by_id else 2
     return read_int(raw, "num_labels", default)
@@ -59,10 +59,10 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float  # of layer norms too, whatever the file calls it
+    rms_norm_eps: float  # also of layer norms, whatever the file calls it
     max_position: int
     tie_word_embeddings: bool
-    raw: Mapping[str, Any]  # the whole config.json, for what only one architecture has
+    raw: Mapping[str, Any]  # the whole config.json, for settings of single architectures
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any]) -> DecoderConfig:
@@ -90,13 +90,13 @@ class DecoderConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """How many tokens a windowed layer looks back on; None without a window."""
+        """Tokens that a windowed layer sees; None without a window."""
         if self.raw.get("sliding_window") is None:
             return None
         return read_int(self.raw, "sliding_window")
 
     def check_shards(self, ranks: int) -> None:
-        """Refuse a number of tensor-parallel ranks that does not divide the model."""
+        """Refuse a tensor-parallel size that does not divide the model."""
         if self.num_heads % ranks or self.intermediate_size % ranks:
             raise ConfigError(
                 f"tensor_parallel_size must divide the model's {self.num_heads} attention heads "
@@ -117,7 +117,7 @@ class _HasLayers(Protocol):
 
 
 def layer_kind(config: _HasLayers, index: int, *kinds: str) -> str | None:
-    """What `layer_types` calls layer `index`: one of `kinds`; None without the list."""
+    """The entry of `layer_types` for layer `index`, one of `kinds`; None without the list."""
     given = config.raw.get("layer_types")
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""The pre-norm decoder that most text models are: an architecture's file says what differs."""
+"""The pre-norm decoder of most text models. An architecture's file defines what differs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ logger = logging.getLogger(__name__)
 
 
 class FusedLayer(Protocol):
-    """A whole decoder layer in one call, where a device has that."""
+    """A whole decoder layer in one call, on devices that support it."""
 
     def applies(self) -> bool:
-        """Whether nothing hooks into the layer's parts now."""
+        """Whether no adapter hooks into the layer's parts now."""
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the layer's forward; x and residual may be changed in place."""
+        """Like the layer's forward. x and residual may be changed in place."""
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), the additions deferred into the norms."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). The norms do the additions."""
 
     def __init__(
         self,
@@ -64,7 +64,10 @@ class DecoderLayer(nn.Module):
 
 
 class SandwichLayer(nn.Module):
-    """x + norm(attention(norm(x))), then the same with the MLP, its addition left to the next."""
+    """x + norm(attention(norm(x))), then the same with the MLP.
+
+    The next layer does its addition.
+    """
 
     def __init__(self, attention: nn.Module, mlp: nn.Module, norms: list[Norm]) -> None:
         super().__init__()
@@ -83,7 +86,7 @@ class SandwichLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and the last norm: what checkpoints call ``model``."""
+    """Embedding, layers and the final norm: ``model`` in checkpoints."""
 
     def __init__(
         self, build: Build, config: DecoderConfig, layers: list[nn.Module], norm: Norm
@@ -95,19 +98,21 @@ class Decoder(nn.Module):
 
 
 class DecoderLM(Model):
-    """A decoder with a language-model head. Architectures override `attention`, and `mlp`, `norm`
-    or the whole `layer` where theirs is not the usual one."""
+    """A decoder with a language-model head.
+
+    Architectures override `attention`, and `mlp`, `norm` or the whole `layer` where theirs differ.
+    """
 
     weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$",))
-    defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that config.json leaves out
-    nullable: ClassVar[tuple[str, ...]] = ()  # settings whose null does not mean their default
-    activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # that `mlp` can compute
+    defaults: ClassVar[Mapping[str, Any]] = {}  # of keys missing in config.json
+    nullable: ClassVar[tuple[str, ...]] = ()  # settings whose null does not mean the default
+    activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # supported by `mlp`
     interleaved_rotary: ClassVar[bool] = False
     attention_class: ClassVar[type[RotaryAttention]] = RotaryAttention
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """What a config.json says, in the words of `DecoderConfig`."""
+        """A config.json's settings under the names of `DecoderConfig`."""
         return {**cls.defaults, **raw}
 
     @classmethod
@@ -154,7 +159,7 @@ class DecoderLM(Model):
         return RMSNorm(self.build, self.config.hidden_size, self.config.rms_norm_eps)
 
     def layer(self, index: int) -> nn.Module:
-        """Layer `index`, called like a DecoderLayer: what it returns is still to be added up."""
+        """Layer `index`, called like a DecoderLayer. The caller adds its two results."""
         return DecoderLayer(self.attention(index), self.mlp(index), self.norm(), self.norm())
 
     def sandwich_layer(self, index: int) -> SandwichLayer:
@@ -164,15 +169,15 @@ class DecoderLM(Model):
 
     @property
     def attention_bias(self) -> bool:
-        """Whether config.json gives attention's projections biases, as most models read it."""
+        """Whether config.json gives the attention projections biases, by the common key."""
         return bool(self.config.raw.get("attention_bias", False))
 
     def attention(self, index: int) -> nn.Module:
-        """The attention block of layer `index`, called like RotaryAttention."""
+        """The attention module of layer `index`, called like RotaryAttention."""
         raise NotImplementedError
 
     def mlp(self, index: int) -> nn.Module:
-        """What follows the attention of layer `index`."""
+        """The module after attention in layer `index`."""
         return GatedMLP(self.build, self.config.hidden_size, self.config.intermediate_size)
 
     def rotary_attention(
@@ -184,14 +189,14 @@ class DecoderLM(Model):
         window: int | None = None,
         scale: float | None = None,
         has_positions: bool = True,
-        rotary: Rotary | None = None,  # another than the model's
+        rotary: Rotary | None = None,  # instead of the model's
         softcap: float | None = None,
         has_sinks: bool = False,
         chunk: int | None = None,
     ) -> RotaryAttention:
-        """The usual attention block, an `attention_class`, where config.json says the sizes."""
+        """The common attention module, an `attention_class`, with the sizes of config.json."""
         if window is not None and not self.is_causal:
-            window -= 1  # on each side of a token, which is itself counted in a causal window
+            window -= 1  # per side: a causal window counts the token itself
         config = self.config
         return self.attention_class(
             self.build,
@@ -214,7 +219,7 @@ class DecoderLM(Model):
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens see those before them only. Embedding models may say otherwise."""
+        """Whether tokens see only earlier tokens. Embedding models may differ."""
         raw = self.config.raw
         sees_all = raw.get("is_causal") is False or raw.get("use_bidirectional_attention") is True
         return self.build.generates or not sees_all
@@ -224,7 +229,7 @@ class DecoderLM(Model):
         return x
 
     def angles(self, positions: torch.Tensor) -> Any:
-        """What attention layers read of positions [n], computed once per step."""
+        """The angles of positions [n] for attention layers, computed once per step."""
         return self.rotary.angles(positions)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
@@ -243,8 +248,10 @@ class DecoderLM(Model):
 
 
 def _without_head(weights: WeightTable) -> WeightTable:
-    """For a checkpoint whose head is not needed, or that was saved without one and then lacks the
-    backbone's name too."""
+    """For a checkpoint whose head is not needed, or that was saved without one.
+
+    The latter also lacks the prefix of the backbone.
+    """
     return replace(
         weights,
         ignored=(*weights.ignored, r"^lm_head\."),

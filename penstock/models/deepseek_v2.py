@@ -1,4 +1,4 @@
-"""DeepSeek V2: latent attention, and experts of which some are shared by all tokens."""
+"""DeepSeek V2: latent attention, and routed and shared experts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DeepseekV2ForCausalLM(DecoderLM):
     )
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
-        # What is rotated is a head of its own, and there are as many keys as queries.
+        # The rotated part counts as a head, and there are as many keys as queries.
         rope_dim = read_int(config.raw, "qk_rope_head_dim")
         super().__init__(build, replace(config, head_dim=rope_dim, num_kv_heads=config.num_heads))
 
@@ -56,7 +56,7 @@ class DeepseekV2ForCausalLM(DecoderLM):
         return Experts(self.build, self.experts())
 
     def experts(self) -> ExpertsConfig:
-        """What layers behind the first have for an MLP."""
+        """The experts of the layers after the first dense ones."""
         method = self.config.raw.get("topk_method", GREEDY)
         if method not in (GREEDY, GROUPS):
             raise ModelError(
@@ -70,7 +70,7 @@ class DeepseekV2ForCausalLM(DecoderLM):
 
 
 def yarn_scale(raw: Mapping[str, Any]) -> float:
-    """What YaRN's `mscale_all_dim` makes of the products of queries with keys."""
+    """The attention scale from YaRN's `mscale_all_dim`."""
     parameters = rotary_parameters(raw)
     over_all = parameters.get("mscale_all_dim")
     factor = parameters.get("factor") or 1.0
@@ -80,7 +80,7 @@ def yarn_scale(raw: Mapping[str, Any]) -> float:
 
 
 def routed_experts(config: DecoderConfig) -> ExpertsConfig:
-    """The settings by the names that DeepSeek's and related models have for them."""
+    """The experts' settings under the names of DeepSeek and related models."""
     raw = config.raw
     num_experts, top_k = read_int(raw, "n_routed_experts"), read_int(raw, "num_experts_per_tok")
     num_groups, top_groups = read_int(raw, "n_group", 1), read_int(raw, "topk_group", 1)

@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1, Kimi K2: V2 with sigmoid scores, and a bias for the choice of experts."""
+"""DeepSeek V3 and R1, Kimi K2: V2 with sigmoid scores and a bias for expert selection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig
 from penstock.models.deepseek_v2 import DeepseekV2ForCausalLM, routed_experts
 
-NUM_EXTRA_LAYERS = 8  # behind the last: more than any checkpoint has
+NUM_EXTRA_LAYERS = 8  # after the last; more than any checkpoint has
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
@@ -32,13 +32,13 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 
 def corrected_experts(config: DecoderConfig) -> ExpertsConfig:
-    """Sigmoid scores, to which a bias is added for the choice but not for the weight."""
+    """Sigmoid scores, with a bias that affects the selection but not the weight."""
     experts = routed_experts(config)
     routing = replace(experts.routing, scoring="sigmoid", group_score="top2")
     return replace(experts, routing=routing, correction=True)
 
 
 def without_extra_layers(weights: WeightTable, config: DecoderConfig) -> WeightTable:
-    """Ignores layers behind the last: multi-token-prediction (MTP) layers, for drafts."""
+    """Ignore layers after the last: multi-token-prediction (MTP) layers, for drafts."""
     extra = "|".join(str(config.num_layers + index) for index in range(NUM_EXTRA_LAYERS))
     return replace(weights, ignored=(*weights.ignored, rf"^model\.layers\.({extra})\."))

@@ -1,4 +1,4 @@
-"""The page of all architectures: ``python -m penstock.models.docs > docs/models.md``."""
+"""Generates the page of all architectures: ``python -m penstock.models.docs > docs/models.md``."""
 
 from __future__ import annotations
 

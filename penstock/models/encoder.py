@@ -1,6 +1,6 @@
-"""The encoder that BERT and its descendants are: an architecture's file says what differs.
+"""The encoder of BERT and its descendants. An architecture's file defines what differs.
 
-Layers have the names of transformers' newer encoders; older checkpoints are renamed to them.
+Layers have the names of transformers' newer encoders. Older checkpoints are renamed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.protocol.pooling import PoolingType
 
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "silu"]
 
-# What config.json calls them.
+# By their name in config.json.
 ACTIVATIONS: dict[str, ActivationName] = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -58,7 +58,7 @@ def read_activation(raw: Mapping[str, Any], name: str, default: str = "gelu") ->
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The settings that encoders share, in one set of names."""
+    """The settings that encoders share, under one set of names."""
 
     vocab_size: int
     hidden_size: int
@@ -68,9 +68,9 @@ class EncoderConfig:
     head_dim: int
     norm_eps: float
     max_position: int
-    num_types: int  # of token_type_ids; 0: the model has none
+    num_types: int  # number of token types; 0: the model has none
     activation: ActivationName
-    raw: Mapping[str, Any]  # the whole config.json, for what only one architecture has
+    raw: Mapping[str, Any]  # the whole config.json, for settings of single architectures
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any]) -> EncoderConfig:
@@ -96,7 +96,7 @@ class EncoderConfig:
         )
 
     def check_shards(self, ranks: int) -> None:
-        """Refuse a number of tensor-parallel ranks that does not divide the model."""
+        """Refuse a tensor-parallel size that does not divide the model."""
         if self.num_heads % ranks or self.intermediate_size % ranks:
             raise ConfigError(
                 f"tensor_parallel_size must divide the model's {self.num_heads} attention heads "
@@ -105,7 +105,7 @@ class EncoderConfig:
 
 
 class EncoderMLP(nn.Module):
-    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x))."""
+    """down(activation(up(x))); with a gate, down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self,
@@ -136,18 +136,21 @@ class EncoderMLP(nn.Module):
 
 
 class FusedEncoderLayer(Protocol):
-    """A whole encoder layer in one call, where a device has that."""
+    """A whole encoder layer in one call, on devices that support it."""
 
     def applies(self) -> bool:
-        """Whether nothing hooks into the layer's parts now."""
+        """Whether no adapter hooks into the layer's parts now."""
 
     def __call__(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
-        """As the layer's forward; x may be changed in place."""
+        """Like the layer's forward. x may be changed in place."""
 
 
 class EncoderLayer(nn.Module):
-    """norm(x + attention(x)), then norm(x + mlp(x)); with `norm_first`, the norms are of what
-    attention and MLP read. Then the first layer may have no norm before its attention."""
+    """norm(x + attention(x)), then norm(x + mlp(x)).
+
+    With `norm_first`, the norms apply to the inputs of attention and MLP. Then the first layer may
+    have no attention norm.
+    """
 
     def __init__(
         self,
@@ -181,13 +184,13 @@ class EncoderLayer(nn.Module):
 
 
 class EncoderEmbeddings(nn.Module):
-    """A token's vector, its type's and, where positions do not rotate, its position's."""
+    """The sum of token, type and, without rotary embedding, position embeddings."""
 
     def __init__(
         self, build: Build, config: EncoderConfig, norm: LayerNorm, positions: int
     ) -> None:
         super().__init__()
-        # Rows are read and never multiplied with: plain ones are read fastest.
+        # Rows are only looked up, never multiplied: the plain layout is fastest.
         plain = replace(build, linear_method=DenseMethod())
         size = config.hidden_size
         self.word_embeddings = VocabEmbedding(plain, config.vocab_size, size)
@@ -201,7 +204,7 @@ class EncoderEmbeddings(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, first_position: int
     ) -> torch.Tensor:
-        """Of words' vectors; `first_position` is the row of a request's first token."""
+        """Add to word embeddings. `first_position` is the row of a request's first token."""
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(positions + first_position)
         if self.token_type_embeddings is not None:
@@ -217,7 +220,7 @@ class EncoderEmbeddings(nn.Module):
 
 
 class EncoderHead(nn.Module):
-    """Labels' logits: a matrix, and before it a layer with an activation in most models."""
+    """Logits of labels: a matrix, in most models after a dense layer with an activation."""
 
     def __init__(
         self,
@@ -225,7 +228,7 @@ class EncoderHead(nn.Module):
         hidden_size: int,
         num_labels: int,
         pooling: PoolingType,
-        activate: Callable[[torch.Tensor], torch.Tensor] | None,  # None: no layer before
+        activate: Callable[[torch.Tensor], torch.Tensor] | None,  # None: no dense layer
         dense_bias: bool = True,
         norm: LayerNorm | None = None,
     ) -> None:
@@ -249,16 +252,16 @@ class EncoderHead(nn.Module):
 
 
 class EncoderModel(Model):
-    """Embeddings and layers. Architectures override `settings`, `layer`, `head` and the like."""
+    """Embeddings and layers. Architectures override `settings`, `layer`, `head` and others."""
 
     pooling: ClassVar[PoolingType] = "MEAN"
-    prefix: ClassVar[str] = ""  # of checkpoints with a head: "bert." of BERT's
+    prefix: ClassVar[str] = ""  # of checkpoints with a head, such as "bert."
     renamed: ClassVar[Mapping[str, str]] = {}
     ignored: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """What a config.json says, in the words of `EncoderConfig`."""
+        """A config.json's settings under the names of `EncoderConfig`."""
         return dict(raw)
 
     @classmethod
@@ -293,7 +296,7 @@ class EncoderModel(Model):
         return {rf"^{self.prefix}": "", **self.renamed, **self.head_names()}
 
     def head_names(self) -> Mapping[str, str]:
-        """Where the checkpoint's head goes: to `classifier.dense` and `classifier.out_proj`."""
+        """Maps the checkpoint's head to `classifier.dense` and `classifier.out_proj`."""
         if self.classifier is None:
             return {}
         return {
@@ -306,7 +309,7 @@ class EncoderModel(Model):
         return self.config.max_position
 
     def first_position(self) -> int:
-        """The row of a request's first token there."""
+        """The row of a request's first token in the position embedding."""
         return 0
 
     def norm(self) -> LayerNorm:
@@ -323,7 +326,7 @@ class EncoderModel(Model):
     def attention(
         self, index: int, bias: bool = True, rotary: Rotary | None = None, reach: int | None = None
     ) -> RotaryAttention:
-        """Attention of layer `index`, to the tokens at most `reach` away."""
+        """Attention of layer `index`, to tokens at most `reach` positions away."""
         config = self.config
         return RotaryAttention(
             self.build, f"layers.{index}", config.hidden_size, config.num_heads, config.num_heads,
@@ -332,7 +335,7 @@ class EncoderModel(Model):
         )  # fmt: skip
 
     def rotary(self, raw: Mapping[str, Any], kind: str = "") -> Rotary:
-        """The positions of layers of a kind, by rope's settings in a config.json."""
+        """The rotary embedding of one kind of layer, from rope settings in a config.json."""
         if kind not in self._rotaries:
             config = self.config
             self._rotaries[kind] = Rotary(
@@ -341,7 +344,7 @@ class EncoderModel(Model):
         return self._rotaries[kind]
 
     def head(self, num_labels: int, by_token: bool) -> EncoderHead:
-        """What makes labels of one token's state, the first's unless each has labels."""
+        """The classifier of a token's state: of every token if `by_token`, else of the first."""
         return EncoderHead(
             self.build, self.config.hidden_size, num_labels, "ALL" if by_token else "CLS",
             None if by_token else torch.tanh,

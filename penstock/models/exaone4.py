@@ -1,5 +1,7 @@
-"""EXAONE 4: norms behind attention and MLP, not in front, a norm for each head's queries and keys,
-and, in models with sliding windows, no positions in the layers without one."""
+"""EXAONE 4: norms after attention and MLP, and a norm on each head's queries and keys.
+
+Models with sliding windows use no positions in the layers without a window.
+"""
 
 from __future__ import annotations
 

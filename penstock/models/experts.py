@@ -1,4 +1,4 @@
-"""Mixtures of experts by the settings that most config.json files have for them."""
+"""Builds MoE layers from the common config.json settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_experts(
     scoring: Literal["softmax", "sigmoid"] = "softmax",
     **options: Any,
 ) -> Experts:
-    """The experts of a layer; `options` are further settings of `ExpertsConfig`."""
+    """The experts of a layer. `options` are further settings of `ExpertsConfig`."""
     raw = config.raw
     name = "num_experts" if raw.get("num_experts") is not None else "num_local_experts"
     num_experts, top_k = read_int(raw, name), read_int(raw, "num_experts_per_tok")
@@ -40,7 +40,7 @@ def make_experts(
 def make_qwen_experts(
     build: Build, config: DecoderConfig, renormalize: bool, is_shared: bool
 ) -> Experts:
-    """Qwen's, by its settings; with `is_shared`, there is a gated expert that all tokens share."""
+    """Qwen's experts. `is_shared` adds a gated expert that all tokens share."""
     raw = config.raw
     size = read_int(raw, "moe_intermediate_size")
     renormalize = bool(raw.get("norm_topk_prob", renormalize))
@@ -51,7 +51,7 @@ def make_qwen_experts(
 
 
 def is_sparse(config: DecoderConfig, index: int) -> bool:
-    """Whether layer `index` of a Qwen has experts; the others have an MLP."""
+    """Whether layer `index` of a Qwen model has experts; other layers have an MLP."""
     dense = config.raw.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
         raise ModelError(f"config.json: mlp_only_layers must list layers, got {dense!r:.80}")

@@ -1,4 +1,4 @@
-"""Falcon-H1: attention and a Mamba-2 side by side in every layer, and multipliers everywhere."""
+"""Falcon-H1: attention and Mamba-2 in parallel in every layer, and multipliers everywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.protocol.errors import ModelError
 
 
 class FalconH1MLP(GatedMLP):
-    """With multipliers of the gate, in front of its activation, and of the output."""
+    """A gated MLP with multipliers of the gate, before its activation, and of the output."""
 
     def __init__(
         self, build: Build, config: DecoderConfig, gate_multiplier: float, multiplier: float
@@ -71,7 +71,7 @@ class FalconH1Layer(nn.Module):
 class FalconH1ForCausalLM(DecoderLM):
     weights = WeightTable(renamed={r"^model\.final_layernorm\.": "model.norm."})
     defaults = {"rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "num_key_value_heads": 8}
-    nullable = ("num_key_value_heads",)  # null: as many as there are queries
+    nullable = ("num_key_value_heads",)  # null: as many as query heads
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         super().__init__(build, config)
@@ -91,7 +91,7 @@ class FalconH1ForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
         config = self.config
         bias = self.attention_bias
-        # The multiplier of the keys is a factor of their products with queries, as the scale is.
+        # The multiplier of the keys scales their products with queries, so it goes into the scale.
         scale = config.head_dim**-0.5 * read_float(config.raw, "key_multiplier", 1.0)
         return self.rotary_attention(index, qkv_bias=bias, output_bias=bias, scale=scale)
 
@@ -138,7 +138,7 @@ class FalconH1ForCausalLM(DecoderLM):
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # Scaled before the head, not after it: hidden states are smaller than logits.
+        # Scale the hidden states, not the logits: they are smaller.
         return super().logits(
             Hidden(hidden.states[rows] * self.logits_multiplier), slice(None), out
         )

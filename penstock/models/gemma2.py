@@ -1,4 +1,4 @@
-"""Gemma 2: every other layer sees a window, norms before and after each block, capped scores."""
+"""Gemma 2: sliding windows in every other layer, sandwich norms, soft-capped scores."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Gemma2ForCausalLM(DecoderLM):
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         settings = super().settings(raw)
-        # "hidden_act" is left over from Gemma 1, whose files had the wrong one.
+        # "hidden_act" is a leftover from Gemma 1, whose files had the wrong one.
         settings["hidden_act"] = settings.get("hidden_activation") or cls.activations[0]
         return settings
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
         super().__init__(build, config)
         self.final_cap = read_cap(config, "final_logit_softcapping")
-        # In the weights' type, as the model was trained: the root is not exact in 16 bits.
+        # Rounded to the type of the weights, as in training: the root is not exact in 16 bits.
         scale = torch.tensor(math.sqrt(config.hidden_size), dtype=build.dtype)
         self.embedding_scale = scale.item()
 
@@ -66,7 +66,7 @@ class Gemma2ForCausalLM(DecoderLM):
         return GeluMLP(self.build, self.config.hidden_size, self.config.intermediate_size)
 
     def is_windowed(self, index: int) -> bool:
-        """Whether layer `index` sees no more than the sliding window."""
+        """Whether layer `index` has a sliding window."""
         return layer_is_windowed(self.config, index, period=2)
 
     def attention(self, index: int) -> RotaryAttention:
@@ -74,7 +74,7 @@ class Gemma2ForCausalLM(DecoderLM):
 
     @property
     def window(self) -> int | None:
-        """Tokens that a windowed layer sees; in both directions, half of them on each side."""
+        """Tokens that a windowed layer sees. If bidirectional, half of them on each side."""
         window = self.config.sliding_window
         return window if window is None or self.is_causal else window // 2 + 1
 
@@ -109,10 +109,10 @@ class Gemma2ForCausalLM(DecoderLM):
 def layer_is_windowed(
     config: DecoderConfig, index: int, period: int, period_name: str | None = None
 ) -> bool:
-    """What `layer_types` says of a layer; without it, the last of every `period` sees all.
+    """Whether `layer_types` makes a layer windowed. Without it, every `period`-th layer is full.
 
-    `period_name` is the setting that says another period, if there is one. Files that have
-    `layer_types` may say it in other words (EXAONE 4 has "LLLG"), so it is not read then.
+    `period_name` is the setting that overrides the period, if there is one. Files with
+    `layer_types` may write it in another form (EXAONE 4 has "LLLG"), so it is not read then.
     """
     kind = layer_kind(config, index, WINDOWED, FULL)
     if kind is not None:
@@ -123,7 +123,7 @@ def layer_is_windowed(
 
 
 def read_cap(config: DecoderConfig, name: str) -> float | None:
-    """A bound on scores or logits; None without one."""
+    """A bound on scores or logits; None if there is none."""
     if config.raw.get(name) is None:
         return None
     cap = read_float(config.raw, name, 0.0)

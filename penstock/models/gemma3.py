@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with norms on queries and keys, and two kinds of positions."""
+"""Gemma 3 (text): Gemma 2 with norms on queries and keys, and two rotary embeddings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         settings = super().settings(raw)
         settings["rope_parameters"], settings["local_rope"] = _rope_by_kind(settings)
-        settings["rope_scaling"] = None  # is in there by now
+        settings["rope_scaling"] = None  # already included
         return settings
 
     def is_windowed(self, index: int) -> bool:
@@ -41,7 +41,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
     @cached_property
     def local_rotary(self) -> Rotary:
-        """Of windowed layers."""
+        """The rotary embedding of windowed layers."""
         parameters = rotary_parameters({"rope_parameters": self.config.raw["local_rope"]})
         config = self.config
         return Rotary(self.build, config.head_dim, config.max_position, parameters)
@@ -64,7 +64,7 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
-    """The text model of a checkpoint that also reads images, which are left out here."""
+    """The text model of a multimodal checkpoint. The vision tower is not loaded."""
 
     weights = WeightTable(
         ignored=(
@@ -77,7 +77,7 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
 
 
 def _rope_by_kind(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rope settings of layers that see everything and of windowed ones, in either spelling."""
+    """The rope settings of full and of windowed layers, in either spelling."""
     given, scaling = _object(raw, "rope_parameters"), _object(raw, "rope_scaling")
     if FULL in given or WINDOWED in given:
         rope, local = _object(given, FULL), _object(given, WINDOWED)
@@ -88,7 +88,7 @@ def _rope_by_kind(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _object(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What an object of the config.json says, null being nothing."""
+    """An object of the config.json; {} for null."""
     given = raw.get(name) or {}
     if not isinstance(given, Mapping):
         raise ModelError(f"config.json: {name} must be an object, got {given!r:.80}")

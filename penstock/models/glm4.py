@@ -1,5 +1,4 @@
-"""GLM-4 (0414): norms before and behind attention and MLP, and rotary positions over half a head,
-its dimensions interleaved."""
+"""GLM-4 (0414): sandwich norms, and interleaved rotary embedding over half of each head."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from penstock.models.decoder import DecoderLM
 class Glm4ForCausalLM(DecoderLM):
     weights = WeightTable(
         ignored=DecoderLM.weights.ignored,
-        renamed={  # in this order
+        renamed={  # order matters
             r"\.post_attention_layernorm\.": ".pre_feedforward_layernorm.",
             r"\.post_self_attn_layernorm\.": ".post_attention_layernorm.",
             r"\.post_mlp_layernorm\.": ".post_feedforward_layernorm.",

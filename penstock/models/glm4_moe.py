@@ -1,4 +1,4 @@
-"""GLM-4.5 and later: rotary positions over half a head, and experts as in DeepSeek V3."""
+"""GLM-4.5 and later: rotary embedding over half of each head, and experts as in DeepSeek V3."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""GPT-OSS: every other layer sees a window, attention has sinks, experts have biases.
+"""GPT-OSS: sliding windows in every other layer, attention sinks, experts with biases.
 
-The published checkpoints keep the experts in MXFP4, four bits a number: 32 numbers of a row share
-a power of two. They stay so where the experts are computed with it (`layers/quantized`), and are
-unpacked while they load elsewhere.
+The published checkpoints store the experts in MXFP4: 4-bit numbers, of which 32 in a row share a
+power of two. They stay in MXFP4 where the expert kernels support it (`layers/quantized`). Otherwise
+they are unpacked while they load.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class GptOssForCausalLM(DecoderLM):
         )
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        """Experts one by one, where the file has a layer's in one tensor, packed or not."""
+        """Split tensors that hold all experts of a layer, packed or not, into single experts."""
         halves: dict[str, dict[str, torch.Tensor]] = {}  # of packed tensors, until both are there
         keeps_mxfp4 = self._keeps_mxfp4()
         for name, tensor in tensors:
@@ -89,7 +89,7 @@ class GptOssForCausalLM(DecoderLM):
                     del halves[prefix + matrix]
                     packed = _Packed(name, both["_blocks"], both["_scales"])
                     if keeps_mxfp4:
-                        # [rows, bytes of a row] of each expert, and [rows, groups]
+                        # [rows, bytes of a row] of each expert, and [rows, quantization blocks]
                         yield from _by_expert(
                             prefix, matrix, "weight_packed", packed.blocks.flatten(-2)
                         )
@@ -104,7 +104,7 @@ class GptOssForCausalLM(DecoderLM):
             yield name + "_proj_blocks", torch.empty(0)  # surplus: the other half is missing
 
     def _keeps_mxfp4(self) -> bool:
-        """Whether the experts were given a quantized method."""
+        """Whether the experts have a quantized method."""
         methods = (module.method for module in self.modules() if isinstance(module, MatrixLayer))
         return any(isinstance(module, QuantizedExperts) for module in self.modules()) or any(
             isinstance(method, QuantizedMethod) for method in methods
@@ -112,10 +112,10 @@ class GptOssForCausalLM(DecoderLM):
 
 
 class _Packed:
-    """A layer's experts in MXFP4, unpacked one at a time."""
+    """The experts of a layer in MXFP4, unpacked one at a time."""
 
     def __init__(self, name: str, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-        # [experts, rows, blocks of a row, 16 bytes] and [experts, rows, blocks of a row]
+        # [experts, rows, quantization blocks, 16 bytes] and [experts, rows, quantization blocks]
         if blocks.dim() != 4 or blocks.shape[:-1] != scales.shape or blocks.shape[-1] != GROUP // 2:
             raise ModelError(
                 f"tensor {name}: blocks {list(blocks.shape)} and scales {list(scales.shape)} "

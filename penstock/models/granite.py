@@ -1,4 +1,4 @@
-"""Granite 3 (dense): Llama with a multiplier wherever a Llama has none."""
+"""Granite 3 (dense): Llama with multipliers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.protocol.errors import ModelError
 
 
 class GraniteLayer(DecoderLayer):
-    """A usual layer whose two blocks count less in the sum."""
+    """A decoder layer whose attention and MLP outputs are scaled in the sum."""
 
     residual_multiplier = 1.0
 
@@ -58,5 +58,5 @@ class GraniteForCausalLM(LlamaForCausalLM):
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        # Scaled before the head, not after it: hidden states are smaller than logits.
+        # Scale the hidden states, not the logits: they are smaller.
         return super().logits(Hidden(hidden.states[rows] / self.logits_scaling), slice(None), out)

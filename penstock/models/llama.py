@@ -1,4 +1,4 @@
-"""Llama and what is built like it: Llama 1 to 3, SmolLM2, TinyLlama, Yi."""
+"""Llama and models with its architecture: Llama 1 to 3, SmolLM2, TinyLlama, Yi."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Llama 4 (text): layers that see one chunk of the context and rotate positions, between layers
-that see all of it and know no positions; experts whose inputs are scaled."""
+"""Llama 4 (text): chunked attention with rotary embedding, alternating with full attention.
+
+The full layers have no positions. The inputs of the experts are scaled.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from penstock.protocol.errors import ModelError
 CHUNKED, FULL = "chunked_attention", "full_attention"
 EXPERTS = ".feed_forward.experts."
 
-# The usual angles, and what queries without positions are multiplied with, [n, 1, 1].
+# The usual angles, and the factor of queries without positions, [n, 1, 1].
 Llama4Angles = tuple[Angles, torch.Tensor | None]
 
 
 class HeadNorm(nn.Module):
-    """An RMSNorm of each head without weights, which checkpoints call an L2 norm."""
+    """An RMSNorm of each head without weights. Checkpoints call it an L2 norm."""
 
     def __init__(self, build: Build, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -40,7 +42,7 @@ class HeadNorm(nn.Module):
 
 
 class Llama4Attention(RotaryAttention):
-    """Norms follow the rotation; without one, queries are scaled by how far along they are."""
+    """Norms follow the rotation. Without rotation, queries are scaled by their position."""
 
     def forward(self, x: torch.Tensor, given: Llama4Angles) -> torch.Tensor:  # type: ignore[override]
         angles, temperature = given
@@ -79,7 +81,7 @@ class Llama4ForCausalLM(DecoderLM):
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         settings = super().settings(raw)
-        # `intermediate_size` is that of an expert here, and of the shared one.
+        # Here `intermediate_size` is that of an expert and of the shared expert.
         settings["moe_intermediate_size"] = settings["intermediate_size"]
         settings["intermediate_size"] = settings["intermediate_size_mlp"]
         return settings
@@ -109,7 +111,7 @@ class Llama4ForCausalLM(DecoderLM):
         )
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        """Experts one by one, where the file has a layer's in one tensor, inputs before outputs."""
+        """Split tensors that hold all experts of a layer, [in, out], into single experts."""
         for name, tensor in tensors:
             layer, _, matrix = name.partition(EXPERTS)
             if matrix not in ("gate_up_proj", "down_proj") or isinstance(tensor, BlockTensor):
@@ -132,7 +134,7 @@ class Llama4ForCausalLM(DecoderLM):
         return self.rotary.angles(positions), self._temperature(positions)
 
     def _temperature(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """What layers without positions multiply queries with, [n, 1, 1]; None for nothing."""
+        """The factor of queries in layers without positions, [n, 1, 1]; None for 1."""
         raw = self.config.raw
         if not raw.get("attn_temperature_tuning", True):
             return None
@@ -141,7 +143,7 @@ class Llama4ForCausalLM(DecoderLM):
 
 
 class Llama4ForConditionalGeneration(Llama4ForCausalLM):
-    """The text model of a checkpoint that also reads images, which are left out here."""
+    """The text model of a multimodal checkpoint. The vision tower is not loaded."""
 
     weights = WeightTable(
         ignored=(
@@ -153,7 +155,7 @@ class Llama4ForConditionalGeneration(Llama4ForCausalLM):
 
 def layer_has_positions(config: DecoderConfig, index: int) -> bool:
     """Whether layer `index` rotates its queries and keys."""
-    given = config.raw.get("no_rope_layers")  # 1 where a layer does have them
+    given = config.raw.get("no_rope_layers")  # 1 if the layer has positions
     if not given:
         return (index + 1) % read_int(config.raw, "no_rope_layer_interval", 4) != 0
     if not isinstance(given, list) or len(given) < config.num_layers:
@@ -165,14 +167,14 @@ def layer_has_positions(config: DecoderConfig, index: int) -> bool:
 
 
 def chunk_of_layer(config: DecoderConfig, index: int) -> int | None:
-    """The size of the chunks of which layer `index` sees one at a time; None: it sees all."""
+    """The size of the attention chunks of layer `index`; None for full attention."""
     kind = layer_kind(config, index, CHUNKED, FULL)
     is_chunked = layer_has_positions(config, index) if kind is None else kind == CHUNKED
     return read_int(config.raw, "attention_chunk_size", 8192) if is_chunked else None
 
 
 def layer_has_experts(config: DecoderConfig, index: int) -> bool:
-    """Whether layer `index` has experts; the others have an MLP."""
+    """Whether layer `index` has experts; other layers have an MLP."""
     given = config.raw.get("moe_layers")
     if given is None:
         return (index + 1) % read_int(config.raw, "interleave_moe_layer_step", 1) == 0

@@ -1,4 +1,4 @@
-"""Mamba-2: nothing but recurrent layers, and no positions."""
+"""Mamba-2: only recurrent layers, no positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.protocol.errors import ModelError
 
 
 class Mamba2Layer(nn.Module):
-    """x + mixer(norm(x)), the addition left to the next layer."""
+    """x + mixer(norm(x)). The next layer does the addition."""
 
     def __init__(self, mixer: Mamba2, norm: Norm) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Mamba2ForCausalLM(DecoderLM):
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """A Mamba's own names, in the words of other decoders."""
+        """Map Mamba's setting names to those of other decoders."""
         inner = read_int(raw, "expand", 2) * read_int(raw, "hidden_size")
         heads, head_dim = read_int(raw, "num_heads", 128), read_int(raw, "head_dim", 64)
         if inner != heads * head_dim:
@@ -58,7 +58,7 @@ class Mamba2ForCausalLM(DecoderLM):
             "head_dim": head_dim,
             "intermediate_size": inner,
             "rms_norm_eps": read_float(raw, "layer_norm_epsilon", 1e-5),
-            "partial_rotary_factor": 0.0,  # no dimension of a head rotates
+            "partial_rotary_factor": 0.0,  # no rotary embedding
         }
 
     def layer(self, index: int) -> Mamba2Layer:
@@ -81,7 +81,7 @@ class Mamba2ForCausalLM(DecoderLM):
 
 
 def read_num_groups(config: DecoderConfig, name: str, default: int, num_heads: int) -> int:
-    """How many groups the Mamba heads of a config.json stand in."""
+    """The number of head groups of a config.json's Mamba layers."""
     groups = read_int(config.raw, name, default)
     if num_heads % groups:
         raise ModelError(
@@ -91,7 +91,7 @@ def read_num_groups(config: DecoderConfig, name: str, default: int, num_heads: i
 
 
 def read_dt_limit(raw: Mapping[str, Any]) -> tuple[float, float]:
-    """The least and the most that time goes on with a token. JSON has no infinity of its own."""
+    """The minimum and maximum time step. JSON has no number for infinity."""
     limit = raw.get("time_step_limit")
     if limit is None:
         return 0.0, float("inf")

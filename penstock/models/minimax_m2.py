@@ -1,4 +1,4 @@
-"""MiniMax-M2: norms on all queries and keys at once, and experts in every layer."""
+"""MiniMax-M2: norms over all query and all key heads at once, and experts in every layer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MiniMaxM2ForCausalLM(DecoderLM):
     defaults = {"head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5000000.0}
 
     def __init__(self, build: Build, config: DecoderConfig) -> None:
-        if config.raw.get("rotary_dim") is not None:  # what published files say instead of a factor
+        if config.raw.get("rotary_dim") is not None:  # in published files, instead of a factor
             factor = min(read_int(config.raw, "rotary_dim") / config.head_dim, 1.0)
             config = replace(config, raw={**config.raw, "partial_rotary_factor": factor})
         super().__init__(build, config)

@@ -1,4 +1,4 @@
-"""ModernBERT: rotary positions, gates, norms first, and windows in two of three layers."""
+"""ModernBERT: rotary embedding, gated MLPs, pre-norm layers, windows in two of three layers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A decoder layer in one call of the C++ library, for the plain layer that most models have.
+"""A decoder layer in one call of the C++ library, for the plain layer of most models.
 
-The library runs the kernels that the layer's parts would run, in the same order: the result is the
-same to the last bit. What it saves is the way back to Python between them.
+The library runs the same kernels as the layer's parts, in the same order, so the result is the same
+bit for bit. It saves the returns to Python between them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _linears(layer: DecoderLayer) -> list[Linear]:
 
 
 class _Steps:
-    """The current step as the library sees it, made once for all layers of a KV group."""
+    """The current step as the library takes it, made once for all layers of a KV group."""
 
     def __init__(self) -> None:
         self._metadata: AttentionMetadata | None = None
@@ -71,7 +71,7 @@ class _Steps:
 
     def pointer(self, metadata: AttentionMetadata, angles: Angles) -> int:
         if metadata is not self._metadata or angles is not self._angles:
-            self._metadata, self._angles = metadata, angles  # kept alive with what they point to
+            self._metadata, self._angles = metadata, angles  # keeps alive what the step points to
             self._step = step_of(metadata, *angles)
             cos, sin = angles
             assert cos.stride() == sin.stride(), "angles lie alike"
@@ -112,19 +112,19 @@ class NativeDecoderLayer:
         self._pointer = ctypes.addressof(self._struct)
 
     def applies(self) -> bool:
-        """Whether nothing hooks into the layer's parts now."""
+        """Whether no adapter hooks into the layer's parts now."""
         return all(linear.adapter is None for linear in self._linears)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the layer's forward; x and residual [n, hidden] are changed in place."""
+        """Like the layer's forward. x and residual [n, hidden] are changed in place."""
         context = current_context()
         cache = context.caches[self._name]
         if cache is not self._cache:
             self._cache, self._cache_struct = cache, cache_of(cache)
         has_residual = residual is not None
-        if residual is None:  # the first layer: the others get what this one gives
+        if residual is None:  # the first layer; later ones get its result
             rows = context.attention[self._name].slot_mapping.shape[0]
             assert x.shape == (rows, self._struct.hidden), f"{list(x.shape)}, {rows} rows"
             assert x.dtype == torch.float32, f"{x.dtype} activations"

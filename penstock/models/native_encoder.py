@@ -1,5 +1,4 @@
-"""An encoder layer in one call of the C++ library, with the kernels that its attention and its
-matmuls have there."""
+"""An encoder layer in one call of the C++ library, with its attention and matmul kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu")  # `Activation` in csrc/kern
 
 
 def fuse_encoder_layers(model: nn.Module) -> None:
-    """Let every layer of a loaded encoder that can do so run in one call."""
+    """Run each layer that the library supports in one call. The weights must be loaded."""
     steps = _PackedSteps()
     for module in model.modules():
         if isinstance(module, EncoderLayer) and _can_fuse(module):
@@ -56,7 +55,7 @@ def _linears(layer: EncoderLayer) -> list[Linear]:
 
 
 class _PackedSteps:
-    """The current step as the library sees it, made once for all layers with the same angles."""
+    """The current step as the library takes it, made once for all layers with the same angles."""
 
     def __init__(self) -> None:
         self._starts: torch.Tensor | None = None
@@ -65,7 +64,7 @@ class _PackedSteps:
 
     def pointer(self, starts: torch.Tensor, rows: int, angles: Angles | None) -> int:
         if starts is not self._starts or angles is not self._angles or rows != self._step.rows:
-            self._starts, self._angles = starts, angles  # kept alive with what they point to
+            self._starts, self._angles = starts, angles  # keeps alive what the step points to
             self._step = packed_step_of(starts, rows, angles)
         return ctypes.addressof(self._step)
 
@@ -96,11 +95,11 @@ class NativeEncoderLayer:
         self._pointer = ctypes.addressof(self._struct)
 
     def applies(self) -> bool:
-        """Whether nothing hooks into the layer's parts now."""
+        """Whether no adapter hooks into the layer's parts now."""
         return all(linear.adapter is None for linear in self._linears)
 
     def __call__(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
-        """As the layer's forward; x [n, hidden] is changed in place."""
+        """Like the layer's forward. x [n, hidden] is changed in place."""
         assert x.shape[1:] == (self._struct.hidden,), f"{list(x.shape)}"
         assert x.dtype == torch.float32, f"{x.dtype} activations"
         assert x.is_contiguous(), "rows lie one behind the other"

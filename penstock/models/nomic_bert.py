@@ -1,5 +1,4 @@
-"""nomic-bert, and Alibaba's GTE (the "new" BERT): BERT's order of norms, with rotary positions and
-gates."""
+"""nomic-bert and Alibaba's GTE ("new" BERT): BERT's post-norm layers, rotary and gated."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class NomicBertModel(EncoderModel):
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         if "n_embd" not in raw:
             return {"hidden_act": "silu", "type_vocab_size": 2, "rope_theta": 1000.0, **raw}
-        # The names of nomic's own files.
+        # Setting names in nomic's own files.
         for key, expected in {
             "activation_function": "swiglu",
             "prenorm": False,
@@ -109,7 +108,7 @@ class GteModel(EncoderModel):
         return EncoderLayer(attention, mlp, self.norm(), self.norm())
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, Weight]]:
-        """Its files have the gates behind what they gate."""
+        """Split the fused MLP projection. Its files store the gate after up."""
         for name, tensor in tensors:
             if ".mlp.up_gate_proj." not in name:
                 yield name, tensor

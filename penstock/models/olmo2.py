@@ -1,4 +1,4 @@
-"""OLMo 2: norms behind attention and MLP, not in front, and on all queries and keys at once."""
+"""OLMo 2: norms after attention and MLP, and norms over all query and all key heads at once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from penstock.ops.blocks import Weight
 
 
 class AllHeadsNorm(RMSNorm):
-    """Over all heads of a token together, those on other ranks too."""
+    """A norm over all heads of a token together, including those on other ranks."""
 
     def __init__(self, build: Build, num_heads: int, head_dim: int, eps: float) -> None:
-        self.num_shards = min(build.tp.size, num_heads)  # more ranks than heads share heads
+        self.num_shards = min(build.tp.size, num_heads)  # surplus ranks share heads
         self.full_size = num_heads * head_dim
         super().__init__(build, self.full_size // self.num_shards, eps)
         self.tp = build.tp
@@ -29,7 +29,7 @@ class AllHeadsNorm(RMSNorm):
         if self.tp.size == 1:
             return super().forward(flat).view(x.shape)
         x32 = flat.float()
-        # Where ranks share a head, all heads are shared by equally many: the mean is the same.
+        # If ranks share heads, all heads are shared equally often, so the mean is the same.
         square = self.tp.all_reduce(x32.pow(2).mean(-1, keepdim=True)) / self.tp.size
         normed = self.weight * (x32 * torch.rsqrt(square + self.eps)).to(x.dtype)
         return normed.view(x.shape)
@@ -42,7 +42,7 @@ class AllHeadsNorm(RMSNorm):
 
 
 def use_all_heads_norms(attention: RotaryAttention, build: Build, config: DecoderConfig) -> None:
-    """Norm all queries of a token at once, and all keys."""
+    """Normalize all queries of a token at once, and all keys."""
     attention.use_norms(
         AllHeadsNorm(build, config.num_heads, config.head_dim, config.rms_norm_eps),
         AllHeadsNorm(build, config.num_kv_heads, config.head_dim, config.rms_norm_eps),
@@ -50,7 +50,7 @@ def use_all_heads_norms(attention: RotaryAttention, build: Build, config: Decode
 
 
 class Olmo2Layer(nn.Module):
-    """x + norm(attention(x)), then x + norm(mlp(x)), the last addition left to the next layer."""
+    """x + norm(attention(x)), then x + norm(mlp(x)). The next layer does the last addition."""
 
     def __init__(
         self, attention: RotaryAttention, mlp: nn.Module, attention_norm: Norm, mlp_norm: Norm

@@ -1,5 +1,7 @@
-"""Phi-3, Phi-3.5 and Phi-4: Llama with projections that checkpoints keep fused, rotary positions
-over a part of each head, and two sets of frequencies (longrope) in long-context versions."""
+"""Phi-3, Phi-3.5 and Phi-4: Llama with fused projections and partial rotary embedding.
+
+Long-context versions have two sets of frequencies (longrope).
+"""
 
 from __future__ import annotations
 

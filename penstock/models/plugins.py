@@ -1,7 +1,7 @@
-"""Models and ops of other packages, which name them under the entry point `penstock.plugins`.
+"""Finds models and ops of other packages through the entry point `penstock.plugins`.
 
-An entry point leads to a `Plugin`. Nothing of it is registered anywhere: whoever needs plugins
-asks `find_plugins` and gets the same answer in every process.
+An entry point refers to a `Plugin`. There is no registry: callers use `find_plugins`, which gives
+the same answer in every process.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ GROUP = "penstock.plugins"
 class Plugin:
     """What a package adds.
 
-    `models` says where the class of an architecture is, as "module:class"; it goes before an own
-    class of that name. `ops` has, by backend (`BACKENDS` in penstock/ops/registry.py), a module
-    whose ops go before the backend's.
+    `models` maps an architecture to its class, as "module:class", which takes precedence over a
+    built-in class. `ops` maps a backend (`BACKENDS` in penstock/ops/registry.py) to a module whose
+    ops take precedence over the backend's.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
@@ -30,22 +30,22 @@ class Plugin:
 
 @dataclass(frozen=True)
 class FoundPlugin:
-    """An entry point: its plugin, or why it has none."""
+    """An entry point: its plugin, or why it did not load."""
 
     name: str
-    package: str  # with its version
+    package: str  # name and version
     plugin: Plugin | None
     error: str | None = None
 
 
 def find_plugins() -> list[FoundPlugin]:
-    """Every installed plugin, by name; a broken one is told, not raised."""
+    """Every installed plugin, by name. A broken one is reported, not raised."""
     entries = importlib.metadata.entry_points(group=GROUP)
     return [_load(entry) for entry in sorted(entries, key=lambda entry: entry.name)]
 
 
 def plugin_models(found: list[FoundPlugin]) -> dict[str, str]:
-    """The models of all plugins. ModelError where two have the same architecture."""
+    """The models of all plugins. Raises ModelError if two have the same architecture."""
     models: dict[str, str] = {}
     owners: dict[str, str] = {}
     for each in found:
@@ -60,7 +60,7 @@ def plugin_models(found: list[FoundPlugin]) -> dict[str, str]:
 
 
 def plugin_ops(found: list[FoundPlugin], backend: str) -> tuple[str, ...]:
-    """The plugins' modules of ops for a backend."""
+    """The plugins' op modules for a backend."""
     plugins = [each.plugin for each in found if each.plugin is not None]
     return tuple(plugin.ops[backend] for plugin in plugins if backend in plugin.ops)
 
@@ -69,7 +69,7 @@ def _load(entry: importlib.metadata.EntryPoint) -> FoundPlugin:
     package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "unknown"
     try:
         plugin = entry.load()
-    except Exception as error:  # another's code may raise anything
+    except Exception as error:  # plugin code may raise anything
         return FoundPlugin(entry.name, package, None, f"{type(error).__name__}: {error}")
     if not isinstance(plugin, Plugin):
         message = f"{entry.value} is no penstock.models.plugins.Plugin but {plugin!r:.80}"

@@ -1,6 +1,6 @@
-"""What follows the last layer of a pooling model: which rows, which layers, which activation.
+"""Decides what follows the last layer of a pooling model: rows, dense layers, activation.
 
-Everything here is float32, whatever the model computes in.
+Everything here is float32, whatever type the model computes in.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ACTIVATIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def needs_whole_prompts(model: nn.Module) -> bool:
-    """Whether a token's state depends on tokens behind it, so that prompts cannot be cut."""
+    """Whether a token's state depends on later tokens, so that prompts cannot be chunked."""
     return any(
         isinstance(module, Attention) and module.kind == "bidirectional"
         for module in model.modules()
@@ -55,7 +55,7 @@ def needs_whole_prompts(model: nn.Module) -> bool:
 
 
 class ScoreHead(nn.Module):
-    """Labels' logits from one vector: a matrix, or two with a ReLU between them (rewards)."""
+    """Logits of labels from one vector: a matrix, or two with a ReLU between them (rewards)."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class ScoreHead(nn.Module):
         super().__init__()
         build = build.in_float32()
         self.num_labels, self.pooling = num_labels, pooling
-        self.layers: list[Linear] = []  # which are parts under the names that they have in files
+        self.layers: list[Linear] = []  # registered under their names in checkpoints
         if is_deep:
             self.layers += [Linear(build, hidden_size, [Part("", hidden_size, 1)], bias=True)]
         self.layers += [Linear(build, hidden_size, [Part("", num_labels, 1)], bias or is_deep)]
 
     def register(self, model: Model) -> None:
-        """Become the model's, as `score`, or as nn.Sequential names its layers."""
+        """Add the layers to the model: as `score`, or under the names of nn.Sequential."""
         if len(self.layers) == 1:
             model.add_module("score", self.layers[0])
             return
@@ -92,9 +92,9 @@ class ScoreHead(nn.Module):
 
 
 class TokenHead(nn.Module):
-    """The language model's logits of a few tokens, as labels: of rerankers that answer yes or no.
+    """The LM head's logits of a few tokens, as labels: for rerankers that answer yes or no.
 
-    Stands where the language model has its head, of which it keeps these rows.
+    It replaces the LM head, and keeps these rows of it.
     """
 
     pooling: PoolingType = "LAST"
@@ -104,11 +104,11 @@ class TokenHead(nn.Module):
     ) -> None:
         super().__init__()
         config = model.config
-        # Of two, the second's share of both is one score: sigmoid(second - first).
+        # With two tokens, the probability of the second is the score: sigmoid(second - first).
         self.num_labels = 1 if len(token_ids) == 2 else len(token_ids)
         self._token_ids = list(token_ids)
         self._shape = (config.vocab_size, config.hidden_size)
-        self._embedding = [model.model.embed_tokens] if is_tied else []  # in a list: not a part
+        self._embedding = [model.model.embed_tokens] if is_tied else []  # in a list: no submodule
         self.weight = build.in_float32().empty(len(token_ids), config.hidden_size)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
@@ -133,7 +133,7 @@ def _dense(tensor: Weight) -> torch.Tensor:
 
 
 def add_classifier(model: Model, build: Build, config: EngineConfig, source: ModelSource) -> None:
-    """Give a decoder that is to classify its head, to be loaded with the other weights."""
+    """Give a classifying decoder its head, which loads with the other weights."""
     if model.classifier is not None:
         return
     raw = source.config
@@ -200,7 +200,7 @@ class Pooler:
         self.hidden_size = model.hidden_size
         self.may_chunk = not needs_whole_prompts(model)
         self.activation = activation
-        self.step_tag_id = step_tag_id  # of a process reward model: where its rewards are
+        self.step_tag_id = step_tag_id  # of a process reward model: marks the tokens with rewards
         self.dense = dense
 
     def __call__(
@@ -217,7 +217,7 @@ class Pooler:
             if use_activation is False or self.activation == "identity":
                 return logits
             return logits.softmax(-1) if self.activation == "softmax" else logits.sigmoid()
-        if task == "embed":  # they were trained on pooled vectors
+        if task == "embed":  # the dense layers were trained on pooled vectors
             for layer in self.dense:
                 pooled = layer(pooled)
         if dimensions is not None:
@@ -228,7 +228,7 @@ class Pooler:
 
 
 class Dense(nn.Module):
-    """A layer behind the pooling, of sentence-transformers' files."""
+    """A dense layer after pooling, from sentence-transformers' files."""
 
     def __init__(self, file: DenseFile, in_features: int, device: torch.device) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Dense(nn.Module):
 
 
 def sentence_files(source: ModelSource) -> SentenceTransformer | None:
-    """What sentence-transformers' files beside a model say; None where there are none."""
+    """The sentence-transformers settings of a model's folder; None if there are none."""
     return read_sentence_transformers(source.path) if source.path.is_dir() else None
 
 
@@ -268,7 +268,10 @@ def make_pooler(
     source: ModelSource,
     files: SentenceTransformer | None,
 ) -> Pooler:
-    """The pooler of a loaded model: by the operator's word, else by its files, else its own."""
+    """The pooler of a loaded model.
+
+    The operator's settings come first, then files, then defaults.
+    """
     given = config.pooling.pooler_config or {}
     raw = source.config
     tasks: list[PoolingTask]
@@ -320,7 +323,7 @@ def make_pooler(
 
 
 def _activation(raw: Mapping[str, Any], num_labels: int) -> Activation:
-    """What makes scores of logits: what config.json says, else by the number of labels."""
+    """The activation of logits: from config.json, else by the number of labels."""
     trainer = raw.get("sentence_transformers")
     name = trainer.get("activation_fn") if isinstance(trainer, dict) else None
     name = name or raw.get("sbert_ce_default_activation_function")

@@ -1,4 +1,4 @@
-"""Qwen 1.5 and 2 with experts: Qwen 2's attention, experts, and one that all tokens share."""
+"""Qwen 1.5 and 2 MoE: Qwen 2's attention, routed experts and a shared expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 3 with experts: Qwen 3's attention, and in most layers a mixture of experts."""
+"""Qwen 3 MoE: Qwen 3's attention, and experts in most layers."""
 
 from __future__ import annotations
 

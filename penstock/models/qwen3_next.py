@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, every fourth layer gated attention, and experts."""
+"""Qwen3-Next: gated delta nets, gated attention in every fourth layer, and experts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 class GatedAttention(nn.Module):
-    """Attention whose output is gated; the gates are projected with the queries, head by head."""
+    """Attention with a gated output. The gates are projected with the queries, head by head."""
 
     def __init__(self, build: Build, name: str, config: DecoderConfig, rotary: Rotary) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class GatedAttention(nn.Module):
 
 
 class Qwen3NextLayer(nn.Module):
-    """A usual layer, but for what stands in attention's place."""
+    """A decoder layer with attention or a gated delta net."""
 
     def __init__(
         self,
@@ -129,12 +129,12 @@ class Qwen3NextForCausalLM(DecoderLM):
             value_dim=read_int(raw, "linear_value_head_dim", 128),
             conv_width=read_int(raw, "linear_conv_kernel_dim", 4, low=2),
             norm_eps=config.rms_norm_eps,
-            by_key_head=bool(raw.get("linear_by_key_head", True)),  # what GGUF files say
+            by_key_head=bool(raw.get("linear_by_key_head", True)),  # set by GGUF files
         )
 
 
 def mixer_of_layer(config: DecoderConfig, index: int) -> str:
-    """What mixes tokens in layer `index`: one of LINEAR and FULL."""
+    """The token mixer of layer `index`: LINEAR or FULL."""
     kind = layer_kind(config, index, LINEAR, FULL)
     if kind is not None:
         return kind

@@ -1,4 +1,4 @@
-"""Which class runs which architecture. Nothing is imported before it is asked for."""
+"""Decides which class runs an architecture. Imports a model only when it is needed."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _HEADS = re.compile(
 
 
 def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "auto") -> Model:
-    """The model that a config.json describes, its weights still to be loaded.
+    """The model that a config.json describes, without weights.
 
-    Architectures that are not known here are run by transformers' code, if it knows them and
-    `model_impl` permits; all of them are with `model_impl` transformers.
+    Unknown architectures run on transformers' code, if it knows them and `model_impl` permits. With
+    `model_impl` transformers, all architectures do.
     """
     names = raw.get("architectures")
     if not build.generates:
         names = [*_strings(names), *_bases(_strings(names))]
-    # Only where need be: it imports transformers, which takes longer than loading a small model.
+    # Only if necessary: importing transformers takes longer than loading a small model.
     is_theirs = model_impl == "transformers" or (model_impl == "auto" and not is_known(names))
     theirs = find_in_transformers(names) if is_theirs else None
     if theirs is not None:
@@ -58,7 +58,7 @@ def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "a
 
 
 def _bases(names: list[str]) -> list[str]:
-    """The language models that these are without their head, or with another."""
+    """The language models that these architectures are, with another head or none."""
     found = [_HEADS.sub("ForCausalLM", name) for name in names]
     return [base for name, base in zip(names, found, strict=True) if base != name]
 
@@ -74,7 +74,7 @@ def has_transformers() -> bool:
 
 
 def find_in_transformers(names: object) -> str | None:
-    """The first of these architectures that is a causal language model of transformers."""
+    """The first of these architectures that is a causal language model in transformers."""
     if not _strings(names) or not has_transformers():
         return None
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -84,7 +84,7 @@ def find_in_transformers(names: object) -> str | None:
 
 
 def find_model(names: object) -> type[DecoderLM]:
-    """The class of the first of these architectures that is known; a plugin's before an own one."""
+    """The class of the first known architecture. Plugins take precedence."""
     found = find_plugins()
     for each in found:
         if each.error is not None:

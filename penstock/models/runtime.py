@@ -1,4 +1,4 @@
-"""The settings that follow from configuration, model and device together."""
+"""Resolves the settings that depend on configuration, model and device together."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from penstock.protocol.limits import StepLimits
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALIASES = {"half": "float16", "float": "float32"}
-FP8_NAMES = ("fp8", "fp8_e4m3")  # of kv_cache_dtype
+FP8_NAMES = ("fp8", "fp8_e4m3")  # values of kv_cache_dtype
 MAX_POSITION = 2**31 - 1
-# Learned positions whose first rows, up to the padding token's id, no token has.
+# Models whose learned positions start after the padding token's id.
 POSITIONS_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
 
 
@@ -32,9 +32,9 @@ def resolve_limits(
     num_drafts: int = 0,
     needs_tokens: bool = False,
 ) -> StepLimits:
-    """Fill in what the user left open; refuse what the model cannot do.
+    """Fill in defaults for unset limits. Raises for what the model cannot do.
 
-    With `needs_tokens`, a step begins only when the tokens of the one before are known.
+    With `needs_tokens`, a step starts only when the tokens of the previous one are known.
     """
     max_model_len = _max_model_len(config, model_config)
     max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
@@ -71,7 +71,7 @@ class Dtypes:
 def resolve_dtypes(
     config: EngineConfig, model_config: Mapping[str, Any], platform: Platform
 ) -> Dtypes:
-    """Fill in what the user left open; refuse what the device cannot do."""
+    """Fill in defaults for unset types. Raises for what the device cannot do."""
     dtype = _dtype(config, model_config, platform)
     kv_dtype: str = config.cache.kv_cache_dtype
     if kv_dtype == "auto":
@@ -92,14 +92,14 @@ def resolve_dtypes(
 
 
 def keep_trained_length(limits: StepLimits, max_seq_length: int | None) -> StepLimits:
-    """The same for an embedding model that was trained on texts of at most so many tokens."""
+    """The limits of an embedding model that was trained on at most `max_seq_length` tokens."""
     if max_seq_length is None or max_seq_length >= limits.max_model_len:
         return limits
     return msgspec.structs.replace(limits, max_model_len=max_seq_length)
 
 
 def hold_whole_prompts(limits: StepLimits, config: EngineConfig) -> StepLimits:
-    """The same for a model whose prompts cannot be cut: every one must fit into a step."""
+    """The limits of a model whose prompts cannot be chunked: each must fit into one step."""
     longest, asked = limits.max_model_len, config.scheduler.max_num_batched_tokens
     if asked is not None and asked < longest:
         raise ConfigError(
@@ -116,8 +116,8 @@ def hold_whole_prompts(limits: StepLimits, config: EngineConfig) -> StepLimits:
 
 
 def longest_context(model_config: Mapping[str, Any]) -> int:
-    """Most tokens the model was made for, its rope scaling considered."""
-    learned = read_int(model_config, "n_positions", 2048)  # what GPT-2 calls it
+    """The model's maximum context length, including its rope scaling."""
+    learned = read_int(model_config, "n_positions", 2048)  # GPT-2's name
     length = read_int(model_config, "max_position_embeddings", learned)
     if model_config.get("model_type") in POSITIONS_BEHIND_PADDING:
         length -= read_int(model_config, "pad_token_id", 1, low=0) + 1
@@ -138,7 +138,7 @@ def longest_context(model_config: Mapping[str, Any]) -> int:
 def _max_model_len(config: EngineConfig, model_config: Mapping[str, Any]) -> int:
     longest = longest_context(model_config)
     asked = config.model.max_model_len
-    says_so = model_config.get("max_position_embeddings") is not None  # a Mamba has no positions
+    says_so = model_config.get("max_position_embeddings") is not None  # Mamba has no positions
     if says_so and asked is not None and asked > longest:
         raise ConfigError(f"max_model_len must be at most the model's own {longest}, got {asked}")
     return asked or longest

@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with every fourth layer blind to positions."""
+"""SmolLM3: Llama without positions in every fourth layer."""
 
 from __future__ import annotations
 

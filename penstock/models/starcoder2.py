@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms, an MLP without a gate, biases, and a sliding window over all layers."""
+"""StarCoder2: layer norms, an ungated MLP, biases, and a sliding window in all layers."""
 
 from __future__ import annotations
 

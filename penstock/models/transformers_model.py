@@ -1,7 +1,7 @@
-"""Decoders that have no file here, run by transformers' own modelling code.
+"""Decoders without a file here, run on transformers' modelling code.
 
-The modules are transformers'; attention and its cache are Penstock's, and so are linear layers and
-the embedding, so that weights stream in and are kept as for any other model. See docs/models.md.
+The modules are transformers'. Attention, its cache, linear layers and the embedding are Penstock's,
+so weights stream in and are stored as for any other model. See docs/models.md.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from penstock.protocol.errors import ConfigError, ModelError
 
 PAGED, ALONE = "penstock", "penstock_alone"
 NUM_CHECKED = 8  # tokens
-LARGEST_DIFFERENCE = 0.05  # of a token's hidden state to itself elsewhere in a batch
+LARGEST_DIFFERENCE = 0.05  # allowed change of a token's hidden state between batches
 
 
 class TransformersLM(Model):
-    """A model as the runner sees it, around one of transformers.
+    """A transformers model behind the interface of `Model`.
 
-    Refused, with the reason: what cannot be probed (`transformers_probe`), rotary frequencies that
-    change with the batch, several ranks, and, once the weights are there, layers through which
-    tokens reach each other on other ways than attention (`check`).
+    It refuses, with the reason: models that cannot be probed (`transformers_probe`), rotary
+    frequencies that change with the batch, several ranks, and, after loading, layers that mix
+    tokens outside attention (`check`).
     """
 
-    can_capture = False  # transformers' code may ask the device for numbers at any time
+    can_capture = False  # transformers' code may read from the device at any time
 
     def __init__(self, build: Build, name: str, raw: Mapping[str, Any]) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class TransformersLM(Model):
         make_loadable(self)
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        """A checkpoint's tensors as the modules have them."""
+        """A checkpoint's tensors under the modules' names."""
         return self.names.convert(tensors)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -92,10 +92,10 @@ class TransformersLM(Model):
 
     @torch.inference_mode()
     def check(self) -> None:
-        """Refuse a loaded model whose tokens reach each other on other ways than attention.
+        """Refuse a loaded model that mixes tokens outside attention.
 
-        Without attention, a token's hidden state depends on itself and its position alone, not on
-        where in a batch it stands.
+        Without attention, a token's hidden state depends only on the token and its position, not on
+        its place in the batch.
         """
         ids = torch.arange(1, NUM_CHECKED + 1, device=self.device) % self.vocab_size
         positions = torch.arange(NUM_CHECKED, device=self.device) * 5 % self.max_model_len
@@ -105,7 +105,7 @@ class TransformersLM(Model):
             x = self.embed(ids)
             there = self.whole.hidden(x, positions).float()
             back = self.whole.hidden(x.flip(0), positions.flip(0)).flip(0).float()
-        except Exception as error:  # another's code may raise anything
+        except Exception as error:  # third-party code may raise anything
             raise ModelError(
                 f"{self.name} cannot be run by transformers' code with Penstock's layers: "
                 f"{type(error).__name__}: {error}"[:400]
@@ -113,7 +113,7 @@ class TransformersLM(Model):
         finally:
             config._attn_implementation = PAGED
         limit = LARGEST_DIFFERENCE * there.abs().amax(-1)
-        # Rounding may send a token to another expert; what mixes tokens changes most of them.
+        # Rounding may route a token to another expert. Mixing tokens changes most of them.
         num_changed = int(((there - back).abs().amax(-1) > limit).sum())
         if num_changed > NUM_CHECKED // 2:
             raise refusal(
@@ -124,7 +124,7 @@ class TransformersLM(Model):
 
 
 class _Whole:
-    """The model of transformers. Not a module, since only its children are registered."""
+    """The transformers model. Not a module, because only its children are registered."""
 
     def __init__(self, model: PreTrainedModel, probe: Probe, embedding: nn.Module) -> None:
         self.model = model
@@ -146,8 +146,8 @@ class _Whole:
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab_size].
 
-        What stands around the head (scaling, soft caps) is in the model's own forward: it runs
-        with these states in place of what its backbone would give.
+        The model's own forward contains the code around the head (scaling, soft caps). It runs with
+        these states in place of its backbone's output.
         """
         self._states = states[None]
         try:
@@ -163,14 +163,14 @@ class _Whole:
 
 
 def _construct(build: Build, name: str, raw: Mapping[str, Any]) -> PreTrainedModel:
-    """The model on the meta device: modules and shapes, without numbers."""
+    """The model on the meta device: modules and shapes, without data."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         raise ModelError(f"config.json: transformers does not know the model_type {model_type!r}")
     model_class = getattr(transformers, name)
     if not model_class._can_set_attn_implementation():
         raise refusal(name, "computes attention in a way of its own, not through the interface")
-    # How weights are quantized is the linear method's business.
+    # The linear method handles quantization.
     settings = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(settings)
@@ -179,7 +179,7 @@ def _construct(build: Build, name: str, raw: Mapping[str, Any]) -> PreTrainedMod
                 config, dtype=build.dtype, attn_implementation=PROBE
             )
             model.train(False)
-    except Exception as error:  # another's code may raise anything
+    except Exception as error:  # third-party code may raise anything
         raise ModelError(
             f"config.json: transformers cannot make {name} of it: {type(error).__name__}: {error}"
         ) from error
@@ -187,7 +187,7 @@ def _construct(build: Build, name: str, raw: Mapping[str, Any]) -> PreTrainedMod
 
 
 def _check_positions(config: Any, name: str, max_model_len: int) -> None:
-    """Refuse positions that mean something else beside a longer request, or that are not there."""
+    """Refuse positions that depend on other requests in the batch, or that do not exist."""
     rotary = list(_rotary_settings(getattr(config, "rope_parameters", None)))
     longest = None if rotary else getattr(config, "max_position_embeddings", None)
     for settings in rotary:
@@ -208,7 +208,7 @@ def _check_positions(config: Any, name: str, max_model_len: int) -> None:
 
 
 def _rotary_settings(value: Any) -> Iterator[Mapping[str, Any]]:
-    """The settings of all layers, or of each kind of layer."""
+    """The rope settings of all layers, or of each kind of layer."""
     if isinstance(value, Mapping):
         if isinstance(value.get("rope_type"), str):
             yield value
@@ -264,7 +264,7 @@ def _attend_alone(
     attention_mask: None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Every token sees itself alone, through its rotated query, so that its position counts."""
+    """Let each token see only itself, through its rotated query, so that its position matters."""
     repeated = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return (repeated * query.sigmoid()).transpose(1, 2).contiguous(), None
 

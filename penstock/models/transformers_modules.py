@@ -1,4 +1,4 @@
-"""Makes modules of transformers ready for the loader: Penstock's matrices, memory, `Loadable`."""
+"""Prepares transformers' modules for the loader: matrices, memory, `Loadable`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.protocol.errors import ModelError
 
 
 class BatchedLinear(Linear):
-    """Takes [..., in_features], as transformers' layers do."""
+    """A linear layer that takes [..., in_features], as transformers' layers do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
@@ -27,7 +27,7 @@ class BatchedLinear(Linear):
 
 
 class TiedHead(nn.Module):
-    """The embedding's matrix as the last layer."""
+    """The embedding's matrix as the LM head."""
 
     def __init__(self, embedding: VocabEmbedding) -> None:
         super().__init__()
@@ -39,9 +39,9 @@ class TiedHead(nn.Module):
 
 
 def replace_matrices(build: Build, model: PreTrainedModel, linears: Collection[str]) -> nn.Module:
-    """Put Penstock's layers in the place of these linear layers and of the embedding.
+    """Replace these linear layers and the embedding with Penstock's layers.
 
-    Returns the embedding. One that does more than look up rows stays as it is, with a head that
+    Returns the embedding. An embedding that does more than look up rows is kept, with a head that
     shares its matrix.
     """
     embedding = model.get_input_embeddings()
@@ -66,7 +66,7 @@ def replace_matrices(build: Build, model: PreTrainedModel, linears: Collection[s
 
 
 def materialize(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a model that is on the meta device memory, and buffers that no checkpoint has values."""
+    """Give a model on the meta device memory, and fill buffers that checkpoints do not contain."""
     made: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}  # shared ones once; kept for their id
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -76,7 +76,7 @@ def materialize(model: PreTrainedModel, device: torch.device) -> None:
                 data = torch.empty_like(parameter, device=device)
                 made[id(parameter)] = parameter, nn.Parameter(data, requires_grad=False)
             own = made[id(parameter)][1]
-            own.__dict__["_is_hf_initialized"] = True  # what transformers must not fill
+            own.__dict__["_is_hf_initialized"] = True  # transformers must not fill it
             module._parameters[name] = own
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -94,7 +94,7 @@ def materialize(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def make_loadable(model: nn.Module) -> None:
-    """Let the loader fill the parameters and buffers of modules that are transformers' own."""
+    """Let the loader fill the parameters and buffers of transformers' own modules."""
     seen: set[int] = set()
     for module in model.modules():
         if isinstance(module, Loadable):
@@ -111,7 +111,7 @@ def make_loadable(model: nn.Module) -> None:
 
 
 class _Filler:
-    """The two methods of `Loadable` for one module's own tensors."""
+    """The methods of `Loadable` for one module's own tensors."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors

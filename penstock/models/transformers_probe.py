@@ -1,8 +1,8 @@
-"""What a decoder of transformers asks of attention, found by running it without weights.
+"""Finds out what a transformers decoder needs from attention, by running it without weights.
 
-The model runs once on the meta device, which computes shapes alone. Its attention layers call a
-function that notes what they were called with, in place of a mask they get a description of it, and
-whatever cannot be done with Penstock's attention is refused here, with the reason.
+The model runs once on the meta device, which computes only shapes. Its attention layers call a
+function that records their arguments. Masks are replaced by descriptions of them. Whatever
+Penstock's attention cannot do is refused here, with the reason.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from penstock.protocol.errors import ModelError
 
 PROBE = "penstock_probe"
 NUM_TOKENS = 3
-LONGEST = 2**20  # tokens; a window that is longer is none
-KINDS = ("full_attention", "sliding_attention")  # of layers, in config.json
-# Arguments of an attention function that would change what it computes.
+LONGEST = 2**20  # tokens; a longer window counts as none
+KINDS = ("full_attention", "sliding_attention")  # layer types in config.json
+# Attention arguments that would change the result.
 UNSUPPORTED = (
     "alibi", "bias", "block_indices", "block_mask", "head_mask", "indices", "position_bias",
     "score_mod",
@@ -30,14 +30,14 @@ UNSUPPORTED = (
 
 @dataclass(frozen=True)
 class CausalMask:
-    """What a model passes around in place of a mask while it is probed."""
+    """Stands in for a mask while a model is probed."""
 
-    window: int | None  # tokens that a token sees, itself among them; None: all before it
+    window: int | None  # visible tokens, including the token itself; None: all earlier ones
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one layer asks for."""
+    """What one layer asks of attention."""
 
     module: nn.Module
     num_heads: int
@@ -52,28 +52,28 @@ class AttentionCall:
 @dataclass(frozen=True)
 class Probe:
     attention: dict[str, AttentionCall]  # by the module's path
-    linears: frozenset[str]  # paths of nn.Linear layers that are called, not read
-    backbone: PreTrainedModel  # gives the hidden states that the head takes
+    linears: frozenset[str]  # paths of nn.Linear layers that are called, not only read
+    backbone: PreTrainedModel  # computes the hidden states for the head
     output_type: type[Any]  # of the backbone
 
 
 class Unsupported(Exception):
-    """Raised inside a probed model; the message completes the sentence "it ..."."""
+    """Raised inside a probed model. The message completes the sentence "it ..."."""
 
 
 def probe_model(model: PreTrainedModel, name: str) -> Probe:
-    """Run a model that is on the meta device. ModelError where Penstock cannot run it."""
+    """Run a model on the meta device. Raises ModelError if Penstock cannot run it."""
     config = model.config.get_text_config()
     config._attn_implementation = PROBE
     experts = config._experts_implementation
-    config._experts_implementation = "batched_mm"  # asks for no numbers, which are not there
+    config._experts_implementation = "batched_mm"  # reads no values, which do not exist
     try:
         _check_kinds(model)
         with _Hooks(model) as hooks:
             _run(model)
     except Unsupported as error:
         raise refusal(name, str(error)) from error
-    except Exception as error:  # another's code may raise anything
+    except Exception as error:  # third-party code may raise anything
         reason = f"fails when it runs without weights: {type(error).__name__}: {error}"
         raise refusal(name, reason[:300]) from error
     finally:
@@ -96,7 +96,7 @@ def probe_model(model: PreTrainedModel, name: str) -> Probe:
 
 
 def _check_kinds(model: PreTrainedModel) -> None:
-    """What can be told without running it."""
+    """The checks that need no run."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     unknown = sorted(map(str, kinds.difference(KINDS)))
     if unknown:
@@ -108,20 +108,20 @@ def _run(model: PreTrainedModel) -> None:
     model(
         inputs_embeds=model.get_input_embeddings()(ids),
         position_ids=torch.zeros_like(ids),
-        attention_mask=torch.ones_like(ids),  # else transformers would look for packed sequences
+        attention_mask=torch.ones_like(ids),  # otherwise transformers looks for packed sequences
         use_cache=False,
     )
 
 
 def refusal(name: str, reason: str) -> ModelError:
-    """The error for a model that "it ..." is said of."""
+    """The error for a model. `reason` completes the sentence "it ..."."""
     return ModelError(
         f"{name} cannot be run by transformers' code (model_impl=transformers): it {reason}"
     )
 
 
 class _Hooks:
-    """Notes which linear layers are called, and the outermost model inside the model."""
+    """Records which linear layers are called, and the outermost inner model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -146,7 +146,7 @@ class _Hooks:
         return lambda *_: self.linears.add(path)
 
     def _model_hook(self, module: PreTrainedModel, _: Any, output: Any) -> None:
-        # Inner ones end first, so the last one is the outermost.
+        # Inner modules finish first, so the last one is the outermost.
         self.backbone, self.output_type = module, type(output)
 
 
@@ -200,7 +200,7 @@ def _name_of(module: nn.Module, sinks: torch.Tensor | None) -> str | None:
 
 
 def describe_mask(*, mask_function: Any, **_: Any) -> CausalMask:
-    """Which causal mask a function of (batch, head, query, key) stands for, from samples of it."""
+    """The causal mask that a function of (batch, head, query, key) computes, from samples."""
     zero = torch.zeros((), dtype=torch.long)
     keys = torch.arange(LONGEST)
     num_seen = int(mask_function(zero, zero, torch.tensor(LONGEST - 1), keys).sum())

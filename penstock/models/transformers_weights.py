@@ -1,7 +1,7 @@
-"""How the names and shapes in a checkpoint become those of transformers' modules.
+"""Maps names and shapes of a checkpoint to those of transformers' modules.
 
-Transformers declares for each kind of model what to rename, and which tensors to put together (the
-experts of a layer, for one); this applies it while tensors stream by.
+Transformers declares for each model type what to rename and which tensors to merge (such as the
+experts of a layer). This module applies it while tensors stream in.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import ModelError
 
-Part = tuple[str, str, Any]  # a checkpoint's name, the pattern that it matches, the tensor
+Part = tuple[str, str, Any]  # checkpoint name, matching pattern, tensor
 
 
 class CheckpointNames:
-    """Made from a model whose modules are still all transformers' own."""
+    """Must be made while all modules are still transformers' own."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         mapping = get_model_conversion_mapping(model)
@@ -39,7 +39,10 @@ class CheckpointNames:
         self._model = model
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        """Tensors under the model's names. What belongs together is kept until all have come."""
+        """Yield tensors under the model's names.
+
+        Tensors to be merged wait until all have arrived.
+        """
         waiting: dict[str, list[Part]] = {}
         for name, tensor in tensors:
             own_name, pattern = self._rename(name)
@@ -69,7 +72,7 @@ class CheckpointNames:
             converter.add_tensor(own_name, name, pattern, tensor)
         try:
             made = converter.convert(own_name, model=self._model, config=self._model.config)
-        except Exception as error:  # another's code may raise anything
+        except Exception as error:  # third-party code may raise anything
             raise ModelError(
                 f"the checkpoint's tensors for {own_name} cannot be put together: {error}"
             ) from error
