@@ -1,4 +1,4 @@
-"""The attention layer: writes the step's keys and values, then attends, whatever the batch."""
+"""The attention layer: writes the step's keys and values to the cache, then attends."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from penstock.protocol.kv import (
 class CachedLayer(Protocol):
     """A layer that keeps state of each request in the KV cache."""
 
-    name: str  # in the forward context
+    name: str  # key in the forward context
 
     def kv_spec(self, dtype: str) -> KVCacheSpec | None:
-        """What it keeps, where keys and values are of this type; None if nothing."""
+        """What the layer keeps, with keys and values of this type; None if nothing."""
 
 
 class Attention(nn.Module):
-    """`causal` reads and writes the paged KV cache; `bidirectional` needs whole requests, and its
-    `window` is how many tokens are seen on each side.
+    """Attention, causal or bidirectional.
 
-    `window` or `chunk`, `softcap` and sinks, which are loaded as a parameter, are those of
-    `ops.paged_attention`. What lies behind the window, or before the chunk, is given back while a
-    request runs.
+    `causal` reads and writes the paged KV cache. `bidirectional` needs whole requests; its `window`
+    is the number of visible tokens on each side. `window`, `chunk`, `softcap` and sinks (a loaded
+    parameter) are those of `ops.paged_attention`. Blocks before the window or the chunk are freed
+    while a request runs.
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Attention(nn.Module):
             raise ModelError(
                 "attention in both directions is not supported with soft caps, sinks or chunks"
             )
-        # A window or chunk that no request outgrows hides nothing: the layer then is like those
-        # without one, and shares their group of the KV cache.
+        # A window or chunk that no request exceeds has no effect. The layer is then like those
+        # without one, and shares their KV group.
         self.window = window if window is not None and window < build.max_model_len else None
         self.chunk = chunk if chunk is not None and chunk < build.max_model_len else None
         self.kind = kind
         self.softcap = softcap
         self.sinks = build.empty(num_heads) if has_sinks else None
         self.kv_scales = (1.0, 1.0)  # of keys and values in an fp8 cache
-        # Given to the op only where a layer has them: not every implementation takes them.
+        # Passed to the op only if the layer has them: not every implementation supports them.
         self.extras: dict[str, Any] = {}
         if softcap is not None:
             self.extras["softcap"] = softcap
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         eps: float,
         angles: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """As `forward`, from the projection's output, where one op norms, rotates and caches."""
+        """Like `forward`, from the projection's output: one op norms, rotates and caches."""
         context = current_context()
         cache, metadata = context.caches[self.name], context.attention[self.name]
         scales = self._scales(cache)
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         return output.flatten(1)  # type: ignore[no-any-return]
 
     def _scales(self, cache: torch.Tensor) -> dict[str, tuple[float, float]]:
-        """What ops are told beyond the cache: only one in fp8 has scales outside of it."""
+        """The scales of an fp8 cache, which are stored outside of it. Other caches have none."""
         return {"kv_scales": self.kv_scales} if cache.dtype == torch.float8_e4m3fn else {}
 
     def kv_spec(self, dtype: str) -> KVCacheSpec | None:

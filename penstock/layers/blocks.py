@@ -1,4 +1,4 @@
-"""Attention and MLP as most decoder layers have them."""
+"""The attention and MLP modules of most decoder layers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class GatedMLP(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Grouped-query attention with rotary positions, and norms on queries and keys if asked.
+    """Grouped-query attention with rotary embedding and optional norms on queries and keys.
 
-    Without `rotary`, the layer does not know positions. `scale` is that of the products.
+    Without `rotary`, the layer ignores positions. `scale` multiplies the scores.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class RotaryAttention(nn.Module):
         if qk_norm_eps is not None:
             self.q_norm = RMSNorm(build, head_dim, qk_norm_eps)
             self.k_norm = RMSNorm(build, head_dim, qk_norm_eps)
-        # Not every device has the fused op, and it wants rotary embeddings over the whole head.
+        # Not every device has the fused op. It needs rotary embedding over the whole head.
         is_plain = (
             rotary is not None and rotary.table.shape[-1] == head_dim and not rotary.interleaved
         ) and kind == "causal"
         self.fused = build.ops.find("norm_rotate_write") if is_plain else None
 
     def use_norms(self, q_norm: nn.Module, k_norm: nn.Module) -> None:
-        """Take norms of [n, heads, head_dim] that are not one RMSNorm for each head."""
+        """Use norms of [n, heads, head_dim] other than one RMSNorm per head."""
         self.q_norm, self.k_norm = q_norm, k_norm
-        self.fused = None  # does not know them
+        self.fused = None  # does not support them
 
     def forward(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         qkv = self.qkv_proj(x)

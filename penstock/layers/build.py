@@ -13,7 +13,7 @@ from penstock.ops.registry import Ops
 
 @dataclass(frozen=True)
 class Build:
-    """Passed down through a model's constructors; nothing about it changes afterwards."""
+    """Passed down through a model's constructors. It never changes afterwards."""
 
     dtype: torch.dtype
     device: torch.device
@@ -21,10 +21,10 @@ class Build:
     ops: Ops
     mesh: Mesh = field(default_factory=Mesh)
     linear_method: LinearMethod = field(default_factory=DenseMethod)
-    generates: bool = True  # False: hidden states are pooled, and no logits are computed
+    generates: bool = True  # False: hidden states are pooled, without logits
 
     def in_float32(self) -> Build:
-        """For what follows pooling, which is computed in float32 whatever the model's type."""
+        """For layers after pooling, which compute in float32 whatever the model's type."""
         return replace(self, dtype=torch.float32, linear_method=DenseMethod())
 
     @property

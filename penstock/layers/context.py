@@ -1,4 +1,4 @@
-"""The forward context: what a step's layers need beyond their inputs. The one global there is."""
+"""The forward context: what a step's layers need beyond their inputs. The only global state."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from penstock.ops.recurrent import StateStep, state_step
 
 @dataclass(frozen=True)
 class ForwardContext:
-    caches: Mapping[str, torch.Tensor]  # a layer's KV cache, by the layer's name
-    attention: Mapping[str, AttentionMetadata]  # by the layer's name
+    caches: Mapping[str, torch.Tensor]  # KV cache of each layer, by layer name
+    attention: Mapping[str, AttentionMetadata]  # by layer name
     query_starts: torch.Tensor  # [num_requests + 1] int32
-    token_slots: torch.Tensor  # [num_tokens] int64: the request table's row of each token
-    # A recurrent layer's states by its name, part by part: [num_blocks, *shape].
+    token_slots: torch.Tensor  # [num_tokens] int64: slot of each token's request
+    # States of recurrent layers, by layer name, part by part: [num_blocks, *shape].
     states: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     state_block_sizes: Mapping[str, int] = field(default_factory=dict)  # of the same layers
-    # [max_num_seqs] int32, by slot: the position from which on a request's tokens are those of the
-    # second text of a pair. None where nothing is pooled.
+    # [max_num_seqs] int32, by slot: the position where the second text of a pair begins. None if
+    # nothing is pooled.
     second_segments: torch.Tensor | None = None
     _state_steps: dict[tuple[int, int], StateStep] = field(default_factory=dict)
 
     def state_step(self, name: str) -> StateStep:
-        """Where the step's states of a recurrent layer lie: found once for a group's layers."""
+        """Where a recurrent layer's states of this step are. Computed once per group."""
         metadata, block_size = self.attention[name], self.state_block_sizes[name]
         key = (id(metadata), block_size)
         if key not in self._state_steps:
@@ -40,7 +40,7 @@ _current: ForwardContext | None = None
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Make `context` the current one while a model's forward pass runs."""
+    """Make `context` current while a model's forward pass runs."""
     global _current
     outer, _current = _current, context
     try:

@@ -1,4 +1,4 @@
-"""The token embedding and the output projection, both sharded over the vocabulary."""
+"""The token embedding and the LM head, both sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock.ops.blocks import Weight
 
 
 class VocabEmbedding(MatrixLayer):
-    """Token embeddings, and the projection back onto the vocabulary where both are one matrix.
+    """Token embeddings, and the LM head if both share one matrix.
 
-    Each rank holds a contiguous range of tokens; the last ranges are padded to one length.
+    Each rank holds a contiguous range of tokens. The last ranges are padded to the same length.
     """
 
     def __init__(self, build: Build, vocab_size: int, hidden_size: int) -> None:
@@ -28,7 +28,7 @@ class VocabEmbedding(MatrixLayer):
         self.hidden_size = hidden_size
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[n] -> [n, hidden_size], whole on every rank."""
+        """[n] -> [n, hidden_size], the full vectors on every rank."""
         method = self.method
         if self.build.tp.size == 1:
             return method.embed(self, token_ids)

@@ -1,8 +1,8 @@
-"""A mixture of experts in place of an MLP: the router, the experts it chooses from, shared ones.
+"""A mixture of experts (MoE) in place of an MLP: router, routed experts, shared expert.
 
-Which implementation computes the experts is decided when the layer is constructed: the first of
-`IMPLEMENTATIONS` that does not refuse. `Experts.choice` says which it is, and why the ones before
-it are not; models put it into the debug log.
+The implementation is chosen when the layer is constructed: the first of `IMPLEMENTATIONS` that does
+not refuse. `Experts.choice` names it and says why earlier ones refused. Models write it to the
+debug log.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from penstock.protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """What an architecture says of its experts. All have one size and one activation."""
+    """An architecture's settings of its experts. All experts have one size and one activation."""
 
     num_experts: int
     hidden_size: int
     intermediate_size: int  # of one expert
     routing: Routing
     activation: str = "silu"  # one of ACTIVATIONS
-    bias: bool = False  # of the experts' own matrices
+    bias: bool = False  # of the experts' matrices
     router_bias: bool = False
-    router_float32: bool = False  # scores are computed in float32, and so are its weights kept
-    correction: bool = False  # a bias that counts for the choice of experts, not for their weight
-    scale_inputs: bool = False  # weights scale what goes into the experts, not what comes out
-    shared_size: int = 0  # intermediate size of the expert that every token goes through; 0: none
-    shared_gate: bool = False  # that expert's output is scaled by a gate of its own
+    router_float32: bool = False  # compute scores and store router weights in float32
+    correction: bool = False  # a bias for the selection of experts, not for their weight
+    scale_inputs: bool = False  # routing weights scale the experts' inputs, not their outputs
+    shared_size: int = 0  # intermediate size of the shared expert; 0: none
+    shared_gate: bool = False  # a gate scales the shared expert's output
 
 
 class Experts(nn.Module):
-    """Every token through the `top_k` experts that its router chooses, and the shared one."""
+    """Runs every token through its `top_k` routed experts and the shared expert."""
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Experts(nn.Module):
         self.build = build
         self.routing = config.routing
         self.scale_inputs = config.scale_inputs
-        self.record: torch.Tensor | None = None  # [rows, top_k]: where choices are to be left
+        self.record: torch.Tensor | None = None  # [rows, top_k]: records the selected experts
         self.gate = Router(build, config)
         implementation, self.choice = choose_implementation(build, config)
         self.experts = implementation.make(build, config)
@@ -69,7 +69,7 @@ class Experts(nn.Module):
             self.shared_expert_gate = Linear(build, config.hidden_size, [Part("", 1, 1)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size], the same shape back."""
+        """[n, hidden_size] -> the same shape."""
         logits = self.gate(x)
         weights, ids = self.build.ops.route(logits, self.routing, self.gate.correction)
         if self.record is not None:
@@ -86,7 +86,7 @@ class Experts(nn.Module):
     def _run_scaled(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Each choice as a token of its own, scaled before its one expert, which has weight 1."""
+        """Run each selection as a token of its own: scaled before its one expert, with weight 1."""
         scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)  # [n * top_k, hidden]
         routed: torch.Tensor = self.experts(
             scaled, torch.ones_like(weights).view(-1, 1), ids.view(-1, 1)
@@ -95,7 +95,7 @@ class Experts(nn.Module):
 
 
 class Router(Linear):
-    """Scores of the experts: small, whole on every rank, and never quantized."""
+    """The experts' scores. A small layer, replicated on every rank and never quantized."""
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
         if config.router_float32:
@@ -129,20 +129,19 @@ class Router(Linear):
 
 
 def _float32_method(build: Build) -> LinearMethod:
-    """Keeps weights in float32. The C++ library's rows do not depend on those beside them."""
+    """Keeps weights in float32. In the C++ library, a row does not depend on its neighbours."""
     method = build.linear_method
     if build.device.type == "cpu" and method.packs and not isinstance(method, DeferredQuantization):
-        from penstock.layers.native import NativeMethod  # needs the library, which is there
+        from penstock.layers.native import NativeMethod  # needs the library, which is loaded
 
         return NativeMethod(float_dtype=torch.float32)
     return DenseMethod()
 
 
 class ExpertWeights(nn.Module):
-    """All experts of a layer, whose matrices checkpoints have one by one:
-    ``experts.3.gate_proj.weight``.
+    """All experts of a layer. In checkpoints they are separate: ``experts.3.gate_proj.weight``.
 
-    Ranks share the intermediate size, so that the sum of what they give is the layer's output.
+    Ranks split the intermediate size, so the sum of their outputs is the layer's output.
     """
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
@@ -155,11 +154,14 @@ class ExpertWeights(nn.Module):
         self.down_bias = build.empty(count, hidden) if config.bias else None
 
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of gate and up, and of down: the latter must enter the sum over ranks only once."""
+        """The biases of gate and up, and of down.
+
+        The latter enters the sum over ranks only once.
+        """
         return self.gate_up_bias, self.down_bias if self.build.tp.rank == 0 else None
 
     def tensors(self, part: str) -> Mapping[str, Expected]:
-        """The checkpoint's tensors of one matrix, by parameter."""
+        """The checkpoint tensors of one matrix, by parameter."""
         return {"weight": Expected(self.shape(part))}
 
     def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
@@ -207,7 +209,7 @@ def expert_parts(config: ExpertsConfig) -> list[str]:
 
 
 class StackedExperts(ExpertWeights):
-    """All matrices in two tensors; `compute` is an implementation of ops.experts."""
+    """All matrices in two tensors. `compute` is an implementation of ops.experts."""
 
     def __init__(
         self, build: Build, config: ExpertsConfig, compute: Callable[..., torch.Tensor]
@@ -238,7 +240,7 @@ class StackedExperts(ExpertWeights):
 
 
 class UndecidedExperts(nn.Module):
-    """Stands in for a quantized checkpoint's experts until the plan has chosen."""
+    """Stands in for a quantized checkpoint's experts until the plan has chosen a scheme."""
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
         super().__init__()
@@ -247,7 +249,7 @@ class UndecidedExperts(nn.Module):
 
 
 class PackedExperts(nn.ModuleList):
-    """Each expert's matrices by themselves, as the linear method packs them."""
+    """Separate matrices per expert, as the linear method packs them."""
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
         super().__init__(_Expert(build, config) for _ in range(config.num_experts))
@@ -257,7 +259,7 @@ class PackedExperts(nn.ModuleList):
 
 
 class _Expert(nn.Module):
-    """One rank's share of a gated MLP: nothing is summed over ranks here."""
+    """One rank's share of a gated MLP. It does not sum over ranks."""
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
         super().__init__()
@@ -306,7 +308,7 @@ def _refuse_blocks(build: Build, config: ExpertsConfig) -> str | None:
 
 
 def _make_blocks(build: Build, config: ExpertsConfig) -> nn.Module:
-    from penstock.layers.gguf_experts import GgufExperts  # which imports this module
+    from penstock.layers.gguf_experts import GgufExperts  # that module imports this one
 
     return GgufExperts(build, config)
 
@@ -314,7 +316,7 @@ def _make_blocks(build: Build, config: ExpertsConfig) -> nn.Module:
 def _refuse_triton(build: Build, config: ExpertsConfig) -> str | None:
     if build.device.type != "cuda":
         return f"it runs on GPUs, not on {build.device.type}"
-    from penstock.ops.triton.experts import refusal  # only where Triton is
+    from penstock.ops.triton.experts import refusal  # needs Triton
 
     size = config.intermediate_size // build.tp.size
     return refusal(config.hidden_size, size, config.activation, build.dtype)
@@ -359,7 +361,7 @@ IMPLEMENTATIONS = (
 
 
 def choose_implementation(build: Build, config: ExpertsConfig) -> tuple[Implementation, str]:
-    """The first implementation that takes them, and why it is that one."""
+    """The first implementation that supports them, and why it was chosen."""
     refused: list[str] = []
     for implementation in IMPLEMENTATIONS:
         reason = implementation.refusal(build, config)

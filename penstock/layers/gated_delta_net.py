@@ -1,4 +1,4 @@
-"""The gated delta net: projections, convolution, delta rule, gated norm, projection back."""
+"""The gated delta net: projections, convolution, delta rule, gated norm, output projection."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from penstock.ops.blocks import Weight
 class DeltaNetConfig:
     hidden_size: int
     num_key_heads: int
-    num_value_heads: int  # equally many share each key head
+    num_value_heads: int  # a multiple of the key heads
     key_dim: int  # of a head
     value_dim: int
     conv_width: int
     norm_eps: float
-    by_key_head: bool = True  # how the checkpoint has the projection: else all queries come first
+    by_key_head: bool = True  # layout of the checkpoint's projection; else queries first
 
 
 class GatedDeltaNet(RecurrentLayer):
-    """Checkpoints have projections by key head: its query, key, values and gates side by side.
+    """Checkpoints store projections by key head: its query, key, values and gates together.
 
-    GGUF files have all queries, then all keys, then all values, and the gates in another tensor.
+    GGUF files store all queries, then all keys, then all values, and the gates in another tensor.
     """
 
     def __init__(self, build: Build, name: str, config: DeltaNetConfig) -> None:
@@ -54,13 +54,13 @@ class GatedDeltaNet(RecurrentLayer):
         self.in_proj_ba = Linear(
             build, config.hidden_size, [Part("", 2 * config.num_value_heads, ranks)]
         )
-        self.in_proj_ba.may_quantize = False  # small, and exponents come of it
+        self.in_proj_ba.may_quantize = False  # small, and its outputs become exponents
         self.heads = HeadParameters(build, config.num_value_heads, ("A_log", "dt_bias"))
         self.norm = RMSNorm(build, config.value_dim, config.norm_eps)
         self.out_proj = row_linear(build, values, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size], the same shape back."""
+        """[n, hidden_size] -> the same shape."""
         config, shared_by = self.config, self.shared_by
         memory, tokens, step = self.states()
         mixed, gate = self._project(x)

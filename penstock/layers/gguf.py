@@ -1,4 +1,4 @@
-"""Matrices that stay in the blocks of a GGUF file, on devices whose ops decode them."""
+"""Matrices that stay in GGUF quantization blocks, on devices whose ops decode them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.ops.gguf import BlockMatrix
 if TYPE_CHECKING:
     from penstock.layers.matrix import MatrixLayer
 
-Matrix = BlockMatrix | torch.Tensor  # blocks, or floats in the model's type
+Matrix = BlockMatrix | torch.Tensor  # quantization blocks, or floats in the model's type
 
 
 class GgufWeights:
-    """A layer's parts as they come in, and its matrices once they are there."""
+    """A layer's parts while they load, and its matrices afterwards."""
 
     def __init__(self) -> None:
         self.parts: dict[str, Matrix] = {}
@@ -25,9 +25,9 @@ class GgufWeights:
 
 
 class GgufMethod(LinearMethod):
-    """Each part keeps its own type of blocks; what a file has in floats is in the model's type.
+    """Each part keeps its own GGUF type. Floats of a file are converted to the model's type.
 
-    With `expert_blocks`, experts stay in their blocks, too (`layers/gguf_experts.py`).
+    With `expert_blocks`, experts stay in quantization blocks, too (`layers/gguf_experts.py`).
     """
 
     def __init__(self, expert_blocks: bool = True) -> None:
@@ -52,7 +52,7 @@ class GgufMethod(LinearMethod):
         state.parts.clear()
         for index, matrix in enumerate(state.matrices):
             for name, data in tensors_of(matrix).items():
-                # A buffer, so that the model's size counts it.
+                # A buffer, so that it counts in the model's size.
                 layer.register_buffer(f"gguf_{index}_{name}", data, persistent=False)
 
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -79,12 +79,12 @@ class GgufMethod(LinearMethod):
 
 
 def tensors_of(matrix: Matrix) -> dict[str, torch.Tensor]:
-    """What lies in memory, by name."""
+    """The tensors in memory, by name."""
     return {"floats": matrix} if isinstance(matrix, torch.Tensor) else matrix.tensors()
 
 
 def _joined(parts: list[Matrix], layer: MatrixLayer) -> list[Matrix]:
-    """Neighbours of one type one above the other: they are multiplied at once."""
+    """Concatenate neighbours of one type, so that they are multiplied at once."""
     runs: list[list[Matrix]] = []
     for part in parts:
         if runs and _kind(runs[-1][0]) == _kind(part):

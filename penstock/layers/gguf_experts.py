@@ -1,4 +1,4 @@
-"""Experts that stay in the blocks of a GGUF file, on devices whose ops decode them."""
+"""Experts that stay in GGUF quantization blocks, on devices whose ops decode them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from penstock.ops.gguf import BlockMatrix, stack_gguf
 
 
 class GgufExperts(ExpertWeights):
-    """All experts' matrices one above the other, by gate, up and down; gate and up together where
-    they are of one type."""
+    """The matrices of all experts, concatenated by gate, up and down.
+
+    Gate and up are together if they have the same type.
+    """
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
         super().__init__(build, config)
@@ -36,7 +38,7 @@ class GgufExperts(ExpertWeights):
         self._stack()
 
     def _stack(self) -> None:
-        """Once all matrices of a kind are there, bring them together."""
+        """Concatenate the matrices of a kind once all have arrived."""
         count = self.config.num_experts
         gates, ups, downs = self._parts.values()
         if self.down is None and len(downs) == count:
@@ -61,6 +63,6 @@ class GgufExperts(ExpertWeights):
         whole = stack_gguf([matrix.to(device) for matrix in matrices])
         stacked: BlockMatrix = self.build.ops.prepare_gguf(whole, device)
         for field, data in stacked.tensors().items():
-            # A buffer, so that the model's size counts it.
+            # A buffer, so that it counts in the model's size.
             self.register_buffer(f"{name}_{field}", data, persistent=False)
         return stacked

@@ -1,8 +1,8 @@
-"""Multi-head latent attention (MLA): keys and values of all heads from one short vector a token.
+"""Multi-head latent attention (MLA): keys and values of all heads from one short vector.
 
-Only that vector and a rotated part that all heads share are kept. How queries meet it, absorbed or
-expanded, is the op's decision (`penstock.ops.latent_attention`): both need nothing but the one
-matrix of the checkpoint's ``kv_b_proj``.
+The cache keeps only that vector and a rotated part that all heads share. The op decides between the
+absorbed and the expanded form (`penstock.ops.latent_attention`). Both need only the matrix of the
+checkpoint's ``kv_b_proj``.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from penstock.layers.rotary import Rotary
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import INT8_SCALE_BYTES, LatentSpec
 
-NORM_EPS = 1e-6  # of the norms on compressed vectors, whatever the model's other norms have
+NORM_EPS = 1e-6  # of the norms on compressed vectors, whatever the other norms have
 
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """What an architecture says of its latent attention."""
+    """An architecture's settings of its latent attention."""
 
     hidden_size: int
     num_heads: int
-    q_rank: int | None  # of compressed queries; None: they are not compressed
+    q_rank: int | None  # of compressed queries; None: not compressed
     kv_rank: int  # of compressed keys and values
     nope_dim: int  # of a head's query and key, without positions
-    rope_dim: int  # the same, rotated; the key's is one for all heads
+    rope_dim: int  # the rotated part; all heads share the key's
     value_dim: int
-    scale: float  # of the products
-    bias: bool = False  # of the projections from and to hidden states, save that of plain queries
+    scale: float  # of the scores
+    bias: bool = False  # of the projections from and to hidden states, except uncompressed queries
     interleaved: bool = True  # dimensions (2i, 2i + 1) rotate together, else (i, i + rope_dim / 2)
 
 
 class LatentAttention(nn.Module):
-    """Called like RotaryAttention; `rotary` spans the rotated part."""
+    """Called like RotaryAttention. `rotary` spans the rotated part."""
 
     def __init__(self, build: Build, name: str, config: LatentConfig, rotary: Rotary) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class LatentAttention(nn.Module):
         self.num_heads = config.num_heads // build.tp.size
         self.entry_size = config.kv_rank + config.rope_dim
         query_size = config.num_heads * (config.nope_dim + config.rope_dim)
-        latent = Part("kv_a_proj_with_mqa", self.entry_size, 1)  # whole on every rank
+        latent = Part("kv_a_proj_with_mqa", self.entry_size, 1)  # replicated on every rank
         if config.q_rank is None:
             self.q_proj = column_linear(build, config.hidden_size, {"": query_size})
             self.a_proj = Linear(build, config.hidden_size, [latent], config.bias)
@@ -71,7 +71,7 @@ class LatentAttention(nn.Module):
         self.fused = build.ops.find("norm_rotate_latent")
 
     def finish_loading(self) -> None:
-        """The op multiplies with kv_b_proj's floats: where they are packed, unpack them."""
+        """Dequantize kv_b_proj if it is packed: the op multiplies with its floats."""
         packed, build = self.kv_b_proj, self.kv_b_proj.build
         weight = getattr(packed, "weight", None)
         shape = (packed.out_features, packed.in_features)
@@ -143,5 +143,5 @@ class LatentAttention(nn.Module):
 
 
 def _to_halves(x: torch.Tensor) -> torch.Tensor:
-    """Pairs of neighbours apart: queries and keys alike, so that their products do not change."""
+    """Separate pairs of neighbours. Done to queries and keys alike, so products do not change."""
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)

@@ -1,4 +1,4 @@
-"""Linear layers that know their parts (what is fused) and their shard (which rows or columns)."""
+"""Linear layers: which parts are fused into them, and which rows or columns a rank holds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LinearAdapter(Protocol):
-    """Adds to a layer's output, reading what it needs of the step from the forward context."""
+    """Adds to a layer's output. It reads what it needs of the step from the forward context."""
 
     def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor: ...
 
@@ -27,8 +27,8 @@ class LinearAdapter(Protocol):
 class Part:
     """One checkpoint tensor inside a fused layer.
 
-    `num_shards` is how many ranks' worth of different rows it has: fewer than there are ranks
-    where key and value heads are replicated.
+    `num_shards` is the number of distinct shards of its rows. It is smaller than the number of
+    ranks if key and value heads are replicated.
     """
 
     name: str
@@ -39,8 +39,8 @@ class Part:
 class Linear(MatrixLayer):
     """y = x W^T + b, where W is a stack of parts.
 
-    Sharded by output rows (`Part.num_shards` > 1), by input columns (`split_input`, followed by
-    a sum over ranks), or not at all.
+    It is sharded by output rows (`Part.num_shards` > 1), by input columns (`split_input`, followed
+    by a sum over ranks), or not at all.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Linear(MatrixLayer):
         self.bias = build.empty(self.out_features) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # With split input the bias must enter the sum over ranks only once.
+        # With split input, the bias must enter the sum over ranks only once.
         bias = self.bias if not self.split_input or self.build.tp.rank == 0 else None
         output = self.method.apply(self, x, bias)
         if self.adapter is not None:
@@ -98,13 +98,13 @@ class Linear(MatrixLayer):
 def column_linear(
     build: Build, in_features: int, outputs: dict[str, int], bias: bool = False
 ) -> Linear:
-    """Parts side by side, each sharded over all ranks by output rows."""
+    """Fused parts, each sharded over all ranks by output rows."""
     parts = [Part(name, rows, build.tp.size) for name, rows in outputs.items()]
     return Linear(build, in_features, parts, bias)
 
 
 def row_linear(build: Build, in_features: int, out_features: int, bias: bool = False) -> Linear:
-    """Sharded over all ranks by input columns; the output is whole on every rank."""
+    """Sharded over all ranks by input columns. Every rank gets the full output."""
     return Linear(build, in_features, [Part("", out_features, 1)], bias, split_input=True)
 
 
@@ -116,7 +116,7 @@ def qkv_linear(
     head_dim: int,
     bias: bool = False,
 ) -> Linear:
-    """Query, key and value projections; key heads are replicated where ranks outnumber them."""
+    """Query, key and value projections. Key heads are replicated if there are more ranks."""
     kv_shards = min(build.tp.size, num_kv_heads)
     parts = [
         Part("q_proj", num_heads * head_dim, build.tp.size),

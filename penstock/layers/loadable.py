@@ -1,4 +1,4 @@
-"""What a layer with weights offers to the loader."""
+"""The interface of a layer with weights to the loader."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from penstock.distributed.mesh import RankGroup
 from penstock.ops.blocks import BlockTensor, Weight
 
-ANY = -1  # a size in `Expected.shape` that the checkpoint alone knows
+ANY = -1  # a size in `Expected.shape` that only the checkpoint knows
 
 
 @dataclass(frozen=True)
 class Expected:
     """One checkpoint tensor that a layer needs."""
 
-    shape: tuple[int, ...]  # before sharding; () also stands for one number in any shape
-    rows: int | None = 0  # the dimension of outputs, stacked in fused tensors; None: parts share it
-    columns: int | None = 1  # the dimension of inputs; None: it has none, or every rank has all
-    cut: bool = True  # False: the layer gets it whole, and takes its own share
+    shape: tuple[int, ...]  # before sharding; () also means one number in any shape
+    rows: int | None = 0  # output dimension, stacked in fused tensors; None: shared by parts
+    columns: int | None = 1  # input dimension; None: no such dimension, or not sharded
+    cut: bool = True  # False: the layer gets it whole and takes its own share
 
 
 Shape = tuple[int, ...]
@@ -29,17 +29,17 @@ Shape = tuple[int, ...]
 
 @runtime_checkable
 class Loadable(Protocol):
-    """A layer knows its checkpoint tensors by (parameter, part).
+    """A layer that knows its checkpoint tensors by (parameter, part).
 
-    A part is a fused layer's piece under the name it has in checkpoints, where it is a sibling
-    of the fused layer; an unfused layer has the one part ``""``.
+    A part is a piece of a fused layer under its checkpoint name, which is a sibling of the fused
+    layer. An unfused layer has the single part ``""``.
     """
 
     def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
-        """Every tensor it needs, with the checkpoint's shape, before sharding."""
+        """Every tensor the layer needs, with its shape in the checkpoint, before sharding."""
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        """Take this rank's shard of a tensor that has the expected shape."""
+        """Load this rank's shard of a tensor with the expected shape."""
 
 
 def copy_shard(
@@ -47,7 +47,7 @@ def copy_shard(
 ) -> None:
     """Fill a parameter with this rank's rows of a tensor that is not a matrix.
 
-    `num_shards` is how many ranks' worth of different rows there are; None: as many as ranks.
+    `num_shards` is the number of distinct shards; None: as many as ranks.
     """
     assert not isinstance(tensor, BlockTensor), "only matrices are stored in blocks"
     shards = tp.size if num_shards is None else num_shards

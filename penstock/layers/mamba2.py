@@ -1,4 +1,4 @@
-"""The Mamba-2 layer: projection, convolution, state space, gated norm, projection back."""
+"""The Mamba-2 layer: projection, convolution, state space, gated norm, output projection."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from penstock.protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mamba2Config:
-    """What an architecture says of its Mamba-2 layers."""
+    """An architecture's settings of its Mamba-2 layers."""
 
     hidden_size: int
     num_heads: int
     head_dim: int
     state_size: int
-    num_groups: int  # equally many heads each, which share what is written and read
+    num_groups: int  # equal head groups, which share b and c
     conv_width: int
     conv_bias: bool = True
     input_bias: bool = False
     output_bias: bool = False
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     norm_eps: float | None = 1e-5  # None: the output is gated, not normed
-    norm_groups: int = 1  # equal parts of a token's output, each normed by itself
+    norm_groups: int = 1  # equal parts of a token's output, normed separately
     norm_before_gate: bool = False
     multipliers: Sequence[float] | None = None  # of gate, x, b, c and dt
 
 
 class Mamba2(RecurrentLayer):
-    """Heads are shared out over ranks; where ranks outnumber groups, they share groups."""
+    """Heads are split over ranks. If there are more ranks than head groups, ranks share them."""
 
     def __init__(self, build: Build, name: str, config: Mamba2Config) -> None:
         ranks, inner = build.tp.size, config.num_heads * config.head_dim
@@ -85,7 +85,7 @@ class Mamba2(RecurrentLayer):
         self._weights: SpaceWeights | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size], the same shape back."""
+        """[n, hidden_size] -> the same shape."""
         memory, tokens, step = self.states()
         projected = self.in_proj(x)
         if self.scales is not None:
@@ -108,7 +108,7 @@ class Mamba2(RecurrentLayer):
         return output
 
     def weights(self) -> SpaceWeights:
-        """Made at the first step, once they are loaded."""
+        """The weights of the scan, made at the first step after loading."""
         if self._weights is None:
             heads = self.heads
             self._weights = SpaceWeights(
@@ -128,7 +128,7 @@ class Mamba2(RecurrentLayer):
 
 
 class GatedNorm(RMSNorm):
-    """norm(y * silu(gate)), or norm(y) * silu(gate), each group of a token's numbers by itself."""
+    """norm(y * silu(gate)), or norm(y) * silu(gate), separately for each norm group."""
 
     def __init__(self, build: Build, config: Mamba2Config, size: int) -> None:
         assert config.norm_eps is not None

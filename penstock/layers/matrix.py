@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class MatrixLayer(nn.Module):
-    """This rank's [out_features, in_features]: the parts' rows, one above the other."""
+    """This rank's matrix [out_features, in_features]: the rows of all parts, concatenated."""
 
-    weight: nn.Parameter  # where the linear method is DenseMethod
-    native: NativeWeights  # where it is NativeMethod
-    gguf: GgufWeights  # where it is GgufMethod
-    quantized: QuantizedWeights  # where it is QuantizedMethod
-    may_quantize = True  # by a linear method that does so while weights load
+    weight: nn.Parameter  # if the linear method is DenseMethod
+    native: NativeWeights  # if it is NativeMethod
+    gguf: GgufWeights  # if it is GgufMethod
+    quantized: QuantizedWeights  # if it is QuantizedMethod
+    may_quantize = True  # while weights load
 
     def __init__(self, build: Build, in_features: int, part_rows: dict[str, int]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class MatrixLayer(nn.Module):
         self.use(build.linear_method)
 
     def use(self, method: LinearMethod) -> None:
-        """Keep the matrix as this method does; before anything is loaded."""
+        """Store the matrix with this method. Call it before anything is loaded."""
         self.method = method
         method.create_weights(self)
 

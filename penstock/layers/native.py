@@ -1,4 +1,4 @@
-"""Weights in the layout of the C++ library: GGUF blocks as they are, or floats, packed at load."""
+"""Weights in the C++ library's layout: GGUF quantization blocks or floats, packed at load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INT8_COLUMNS = 32
 
 
 class NativeWeights:
-    """A layer's parts as they come in, and all of them together once they are there."""
+    """A layer's parts while they load, and all of them together afterwards."""
 
     def __init__(self) -> None:
         self.parts: dict[str, PackedMatrix] = {}
@@ -26,10 +26,10 @@ class NativeWeights:
 
 
 class NativeMethod(LinearMethod):
-    """Each part keeps its own block type; floats keep their own precision.
+    """Each part keeps its own GGUF type; floats keep their precision.
 
-    With `int8`, float weights are quantized to 8 bits in blocks of 32 columns while they load;
-    with `float_dtype` they are kept in that type, whatever they come in.
+    With `int8`, float weights are quantized while they load, to 8 bits in quantization blocks of 32
+    columns. With `float_dtype`, they are stored in that type.
     """
 
     def __init__(self, int8: bool = False, float_dtype: torch.dtype | None = None) -> None:
@@ -55,10 +55,10 @@ class NativeMethod(LinearMethod):
         self.pack(layer, part, own)
 
     def pack(self, layer: MatrixLayer, part: str, weight: Weight) -> None:
-        """Take this rank's weight of a part."""
+        """Load this rank's weight of a part."""
         native = layer.native
         native.parts[part] = PackedMatrix(weight)
-        # A buffer, so that the model's size counts it.
+        # A buffer, so that it counts in the model's size.
         layer.register_buffer(f"packed_{part}", native.parts[part].data, persistent=False)
         if len(native.parts) == len(layer.part_rows):
             native.linear = PackedLinear([native.parts[name] for name in layer.part_rows])

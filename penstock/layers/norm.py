@@ -1,4 +1,4 @@
-"""Normalization, with the residual addition in front of it."""
+"""Normalization, with the residual addition before it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
     def add(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and that sum. None is the first layer: nothing to add."""
+        """The norm of x + residual, and that sum. None in the first layer: nothing to add."""
         if residual is None:
             return self(x), x
         normed, residual = self.ops.add_rms_norm(x, residual, self.weight, self.eps)
@@ -38,7 +38,7 @@ class RMSNorm(nn.Module):
 
 
 class ZeroCentredNorm(RMSNorm):
-    """An RMSNorm whose weight is 1 more than the checkpoint's; float32, to lose none of it."""
+    """An RMSNorm whose weight is the checkpoint's plus 1, in float32 for precision."""
 
     def __init__(self, build: Build, size: int, eps: float) -> None:
         super().__init__(build, size, eps)
@@ -60,7 +60,7 @@ class ZeroCentredNorm(RMSNorm):
 
 
 class LayerNorm(nn.Module):
-    """Subtracts the mean, too; used like RMSNorm. It is the last dimension that is normalized."""
+    """A layer norm over the last dimension, used like RMSNorm."""
 
     def __init__(
         self, build: Build, size: int | tuple[int, ...], eps: float, bias: bool = False
@@ -79,7 +79,7 @@ class LayerNorm(nn.Module):
     def add(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and that sum. None is the first layer: nothing to add."""
+        """The norm of x + residual, and that sum. None in the first layer: nothing to add."""
         if residual is not None:
             x = x + residual
         return self(x), x

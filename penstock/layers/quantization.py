@@ -21,9 +21,9 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Shard:
-    """This rank's rows and columns of a part, which the checkpoint has as [out, in].
+    """This rank's rows and columns of a part, which is [out, in] in the checkpoint.
 
-    Rows past the part's own (of a vocabulary that does not divide) are zero.
+    Rows past the end (of a vocabulary that does not divide) are zero.
     """
 
     shape: tuple[int, int]  # of the whole part
@@ -34,7 +34,7 @@ class Shard:
 
     @property
     def num_own_rows(self) -> int:
-        """Rows that the part really has."""
+        """Rows that exist in the part."""
         return max(min(self.num_rows, self.shape[0] - self.first_row), 0)
 
     def cut(self, weight: Weight) -> Weight:
@@ -46,9 +46,10 @@ class Shard:
         return pad_rows(weight, self.num_rows)
 
     def cut_packed(self, name: str, tensor: torch.Tensor, expected: Expected) -> torch.Tensor:
-        """The share of a tensor that has some rows or columns in each of its elements.
+        """This rank's share of a tensor whose elements pack several rows or columns.
 
-        Without padding. ModelError where a border falls inside an element or a group.
+        Without padding. Raises ModelError if a border falls inside an element or a quantization
+        group.
         """
         if not expected.cut:
             return tensor
@@ -81,21 +82,21 @@ def _cut(
 
 
 class LinearMethod:
-    """Chosen once, from the checkpoint's own configuration and the device."""
+    """Chosen once, from the checkpoint's configuration and the device."""
 
-    packs = True  # whether it keeps each matrix in a layout of its own
+    packs = True  # whether it stores matrices in its own layout
 
     def create_weights(self, layer: MatrixLayer) -> None:
         """Register the layer's parameters."""
 
     def expected(self, part: str, shape: tuple[int, int]) -> Mapping[str, Expected]:
-        """The checkpoint's tensors of one part [out, in], by parameter."""
+        """The checkpoint tensors of one part [out, in], by parameter."""
         return {"weight": Expected(shape)}
 
     def load(
         self, layer: MatrixLayer, part: str, parameter: str, tensor: Weight, shard: Shard
     ) -> None:
-        """Take this rank's share of one of them."""
+        """Load this rank's share of one of them."""
         raise NotImplementedError
 
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -142,7 +143,7 @@ class DeferredQuantization(LinearMethod):
 
 
 def check_floats(part: str, tensor: torch.Tensor) -> None:
-    """Refuse quantized numbers without scales: taken for floats, they would give wrong logits."""
+    """Refuse quantized numbers without scales: read as floats, they would give wrong logits."""
     if tensor.dtype not in _FLOATS:
         where = f" of {part}" if part else ""
         raise ModelError(

@@ -20,13 +20,13 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float
 
 
 class RecurrentLayer(nn.Module):
-    """Keeps two states a request: the last tokens before its convolution, and its memory."""
+    """Keeps two states per request: the convolution's last tokens, and the layer's memory."""
 
     def __init__(
         self,
         build: Build,
         name: str,
-        memory: tuple[int, ...],  # the memory's shape on this rank
+        memory: tuple[int, ...],  # shape of the memory on this rank
         conv: CausalConv,
     ) -> None:
         super().__init__()
@@ -36,13 +36,16 @@ class RecurrentLayer(nn.Module):
         self.conv1d = conv
 
     def states(self) -> tuple[torch.Tensor, torch.Tensor, StateStep]:
-        """This layer's memories and tokens, [num_blocks, ...] each, and where the step's lie."""
+        """This layer's memories and tokens, [num_blocks, ...] each, and where the step's are."""
         context = current_context()
         memory, tokens = context.states[self.name]
         return memory, tokens, context.state_step(self.name)
 
     def kv_spec(self, dtype: str) -> RecurrentSpec:
-        """`dtype` is that of keys and values. Memories are float32: their errors would add up."""
+        """`dtype` is that of keys and values.
+
+        Memories are float32, because their errors accumulate.
+        """
         return RecurrentSpec(
             shapes=(self.memory_shape, (self.conv1d.width - 1, self.conv1d.channels)),
             dtypes=("float32", DTYPE_NAMES[self.build.dtype]),
@@ -50,9 +53,9 @@ class RecurrentLayer(nn.Module):
 
 
 class CausalConv(nn.Module):
-    """A convolution of each channel by itself, over its last `width` tokens, and silu.
+    """A depthwise convolution over the last `width` tokens of each channel, and silu.
 
-    Channels come in sections, each sharded over ranks by itself.
+    Channels come in sections, each sharded over ranks separately.
     """
 
     def __init__(self, build: Build, sections: Sequence[Part], width: int, bias: bool) -> None:
@@ -66,7 +69,7 @@ class CausalConv(nn.Module):
         self.bias = build.empty(self.channels) if bias else None
 
     def forward(self, x: torch.Tensor, states: torch.Tensor, step: StateStep) -> torch.Tensor:
-        """[n, channels] -> the same; `states` [num_blocks, width - 1, channels] go on."""
+        """[n, channels] -> the same shape. Updates `states` [num_blocks, width - 1, channels]."""
         output: torch.Tensor = self.build.ops.causal_conv(x, self.weight, self.bias, states, step)
         return output
 
@@ -91,9 +94,9 @@ class CausalConv(nn.Module):
 
 
 class HeadParameters(nn.Module):
-    """Numbers of each head, float32, which checkpoints keep in the layer itself.
+    """Numbers of each head, float32, which checkpoints store in the layer itself.
 
-    So it is the layer that the loader sees: its `expected` and `load` call `shapes` and `take`.
+    The loader therefore sees the layer: its `expected` and `load` call `shapes` and `take`.
     """
 
     def __init__(self, build: Build, num_heads: int, names: Sequence[str]) -> None:
@@ -113,7 +116,7 @@ class HeadParameters(nn.Module):
 
 
 def check_heads(ranks: int, kind: str, num_heads: int) -> None:
-    """Refuse a number of tensor-parallel ranks that does not divide a layer's heads."""
+    """Refuse a tensor-parallel size that does not divide a layer's heads."""
     if num_heads % ranks:
         raise ConfigError(
             f"tensor_parallel_size must divide the model's {num_heads} {kind} heads, got {ranks}"

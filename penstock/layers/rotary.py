@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE), and how checkpoints scale them to longer contexts."""
+"""Rotary position embedding (RoPE), and how checkpoints scale it to longer contexts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMBERS = (
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor",
     "mscale", "mscale_all_dim",
 )  # fmt: skip
-LARGEST = {  # what no model comes near; anything above it is a mistake in the file
+LARGEST = {  # far above any model; larger values are mistakes in the file
     "factor": 1e6,
     "partial_rotary_factor": 1.0,
     "original_max_position_embeddings": float(2**31 - 1),
@@ -27,10 +27,10 @@ LARGEST_OTHER = 1e15
 
 
 class Rotary(nn.Module):
-    """Angles for every position a model can reach, computed once in float32.
+    """The angles of every position a model can reach, computed once in float32.
 
-    A pair of dimensions that rotate together is (i, i + rotary_dim / 2), or (2i, 2i + 1) where
-    a model interleaves them.
+    Dimensions i and i + rotary_dim / 2 rotate together, or 2i and 2i + 1 if the model interleaves
+    them.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Rotary(nn.Module):
             )
         positions = torch.arange(build.max_model_len, dtype=torch.float32)
         angles = positions[:, None] * frequencies
-        # One table so that a step gathers once: [length, rotary_dim], cosines then sines.
+        # One table, so that a step gathers once: [length, rotary_dim], cosines then sines.
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * attention_factor
         self.table = table.to(build.dtype).to(build.device)
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [n, 1, rotary_dim / 2] of positions [n]: looked up once a step."""
+        """cos and sin [n, 1, rotary_dim / 2] of positions [n], looked up once per step."""
         cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
         return cos, sin
 
@@ -72,8 +72,8 @@ class Rotary(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate query and key [n, heads, head_dim], which may be changed in place.
 
-        Interleaved dimensions come out in the other order: only products of queries with keys
-        are of use, and those do not change.
+        Interleaved dimensions are returned in halves layout. Only products of queries with keys are
+        used, and those do not change.
         """
         if self.interleaved:
             query, key = self._to_halves(query), self._to_halves(key)
@@ -87,7 +87,7 @@ class Rotary(nn.Module):
 
 
 def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The rope settings of a config.json, older (`rope_scaling`) and newer spelling alike."""
+    """The rope settings of a config.json, in the older (`rope_scaling`) or newer spelling."""
     parameters: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = config.get(name) or {}
@@ -100,7 +100,7 @@ def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("partial_rotary_factor", "original_max_position_embeddings"):
         if config.get(name) is not None:
             parameters.setdefault(name, config[name])
-    # What Phi-3's first files called longrope.
+    # The name of longrope in Phi-3's first files.
     is_old_longrope = parameters["rope_type"] == "yarn" and parameters.get("long_factor")
     if parameters["rope_type"] == "su" or is_old_longrope:
         parameters["rope_type"] = "longrope"
@@ -118,7 +118,7 @@ def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
                 f"config.json: {name} of rope must be a number from 0 to {most:g}, "
                 f"got {value!r:.80}"
             )
-    least = 1 if parameters["rope_type"] == "yarn" else 0  # of which it takes the logarithm
+    least = 1 if parameters["rope_type"] == "yarn" else 0  # its logarithm is taken
     if parameters["rope_theta"] <= least:
         raise ModelError(
             f"config.json: rope_theta must be above {least}, got {parameters['rope_theta']}"
@@ -135,12 +135,12 @@ def rotary_frequencies(
 ) -> tuple[torch.Tensor, float]:
     """Inverse frequencies [dim / 2], and the factor on cosines and sines.
 
-    `longrope` has two sets of factors. A model that may reach past its trained length uses the
-    long ones for every sequence, since a cached key must not depend on how long it becomes.
+    `longrope` has two sets of factors. A model that may exceed its trained length uses the long
+    ones for every sequence, because a cached key must not depend on the final length.
 
-    `dynamic` stretches with the sequence, so its frequencies are [length, dim / 2]: a position
-    past the trained length gets those of a sequence that ends there. That is what a model sees
-    which decodes token by token, and it depends on nothing but the position.
+    `dynamic` stretches with the sequence, so its frequencies are [length, dim / 2]. A position past
+    the trained length gets those of a sequence that ends there. This matches a model that decodes
+    token by token, and depends only on the position.
     """
     kind, base = parameters["rope_type"], float(parameters["rope_theta"])
     factor = float(parameters.get("factor") or 1.0)
@@ -151,7 +151,7 @@ def rotary_frequencies(
         seq_len = torch.arange(1, length + 1, dtype=torch.float64).clamp(min=max_position)
         growth = (factor * seq_len / max_position - (factor - 1)) ** (dim / (dim - 2))
         return 1.0 / (base * growth[:, None]).float() ** exponent, 1.0
-    if kind == "ntk":  # of GTE's encoders: a larger base, and all of it slowed down a little
+    if kind == "ntk":  # GTE's encoders: a larger base, and everything slowed down slightly
         return 1.0 / (base * factor) ** exponent / factor ** (2 / dim), 1.0
     inverse = 1.0 / base**exponent
     if kind == "linear":
@@ -168,7 +168,7 @@ def rotary_frequencies(
 def _llama3(
     inverse: torch.Tensor, factor: float, parameters: Mapping[str, Any], max_position: int
 ) -> torch.Tensor:
-    """Low frequencies are scaled, high ones kept, those in between interpolated."""
+    """Scale low frequencies, keep high ones, interpolate in between."""
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     original = parameters.get("original_max_position_embeddings") or max_position
     wavelength = 2 * math.pi / inverse

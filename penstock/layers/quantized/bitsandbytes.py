@@ -1,4 +1,4 @@
-"""bitsandbytes: NF4 and FP4, and the 8 bits of LLM.int8()."""
+"""Schemes of bitsandbytes: NF4, FP4, and 8 bits of LLM.int8()."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from penstock.layers.quantized.schemes import Scheme, Tensors, check_type, scale
 from penstock.layers.quantized.weights import QuantizedWeight, TableWeight, W4Weight
 from penstock.protocol.errors import ModelError
 
-_LARGEST = 127  # the int8 number that a row's scale stands for
-_BY_ROW = 0  # the one weight_format that is not some GPU's own
+_LARGEST = 127  # the int8 number that equals a row's scale
+_BY_ROW = 0  # the only weight_format that is not GPU-specific
 
 
 @dataclass(frozen=True)
 class TableScheme(Scheme):
-    """4 bits that are places in a table, as `loading/bitsandbytes.py` brings them into rows.
+    """4-bit table indexes, in rows as `loading/bitsandbytes.py` arranges them.
 
-    How many columns share a scale is known when the scales come: configurations do not say it.
+    The quantization group size follows from the scales: configurations do not contain it.
     """
 
-    kind: str  # nf4 or fp4: the checkpoint has the table itself
+    kind: str  # nf4 or fp4; the table itself is in the checkpoint
 
     @property
     def label(self) -> str:
@@ -51,9 +51,9 @@ class TableScheme(Scheme):
 
 @dataclass(frozen=True)
 class LlmInt8Scheme(Scheme):
-    """8-bit numbers under each row's largest (SCB).
+    """8-bit numbers scaled by the largest of each row (SCB).
 
-    Activations stay as they are: the library itself rounds all but their outliers, to go faster.
+    Activations are not quantized. bitsandbytes itself rounds all but their outliers, for speed.
     """
 
     label = "bitsandbytes int8"

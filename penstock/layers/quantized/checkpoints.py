@@ -1,4 +1,4 @@
-"""Reads `quantization_config`: one class a format, each of which says which scheme a layer has."""
+"""Reads `quantization_config`: one class per format, which gives each layer its scheme."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from penstock.layers.quantized.schemes import (
 from penstock.ops.quantized import BLOCK
 from penstock.protocol.errors import ConfigError, ModelError
 
-# Scales of keys, values and queries: read where the cache is fp8, of no use elsewhere.
+# Scales of keys, values and queries: read for an fp8 cache, unused otherwise.
 KV_SCALES = (r"\.(k|v|q|kv|prob_output|output)_scale$", r"\.[kvq]_zero_point$")
 
 
 def choose_quantization(
     config: Mapping[str, Any], option: str | None, num_ranks: int = 1
 ) -> Quantization | None:
-    """From a model's config.json and --quantization; None: nothing is quantized.
+    """The quantization from a model's config.json and --quantization; None: not quantized.
 
-    ModelError for a checkpoint that cannot be read, ConfigError for an option that contradicts it.
+    Raises ModelError for an unsupported checkpoint, ConfigError for an option that contradicts it.
     """
     raw = find_quantization_config(config)
     if raw is None:
@@ -74,7 +74,7 @@ def choose_quantization(
 
 
 def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Wherever config.json has it; None: the checkpoint is not quantized."""
+    """The `quantization_config`, wherever config.json has it; None: not quantized."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
@@ -104,19 +104,19 @@ def _method(raw: Mapping[str, Any]) -> str:
     )
 
 
-# -- made while loading
+# -- quantized while loading
 
 
 @dataclass(frozen=True)
 class Online:
-    """Every linear layer; not routers, embeddings and the output projection."""
+    """Quantizes every linear layer, except routers, embeddings and the LM head."""
 
     own: OnlineScheme
     ignored: tuple[str, ...] = ()
     expressions: tuple[Expression, ...] = ()
 
     def scheme(self, name: str, kind: Kind) -> Scheme | None:
-        is_head = name.rpartition(".")[2] == "lm_head"  # which transformers' models have as a layer
+        is_head = name.rpartition(".")[2] == "lm_head"  # a linear layer in transformers' models
         return self.own if kind == "linear" and not is_head else None
 
 
@@ -133,12 +133,12 @@ def _online(option: str) -> Online:
     return Online(kinds[option])
 
 
-# -- one scheme for all but some layers
+# -- one scheme for all layers, with exceptions
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """All layers but those that `skipped` names."""
+    """All layers except those in `skipped`."""
 
     own: Scheme
     skipped: tuple[str, ...] = ()
@@ -150,10 +150,10 @@ class Uniform:
 
 
 def is_skipped(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a list of modules not to convert has this layer, or a module that holds it.
+    """Whether a list of modules not to convert contains this layer or a module around it.
 
-    An entry names consecutive steps of the path (``mlp.gate`` is not ``mlp.gate_proj``); stars
-    stand for anything, and ``re:`` begins a regular expression.
+    An entry matches whole steps of the path (``mlp.gate`` does not match ``mlp.gate_proj``). Stars
+    match anything, and ``re:`` starts a regular expression.
     """
     path = f".{name}."
     for pattern in patterns:
@@ -218,7 +218,7 @@ def _read_bitsandbytes(raw: Mapping[str, Any]) -> Uniform:
 
 @dataclass(frozen=True)
 class ExpertsOnly:
-    """Experts, and nothing else."""
+    """Only experts are quantized."""
 
     own: Scheme
     ignored: tuple[str, ...] = KV_SCALES
@@ -233,7 +233,7 @@ def _read_mxfp4(
 ) -> Quantization | None:
     scheme = Fp4Scheme("mxfp4")
     if config.get("intermediate_size", 0) % (scheme.group_size * num_ranks):
-        return None  # a rank's columns would end inside a group: floats, made while loading
+        return None  # a rank's columns would split a quantization group: load as floats
     return ExpertsOnly(scheme)
 
 

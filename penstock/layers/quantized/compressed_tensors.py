@@ -1,4 +1,4 @@
-"""The configuration of compressed-tensors: groups of layers, each with a scheme."""
+"""Reads the configuration of compressed-tensors: config groups of layers, each with a scheme."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SPARSE = ("sparse-24-bitmask", "sparse-bitmask", "marlin-24", "24")
 
 @dataclass(frozen=True)
 class ConfigGroup:
-    targets: tuple[str, ...]  # names, "re:" and a pattern, or classes
+    targets: tuple[str, ...]  # names, patterns with "re:", or classes
     scheme: Scheme
 
     def specificity(self, name: str, kind: Kind) -> int:
-        """0 if it does not have the layer; names count more than patterns, those than classes."""
+        """0 if no target matches. Names rank above patterns, patterns above classes."""
         if name in self.targets:
             return 3
         if any(target[:3] == "re:" and re.match(target[3:], name) for target in self.targets):
@@ -35,7 +35,7 @@ class ConfigGroup:
 @dataclass(frozen=True)
 class CompressedTensors:
     groups: tuple[ConfigGroup, ...]
-    skipped: tuple[str, ...]  # of the same three sorts as targets
+    skipped: tuple[str, ...]  # in the same three forms as targets
     ignored: tuple[str, ...] = (
         r"\.(k|v|q|kv|prob_output|output)_(scale|zero_point)$",
         r"\.(k|v|q)_(global_scale|observer.*)$",

@@ -27,14 +27,14 @@ from penstock.layers.quantized.weights import (
     W4Weight,
 )
 
-_UNIFORM_DEVIATION = {4: 4.61, 8: 73.9}  # of a uniform number of so many bits
+_UNIFORM_DEVIATION = {4: 4.61, 8: 73.9}  # standard deviation of a uniform number, by bits
 _FP4_DEVIATION = 2.9
-_TABLE_DEVIATION = 0.61  # of a table of equal steps from -1 to 1
+_TABLE_DEVIATION = 0.61  # standard deviation of a table of equal steps from -1 to 1
 _TABLE_COLUMNS = 64
 
 
 def fill_quantized(module: nn.Module, deviation: float, seed: int) -> int:
-    """Make up the weights of a layer or of experts whose scheme is chosen; how many it took."""
+    """Generate the weights of a layer or of experts with a scheme. Returns the number of seeds."""
     if isinstance(module, QuantizedExperts):
         return _fill_experts(module, deviation, seed)
     if not isinstance(module, MatrixLayer) or not isinstance(module.method, QuantizedMethod):
@@ -105,7 +105,7 @@ def dummy_weight(
 
 
 def _online(scheme: Fp8Scheme | Int8Scheme | LlmInt8Scheme | OnlineScheme) -> OnlineScheme:
-    """What makes the same kind of weights from floats; activations are dynamic."""
+    """The online scheme for the same kind of weights. Activations are dynamic."""
     if isinstance(scheme, Fp8Scheme):
         return OnlineScheme("fp8", scheme.granularity)
     if isinstance(scheme, LlmInt8Scheme):

@@ -1,4 +1,4 @@
-"""Quantized experts on a GPU: all of a layer's matrices in one tensor each, for one kernel."""
+"""Quantized experts on a GPU: one tensor for each matrix of all experts, for one kernel."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.ops.registry import Ops
 from penstock.protocol.errors import ModelError
 
 INPUT_SCALES = ("input_scale", "activation_scale")
-# In place of 0, which an expert has that no token of the calibration came to: others are larger.
+# Replaces the scale 0 of an expert that saw no calibration token. Other scales are larger.
 UNSEEN = torch.finfo(torch.float32).tiny
 
 
@@ -42,7 +42,7 @@ def decide_experts(
     scheme: Scheme | None,
     present: Mapping[str, Collection[str]],
 ) -> tuple[nn.Module, str]:
-    """What takes the place of experts that waited for their scheme, and why it is that."""
+    """The module that replaces undecided experts, and why it was chosen."""
     build, config = replace(undecided.build, linear_method=plain), undecided.config
     if scheme is None:
         implementation, choice = choose_implementation(build, config)
@@ -51,7 +51,7 @@ def decide_experts(
 
 
 class QuantizedExperts(ExpertWeights):
-    """As StackedExperts, with the weights of a scheme: one op computes all experts."""
+    """Like StackedExperts, with the weights of a scheme: one op computes all experts."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class QuantizedExperts(ExpertWeights):
         self.scheme = scheme
         self.present = present
         self._staged: dict[str, dict[str, torch.Tensor]] = {}
-        self._halves: dict[int, dict[str, QuantizedWeight]] = {}  # gate or up without the other
+        self._halves: dict[int, dict[str, QuantizedWeight]] = {}  # gate or up, without the other
         self.gate_up = Stack(config.num_experts)
         self.down = Stack(config.num_experts)
 
@@ -127,7 +127,7 @@ class QuantizedExperts(ExpertWeights):
         self.put(int(expert), name, self.scheme.convert(staged, shard))
 
     def put(self, expert: int, name: str, weight: QuantizedWeight) -> None:
-        """Take one matrix of an expert, this rank's share."""
+        """Store this rank's share of one matrix of an expert."""
         if name == "down_proj":
             self.down.put(expert, weight)
             return
@@ -145,7 +145,7 @@ class QuantizedExperts(ExpertWeights):
             self.gate_up.put(expert, fused[0])
 
     def finish_loading(self) -> None:
-        """Bring the weights into the layout that the ops multiply fastest with."""
+        """Convert the weights to the layout that is fastest for the ops."""
         first, second = self.gate_up.weight, self.down.weight
         if isinstance(first, TableWeight) and isinstance(second, TableWeight):
             _check_same_table(first, second)
@@ -161,7 +161,7 @@ class QuantizedExperts(ExpertWeights):
 
 
 class Stack(nn.Module):
-    """One matrix of each expert, every field of them in one tensor [experts, ...]."""
+    """One matrix of each expert, with every field in one tensor [experts, ...]."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Stack(nn.Module):
             self.weight = self._empty_like(weight)
         own = self.weight.tensors()
         for name, tensor in weight.tensors().items():
-            if name == "input_scale":  # one for all experts, which must overflow in none
+            if name == "input_scale":  # one for all experts: the largest overflows in none
                 own[name].copy_(torch.maximum(own[name], tensor))
             elif name == "values":
                 _check_same_table(self.weight, weight)
@@ -209,12 +209,12 @@ class Stack(nn.Module):
             else:
                 shape = (self.count, *tensor.shape)
                 fields[name] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-            # A buffer, so that the model's size counts it.
+            # A buffer, so that it counts in the model's size.
             self.register_buffer(f"stacked_{name}", fields[name], persistent=False)
         return replace(weight, **fields)  # type: ignore[type-var]
 
     def _matching(self, weight: QuantizedWeight) -> QuantizedWeight:
-        """With zeros if other experts have them: only some matrices may be symmetric."""
+        """The weight, with zeros if other experts have them: some matrices may be symmetric."""
         if not isinstance(weight, W4Weight) or self.weight is None:
             return weight
         assert isinstance(self.weight, W4Weight)

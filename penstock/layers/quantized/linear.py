@@ -1,4 +1,4 @@
-"""The strategy of layers with quantized weights, whatever their format."""
+"""The linear method of quantized weights, whatever their format."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from penstock.layers.matrix import MatrixLayer
 
 Finish = Callable[["MatrixLayer", list[QuantizedWeight]], bool]
-"""Takes a layer's parts over, in another layout and under another method, or says False."""
+"""Takes over a layer's parts in another layout and method, or returns False."""
 
 
 class QuantizedWeights:
-    """A layer's tensors as they come in, and its matrices once they are there."""
+    """A layer's tensors while they load, and its matrices afterwards."""
 
     def __init__(self) -> None:
-        self.staged: dict[str, dict[str, torch.Tensor]] = {}  # of parts that are not complete
+        self.staged: dict[str, dict[str, torch.Tensor]] = {}  # of incomplete parts
         self.parts: dict[str, QuantizedWeight] = {}
         self.fused: list[QuantizedWeight] = []
 
 
 class QuantizedMethod(LinearMethod):
-    """One layer's: the tensors of a part are converted as soon as they are all there.
+    """The method of one layer. A part is converted as soon as all of its tensors have arrived.
 
-    `present` has the optional tensors that the checkpoint has, by part. Memory beyond the weights
-    themselves is that of one layer.
+    `present` lists the optional tensors in the checkpoint, by part. Memory beyond the weights is
+    that of one layer.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class QuantizedMethod(LinearMethod):
         self.scheme = scheme
         self.present = present
         self.finish = finish
-        self.embeds = embeds  # rows are read, which only the plain layout can
+        self.embeds = embeds  # rows are read, which only the plain layout supports
 
     def create_weights(self, layer: MatrixLayer) -> None:
         layer.quantized = QuantizedWeights()
@@ -76,7 +76,7 @@ class QuantizedMethod(LinearMethod):
         self.add(layer, part, weight)
 
     def add(self, layer: MatrixLayer, part: str, weight: QuantizedWeight) -> None:
-        """Take a part's weight; with the last one, the layer is ready."""
+        """Store a part's weight. With the last part, the layer is complete."""
         state = layer.quantized
         state.parts[part] = weight
         if len(state.parts) < len(layer.part_rows):
@@ -91,7 +91,7 @@ class QuantizedMethod(LinearMethod):
         state.fused = fused
         for index, weight in enumerate(fused):
             for name, tensor in weight.tensors().items():
-                # A buffer, so that the model's size counts it.
+                # A buffer, so that it counts in the model's size.
                 layer.register_buffer(f"quantized_{index}_{name}", tensor, persistent=False)
 
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Quantized weights for the C++ library, where its own types hold them.
+"""Converts quantized weights to types of the C++ library.
 
-Integers go into blocks of 32 columns under a float16 scale, and only if that is exact. fp8 becomes
-float16, of which e4m3 numbers use a few bits: exact too, but for scales by block. Tables of 16 are
-rounded to integers of 8 bits: floats a tile at a time would take a hundred times as long. What does
-not fit is done around the product: factors of whole rows, zero points, the order of columns.
-Weights that have no place here stay with `penstock.ops.quantized`.
+Integers go into quantization blocks of 32 columns with a float16 scale, if that is exact. fp8
+becomes float16, which holds e4m3 numbers; this is exact too, except for block-wise scales. Tables
+of 16 values are rounded to 8-bit integers: dequantizing a tile at a time would take a hundred times
+as long. Row factors, zero points and the order of columns are applied around the product. Other
+weights stay with `penstock.ops.quantized`.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from penstock.ops.quantized import (
     unpack_nibbles,
 )
 
-COLUMNS = 32  # of a block
+COLUMNS = 32  # of a quantization block
 
 
 @dataclass(frozen=True)
 class QuantizedBlocks:
-    """A matrix in blocks: row_factor * (blocks + offsets), its columns in the order of `perm`."""
+    """A matrix row_factor * (blocks + offsets), with its columns in the order of `perm`."""
 
     blocks: Weight
     row_factor: torch.Tensor | None = None  # [out]
-    offsets: torch.Tensor | None = None  # [out, groups]: added to every weight of a group
+    offsets: torch.Tensor | None = None  # [out, quantization groups]: added to each weight
     perm: torch.Tensor | None = None
 
 
 def to_blocks(weight: QuantizedWeight) -> QuantizedBlocks | None:
-    """The same numbers in blocks, or None where they have no place there."""
+    """The same numbers in quantization blocks, or None if they do not fit."""
     if isinstance(weight, Int8Weight):
         whole = weight.weight.shape[1]
         return _blocks(weight.weight, weight.scale[:, None], None, whole, 8, None)
     if isinstance(weight, Fp8Weight):
         return _fp8(weight)
     if isinstance(weight, Fp4Weight) and weight.global_scale is None:
-        # Twice an e2m1 number is a whole one, and half of a power of two is one.
+        # Twice an e2m1 number is an integer, and half of a power of two is a power of two.
         doubled = torch.tensor([int(2 * value) for value in FP4_VALUES], dtype=torch.int8)
         numbers = doubled[unpack_nibbles(weight.packed).int()]
         return _blocks(numbers, e8m0_to_float(weight.scales) / 2, None, weight.group_size, 8, None)
@@ -73,7 +73,7 @@ def to_blocks(weight: QuantizedWeight) -> QuantizedBlocks | None:
 
 def _blocks(
     numbers: torch.Tensor,  # [out, in] uint8 of 4 bits, or int8
-    scales: torch.Tensor,  # [out, groups]
+    scales: torch.Tensor,  # [out, quantization groups]
     zeros: torch.Tensor | None,
     group_size: int,
     bits: int,
@@ -100,7 +100,7 @@ def _blocks(
 
 
 def _table(weight: TableWeight) -> QuantizedBlocks | None:
-    """What is off is at most 1/254 of a group's largest weight, and scales' rounding to float16."""
+    """The error is at most 1/254 of a quantization group's largest weight, plus scale rounding."""
     unit = weight.values.abs().amax().clamp_min(1e-30) / 127
     places = (weight.values / unit).round().to(torch.int8)
     numbers = places[unpack_nibbles(weight.packed).int()]
@@ -119,25 +119,25 @@ def _fp8(weight: Fp8Weight) -> QuantizedBlocks:
 
 
 def _near_one(numbers: torch.Tensor) -> torch.Tensor:
-    """For each row the power of two that brings its largest number near one."""
+    """For each row, the power of two that brings its largest number near one."""
     return torch.exp2(numbers.abs().amax(1).clamp_min(1e-30).log2().floor())
 
 
 def _float16(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """[out, groups] as float16 times a factor for each row [out], exactly; None: impossible."""
+    """[out, groups] as float16 times a factor per row [out], exactly; None if impossible."""
     halves = scales.half()
     if torch.equal(halves.float(), scales):
         return halves, None
     if scales.shape[1] == 1:
         return torch.ones_like(halves), scales[:, 0].contiguous()
-    factor = _near_one(scales)  # far from float16's small end
+    factor = _near_one(scales)  # far from float16's smallest numbers
     near_one = scales / factor[:, None]
     halves = near_one.half()
     return (halves, factor) if torch.equal(halves.float(), near_one) else None
 
 
 class NativeFinish:
-    """Gives a layer to the library as soon as its parts are there, if all are exact in blocks."""
+    """Moves a layer to the library once its parts have arrived, if all fit quantization blocks."""
 
     def __init__(self, plain: NativeMethod) -> None:
         self._plain = plain
@@ -164,12 +164,12 @@ def _same_order(parts: list[QuantizedBlocks]) -> bool:
 
 
 class NativeBlocksMethod(LinearMethod):
-    """The library's product of one layer, with what blocks cannot hold done around it."""
+    """The library's product of one layer, plus what quantization blocks cannot hold."""
 
     def __init__(self, layer: MatrixLayer, parts: list[QuantizedBlocks]) -> None:
         self._perm = parts[0].perm
         self._row_factor: torch.Tensor | None = None
-        self._offsets: PackedMatrix | None = None  # [out, groups]
+        self._offsets: PackedMatrix | None = None  # [out, quantization groups]
         self._times_offsets: PackedLinear | None = None
         rows = [part.blocks.shape[0] for part in parts]
         if any(part.row_factor is not None for part in parts):
@@ -181,8 +181,9 @@ class NativeBlocksMethod(LinearMethod):
         offsets = [part.offsets for part in parts]
         groups = next((own.shape[1] for own in offsets if own is not None), 0)
         if groups:
-            # Packed for the library to multiply: torch's sums of one row and of many differ in the
-            # last bits, and the next layer rounds them to 8 bits, where that can be a whole step.
+            # Packed, so that the library multiplies them. Torch's sums of one row and of many
+            # differ in the last bits. The next layer rounds to 8 bits, where that can be a whole
+            # step.
             self._offsets = PackedMatrix(
                 torch.cat(
                     [

@@ -1,4 +1,4 @@
-"""Weights of 4 and 8 bits with scales by group: GPTQ, AWQ, and compressed-tensors' own packing."""
+"""Schemes of 4 and 8 bits with quantization groups: GPTQ, AWQ, and pack-quantized."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from penstock.ops.quantized import pack_nibbles, unpack_nibbles
 from penstock.protocol.errors import ModelError
 
 _WORD = 32  # bits
-# AWQ's words have the columns 0, 2, 4, 6, 1, 3, 5, 7 from the low bits up: where each column is.
+# AWQ words hold columns 0, 2, 4, 6, 1, 3, 5, 7 from the low bits up. This is the index of each
+# column.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 _SMALL_GROUP = 32
 
@@ -23,7 +24,7 @@ _SMALL_GROUP = 32
 @dataclass(frozen=True)
 class _Grouped(Scheme):
     bits: int
-    group_size: int  # columns that share a scale; -1: all of a row
+    group_size: int  # columns that share a scale; -1: a whole row
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int:
@@ -39,7 +40,10 @@ class _Grouped(Scheme):
             )
 
     def check(self, shape: tuple[int, int]) -> tuple[int, int, int]:
-        """Rows, columns and groups. ModelError where they do not fit whole words."""
+        """Rows, columns and quantization groups.
+
+        Raises ModelError if they do not fill whole words.
+        """
         rows, columns = shape
         group = columns if self.group_size == -1 else self.group_size
         if columns % group or columns * self.bits % _WORD or rows * self.bits % _WORD:
@@ -52,10 +56,10 @@ class _Grouped(Scheme):
 
 @dataclass(frozen=True)
 class GptqScheme(_Grouped):
-    """Numbers packed along the input, zeros along the output; g_idx names each column's group."""
+    """Numbers packed along the input, zeros along the output. g_idx gives each column's group."""
 
     act_order: bool = False
-    zero_offset: int = 1  # the first format stores zeros less one
+    zero_offset: int = 1  # the first version of the format stores zeros minus one
 
     @property
     def label(self) -> str:
@@ -72,7 +76,8 @@ class GptqScheme(_Grouped):
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
         rows, columns, groups = self.check(shape)
         per_word = _WORD // self.bits
-        # In activation order, any column may belong to any group: all ranks keep them all.
+        # In activation order, columns may belong to any quantization group: all ranks keep all
+        # groups.
         cut = None if self.act_order else 0
         return {
             "qweight": Expected((columns // per_word, rows), rows=1, columns=0),
@@ -92,7 +97,7 @@ class GptqScheme(_Grouped):
             return weight
         groups = _groups(tensors, "g_idx")
         in_order = _in_order(groups, self.group_size, shard)
-        is_set = bool(groups.any())  # some writers leave it zero where columns are in order
+        is_set = bool(groups.any())  # some writers leave it zero if columns are in order
         if self.act_order:
             return order_columns(weight, groups if is_set else in_order, self.group_size)
         if is_set and not torch.equal(groups, in_order):
@@ -104,7 +109,7 @@ class GptqScheme(_Grouped):
 
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:
         """[groups, out / per_word] int32 -> [out, groups] uint8."""
-        # Writers subtract from whole words, borrows and all; adding to whole words undoes it.
+        # Writers subtract from whole words, with borrows. Adding to whole words undoes it.
         ones = sum(self.zero_offset << shift for shift in range(0, _WORD, self.bits))
         whole = ((words.long() + ones) & 0xFFFFFFFF).to(torch.uint32)
         numbers = whole.contiguous().view(torch.uint8)
@@ -115,7 +120,7 @@ class GptqScheme(_Grouped):
 
 @dataclass(frozen=True)
 class AwqScheme(_Grouped):
-    """Numbers and zeros packed along the output, in an order of their own."""
+    """Numbers and zeros packed along the output, in AWQ's own order."""
 
     has_zeros: bool = True
 
@@ -155,7 +160,7 @@ def _from_awq(words: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PackedScheme(_Grouped):
-    """compressed-tensors' pack-quantized: words along the input, zeros' words along the output."""
+    """compressed-tensors' pack-quantized: words along the input, zero words along the output."""
 
     has_zeros: bool = False
     act_order: bool = False
@@ -203,7 +208,7 @@ class PackedScheme(_Grouped):
         group_size = shard.shape[1] if self.group_size == -1 else self.group_size
         groups = _groups(tensors, "weight_g_idx")
         in_order = _in_order(groups, group_size, shard)
-        if (groups == -1).all():  # the format's way to say that columns are in order
+        if (groups == -1).all():  # the format's mark for columns in order
             groups = in_order
         if self.act_order:
             return order_columns(weight, groups, group_size)
@@ -216,13 +221,13 @@ class PackedScheme(_Grouped):
 
 
 def _groups(tensors: Tensors, name: str) -> torch.Tensor:
-    """The group of each column."""
+    """The quantization group of each column."""
     check_type(name, tensors[name], torch.int32, torch.int64)
     return tensors[name].long()
 
 
 def _in_order(groups: torch.Tensor, group_size: int, shard: Shard) -> torch.Tensor:
-    """Each column's group, where columns are in the matrix's own order."""
+    """Each column's quantization group, if columns are in the matrix's own order."""
     columns = torch.arange(len(groups), device=groups.device)
     return (shard.first_column + columns) // group_size
 
@@ -241,16 +246,16 @@ def _weight(
 ) -> W4Weight:
     if zeros is not None and (zeros == 1 << (bits - 1)).all():
         zeros = None  # symmetric
-    # A shard may lie within the one group of its rows.
+    # A shard may lie within a single quantization group.
     columns = packed.shape[1] * 8 // bits
     return W4Weight(packed, scales, zeros, columns // scales.shape[1], bits)
 
 
 def order_columns(weight: W4Weight, groups: torch.Tensor, group_size: int) -> W4Weight:
-    """Columns brought together by group; `groups` [in] names each one's, of the scales' columns.
+    """Sort columns by quantization group; `groups` [in] gives each column's, as scale columns.
 
-    A shard may have any number of a group's columns: they are filled up to small groups of one
-    size with columns of zeros.
+    A shard may hold any number of a group's columns. They are padded with zero columns to small
+    groups of equal size.
     """
     columns, num_groups = len(groups), weight.scales.shape[1]
     if ((groups < 0) | (groups >= num_groups)).any():
@@ -265,18 +270,18 @@ def order_columns(weight: W4Weight, groups: torch.Tensor, group_size: int) -> W4
     size = group_size
     if ((counts != 0) & (counts != group_size)).any():
         size = math.gcd(_SMALL_GROUP, group_size)
-    lengths = -(-counts // size) * size  # of each group, filled up
+    lengths = -(-counts // size) * size  # of each quantization group, padded
     owners = torch.repeat_interleave(torch.arange(len(counts), device=groups.device), lengths)
     perm = torch.zeros(len(owners), dtype=torch.int64, device=groups.device)
     order = groups.argsort(stable=True)
-    # Where a group's columns begin, among the sorted ones and among the filled-up ones.
+    # Where each group's columns begin, among the sorted and among the padded columns.
     shift = (lengths.cumsum(0) - lengths) - (counts.cumsum(0) - counts)
     places = torch.arange(columns, device=groups.device) + shift[groups[order]]
     perm[places] = order
     is_real = torch.zeros(len(owners), dtype=torch.bool, device=groups.device)
     is_real[places] = True
     numbers = unpack_nibbles(weight.packed) if weight.bits == 4 else weight.packed
-    kept = owners[::size]  # the group of each small group
+    kept = owners[::size]  # the group that each small group belongs to
     scales = weight.scales[:, kept]
     zeros = None if weight.zeros is None else weight.zeros[:, kept]
     half = torch.tensor(1 << (weight.bits - 1), dtype=torch.uint8, device=groups.device)

@@ -1,4 +1,4 @@
-"""Regular expressions of a checkpoint, which is untrusted: they must not hang the load.
+"""Guards against regular expressions of untrusted checkpoints that would hang the load.
 
 A confined process first tries each on the names of the model's layers.
 """
@@ -22,7 +22,7 @@ class Expression(NamedTuple):
 
 
 def names_in(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """A list of names, of which some may be patterns that begin with ``re:``; () if it has none."""
+    """A list of names, some of them patterns that start with ``re:``; () if missing."""
     names = raw.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"config.json: {key} must be a list of names, got {names!r:.80}")
@@ -32,7 +32,7 @@ def names_in(raw: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def object_in(
     raw: Mapping[str, Any], key: str, owner: str = "quantization_config"
 ) -> Mapping[str, Any]:
-    """{} if it has none."""
+    """An object; {} if missing."""
     found = raw.get(key) or {}
     if not isinstance(found, Mapping):
         raise ModelError(f"config.json: {owner}'s {key} must be an object, got {found!r:.80}")
@@ -40,12 +40,12 @@ def object_in(
 
 
 def find_expressions(raw: Mapping[str, Any]) -> tuple[Expression, ...]:
-    """All patterns of a `quantization_config`: names that begin with ``re:``, keys of `dynamic`."""
+    """All patterns of a `quantization_config`: names with ``re:``, and keys of `dynamic`."""
     return tuple(dict.fromkeys(_walk("", raw)))
 
 
 def expression_of(pattern: str) -> str:
-    """Of an entry of `dynamic`, whose sign says whether it changes or leaves out."""
+    """The expression of an entry of `dynamic`, without the sign for include or exclude."""
     return pattern[2:] if pattern[:2] in ("+:", "-:") else pattern
 
 
@@ -63,7 +63,7 @@ def _walk(field: str, value: Any) -> Iterator[Expression]:
 
 
 def try_expressions(expressions: Sequence[Expression], names: Sequence[str]) -> None:
-    """ModelError, which names the field, for what is no expression or takes too long to match."""
+    """Raise ModelError, which names the field, for a bad expression or one that is too slow."""
     if not expressions:
         return
     if len(expressions) > MAX_EXPRESSIONS:

@@ -1,4 +1,4 @@
-"""Which layer of a model has which scheme: as a checkpoint says, or as the user asks."""
+"""Decides which layer has which scheme, from the checkpoint or the user's option."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from penstock.protocol.errors import ModelError
 logger = logging.getLogger(__name__)
 
 Kind = Literal["linear", "router", "vocabulary"]
-# Matrices of all experts in one tensor, of floats: quantized ones have other names.
+# All experts' matrices in one tensor of floats. Quantized ones have other names.
 _STACKED = frozenset({"gate_up_proj", "down_proj"})
 
 
 class Quantization(Protocol):
-    """What a configuration says of its layers."""
+    """What a configuration says about layers."""
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Patterns of tensors that have no place in the model."""
+        """Patterns of tensors that the model does not use."""
 
     @property
     def expressions(self) -> tuple[Expression, ...]:
-        """The regular expressions that `scheme` matches names with; they are to be tried before."""
+        """The regular expressions that `scheme` uses. They must be tried first."""
 
     def scheme(self, name: str, kind: Kind) -> Scheme | None:
-        """Of the layer that checkpoints call `name`; None: plain floats."""
+        """The scheme of the layer that checkpoints call `name`; None: plain floats."""
 
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """What a checkpoint has of one layer."""
+    """What a checkpoint contains of one layer."""
 
-    name: str  # under the checkpoint's own name
+    name: str  # in the checkpoint
     tensors: frozenset[str]  # parameters
 
 
 class StoredLayers:
-    """A checkpoint's layers, under the names that the model has for them."""
+    """A checkpoint's layers, under the model's names."""
 
     def __init__(self, names: Iterable[tuple[str, str]]) -> None:
-        """`names` are pairs: a tensor's name in the model, and in the checkpoint."""
+        """`names` are pairs of a tensor's names: in the model, and in the checkpoint."""
         tensors: dict[str, set[str]] = {}
         stored: dict[str, str] = {}
         for own, name in names:
@@ -70,7 +70,7 @@ class StoredLayers:
         return self._layers.get(own_name)
 
     def find_stacked(self, own_name: str) -> StoredLayer | None:
-        """The layer that has an expert's matrix together with those of all others."""
+        """The layer that stores an expert's matrix together with those of all other experts."""
         path, found, _ = own_name.rpartition(".experts.")
         layer = self.find(f"{path}.experts") if found else None
         return layer if layer is not None and layer.tensors & _STACKED else None
@@ -83,11 +83,11 @@ def assign_methods(
     stored: StoredLayers | None = None,
     finish: Finish | None = None,
 ) -> None:
-    """Give every layer of a model that was built undecided its method.
+    """Give every layer of a model built with deferred methods its method.
 
-    Layers that are stored as floats get `plain`. Without `stored` (weights that are made up) the
-    configuration alone decides. ModelError for fused layers whose parts are stored differently, and
-    for patterns that are wrong or take too long.
+    Layers stored as floats get `plain`. Without `stored` (dummy weights), the configuration alone
+    decides. Raises ModelError for fused layers whose parts are stored differently, and for patterns
+    that are wrong or too slow.
     """
     if quantization.expressions:
         try_expressions(quantization.expressions, _asked_names(model, stored))
@@ -128,7 +128,7 @@ def _agreed(
     names: Mapping[str, str],  # by part
     kind: Kind,
 ) -> tuple[Scheme | None, dict[str, Collection[str]]]:
-    """The one scheme of all parts, and which of its tensors the checkpoint has of each."""
+    """The common scheme of all parts, and which of its tensors each part has."""
     schemes: dict[str, Scheme | None] = {}
     present: dict[str, Collection[str]] = {}
     for part, own_name in names.items():
@@ -140,7 +140,7 @@ def _agreed(
                 scheme = scheme.named_as(layer.tensors)
             is_float = "weight" in layer.tensors and not scheme.marks & layer.tensors
             if scheme.marks and (is_float or layer.tensors & _STACKED):
-                scheme = None  # whatever the configuration says, these are floats
+                scheme = None  # stored as floats, whatever the configuration says
         schemes[part] = scheme
     kinds = list(dict.fromkeys(schemes.values()))
     if len(kinds) == 1:
@@ -155,14 +155,14 @@ def _agreed(
 
 
 def _find_layer(stored: StoredLayers | None, path: str, own_name: str) -> StoredLayer | None:
-    """What the checkpoint has of a part: as one tensor with the others, already fused, or alone."""
+    """How the checkpoint stores a part: stacked with others, already fused, or alone."""
     if stored is None:
         return None
     return stored.find(path) or stored.find(own_name) or stored.find_stacked(own_name)
 
 
 def _asked_names(model: nn.Module, stored: StoredLayers | None) -> list[str]:
-    """All names that a configuration will be asked for."""
+    """All names that the configuration will be asked about."""
     names: dict[str, None] = {}
     for path, module in model.named_modules():
         owner = f"{path}.experts" if isinstance(module, Experts) else path
@@ -173,7 +173,7 @@ def _asked_names(model: nn.Module, stored: StoredLayers | None) -> list[str]:
 
 
 def _part_names(path: str, module: nn.Module) -> dict[str, str]:
-    """The names of a layer's matrices by part; none if it is no layer that is to be decided."""
+    """The names of a layer's matrices by part; {} if the layer needs no decision."""
     if isinstance(module, Experts) and isinstance(module.experts, UndecidedExperts):
         return {part: f"{path}.{part}" for part in expert_parts(module.experts.config)}
     if isinstance(module, MatrixLayer) and isinstance(module.method, DeferredQuantization):

@@ -1,6 +1,6 @@
-"""How each format's tensors lie in a checkpoint, and how they become the weights of their kind.
+"""The checkpoint layout of each format, and its conversion to weights in memory.
 
-A scheme is a value: layers whose schemes are equal are stored alike.
+A scheme is a value: layers with equal schemes are stored alike.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ class Scheme:
 
     @property
     def label(self) -> str:
-        """In a few words, for errors and logs."""
+        """A short name for errors and logs."""
         raise NotImplementedError
 
     @property
     def optional(self) -> frozenset[str]:
-        """Parameters that a checkpoint may leave out."""
+        """Parameters that a checkpoint may omit."""
         return frozenset()
 
     @property
     def marks(self) -> frozenset[str]:
-        """Parameters that a layer of floats does not have."""
+        """Parameters that an unquantized layer does not have."""
         return frozenset({"weight_scale"})
 
     def expected(self, shape: tuple[int, int]) -> dict[str, Expected]:
-        """The tensors of a part [out, in], optional ones too."""
+        """The tensors of a part [out, in], including optional ones."""
         raise NotImplementedError
 
     def convert(self, tensors: Tensors, shard: Shard) -> QuantizedWeight:
-        """This rank's share, from tensors that `Shard.cut_packed` has cut, on their device."""
+        """This rank's weight, from tensors that `Shard.cut_packed` has cut, on their device."""
         raise NotImplementedError
 
 
 def check_type(name: str, tensor: torch.Tensor, *known: torch.dtype) -> None:
-    """ModelError for a tensor of another type: its bytes would be taken for other numbers."""
+    """Raise ModelError for another type: its bytes would be read as wrong numbers."""
     if tensor.dtype not in known:
         raise ModelError(
             f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}, supported is "
@@ -71,7 +71,7 @@ def check_type(name: str, tensor: torch.Tensor, *known: torch.dtype) -> None:
 
 
 def scales_of(tensors: Tensors, name: str) -> torch.Tensor:
-    """As they are stored. ModelError for what is no float, or not finite: damage."""
+    """Scales as stored. Raises ModelError if they are not floats or not finite."""
     scales = tensors[name]
     if not scales.is_floating_point():
         raise ModelError(
@@ -82,7 +82,7 @@ def scales_of(tensors: Tensors, name: str) -> torch.Tensor:
 
 
 def check_finite(name: str, scales: torch.Tensor) -> None:
-    """ModelError for scales under which no product is a number."""
+    """Raise ModelError for scales that are not finite."""
     if not bool(torch.isfinite(scales).all()):
         raise ModelError(
             f"{name} has scales that are not finite: the checkpoint is damaged, fetch it again or "
@@ -91,7 +91,7 @@ def check_finite(name: str, scales: torch.Tensor) -> None:
 
 
 def one_scale(tensors: Tensors, name: str) -> torch.Tensor:
-    """The one number that something is divided by, as float32. ModelError unless positive."""
+    """A single divisor as float32. Raises ModelError unless positive."""
     scale = scales_of(tensors, name).float()
     if not bool((scale > 0).all()):
         raise ModelError(
@@ -103,10 +103,10 @@ def one_scale(tensors: Tensors, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Fp8Scheme(Scheme):
-    """e4m3 weights under a scale a matrix, a row, or a block of 128 x 128."""
+    """e4m3 weights with one scale per matrix, row, or quantization block of 128 x 128."""
 
     granularity: Granularity
-    static: bool  # activations have the checkpoint's scale
+    static: bool  # activations use the checkpoint's scale
     scale_name: str = "weight_scale"
     input_name: str = "input_scale"
 
@@ -136,7 +136,7 @@ class Fp8Scheme(Scheme):
         }
 
     def named_as(self, tensors: Collection[str]) -> Fp8Scheme:
-        """The same under the names that transformers has for scales, where a layer has those."""
+        """The scheme with transformers' names of scales, if a layer has those."""
         if self.scale_name in tensors or "weight_scale_inv" not in tensors:
             return self
         return replace(self, scale_name="weight_scale_inv", input_name="activation_scale")
@@ -154,7 +154,7 @@ class Fp8Scheme(Scheme):
 
 
 def _own_blocks(scale: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """The scales of a shard's blocks; once for each row, where it does not begin between blocks."""
+    """The scales of a shard's quantization blocks; by row if it starts inside a block."""
     last_column = shard.first_column + shard.num_columns
     if shard.first_column % BLOCK or (last_column % BLOCK and last_column != shard.shape[1]):
         raise ModelError(
@@ -171,7 +171,7 @@ def _own_blocks(scale: torch.Tensor, shard: Shard) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Int8Scheme(Scheme):
-    """int8 weights under a scale a matrix or a row; activations in int8, or as they are."""
+    """int8 weights with one scale per matrix or row; activations in int8 or unquantized."""
 
     granularity: Literal["tensor", "channel"]
     activations: Literal["static", "dynamic", "none"]
@@ -218,12 +218,12 @@ class Int8Scheme(Scheme):
 
 @dataclass(frozen=True)
 class Fp4Scheme(Scheme):
-    """e2m1 weights: MXFP4 with exponents for scales, NVFP4 with e4m3 scales and one over all."""
+    """e2m1 weights: MXFP4 with e8m0 scales, NVFP4 with e4m3 scales and a global scale."""
 
     kind: Literal["mxfp4", "nvfp4"]
     packed_name: str = "weight_packed"
     global_name: str = "weight_global_scale"
-    divides: bool = True  # whether the global scale divides (else it multiplies)
+    divides: bool = True  # the global scale divides; else it multiplies
 
     @property
     def label(self) -> str:
@@ -270,12 +270,12 @@ class Fp4Scheme(Scheme):
         return Fp4Weight(packed, scales, one.expand(len(packed)).contiguous(), self.group_size)
 
 
-# -- quantized here, while loading
+# -- quantized while loading
 
 
 @dataclass(frozen=True)
 class OnlineScheme(Scheme):
-    """Float weights, quantized as they come."""
+    """Float weights, quantized while they load."""
 
     kind: Literal["fp8", "int8", "int8_weight_only"]
     granularity: Granularity = "channel"

@@ -1,4 +1,4 @@
-"""Quantized matrices in memory: one class a kind, in the layouts of `penstock.ops.quantized`."""
+"""Quantized matrices in memory: one class per kind, in the layouts of `penstock.ops.quantized`."""
 
 from __future__ import annotations
 
@@ -22,32 +22,34 @@ from penstock.ops.registry import Ops
 
 
 class QuantizedWeight(Protocol):
-    """This rank's matrix [out, in] of one part or of several."""
+    """This rank's matrix [out, in] of one or several parts."""
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, in] -> [n, out]."""
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
-        """Some rows as float32: [n] -> [n, in]. Not after `prepare`."""
+        """Some rows as float32: [n] -> [n, in]. Not available after `prepare`."""
 
     def padded(self, num_rows: int) -> QuantizedWeight:
-        """With rows of zeros at its end."""
+        """The matrix padded with zero rows at its end."""
 
     def prepare(self, ops: Ops) -> QuantizedWeight:
-        """In the layout that these ops multiply fastest with."""
+        """The matrix in the layout that is fastest for these ops."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its parts, by field."""
+        """Its tensors, by field."""
 
 
 T = TypeVar("T", bound="_Fields")
-SHARED = ("input_scale", "perm", "values")  # fields with the same numbers for all rows
+SHARED = ("input_scale", "perm", "values")  # fields shared by all rows
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """What is the same for most kinds: a frozen dataclass whose tensors have a row an output, but
-    for those in `SHARED`."""
+    """The common behaviour of most kinds: a frozen dataclass of tensors with one row per output.
+
+    The fields in `SHARED` are the exception.
+    """
 
     def tensors(self) -> dict[str, torch.Tensor]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -66,7 +68,7 @@ class _Fields:
 @dataclass(frozen=True)
 class Fp8Weight(_Fields):
     weight: torch.Tensor  # [out, in] float8_e4m3fn
-    scale: torch.Tensor  # [out] float32, or by block
+    scale: torch.Tensor  # [out] float32, or by quantization block
     input_scale: torch.Tensor | None = None  # scalar
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -97,7 +99,7 @@ class Fp8Weight(_Fields):
         return dataclasses.replace(self, weight=weight, scale=scale)
 
     def by_row(self) -> Fp8Weight:
-        """Blocks' scales once for each row."""
+        """The scales of quantization blocks, repeated for each row."""
         rows = torch.arange(len(self.weight), device=self.scale.device) // BLOCK
         return dataclasses.replace(self, scale=self.scale[rows])
 
@@ -123,7 +125,7 @@ class W4Weight(_Fields):
     zeros: torch.Tensor | None  # [out, in / group_size] uint8
     group_size: int
     bits: int = 4
-    perm: torch.Tensor | None = None  # [in] int64: column i belongs to x[:, perm[i]]
+    perm: torch.Tensor | None = None  # [in] int64: column i multiplies x[:, perm[i]]
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         multiply = ops.w8_linear if self.bits == 8 else ops.w4_linear
@@ -181,7 +183,7 @@ class Fp4Weight(_Fields):
 class TableWeight(_Fields):
     packed: torch.Tensor  # [out, in / 2] uint8
     scales: torch.Tensor  # [out, groups] float32
-    values: torch.Tensor  # [16] float32: what the numbers stand for
+    values: torch.Tensor  # [16] float32: the values of the table
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         output: torch.Tensor = ops.table_linear(x, self.packed, self.scales, self.values, bias)
@@ -199,7 +201,7 @@ W = TypeVar("W", Fp8Weight, Int8Weight, W4Weight, Fp4Weight, TableWeight)
 
 
 def fuse(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
-    """One matrix of all parts, one above the other; parts that cannot be one stay by themselves."""
+    """Concatenate all parts into one matrix. Parts that cannot be combined stay separate."""
     first = parts[0]
     if len(parts) == 1:
         return [first]
@@ -227,12 +229,12 @@ def fuse(parts: Sequence[QuantizedWeight]) -> list[QuantizedWeight]:
 
 def _fuse_fp8(parts: list[Fp8Weight]) -> Fp8Weight:
     if parts[0].scale.ndim == 2 and any(len(part.weight) % BLOCK for part in parts[:-1]):
-        parts = [part.by_row() for part in parts]  # blocks would reach over two parts
+        parts = [part.by_row() for part in parts]  # a quantization block would span two parts
     return _stack(parts[0], parts, input_scale=_largest([part.input_scale for part in parts]))
 
 
 def _stack(first: W, parts: Sequence[W], **given: torch.Tensor | None) -> W:
-    """`first` with every tensor that is not `given` stacked with the other parts' own."""
+    """`first` with every tensor not in `given` concatenated over all parts."""
     stacked = {
         name: _cat([part.tensors()[name] for part in parts])
         for name in first.tensors()
@@ -248,7 +250,7 @@ def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _rows_of_bytes(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Indexing that also works for types that torch only stores."""
+    """Indexing that also works for types that torch can only store."""
     return tensor.view(torch.uint8)[rows].view(tensor.dtype)
 
 
@@ -269,6 +271,6 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def _largest(scales: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """Parts have one input, so one scale: the largest overflows nowhere."""
+    """The scale of the parts' common input: the largest overflows nowhere."""
     given = [scale for scale in scales if scale is not None]
     return torch.stack(given).amax() if given else None
