@@ -1,6 +1,6 @@
-"""AsyncEngineClient: the engine in another process, driven from an event loop without torch.
+"""AsyncEngineClient: drives an engine in another process from an event loop. No torch.
 
-The ledger keeps the requests, a dispatch runs them on an engine.
+The ledger owns the requests. A dispatch runs them on an engine.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from penstock.protocol.request import EngineRequest
 
 
 class AsyncEngineClient:
-    """Takes requests in and hands out their deltas, through any number of engine deaths.
+    """Accepts requests and returns their deltas, across engine restarts.
 
-    Everything but the constructor belongs to one event loop.
+    Call everything except the constructor from one event loop.
     """
 
     def __init__(
@@ -32,20 +32,20 @@ class AsyncEngineClient:
         self._config = config or ServerConfig()
 
     def spawn(self) -> None:
-        """Start the engine's process; `load` tells it what to run."""
+        """Start the engine process. `load` then loads the model."""
         self._dispatch = Dispatch(self.ledger, self._config)
 
     async def load(self, config: EngineConfig) -> EngineInfo:
-        """Have the engine load its model. Raises what kept it from that."""
+        """Load the model in the engine. Raises the engine's error if that fails."""
         return await self._dispatch.load(config)
 
     async def close(self) -> None:
-        """Stop the process; requests that are left get `EngineDeadError`."""
+        """Stop the process. Unfinished requests get `EngineDeadError`."""
         self.ledger.fail_all(EngineDeadError("the server is shutting down"))
         await self._dispatch.close()
 
     def kill(self) -> None:
-        """End the process at once, for when there is no time to close."""
+        """Kill the process without a clean shutdown."""
         self._dispatch.kill()
 
     @property
@@ -59,7 +59,7 @@ class AsyncEngineClient:
 
     @property
     def info(self) -> EngineInfo | None:
-        """What the engine turned out to be; None until it has loaded its model."""
+        """Limits and properties of the engine. None until it has loaded its model."""
         return self._dispatch.info
 
     @property
@@ -68,22 +68,22 @@ class AsyncEngineClient:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether an engine is there that runs requests now."""
+        """Whether an engine is running and accepts requests now."""
         return self._dispatch.is_healthy
 
     @property
     def is_lost(self) -> bool:
-        """Whether there is no engine, and none will come."""
+        """Whether the engine is gone and will not be restarted."""
         return self._dispatch.is_lost
 
     async def wait_until_lost(self) -> EngineDeadError:
-        """Why there is no engine any more, once it is known that none will come."""
+        """Wait until the engine is gone for good. Returns the reason."""
         return await self._dispatch.wait_until_lost()
 
     def submit(self, requests: Sequence[EngineRequest]) -> DeltaStream:
-        """Take requests in; their deltas come from the one stream returned.
+        """Submit requests. Returns one stream with the deltas of all of them.
 
-        They wait here while the engine is started again.
+        Requests wait here while the engine restarts.
         """
         if self.info is None or self.is_lost:
             raise EngineDeadError("the engine is not running; nothing can be run on this server")
@@ -92,20 +92,20 @@ class AsyncEngineClient:
         return stream
 
     def finish(self, request_ids: Sequence[str], reason: FinishReason) -> None:
-        """End requests early. Ids of requests that are over already are ignored."""
+        """End requests early. Ids of finished requests are ignored."""
         known = [request_id for request_id in request_ids if request_id in self.records]
         for request_id in known:
             self.ledger.retire(self.records[request_id], reason)
         self._dispatch.recall(known)
 
     def fail_all(self, error: Exception) -> None:
-        """End every request now; whoever waits for one gets `error`."""
+        """Fail all requests now. Their streams raise `error`."""
         request_ids = list(self.records)
         self.ledger.fail_all(error)
         self._dispatch.recall(request_ids)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests early; whoever waits for them sees them end."""
+        """Abort requests. Their streams get a last delta with the reason ABORT."""
         for request_id in request_ids:
             record = self.records.get(request_id)
             if record is not None:
@@ -114,7 +114,7 @@ class AsyncEngineClient:
         self._dispatch.recall(request_ids)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Run a method of `EngineCore`, ordered with the requests sent before and after."""
+        """Run a method of `EngineCore`, in order with the requests sent before and after."""
         return await self._dispatch.call(method, *args)
 
     def _on_retire(self, record: RequestRecord) -> None:

@@ -1,7 +1,7 @@
-"""BlackBox: what an engine is doing, in memory that outlives the engine.
+"""BlackBox: records what an engine is doing in memory that outlives the engine.
 
-The engine writes and whoever supervises it reads; neither waits for the other, and what was
-written stays there however the engine ends.
+The engine writes and its supervisor reads. Neither waits for the other. The contents survive the
+engine, however it ends.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import msgspec
 from penstock.protocol.step import StepPlan
 
 BEAT_INTERVAL_S = 0.25
-SIZE = 4 * 2**20  # pages that are never written to take no memory
+SIZE = 4 * 2**20  # bytes; pages that are never written use no memory
 
 _BEATS = struct.Struct("<Q")
-_TURNS = struct.Struct("<QQ")  # turns, whether one goes on
-_LENGTH = struct.Struct("<Q")  # of the ids that follow
+_TURNS = struct.Struct("<QQ")  # number of turns, whether one is in progress
+_LENGTH = struct.Struct("<Q")  # bytes of the ids that follow
 _TURNS_AT = _BEATS.size
 _LENGTH_AT = _TURNS_AT + _TURNS.size
 _IDS_AT = _LENGTH_AT + _LENGTH.size
 
 
 class Reading(NamedTuple):
-    """Signs of life. Numbers that no longer change are what a hang looks like."""
+    """Signs of life. If the numbers stop changing, the engine hangs."""
 
-    num_beats: int  # of a thread that does nothing else
+    num_beats: int  # of the heartbeat thread
     num_turns: int  # of the engine's loop
-    is_working: bool  # in a turn; else it waits for requests
+    is_working: bool  # inside a turn, not waiting for requests
 
 
 class BlackBox:
-    """Shared by an engine and its supervisor through an inherited file descriptor."""
+    """Memory that an engine and its supervisor share through an inherited file descriptor."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -47,12 +47,12 @@ class BlackBox:
         self._num_beats = 0
         self._num_turns = 0
         self._steps: deque[list[str]] = deque()  # in flight
-        self._written: list[str] = []  # the ids that are there, whether they count or not
-        self._length = 0  # of them
+        self._written: list[str] = []  # the ids in memory, even if the length is 0 now
+        self._length = 0  # encoded bytes of these ids
 
     @classmethod
     def create(cls) -> BlackBox:
-        """An empty one."""
+        """Create an empty one."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("penstock-black-box")
         else:
@@ -68,7 +68,7 @@ class BlackBox:
     # -- the engine's side
 
     def start_beating(self) -> None:
-        """Show from now on, from a thread of its own, that this process runs."""
+        """Start a heartbeat thread that shows that this process runs."""
 
         def beat() -> None:
             while True:
@@ -85,7 +85,7 @@ class BlackBox:
         _TURNS.pack_into(self._memory, _TURNS_AT, self._num_turns, 1)
 
     def rest(self) -> None:
-        """The engine waits for requests, for as long as it takes."""
+        """The engine waits for requests. There is no time limit on that."""
         _TURNS.pack_into(self._memory, _TURNS_AT, self._num_turns, 0)
 
     def begin(self, plan: StepPlan) -> None:
@@ -94,12 +94,12 @@ class BlackBox:
         self._write_steps()
 
     def end(self) -> None:
-        """The oldest step in flight is done, and its results are taken in."""
+        """The oldest step in flight is done and its results were applied."""
         self._steps.popleft()
         self._write_steps()
 
     def _write_steps(self) -> None:
-        """The length comes last: it is what makes the ids count."""
+        """Write the ids first and the length last: the ids are valid only with a length."""
         if not self._steps:
             _LENGTH.pack_into(self._memory, _LENGTH_AT, 0)
             return
@@ -107,7 +107,7 @@ class BlackBox:
         if ids != self._written:
             _LENGTH.pack_into(self._memory, _LENGTH_AT, 0)
             self._written, encoded = ids, _encode(ids)
-            while len(encoded) > SIZE - _IDS_AT:  # more than anyone runs at once
+            while len(encoded) > SIZE - _IDS_AT:  # far more than ever run at once
                 ids = ids[: len(ids) // 2]
                 encoded = _encode(ids)
             self._length = len(encoded)
@@ -122,7 +122,7 @@ class BlackBox:
         return Reading(num_beats, num_turns, bool(is_working))
 
     def executing(self) -> frozenset[str]:
-        """Requests in the steps that were in flight when this was last written."""
+        """Ids of the requests in the steps that were in flight at the last write."""
         (length,) = _LENGTH.unpack_from(self._memory, _LENGTH_AT)
         if not length:
             return frozenset()

@@ -1,4 +1,4 @@
-"""From a configuration to a running engine core: source, workers, cache, scheduler."""
+"""Builds an engine core from a configuration: executor, KV cache, grammars, scheduler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.text.tokenizer import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-SHORTEST_CONTEXT = 2  # tokens: one of prompt, one of output
+SHORTEST_CONTEXT = 2  # tokens: one for the prompt, one for the output
 
 
 def build_engine(
@@ -40,7 +40,7 @@ def build_engine(
     drafter: Drafter | None = None,
     gates: Sequence[Gate] = (),
 ) -> EngineCore:
-    """Load the model and make everything ready for the first request."""
+    """Load the model and build an engine core that is ready for requests."""
     executor: Executor
     if config.parallel.tensor_parallel_size == 1:
         executor = InProcessExecutor(config, source, processors, drafter)
@@ -94,9 +94,9 @@ def _assemble(
 
 
 def _make_grammars(config: EngineConfig, source: ModelSource) -> GrammarManager:
-    """Nothing of it costs anything before a request asks for structured output."""
+    """Build the grammar manager. It does no work before a request asks for structured output."""
     options = config.structured
-    if not config.model.skip_tokenizer_init:  # else no grammar can be asked for
+    if not config.model.skip_tokenizer_init:  # without a tokenizer there are no grammars
         check_backend(options.structured_outputs_backend)
 
     def read() -> tuple[Vocabulary, Tokenize]:
@@ -115,9 +115,9 @@ def _make_grammars(config: EngineConfig, source: ModelSource) -> GrammarManager:
 def plan_cache(
     config: EngineConfig, capabilities: Capabilities
 ) -> tuple[KVCacheLayout, StepLimits]:
-    """The cache's layout, and the limits with the longest request that it serves.
+    """Return the KV cache layout, and the limits with the `max_model_len` that fits it.
 
-    A `max_model_len` that the user asked for must fit; the model's own is lowered to what fits.
+    A `max_model_len` from the user must fit. The model's default is lowered to what fits.
     """
     cache, asked, limits = config.cache, config.model.max_model_len, capabilities.limits
     blocks = cache.num_gpu_blocks_override

@@ -1,4 +1,4 @@
-"""EngineCore: the loop that plans, launches and collects steps, several of them in flight."""
+"""EngineCore: owns the loop that plans, launches and collects steps. Several may be in flight."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from penstock.structured.manager import GrammarManager
 
 logger = logging.getLogger(__name__)
 
-STALLED_WAIT_S = 0.001  # between looks at requests that something outside keeps waiting
+STALLED_WAIT_S = 0.001  # polling interval while all requests wait at a gate
 
 
 class StepWatcher(Protocol):
-    """Told of every step, so that it is known what was computed if that never ends."""
+    """Is told of every step. If one never ends, it knows which requests were in it."""
 
     def begin(self, plan: StepPlan) -> None:
         """A step is about to be launched."""
 
     def end(self) -> None:
-        """The oldest step in flight is done, and its results are taken in."""
+        """The oldest step in flight is done and its results were applied."""
 
 
 class EngineCore:
-    """Owns the scheduler and the executor. Not thread-safe: one thread drives it."""
+    """Owns the scheduler and the executor. Not thread-safe."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class EngineCore:
         self.grammars = grammars
         self.executor = executor
         self.watcher: StepWatcher | None = None
-        self._metrics = Counter[str]()  # what workers counted since `take_metrics`
+        self._metrics = Counter[str]()  # counted by workers since `take_metrics`
         self._in_flight: deque[int] = deque()  # ids of steps
-        self._must_reset = False  # a step was interrupted: workers may hold anything
-        self._why_over: str | None = None  # the engine is closed, or dead
+        self._must_reset = False  # a step was interrupted: the workers' state is unknown
+        self._why_over: str | None = None  # set once the engine is closed or dead
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request. Raises `InputError` for one that could never run."""
+        """Queue a request. Raises `InputError` if it could never run."""
         self._check_open()
         self.scheduler.add(request)
 
@@ -60,11 +60,11 @@ class EngineCore:
         request_ids: Sequence[str],
         reason: FinishReason = FinishReason.ABORT,
     ) -> list[EngineDelta]:
-        """End requests now, wherever they are. Ids that are not there any more are ignored."""
+        """End requests now, waiting or running. Unknown ids are ignored."""
         return self.scheduler.finish(request_ids, reason)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the prompts that are cached: later requests compute theirs anew."""
+        """Empty the prefix cache. Later requests compute their whole prompts."""
         self._check_open()
         self.scheduler.reset_prefix_cache()
 
@@ -74,14 +74,14 @@ class EngineCore:
         return self._why_over is None and (has_steps or self.scheduler.has_unfinished())
 
     def step(self) -> list[EngineDelta]:
-        """Launch the next step, and collect the oldest one if the queue is full or idle."""
+        """Launch a step. Collect the oldest one if the queue is full or nothing was launched."""
         self._check_open()
         try:
             return self._step()
         except EngineDeadError as error:
             self._why_over = str(error)
             raise
-        except BaseException:  # an interrupt: who knows how far it got
+        except BaseException:  # an interrupt: the step's progress is unknown
             self._must_reset = True
             raise
 
@@ -98,15 +98,15 @@ class EngineCore:
         if self._in_flight and (plan is None or queue_is_full):
             deltas += self._update()
         elif plan is None and not deltas and self.grammars is not None:
-            self.grammars.wait(STALLED_WAIT_S)  # for a grammar that all there is waits for
+            self.grammars.wait(STALLED_WAIT_S)  # all requests wait for grammars
         return deltas
 
     def _launch(self, plan: StepPlan) -> list[EngineDelta]:
-        """Start a step. One with grammars samples once its masks are filled.
+        """Launch a step. A step with grammars samples once its masks are filled.
 
-        Masks follow from the tokens before. Where those are known, masks are filled in another
-        thread while the model computes. Else the model is launched first; then earlier steps are
-        collected, and masks are filled meanwhile.
+        Masks depend on all tokens before them. If no other step is in flight, these are known, and
+        another thread fills the masks while the model computes. Otherwise earlier steps are
+        collected after the launch, and the masks are filled while the model computes.
         """
         masks = None
         deltas: list[EngineDelta] = []
@@ -118,11 +118,11 @@ class EngineCore:
             if plan.masked:
                 while len(self._in_flight) > 1:
                     deltas += self._update()
-                if self._in_flight:  # else a step before failed, and this one was skipped
+                if self._in_flight:  # empty if an earlier step failed: then this one was skipped
                     self.executor.sample(self._masks_of(plan, masks))
         except BaseException:
             if masks is not None:
-                wait([masks])  # grammars must not be looked at beside what comes next
+                wait([masks])  # grammars are not thread-safe
             raise
         return deltas
 
@@ -135,7 +135,7 @@ class EngineCore:
             return None
 
     def _masks_of(self, plan: StepPlan, started: Future[StepMasks] | None) -> StepMasks | None:
-        """None if a grammar's library raises: the step then fails, and is tried again."""
+        """Return None if the grammar library raises. The step then fails and is retried."""
         assert self.grammars is not None
         try:
             return self.grammars.masks(plan) if started is None else started.result()
@@ -144,7 +144,7 @@ class EngineCore:
             return None
 
     def _update(self) -> list[EngineDelta]:
-        """Take in the oldest step in flight."""
+        """Collect the oldest step in flight and apply its result."""
         result = self.executor.collect()
         if result.failure is not None:
             logger.error("Step %d failed; its requests are tried again", result.step_id)
@@ -154,9 +154,9 @@ class EngineCore:
         return self.scheduler.update(result)
 
     def _recover(self, failure: StepFailure | None) -> list[EngineDelta]:
-        """Drop all steps in flight and try their requests again.
+        """Drop all steps in flight and retry their requests.
 
-        The oldest step failed and those behind it were skipped; None: a step was interrupted.
+        The oldest step failed and later ones were skipped. `failure` is None after an interrupt.
         """
         self.executor.call("reset")
         while self._in_flight:
@@ -174,7 +174,7 @@ class EngineCore:
         return self.scheduler.stats()
 
     def take_metrics(self) -> dict[str, int]:
-        """What workers have counted since the last call, by the names of declared counters."""
+        """Return what workers counted since the last call, by the names of declared counters."""
         metrics, self._metrics = dict(self._metrics), Counter()
         return metrics
 
@@ -183,7 +183,7 @@ class EngineCore:
             raise EngineDeadError(f"{self._why_over}; nothing more can be run on it")
 
     def close(self) -> None:
-        """Give everything back, in the middle of requests if need be. Safe to call twice."""
+        """Release all resources, even while requests run. Safe to call twice."""
         self._why_over = self._why_over or "the engine is closed"
         self._in_flight.clear()
         try:

@@ -1,4 +1,4 @@
-"""Dispatch: runs a ledger's requests on one engine, and on its successors when it dies."""
+"""Dispatch: decides which of the ledger's requests are on the engine, across its restarts."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from penstock.protocol.errors import CrashFault, EngineDeadError, waited_too_lon
 
 logger = logging.getLogger(__name__)
 
-LOOKS_PER_WAIT = 8  # how finely the time is measured that requests wait here
+LOOKS_PER_WAIT = 8  # checks per queue timeout for requests that wait here
 
 
 class Dispatch:
     """Keeps an engine process running and sends it requests.
 
-    When it dies, they are sent to its successor with the tokens that came for them. Requests that
-    may have killed it are run alone first; the others wait here.
+    When the engine dies, requests are replayed on the next one with the tokens they already have.
+    Requests that may have killed it run alone first. The others wait here meanwhile.
     """
 
     def __init__(self, ledger: Ledger, config: ServerConfig) -> None:
-        """Start the process: it imports what it needs while the caller does other things."""
-        self.stats: EngineStats | None = None  # the latest, of the engine that runs
+        """Start the process. It imports its modules in the background."""
+        self.stats: EngineStats | None = None  # the latest of the running engine
         self.info: EngineInfo | None = None  # of the latest engine
         self._ledger = ledger
         self._config = config
         self._quarantine = Quarantine(config.max_request_crashes)
-        self._held: dict[str, None] = {}  # not on the engine, or only there for a trial
+        self._held: dict[str, None] = {}  # not on the engine, or there only on trial
         self._queue_timeout_s: float | None = None
         self._waits_timer: asyncio.TimerHandle | None = None
-        self._had_progress = False  # on this engine
+        self._had_progress = False  # tokens came from the current engine
         self._is_closing = False
-        self._calls: dict[int, asyncio.Future[Any]] = {}  # that the engine has yet to answer
+        self._calls: dict[int, asyncio.Future[Any]] = {}  # not answered yet
         self._call_ids = itertools.count()
         self._supervisor = self._start(config)
 
@@ -54,7 +54,7 @@ class Dispatch:
     # -- the engine
 
     async def load(self, config: EngineConfig) -> EngineInfo:
-        """Have the engine load its model. Raises what kept it from that."""
+        """Load the model in the engine. Raises the engine's error if that fails."""
         self._queue_timeout_s = config.scheduler.queue_timeout_s
         return await self._supervisor.load(config)
 
@@ -67,7 +67,7 @@ class Dispatch:
         await self._supervisor.close()
 
     def kill(self) -> None:
-        """End the process at once, for when there is no time to close."""
+        """Kill the process without a clean shutdown."""
         self._is_closing = True
         self._engine.kill()
 
@@ -77,20 +77,20 @@ class Dispatch:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether an engine is there that runs requests now."""
+        """Whether an engine is running and accepts requests now."""
         return not self._is_closing and self._engine.is_ready
 
     @property
     def is_lost(self) -> bool:
-        """Whether there is no engine, and none will come."""
+        """Whether the engine is gone and will not be restarted."""
         return self._is_closing or self._supervisor.lost.done()
 
     async def wait_until_lost(self) -> EngineDeadError:
-        """Why there is no engine any more, once it is known that none will come."""
+        """Wait until the engine is gone for good. Returns the reason."""
         return await asyncio.shield(self._supervisor.lost)
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Run a method of `EngineCore`, ordered with the requests sent before and after."""
+        """Run a method of `EngineCore`, in order with the requests sent before and after."""
         if not self.is_healthy:
             raise EngineDeadError("the engine is being started again; try again later")
         call_id = next(self._call_ids)
@@ -107,12 +107,12 @@ class Dispatch:
     # -- requests
 
     def add(self, request_ids: Iterable[str]) -> None:
-        """Run requests that the ledger holds. They wait while the engine is started again."""
+        """Run requests from the ledger. They wait here while the engine restarts."""
         self._held.update(dict.fromkeys(request_ids))
         self._send_held()
 
     def recall(self, request_ids: Sequence[str]) -> None:
-        """Have the engine end these requests, whether it has them or not."""
+        """Make the engine end these requests. It ignores ids that it does not have."""
         self._recall(request_ids)
         self._send_held()
 
@@ -122,12 +122,12 @@ class Dispatch:
             self._engine.send(messages.FINISH, body)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
+        """Forget a request that has ended."""
         self._held.pop(request_id, None)
         self._quarantine.forget(request_id)
 
     def _send_held(self) -> None:
-        """Send what may be sent: everything, or one suspect alone. The others wait here."""
+        """Send all held requests, or a single suspect if there are any. The others wait."""
         if not self._held:
             return
         if not self.is_healthy:
@@ -152,7 +152,7 @@ class Dispatch:
         self._engine.send(messages.ADD, request_id.encode(), body)
 
     def _watch_waits(self) -> None:
-        """See to it that nobody waits here for too long; who is on an engine, that looks after."""
+        """Start the queue timeout for requests that wait here. The engine checks its own."""
         if self._queue_timeout_s is not None and self._waits_timer is None:
             self._waits_timer = asyncio.get_running_loop().call_later(
                 self._queue_timeout_s / LOOKS_PER_WAIT, self._end_long_waits
@@ -173,13 +173,13 @@ class Dispatch:
                 self._ledger.take(record, delta, time.monotonic())
         self._send_held()
 
-    # -- what comes back
+    # -- outputs
 
     def _on_outputs(self, outputs: messages.Outputs) -> None:
         now = time.monotonic()
         for delta in outputs.deltas:
             record = self._ledger.records.get(delta.request_id)
-            if record is not None:  # its client may have left meanwhile
+            if record is not None:  # its client may have left
                 self._on_delta(record, delta, now)
         for result in outputs.calls:
             answer = self._calls.pop(result.call_id, None)
@@ -192,18 +192,18 @@ class Dispatch:
         self._send_held()
 
     def _on_delta(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
-        if delta.finish_reason is FinishReason.ABORT:  # nobody left: a trial has ended well
+        if delta.finish_reason is FinishReason.ABORT:  # recalled after a trial that went well
             self._quarantine.end_trial()
             return
         if delta.token_ids or delta.payload is not None:
             self._had_progress = True
             if record.request_id in self._quarantine:
                 self._quarantine.clear(record.request_id)
-                if delta.finish_reason is None:  # off the engine, for the next to be alone there
+                if delta.finish_reason is None:  # the next suspect must be alone on the engine
                     self._recall([record.request_id])
         self._ledger.take(record, delta, now)
 
-    # -- engines come and go
+    # -- restarts
 
     def _on_ready(self, info: EngineInfo) -> None:
         is_restart, self.info, self._had_progress = self.info is not None, info, False
@@ -220,7 +220,7 @@ class Dispatch:
         self._ledger.fail_all(error)
 
     def _on_death(self, death: Death) -> RestartDecision:
-        """Find who may have killed the engine; everyone will be sent again."""
+        """Find the requests that may have killed the engine. All requests will be replayed."""
         self._fail_calls(EngineDeadError(f"the engine died ({death.how}); try again later"))
         records = self._ledger.records
         had_progress, self._had_progress, self.stats = self._had_progress, False, None
@@ -228,8 +228,8 @@ class Dispatch:
         on_engine += [i for i in records if i == self._quarantine.on_trial]
         executing = death.executing
         if not executing and not had_progress and self._supervisor.num_failures:
-            # Twice in a row it died before a step, with these to run: one may be too much for it
-            # before it gets that far.
+            # The engine died twice in a row before a step. One of its requests may kill it even
+            # before it runs.
             executing = frozenset(on_engine)
         suspects = [
             request_id

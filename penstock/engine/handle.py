@@ -1,4 +1,4 @@
-"""EngineHandle: one engine process, as the process that started it sees it."""
+"""EngineHandle: owns one engine process: its socket, its black box, and how it ended."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ logger = logging.getLogger(__name__)
 SOCKET_NAME = "engine"
 CLOSE_TIMEOUT_S = 10.0
 LAST_WORDS_TIMEOUT_S = 1.0
-SILENCE_S = 0.02  # after which a dead engine has said all that will arrive
+SILENCE_S = 0.02  # after this, no more messages arrive from a dead engine
 LOOK_INTERVAL_S = 0.25
-POLLIN = int(zmq.POLLIN)  # the enumeration computes slowly
-LOADING_PATIENCE = 4  # times as much silence as of an engine that is ready
+POLLIN = int(zmq.POLLIN)  # an int is faster than the enum
+LOADING_PATIENCE = 4  # factor on the heartbeat timeout while the engine loads
 
 
 @dataclass(frozen=True)
 class Death:
-    """How an engine ended, and what it was doing."""
+    """How an engine ended and what it was doing."""
 
     how: str  # such as "signal 9"
-    failure: messages.EngineFailed | None  # its last words, if it had any
+    failure: messages.EngineFailed | None  # its last message, if it sent one
     executing: frozenset[str]  # requests in the steps that were in flight
-    uptime_s: float | None  # since it had loaded its model; None: it never had
+    uptime_s: float | None  # since its model was loaded; None if it never was
 
     def __str__(self) -> str:
         return self.how if self.failure is None else f"{self.how}: {self.failure.error}"
 
 
 class HangWatch:
-    """Tells a hang from hard work, by signs of life that no longer change.
+    """Detects a hang: signs of life that no longer change.
 
-    Time counts only while this watch runs too: where the whole machine was asleep, or this process
-    was held up, nothing is held against the engine.
+    Time counts only while this watch runs, too. If the machine slept or this process was stopped,
+    that time is not held against the engine.
     """
 
     def __init__(self, heartbeat_timeout_s: float, step_timeout_s: float) -> None:
@@ -62,7 +62,7 @@ class HangWatch:
         self._in_turn_s = 0.0
 
     def look(self, reading: Reading, is_ready: bool, now: float) -> str | None:
-        """What is wrong, or None. Call it every `LOOK_INTERVAL_S`."""
+        """Return why the engine counts as hung, or None. Call it every `LOOK_INTERVAL_S`."""
         elapsed_s = 0.0 if self._looked_at is None else now - self._looked_at
         elapsed_s = min(elapsed_s, 2 * LOOK_INTERVAL_S)
         last, self._last, self._looked_at = self._last, reading, now
@@ -70,7 +70,7 @@ class HangWatch:
         self._without_beat_s = 0.0 if has_beaten else self._without_beat_s + elapsed_s
         is_stuck = reading.is_working and reading.num_turns == last.num_turns
         self._in_turn_s = self._in_turn_s + elapsed_s if is_stuck else 0.0
-        # A model's libraries may take a while to load, with nothing else running meanwhile.
+        # Loading libraries may block all other threads, the heartbeat included.
         limit_s = self._heartbeat_timeout_s * (1 if is_ready else LOADING_PATIENCE)
         if self._without_beat_s > limit_s:
             return f"no sign of life for {limit_s:g} s"
@@ -80,16 +80,16 @@ class HangWatch:
 
 
 class EngineHandle:
-    """Starts an engine process, and is over when that is: another engine has another handle.
+    """Starts one engine process. Each engine process has its own handle.
 
-    So nothing that an engine sent can be taken for another's. `on_outputs` is called with what
-    comes, in order, and never again once `death` is done.
+    So messages of different engines cannot be confused. `on_outputs` gets all outputs in order. It
+    is never called after `death` is done.
     """
 
     def __init__(self, on_outputs: Callable[[Outputs], None], hang_watch: HangWatch) -> None:
-        """Start the process: it imports what it needs while the caller does other things.
+        """Start the process. It imports its modules in the background.
 
-        Raises OSError where there is no process, memory or file to be had.
+        Raises OSError if the system has no process, memory or file descriptor left.
         """
         self.info: EngineInfo | None = None
         self._on_outputs = on_outputs
@@ -111,7 +111,7 @@ class EngineHandle:
         threading.Thread(target=self._wait_for_exit, name="engine-watch", daemon=True).start()
 
     def _open(self, stack: contextlib.ExitStack) -> None:
-        """Get all that a process needs, and the process; `stack` gives back what there is."""
+        """Open the socket and the black box and start the process. `stack` releases them."""
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-"))
         stack.callback(self._remove_socket_file)
         self._box = BlackBox.create()
@@ -123,13 +123,13 @@ class EngineHandle:
             self._socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
             self._socket.set_hwm(0)
             self._socket.bind(address)
-        except zmq.ZMQError as error:  # an OSError by rights
+        except zmq.ZMQError as error:  # not an OSError, though it has an errno
             raise OSError(error.errno, f"no socket to an engine: {error}") from error
         self.process = subprocess.Popen(
             module_command("penstock.engine.process", address, str(self._box.fd)),
-            stdin=subprocess.PIPE,  # it ends when this pipe closes, however we end
+            stdin=subprocess.PIPE,  # it exits when this pipe closes, however this process ends
             pass_fds=[self._box.fd],
-            start_new_session=True,  # Ctrl-C in a terminal is for us alone
+            start_new_session=True,  # a terminal's Ctrl-C must not reach it
         )
 
     @property
@@ -137,7 +137,7 @@ class EngineHandle:
         return self.info is not None and not self._has_exited
 
     async def load(self, config: EngineConfig) -> EngineInfo | None:
-        """Have the engine load its model; None if it dies over it."""
+        """Load the model in the engine. Returns None if the engine dies."""
         await self._unless_dead(self._connected)
         if not self.death.done():
             self.send(messages.LOAD, messages.encode(config))
@@ -149,21 +149,21 @@ class EngineHandle:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
 
     async def died(self) -> Death:
-        """How it ended, once it has."""
+        """Wait until it has ended. Returns how."""
         return await asyncio.shield(self.death)
 
     def send(self, *frames: bytes) -> None:
-        """Send a message; an engine that is dead does not get it."""
+        """Send a message. Does nothing if the engine is dead."""
         if self._has_exited:
             return
-        # To a peer that is there, without a high-water mark, a send never has to wait. Where it
-        # has to, the engine is gone, and its death is about to be seen.
+        # Without a high-water mark a send to a live peer never blocks. If it would block, the
+        # engine is gone and its death is about to be noticed.
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.DONTWAIT)
-        self._loop.call_soon(self._receive)  # a send may take away the sign that something came
+        self._loop.call_soon(self._receive)  # a send may clear zmq's readiness signal
 
     async def close(self) -> None:
-        """Stop the process, politely if it listens."""
+        """Stop the process, cleanly if it is connected."""
         if self._connected.done():
             self.send(messages.CLOSE)
         else:
@@ -173,26 +173,27 @@ class EngineHandle:
         await self.died()
 
     def kill(self) -> None:
-        """End the process at once."""
-        self.process.kill()  # also one that is stopped
+        """Kill the process."""
+        self.process.kill()  # SIGKILL also ends a stopped process
 
-    # -- what comes from it
+    # -- its messages
 
     def _receive(self) -> None:
-        """Take in all that has come: there is one sign for any number of messages.
+        """Handle all messages that have arrived. zmq signals once for any number of them.
 
-        An engine that nobody listens to would seem well, and its requests wait forever.
+        If handling fails, the engine is killed. Otherwise it would look healthy while its requests
+        wait forever.
         """
         try:
             while self._is_heard and not self._has_exited and (frame := self._next_frame()):
                 self._take(frame)
         except Exception:
-            self._is_heard = False  # what came later would not follow on what was taken in
+            self._is_heard = False  # later messages would leave a gap
             logger.critical("What the engine sent was not taken in: it is killed", exc_info=True)
             self.kill()
 
     def _next_frame(self) -> bytes | None:
-        has_come = int(self._socket.get(zmq.EVENTS)) & POLLIN  # an exception would take longer
+        has_come = int(self._socket.get(zmq.EVENTS)) & POLLIN  # faster than catching zmq.Again
         return self._socket.recv(zmq.DONTWAIT) if has_come else None
 
     def _take(self, frame: bytes) -> None:
@@ -209,10 +210,10 @@ class EngineHandle:
             self._failure = answer
 
     def _remove_socket_file(self) -> None:
-        """A connection outlives the file that it was made through."""
+        """Remove the socket's file. The connection does not need it any more."""
         with contextlib.suppress(OSError):
             (self._folder / SOCKET_NAME).unlink(missing_ok=True)
-            self._folder.rmdir()  # unlike shutil.rmtree, where no file can be opened, too
+            self._folder.rmdir()  # unlike shutil.rmtree, needs no file descriptor
 
     # -- its end
 
@@ -226,7 +227,7 @@ class EngineHandle:
 
     def _wait_for_exit(self) -> None:
         code = self.process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop may be closed: nobody waits then
+        with contextlib.suppress(RuntimeError):  # the loop may be closed already
             self._loop.call_soon_threadsafe(
                 lambda: asyncio.ensure_future(self._on_exit(code), loop=self._loop)
             )
@@ -251,7 +252,7 @@ class EngineHandle:
         self.death.set_result(death)
 
     async def _hear_last_words(self, may_have_some: bool) -> None:
-        """Take in what it sent before it died and nobody has read yet."""
+        """Handle the messages that it sent before it died."""
         deadline = time.monotonic() + LAST_WORDS_TIMEOUT_S
         while True:
             frame = self._next_frame()

@@ -1,4 +1,4 @@
-"""Memory of a process that steps for weeks: what Python collects, what the C library keeps."""
+"""Decides when Python's garbage collector runs and when the C library returns freed memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SOME = 5000  # Python 3.12 starts with a few hundred such objects, an engine has tens of thousands
-MANY = 50_000  # objects: more than a step of thousands of requests makes and drops again
+SOME = 5000  # frozen objects: Python 3.12 starts with hundreds, an engine freezes tens of thousands
+MANY = 50_000  # objects: more than a step of thousands of requests creates and drops
 TRIM_INTERVAL_S = 10.0
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 LARGE_BLOCK_BYTES = 1024 * 1024
@@ -17,14 +17,14 @@ LARGE_BLOCK_BYTES = 1024 * 1024
 
 @contextmanager
 def settled_heap() -> Iterator[None]:
-    """Take what exists already out of the collector's sight, for as long as steps are run.
+    """Freeze all existing objects in the garbage collector while steps run.
 
-    Steps make short-lived objects by the thousand, which sets off full collections; each walks all
-    that the imported modules are made of, for longer than several steps of a GPU take. What is made
-    meanwhile is collected, but not before there is more of it than a step makes; and everything
-    else again afterwards.
+    Steps create thousands of short-lived objects, which triggers full collections. A full
+    collection walks all objects of the imported modules and takes longer than several GPU steps.
+    New objects are still collected, once there are more than one step creates. On exit the frozen
+    objects are collected as before.
     """
-    if gc.get_freeze_count() > SOME:  # the caller, or one further out, has done so
+    if gc.get_freeze_count() > SOME:  # an outer call has frozen them already
         yield
         return
     gc.freeze()
@@ -39,10 +39,10 @@ def settled_heap() -> Iterator[None]:
 
 @contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Collect nothing meanwhile: for imports.
+    """Disable the garbage collector during imports.
 
-    The objects of modules stay. A collector that walks them, again and again as they come, takes a
-    tenth of the time that it takes to import torch.
+    Objects of modules are never freed. Walking them repeatedly takes a tenth of the time of
+    importing torch.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -54,9 +54,10 @@ def collector_at_rest() -> Iterator[None]:
 
 
 def return_large_blocks() -> None:
-    """Have the C library give large blocks back to the system as soon as they are freed.
+    """Make the C library return large memory blocks to the system as soon as they are freed.
 
-    glibc would take a freed block of 32 MiB as a hint to keep the next ones, in one heap a thread.
+    Otherwise glibc raises its threshold after a freed block of up to 32 MiB, and keeps later blocks
+    in a heap per thread.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -64,10 +65,10 @@ def return_large_blocks() -> None:
 
 
 class HeapTrimmer:
-    """Gives back, every few seconds, what has become free inside the C library's heap.
+    """Returns free memory inside the C library's heap to the system every few seconds.
 
-    Steps of many sizes leave holes there, which glibc keeps: after every unusual mix of requests
-    the process would be a little larger than before, for ever. Other C libraries keep less.
+    Steps of many sizes fragment the heap, and glibc keeps the holes: each unusual mix of requests
+    would make the process a little larger for good. Other C libraries keep less.
     """
 
     def __init__(self, interval_s: float = TRIM_INTERVAL_S) -> None:

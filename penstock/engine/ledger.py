@@ -1,7 +1,7 @@
-"""The ledger: every unfinished request, the tokens that came for it, and who waits for them.
+"""Ledger: owns every unfinished request, its tokens so far, and the stream that waits for them.
 
-It knows nothing of engines. Whoever runs a request reports its deltas here, and may be another
-engine after each death: a token is handed out once, whatever the engines did.
+It knows nothing of engines. A dispatch reports the deltas of requests here, possibly from another
+engine after a restart. Each token is delivered exactly once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Finish = Callable[[Sequence[str], FinishReason], None]
 
 
 class DeltaStream:
-    """The deltas of some requests, in batches as they come, until all have finished.
+    """The deltas of some requests, in batches as they arrive, until all have finished.
 
-    Iterating raises `EngineDeadError` if the engine dies for good, `CrashFault` if one of the
-    requests keeps killing it, and whatever `fail` is given. Close it when done: that aborts what
-    is unfinished.
+    Iteration raises `EngineDeadError` if the engine is gone for good, `CrashFault` if one of the
+    requests keeps killing it, and any error given to `fail`. Close the stream when done: that
+    aborts unfinished requests.
     """
 
     def __init__(self, request_ids: Iterable[str], finish: Finish) -> None:
@@ -33,7 +33,7 @@ class DeltaStream:
         self._unfinished = set(request_ids)
         self._deltas: list[EngineDelta] = []
         self._error: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None  # who waits for news
+        self._reader: asyncio.Future[None] | None = None  # wakes the iterator
 
     def push(self, delta: EngineDelta) -> None:
         if delta.finish_reason is not None:
@@ -42,7 +42,7 @@ class DeltaStream:
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Make whoever iterates get `error` in place of what would come next."""
+        """Make the iterator raise `error`. Deltas that were not read are lost."""
         self._error = self._error or error
         self._wake()
 
@@ -51,12 +51,12 @@ class DeltaStream:
             self._reader.set_result(None)
 
     def finish(self, request_ids: Sequence[str], reason: FinishReason) -> None:
-        """End some of the requests early, for `reason`; no more deltas come for them."""
+        """End some of the requests early. They get no more deltas."""
         self._unfinished.difference_update(request_ids)
         self._finish(request_ids, reason)
 
     def close(self) -> None:
-        """Abort what is unfinished. Safe to call twice."""
+        """Abort unfinished requests. Safe to call twice."""
         unfinished, self._unfinished = list(self._unfinished), set()
         self._finish(unfinished, FinishReason.ABORT)
 
@@ -76,19 +76,19 @@ class DeltaStream:
 
 
 class Ledger:
-    """`on_retire` is told of each request that ends, however it does."""
+    """`on_retire` is called for each request that ends, for any reason."""
 
     def __init__(
         self, observers: Sequence[Observer], on_retire: Callable[[RequestRecord], None]
     ) -> None:
         self.observers = list(observers)
         self.records: dict[str, RequestRecord] = {}  # in order of submission
-        self.num_by_tenant = Counter[str]()  # of these
+        self.num_by_tenant = Counter[str]()  # unfinished requests
         self._streams: dict[str, DeltaStream] = {}
         self._on_retire = on_retire
 
     def open(self, requests: Sequence[EngineRequest], finish: Finish) -> DeltaStream:
-        """Take requests in; their deltas come from the one stream returned."""
+        """Add requests. Returns one stream with the deltas of all of them."""
         stream = DeltaStream([request.request_id for request in requests], finish)
         for request in requests:
             record = RequestRecord(request, submitted_at=time.monotonic())
@@ -100,7 +100,7 @@ class Ledger:
         return stream
 
     def replay(self, request_id: str) -> EngineRequest:
-        """The request as it must be sent to go on after the tokens that have come for it."""
+        """Return the request to send, so that it continues after the tokens it already has."""
         record = self.records[request_id]
         seen = record.request.output_token_ids + record.token_ids
         return msgspec.structs.replace(
@@ -108,9 +108,9 @@ class Ledger:
         )
 
     def take(self, record: RequestRecord, delta: EngineDelta, now: float) -> None:
-        """Note what is new about a request, and hand it out."""
+        """Record a delta and push it to the request's stream."""
         if record.first_token_at is not None and record.num_deaths:
-            # A replay may find its own prompt in the cache; what was said of it at first, counts.
+            # A replay may find its own prompt in the cache: the first count is the true one.
             delta = msgspec.structs.replace(delta, num_cached_tokens=record.num_cached_tokens)
         record.num_cached_tokens = max(record.num_cached_tokens, delta.num_cached_tokens)
         if delta.token_ids:
@@ -131,7 +131,7 @@ class Ledger:
             observer.on_tokens(record, len(delta.token_ids), previous_at)
 
     def retire(self, record: RequestRecord, reason: FinishReason) -> None:
-        """A request is over."""
+        """Remove a request that has ended."""
         del self.records[record.request_id]
         del self._streams[record.request_id]
         self.num_by_tenant[record.request.tenant] -= 1
@@ -141,7 +141,7 @@ class Ledger:
             observer.on_finish(record)
 
     def fail(self, record: RequestRecord, error: Exception) -> None:
-        """End a request; whoever waits for it gets `error`."""
+        """End a request. Its stream raises `error`."""
         self._streams[record.request_id].fail(error)
         self.retire(record, FinishReason.ERROR)
 

@@ -1,7 +1,7 @@
-"""What the API process and the engine process say to each other. Nothing here imports torch.
+"""Messages between the API process and the engine process. Nothing here imports torch.
 
-To the engine go frames of their own for the kind, the request's id and its body, so that a body
-that cannot be read fails the request it belongs to. Back come tagged structs.
+A message to the engine has separate frames for its kind, the request's id and the body. So a body
+that cannot be decoded fails only its own request. Messages from the engine are tagged structs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.protocol.limits import StepLimits
 from penstock.protocol.pooling import PoolingInfo
 from penstock.scheduler.scheduler import SchedulerStats
 
-# Kinds of messages to the engine, each the first frame.
+# Kinds of messages to the engine: the first frame.
 LOAD = b"load"  # an EngineConfig
 ADD = b"add"  # a request id, an EngineRequest
 FINISH = b"finish"  # a Finish
@@ -27,21 +27,21 @@ CLOSE = b"close"
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """End these requests now; their clients have left or have all they wanted."""
+    """End these requests now: their clients left, or they hit a stop string."""
 
     request_ids: list[str]
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the engine turned out to be once its model was loaded."""
+    """Properties of the engine. Known once its model is loaded."""
 
     limits: StepLimits
     num_kv_blocks: int
-    pooling: PoolingInfo | None = None  # of a model that pools
+    pooling: PoolingInfo | None = None  # for pooling models
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's state at one moment; counters run since its start."""
+    """A snapshot of the engine's state. Counters run since its start."""
 
     scheduler: SchedulerStats
     num_steps: int = 0
@@ -50,7 +50,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Connected(msgspec.Struct, tag=True):
-    """The engine process is there; its socket's file is not needed any more."""
+    """The engine process is connected. The socket's file is not needed any more."""
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -58,14 +58,14 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class EngineFailed(msgspec.Struct, tag=True):
-    """The engine could not start, or cannot go on: its last words."""
+    """The engine could not start or cannot continue. Its last message."""
 
     error: str
     kind: str  # the name of the error's class
 
 
 class CallResult(msgspec.Struct, array_like=True):
-    """How a call ended: with an error, or with a value."""
+    """The result of a call: a value or an error."""
 
     call_id: int
     value: msgspec.Raw = msgspec.Raw()
@@ -79,7 +79,7 @@ class CallResult(msgspec.Struct, array_like=True):
 
 
 class Outputs(msgspec.Struct, tag=True, omit_defaults=True):
-    """What a step brought. Stats come along a few times a second and when work runs out."""
+    """The outputs of a step. Stats are added a few times a second and when work runs out."""
 
     deltas: list[EngineDelta] = []
     calls: list[CallResult] = []

@@ -1,4 +1,4 @@
-"""Who wants to know how requests fare: metrics, logs. The engine's client tells them."""
+"""Observer: the interface through which metrics and logs follow requests and the engine."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from penstock.protocol.request import EngineRequest
 
 @dataclass
 class RequestRecord:
-    """One engine request from its submission to its end. Times are of `time.monotonic`."""
+    """One engine request from submission to end. Times are from `time.monotonic`."""
 
     request: EngineRequest
     submitted_at: float
-    # Every token that has come from the engine: with them the request can be run again.
+    # All tokens received from engines. A replay continues after them.
     token_ids: list[int] = field(default_factory=list)
-    num_deaths: int = 0  # of engines that it was on
-    num_tokens_at_death: int = 0  # how many there were when the last engine died
-    is_interrupted: bool = False  # its engine died, and no other has it yet
+    num_deaths: int = 0  # engines that died while it was on them
+    num_tokens_at_death: int = 0  # len(token_ids) when the last engine died
+    is_interrupted: bool = False  # its engine died and it is on no other yet
     has_run: bool = False  # it was in a step of an engine that died
     num_cached_tokens: int = 0
     prefill_s: float = 0.0  # from its first step to its first token
@@ -34,7 +34,7 @@ class RequestRecord:
 
     @property
     def is_new(self) -> bool:
-        """Whether it has yet to have its first turn, as far as is known here."""
+        """Whether it has not run yet, as far as the client knows."""
         return not self.token_ids and not self.has_run and self.request.is_new
 
     @property
@@ -43,28 +43,28 @@ class RequestRecord:
 
 
 class Observer:
-    """Called in the event loop, for every request and every token: be quick, never raise."""
+    """Called in the event loop for every request and token. Must be fast and must not raise."""
 
     def on_ready(self, info: EngineInfo) -> None:
-        """An engine has loaded its model: the first, or one in place of one that died."""
+        """An engine has loaded its model: the first one or a restarted one."""
 
     def on_restart(self) -> None:
-        """Another engine is there in place of one that died."""
+        """An engine replaced one that died."""
 
     def on_replay(self, record: RequestRecord) -> None:
-        """A request whose engine died is on its way to another."""
+        """A request whose engine died is sent to another one."""
 
     def on_quarantine(self, num_requests: int) -> None:
-        """So many requests are suspected of having killed the engine: they will run alone."""
+        """`num_requests` requests may have killed the engine. Each will run alone."""
 
     def on_submit(self, record: RequestRecord) -> None:
-        """A request is on its way to the engine."""
+        """A request was submitted."""
 
     def on_tokens(self, record: RequestRecord, num_tokens: int, previous_at: float | None) -> None:
-        """New tokens came at `record.last_token_at`; those before them at `previous_at`."""
+        """New tokens arrived at `record.last_token_at`, the ones before them at `previous_at`."""
 
     def on_finish(self, record: RequestRecord) -> None:
-        """A request ended: by itself, or because its client left or the engine is lost."""
+        """A request ended: it finished, its client left, or the engine is gone."""
 
     def on_stats(self, stats: EngineStats) -> None:
-        """The engine's state, a few times a second while there is work."""
+        """The engine's state. Called a few times a second while there is work."""

@@ -1,4 +1,4 @@
-"""Requests run by an engine in another process: its start, and outputs as they come."""
+"""Starts an engine in another process together with its frontend, and turns deltas into outputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def start_engine(
     seeds: random.Random | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> tuple[ModelSource, Frontend]:
-    """Have the engine load its model; text's part, and what `meanwhile` does, is done beside it.
+    """Load the model in the engine. Meanwhile load the frontend and call `meanwhile`.
 
     See `Frontend` for seeds.
     """
@@ -37,10 +37,10 @@ async def start_engine(
     def load_frontend(source: ModelSource) -> Frontend:
         from penstock.text.frontend import Frontend
 
-        # How long requests may be, the engine will say.
+        # The engine reports max_model_len once it is ready.
         return Frontend(config.model, source, max_model_len=0, chat=config.chat, seeds=seeds)
 
-    # The model is fetched here, once, before the engine is told to load it.
+    # The model is downloaded here, once, before the engine loads it.
     source = await asyncio.to_thread(find_source)
     loading = asyncio.ensure_future(client.load(config))
     try:
@@ -56,9 +56,9 @@ async def start_engine(
 async def outputs_of(
     stream: DeltaStream, requests: Sequence[PreparedRequest]
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs of requests whose deltas `stream` brings, each with its request's index.
+    """Yield the outputs of `requests` from their delta stream, each with its request's index.
 
-    The stream is the caller's to close.
+    The caller closes the stream.
     """
     from penstock.text.collector import OutputCollector
 

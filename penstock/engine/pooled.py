@@ -1,4 +1,4 @@
-"""What an `LLM` whose model pools can do: requests run to their end in this process."""
+"""PoolingMethods: the methods of `LLM` for pooling models. They run requests in this process."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from penstock.text.scoring import pair_up, score_kind, score_params, similarity
 
 
 class PoolingMethods:
-    """The part of `LLM` for models that give vectors. Others raise `InputError`.
+    """The methods of `LLM` for pooling models. Other models raise `InputError`.
 
-    Too long a prompt raises `InputError`, unless `truncate_prompt_tokens` says how many of its
-    first tokens are kept (-1: as many as fit). A request that fails while it runs has an `error`;
-    the others are not touched by it.
+    A prompt that is too long raises `InputError`, unless `truncate_prompt_tokens` sets how many of
+    its first tokens are kept (-1: as many as fit). A request that fails while it runs has an
+    `error`. The other requests are not affected.
     """
 
     frontend: Frontend
@@ -61,7 +61,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the model makes of each prompt, in their order: a vector, or one for each token."""
+        """Pool each prompt. Returns one vector per prompt or per token, in order of the prompts."""
         requests, deltas = self._encode(
             prompts, pooling_params, pooling_task, use_tqdm, truncate_prompt_tokens, priority
         )
@@ -79,7 +79,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt."""
+        """Return the embedding of each prompt."""
         requests, deltas = self._encode(
             prompts, pooling_params, "embed", use_tqdm, truncate_prompt_tokens, priority
         )
@@ -97,7 +97,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """The probabilities of the labels for each prompt."""
+        """Return the probabilities of the labels for each prompt."""
         requests, deltas = self._encode(
             prompts, pooling_params, "classify", use_tqdm, truncate_prompt_tokens, priority
         )
@@ -115,8 +115,7 @@ class PoolingMethods:
         truncate_prompt_tokens: int | None = None,
         priority: Sequence[int] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """A reward model's word on each prompt: on the whole of it or on each token, as the model
-        has it."""
+        """Return a reward model's scores, per prompt or per token, depending on the model."""
         info = pooling_info(self.frontend)
         if not info.num_labels:
             raise InputError(
@@ -140,10 +139,10 @@ class PoolingMethods:
         instruction: str | None = None,
         use_activation: bool | None = None,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together: one with each of several, or each with its own.
+        """Score pairs of texts: one text with each of several, or two lists pairwise.
 
-        A cross-encoder reads both at once; of an embedding model it is the cosine of their
-        vectors. `instruction` is for rerankers whose template has a place for it.
+        A cross-encoder reads both texts at once. For an embedding model the score is the cosine
+        similarity of the embeddings. `instruction` is for rerankers whose template uses one.
         """
         kind = score_kind(pooling_info(self.frontend))
         params, truncation = score_params(kind, use_activation), Truncation(truncate_prompt_tokens)
@@ -248,7 +247,7 @@ class PoolingMethods:
 def run_pooled(
     engine: EngineCore, requests: Sequence[EngineRequest], use_tqdm: bool
 ) -> list[EngineDelta]:
-    """The last word on each request, in their order. Whatever ends this early aborts the rest."""
+    """Run requests and return the last delta of each, in order. An exception aborts the rest."""
     unfinished = {request.request_id for request in requests}
     done: dict[str, EngineDelta] = {}
     bar = tqdm(total=len(requests), desc="Pooling", disable=not use_tqdm)
@@ -283,7 +282,7 @@ def _output(
 
 
 def _as_one(pieces: Sequence[EngineRequest]) -> EngineRequest:
-    """A request with the tokens of all pieces of its input."""
+    """Join the pieces of one input into one request with all tokens."""
     if len(pieces) == 1:
         return pieces[0]
     token_ids = [token_id for piece in pieces for token_id in piece.prompt_token_ids]

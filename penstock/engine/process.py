@@ -1,8 +1,8 @@
-"""The engine's process: `main` serves a socket, whose address it is given with a file's number.
+"""The engine process: `main` serves a socket. It is given the address and a file descriptor.
 
-The file is the black box that it keeps up to date with what it is doing. Standard input is a pipe
-that nothing is ever written to: when it closes, whoever started the engine is gone, and this
-process ends at once, in the middle of a step if need be.
+The file is the black box, in which the engine records what it is doing. Standard input is a pipe
+that is never written to. When it closes, the parent is gone and this process exits at once, even
+in the middle of a step.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.1
-LINGER_MS = 1000  # for the last words to get out
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # of Linux's prctl
-PROCESS_NAME = b"penstock-engine"  # as top shows it, once it has a model; the most that fits
-IDLE_CHECK_MS = 500  # between looks at the workers, which steps find dead otherwise
-STALLED_WAIT_MS = 1  # between looks at requests that something outside keeps waiting
+LINGER_MS = 1000  # for sending the last message
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # options of Linux's prctl
+PROCESS_NAME = b"penstock-engine"  # shown by top from the load on; the maximum length
+IDLE_CHECK_MS = 500  # between checks for dead workers while idle; steps find them otherwise
+STALLED_WAIT_MS = 1  # polling interval while all requests wait at a gate
 
 
 class EngineServer:
-    """Answers messages and runs steps, in turn, until it is told to close."""
+    """Alternates between handling messages and running steps until it is closed."""
 
     def __init__(self, socket: zmq.Socket[bytes], core: EngineCore, box: BlackBox) -> None:
         self._socket = socket
@@ -82,12 +82,12 @@ class EngineServer:
         num_before = self._core.scheduler.num_scheduled_tokens
         self._deltas += self._core.step()
         num_tokens = self._core.scheduler.num_scheduled_tokens - num_before
-        if num_tokens:  # else it only collected
+        if num_tokens:  # 0 if it only collected
             self._step_tokens.append(num_tokens)
             self._num_steps += 1
 
     def _patience(self) -> int | None:
-        """How long to wait for a message: not at all with work to do, forever without any."""
+        """How long to wait for a message: 0 with work to do, None (forever) without."""
         if not self._core.has_work():
             self._box.rest()
             return None
@@ -96,7 +96,7 @@ class EngineServer:
         return STALLED_WAIT_MS if is_stalled else 0
 
     def _receive(self, wait_ms: int | None) -> None:
-        """Take in every message there is, waiting `wait_ms` for the first (None: forever)."""
+        """Handle all messages. Wait up to `wait_ms` for the first one (None: forever)."""
         while wait_ms is None and not self._socket.poll(IDLE_CHECK_MS):
             self._core.executor.check_alive()
         while self._socket.poll(wait_ms):
@@ -128,7 +128,7 @@ class EngineServer:
             logger.warning("Request %s is refused: %s", request_id, error)
             field = error.field if isinstance(error, InputError) else None
             message = str(error)
-        except Exception:  # it has not run yet: nobody else is concerned
+        except Exception:  # it has not run yet, so no other request is affected
             logger.exception("Request %s cannot be taken in", request_id)
             self._core.abort([request_id])
             message = "the engine failed to take this request in"
@@ -175,9 +175,9 @@ def send(socket: zmq.Socket[bytes], answer: EngineMessage) -> None:
 
 
 def run(socket: zmq.Socket[bytes], box: BlackBox) -> None:
-    """Load the model that the first message names, then serve."""
+    """Load the model from the first message's config, then serve."""
     send(socket, messages.Connected())
-    with collector_at_rest():  # torch is imported while the config comes
+    with collector_at_rest():  # import torch while waiting for the config
         from penstock.engine.build import build_engine
         from penstock.loading.source import resolve_source
         from penstock.observability.logs import setup_logging
@@ -204,22 +204,22 @@ def core_info(core: EngineCore) -> EngineInfo:
 
 
 def exit_with_parent(address: str) -> None:
-    """End this process as soon as standard input closes, whatever it is doing."""
+    """Exit as soon as standard input closes, even in the middle of a step."""
 
     def watch() -> None:
         with contextlib.suppress(OSError):
             while os.read(sys.stdin.fileno(), 1):
                 pass
         folder = Path(address.removeprefix("ipc://")).parent
-        shutil.rmtree(folder, ignore_errors=True)  # there still, if the start was interrupted
+        shutil.rmtree(folder, ignore_errors=True)  # left over if the start was interrupted
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a process that is stopped watches nothing
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process cannot watch stdin
 
 
 def prctl(option: int, value: int | bytes) -> None:
-    """Ask the kernel for something about this process, where it is Linux's."""
+    """Call Linux's prctl. Does nothing on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
 
@@ -228,10 +228,10 @@ def main() -> int:
     address, box = sys.argv[1], BlackBox(int(sys.argv[2]))
     box.start_beating()
     exit_with_parent(address)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which drains first
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C and drains first
     context = zmq.Context()
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    socket.set_hwm(0)  # nothing is ever dropped
+    socket.set_hwm(0)  # no limit: never drop a message
     socket.connect(address)
     try:
         run(socket, box)

@@ -1,8 +1,7 @@
-"""Supervisor: keeps an engine running. When one dies, another is started in its place.
+"""Supervisor: keeps an engine running. When it dies, starts another one.
 
-What becomes of requests is decided here too, apart from any process: `Quarantine` says which of
-them are to be run alone because they may have killed the engine, `RestartPolicy` when to wait and
-when to give up.
+`Quarantine` decides which requests must run alone because they may have killed the engine.
+`RestartPolicy` decides how long to wait before a restart and when to give up.
 """
 
 from __future__ import annotations
@@ -20,27 +19,27 @@ from penstock.protocol.errors import ConfigError, EngineDeadError, ModelError, P
 
 logger = logging.getLogger(__name__)
 
-QUICK_DEATH_S = 10.0  # after a start
+QUICK_DEATH_S = 10.0  # a death within this time after a start may count as a failure
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
-# A spare engine is made when the first has got going, and when the one before it is dead so long.
-# An engine that follows a death has a spare of its own at once: deaths seldom come alone.
+# How long to wait before starting a spare for the first engine, or after a spare died. A restarted
+# engine gets a spare at once: deaths often come in series.
 SPARE_DELAY_S = 10.0
 
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """What a death meant, as far as restarts are concerned."""
+    """What a death means for the restart."""
 
-    had_progress: bool  # tokens came since the engine was started
-    is_explained: bool  # by one request that ran alone: the engine itself may be sound
+    had_progress: bool  # the engine produced tokens since its start
+    is_explained: bool  # one request ran alone and caused it; the engine itself may be fine
 
 
 class RestartPolicy:
-    """How long to wait before an engine is started again; None: no more.
+    """Decides how long to wait before a restart, or None to give up.
 
-    Only deaths soon after a start that brought no token count, and only as many in a row: an
-    engine that gets something done is always worth another start.
+    A death counts as a failure only if it comes soon after a start and without a token. Only
+    failures in a row count: an engine that makes progress is always restarted.
     """
 
     def __init__(self, restart_engine: bool, max_failures: int) -> None:
@@ -64,48 +63,48 @@ class RestartPolicy:
 
 
 class Quarantine:
-    """Requests that may have killed an engine: each is to be run alone until it gets a token.
+    """Requests that may have killed an engine. Each runs alone until it gets a token.
 
-    One that kills the engine alone, `max_crashes` times in a row, is convicted. So a request that
-    was merely there when something else ended the engine is not, unless that happens again and
-    again to it alone.
+    A request is convicted after it killed the engine `max_crashes` times in a row while it ran
+    alone. A request that was merely present when something else killed the engine is cleared,
+    unless that keeps happening while it runs alone.
     """
 
     def __init__(self, max_crashes: int) -> None:
         self.on_trial: str | None = None  # runs alone now
         self._max_crashes = max_crashes
-        self._num_crashes: dict[str, int] = {}  # of each suspect, alone; in order of their trials
+        self._num_crashes: dict[str, int] = {}  # crashes alone by suspect, in order of trials
 
     def __bool__(self) -> bool:
-        """Whether someone is to be run alone, or is being so."""
+        """Whether a suspect runs alone or waits to do so."""
         return bool(self._num_crashes) or self.on_trial is not None
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._num_crashes
 
     def next_trial(self) -> str:
-        """Who is to be run alone now."""
+        """Start the next trial. Returns the id of the request that runs alone."""
         assert self.on_trial is None
         self.on_trial = next(iter(self._num_crashes))
         return self.on_trial
 
     def clear(self, request_id: str) -> None:
-        """It got a token. If it is on trial, that ends when it is off the engine again."""
+        """Clear a request that got a token. A trial ends only when it is off the engine."""
         self._num_crashes.pop(request_id, None)
 
     def end_trial(self) -> None:
         self.on_trial = None
 
     def forget(self, request_id: str) -> None:
-        """It has ended."""
+        """Forget a request that has ended."""
         self.clear(request_id)
         if request_id == self.on_trial:
             self.on_trial = None
 
     def on_death(self, suspects: Iterable[str]) -> tuple[list[str], str | None, bool]:
-        """Take in who was in the fatal step without having got a token since the last death.
+        """Record the requests of the fatal step that got no token since the last death.
 
-        Returns those newly under suspicion, who is convicted, and whether one was alone.
+        Returns the new suspects, the convicted request if any, and whether a suspect ran alone.
         """
         accused, on_trial = list(suspects), self.on_trial
         self.on_trial = None
@@ -121,11 +120,13 @@ class Quarantine:
 
 
 class Supervisor:
-    """Starts engines, one after the other. `on_outputs` gets what the current one sends,
-    `on_death` is asked what a death meant, `on_ready` is told that another engine is there.
+    """Runs one engine at a time.
 
-    Beside an engine that runs there is a spare: a process that has imported all it needs and waits
-    to be told which model to load. To import takes longer than to load a small model.
+    `on_outputs` gets the current engine's outputs. `on_death` decides what a death means.
+    `on_ready` is called when an engine is ready, `on_loss` when it will not be restarted.
+
+    A spare process stands by while an engine runs. It has imported all modules and waits for a
+    model to load. Importing takes longer than loading a small model.
     """
 
     def __init__(
@@ -153,18 +154,18 @@ class Supervisor:
 
     @property
     def num_failures(self) -> int:
-        """Deaths in a row, up to the last one, that brought nothing and that nobody explains."""
+        """Number of failures in a row, as `RestartPolicy` counts them."""
         return self._policy.num_failures
 
     async def load(self, config: EngineConfig) -> EngineInfo:
-        """Have the first engine load its model, and supervise it from then on.
+        """Load the model in the first engine and supervise it from then on.
 
-        Raises what kept it from that: an engine that never ran is not started again.
+        Raises the engine's error if it fails: an engine that never ran is not restarted.
         """
         info = await self.engine.load(config)
         if info is None:
             raise _start_error(await self.engine.died())
-        # What the first could serve, the others must.
+        # A restarted engine must serve the same max_model_len.
         model = dataclasses.replace(config.model, max_model_len=info.limits.max_model_len)
         config = dataclasses.replace(config, model=model)
         self._on_ready(info)
@@ -186,10 +187,10 @@ class Supervisor:
             death = await self._live(config)
 
     async def _live(self, config: EngineConfig) -> Death:
-        """Start another engine; how that one ends."""
+        """Start another engine and wait until it dies. Returns how."""
         try:
             self.engine = self._take_spare() or self._start_engine()
-        except OSError as error:  # no process, no memory, no file to be had
+        except OSError as error:  # no process, memory or file descriptor left
             return Death(f"it cannot be started: {error}", None, frozenset(), None)
         info = await self.engine.load(config)
         if info is not None:
@@ -197,7 +198,7 @@ class Supervisor:
         return await self._death_of_engine(0.0)
 
     async def _death_of_engine(self, spare_delay_s: float) -> Death:
-        """How the engine ended, once it has. While it lives, there is a spare."""
+        """Wait until the engine dies. Keep a spare meanwhile. Returns how the engine died."""
         if not (self._config.restart_engine and self._config.spare_engine):
             return await self.engine.died()
         keeping = asyncio.ensure_future(self._keep_spare(spare_delay_s))
@@ -208,7 +209,7 @@ class Supervisor:
             await asyncio.wait({keeping})
 
     async def _keep_spare(self, delay_s: float) -> None:
-        """Make a spare after a while, and another one when that dies."""
+        """Start a spare after a delay, and another one when it dies."""
         while True:
             await asyncio.sleep(delay_s)
             delay_s = SPARE_DELAY_S
@@ -234,7 +235,7 @@ class Supervisor:
         self._lose(error)
 
     def _on_end(self, running: asyncio.Task[None]) -> None:
-        """An unsupervised engine is worse than none: whatever ended the supervision ends it all."""
+        """Give up if the supervisor itself failed: an unsupervised engine is worse than none."""
         if not running.cancelled() and (error := running.exception()) is not None:
             logger.critical("The supervisor failed", exc_info=error)
             self._lose(EngineDeadError(f"the engine's supervisor failed: {error!r}"))
@@ -244,7 +245,7 @@ class Supervisor:
         self._on_loss(error)
 
     async def close(self) -> None:
-        """Stop supervising, and the engine with it."""
+        """Stop the supervision and the engine."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
@@ -255,7 +256,7 @@ class Supervisor:
 
 
 def _start_error(death: Death) -> PenstockError:
-    """Why the first engine did not start, as it would have been raised here."""
+    """Return why the first engine did not start, as an exception."""
     for error_class in (ConfigError, ModelError):
         if death.failure is not None and death.failure.kind == error_class.__name__:
             return error_class(death.failure.error)
