@@ -1,1 +1,1 @@
-"""Structured output: grammars, and the masks that hold a model to them."""
+"""Structured output: compiles grammars and fills the token masks that enforce them."""

@@ -1,4 +1,4 @@
-"""What a grammar engine must offer, and which ones there are."""
+"""GrammarBackend: the interface of a grammar library, and the choice between the two backends."""
 
 from __future__ import annotations
 
@@ -18,47 +18,47 @@ Bits = NDArray[np.int32]  # [rows, ceil(vocab_size / 32)]; bit i % 32 of word i 
 
 
 class Matcher(Protocol):
-    """Where one output stands in its grammar."""
+    """The position of one output in its grammar."""
 
     @property
     def error(self) -> str | None:
-        """Why this matcher can go on no more (a limit was reached), if so."""
+        """Why this matcher cannot continue (it reached a limit), or None."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether the output is finished: nothing may follow, or the end token has been taken."""
+        """Whether the output is complete: no token may follow, or the end token was accepted."""
 
     def accept(self, token_id: int) -> bool:
-        """Take the next token; False, and nothing changes, if the grammar has no place for it."""
+        """Accept the next token. Returns False and changes nothing if the grammar forbids it."""
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens."""
+        """Undo the last `num_tokens` tokens."""
 
 
 class Grammar(Protocol):
-    """A compiled grammar, for several threads."""
+    """A compiled grammar. Thread-safe."""
 
     def matcher(self) -> Matcher:
-        """One for a new output, independent of others. This may take as long as compiling."""
+        """Make an independent matcher for a new output. This may take as long as compiling."""
 
 
 class GrammarBackend(Protocol):
-    """Compiles grammars for one vocabulary. May be called from several threads."""
+    """Compiles grammars for one vocabulary. Thread-safe."""
 
     def lower(self, params: StructuredOutputsParams) -> str:
-        """What `compile` takes. Raises `InputError` for what it cannot be made from.
+        """Convert `params` into the input of `compile`. Raises `InputError` if that is impossible.
 
-        The work that Python does is done here; `compile` does not hold the interpreter's lock.
+        All work in Python happens here. `compile` does not hold the GIL.
         """
 
     def compile(self, lowered: str) -> Grammar:
-        """Raises `InputError` for what is wrong or too large."""
+        """Compile a grammar. Raises `InputError` if it is invalid or too large."""
 
     def fill(self, matchers: Sequence[Matcher], bits: Bits) -> None:
-        """Write which tokens may come next into row i of `bits` for the i-th matcher.
+        """Write the allowed next tokens of the i-th matcher into row i of `bits`.
 
-        A matcher that fails has an `error` afterwards; its row may hold anything. Does not hold
-        the interpreter's lock.
+        A matcher that fails has an `error` afterwards, and its row is undefined. Does not hold the
+        GIL.
         """
 
 
@@ -68,10 +68,10 @@ def make_backend(
     tokenize: Tokenize | None = None,
     num_threads: int = 1,
 ) -> GrammarBackend:
-    """Takes a part of a second for a large vocabulary.
+    """Build a backend. Takes a fraction of a second for a large vocabulary.
 
-    `tokenize` is the model's own way to write a text, where a backend wants to know it for text
-    that has to come; `num_threads` fill masks of one batch.
+    `tokenize` is the model's tokenizer. A backend may use it for text that the grammar forces.
+    `num_threads` threads fill the masks of one batch.
     """
     if name == "llguidance":
         from penstock.structured.llguidance_backend import GuidanceBackend
@@ -85,7 +85,7 @@ def make_backend(
 
 
 def check_backend(name: str) -> None:
-    """Raise `ConfigError` if the backend's package is not there. Imports nothing of it."""
+    """Raise `ConfigError` if the backend's package is not installed. Does not import it."""
     if importlib.util.find_spec(name) is None:
         raise ConfigError(
             f"structured_outputs_backend={name} needs a package: "

@@ -1,10 +1,10 @@
-"""Objects have only the properties that their schema names, unless it says otherwise.
+"""Decides which objects of a JSON schema get `additionalProperties: false`.
 
-JSON schema leaves objects open, and a model that is held to an open one goes on to invent keys.
-`close_objects` adds `additionalProperties: false` where that is sound: as `unevaluatedProperties:
-false` would, an object that several schemas describe together (`allOf`, a `$ref` beside
-`properties`) may have what any of them names. What can only be satisfied by an open object stays
-open, and so does what a condition (`not`, `if`) looks at.
+JSON schema leaves objects open by default, and a model then invents keys. `close_objects` closes
+an object where that is sound. Several schemas may describe one object together (`allOf`, or a
+`$ref` beside `properties`). Such an object may have the properties of all of them, as with
+`unevaluatedProperties: false`. An object stays open if only an open object satisfies its schema,
+or if a condition (`not`, `if`) tests it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from urllib.parse import unquote
 
 Schema = dict[str, Any]
 
-# Keywords whose schemas describe the same value as the schema that holds them.
+# Keywords whose subschemas describe the same value as their parent schema.
 BRANCHES = ("allOf", "anyOf", "oneOf")
 CONSEQUENCES = ("then", "else")
-# Those that only look at a value, or may hold for any of several: closing them changes what counts.
+# Keywords that only test values: closing their subschemas would change the result of the test.
 CONDITIONS = ("not", "if", "contains", "propertyNames")
-# By these a schema says itself which other properties there may be.
+# Keywords by which a schema itself says which other properties are allowed.
 OPENNESS = ("additionalProperties", "unevaluatedProperties")
 VALUES = ("const", "enum")
 
@@ -37,12 +37,12 @@ def close_objects(root: Any) -> None:
 
 
 class _Closer:
-    """Finds the schemas that describe a value alone: only these can be closed."""
+    """Finds the schemas that describe a value alone. Only these can be closed."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        self._found: list[tuple[Schema, list[Schema]]] = []  # each with all that describe its value
-        self._is_part: set[int] = set()  # ids of schemas that describe a value together with others
+        self._found: list[tuple[Schema, list[Schema]]] = []  # each with all schemas of its value
+        self._is_part: set[int] = set()  # ids of schemas that share their value with others
 
     def visit(self) -> None:
         seen: set[tuple[int, bool]] = set()
@@ -61,7 +61,7 @@ class _Closer:
             waiting += ((schema.get(name), False) for name in CONDITIONS)
 
     def _visit_alone(self, schema: Schema) -> Iterator[tuple[Any, bool]]:
-        """The schemas below, each with whether it describes a value alone."""
+        """Yield the subschemas, each with whether it describes a value alone."""
         if _is_transparent(schema):
             yield from ((child, True) for child in self._same_value(schema))
             yield from _values_in([schema])
@@ -84,7 +84,7 @@ class _Closer:
                 schema["additionalProperties"] = False
 
     def _parts(self, schema: Schema) -> list[Schema]:
-        """The schema and all others that describe the same value."""
+        """Return the schema and all others that describe the same value."""
         parts: dict[int, Schema] = {}
         waiting: list[Any] = [schema]
         while waiting:
@@ -102,7 +102,7 @@ class _Closer:
         yield from _dict(schema.get("dependentSchemas")).values()
 
     def _resolve(self, ref: Any) -> Any:
-        """What a pointer within the document points at; None for any other reference."""
+        """Resolve a JSON pointer within the document. Returns None for any other reference."""
         if not isinstance(ref, str) or (ref != "#" and not ref.startswith("#/")):
             return None
         found: Any = self._root
@@ -116,7 +116,7 @@ class _Closer:
 
 
 def _is_transparent(schema: Schema) -> bool:
-    """Whether it only says that a value is one of several, or what another schema says."""
+    """Whether the schema only refers to other schemas (one branch keyword or a `$ref`)."""
     given = [name for name in (*BRANCHES, "$ref", "dependentSchemas", *CONSEQUENCES)
              if name in schema]  # fmt: skip
     if len(given) != 1 or given[0] not in (*BRANCHES, "$ref"):
@@ -130,7 +130,7 @@ def _is_transparent(schema: Schema) -> bool:
 
 
 def _values_in(parts: list[Schema]) -> Iterator[tuple[Any, bool]]:
-    """Schemas of what is within a value that `parts` describe, each with whether it is alone."""
+    """Yield the schemas of values inside the value of `parts`, each with whether it is alone."""
     named = Counter(name for part in parts for name in _dict(part.get("properties")))
     is_free = not any("patternProperties" in part or "not" in part for part in parts)
     is_only = len(parts) == 1
@@ -150,7 +150,7 @@ def _values_in(parts: list[Schema]) -> Iterator[tuple[Any, bool]]:
 
 def _can_be_closed(schema: Schema, parts: list[Schema]) -> bool:
     if not any(isinstance(part.get("properties"), dict) for part in parts):
-        return False  # it names none: any object will do
+        return False  # it names no properties: any object is valid
     for part in parts:
         if any(name in part for name in (*OPENNESS, *VALUES, "$dynamicRef", "not")):
             return False

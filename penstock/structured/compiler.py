@@ -1,11 +1,10 @@
-"""GrammarCompiler: grammars by what requests ask for, each tried out and compiled once.
+"""GrammarCompiler: decides when a grammar is compiled, and caches the results.
 
-A spec goes through a confined process first (`trial.py`). Then it is compiled in this process, in a
-thread. Both are shared fairly by tenants. Making a matcher of a grammar that is there has threads
-of its own, so that it never waits for a compilation, unless it takes about as long as one.
+A grammar is first tried in a confined process (`trial.py`). Then a thread of this process compiles
+it. Tenants share both fairly. Matchers are made in separate threads, so that they do not wait for
+compilations. Only a grammar whose matcher takes about as long as a compilation uses those threads.
 
-What a trial finds is remembered. That a trial took too long or lost its process is not: it may
-have been bad luck.
+The verdict of a trial is cached. A timeout or a lost process is not: it may not happen again.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from penstock.structured.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-MEMORY_LIMIT = 2**30  # bytes that trying out one grammar may take
-MAX_WAITING = 256  # grammars that wait to be tried out, and as many to be compiled
+MEMORY_LIMIT = 2**30  # bytes for the trial of one grammar
+MAX_WAITING = 256  # grammars that wait for a trial, and as many for compilation
 NUM_COMPILERS = 2
 NUM_MATCHER_THREADS = 2
-QUICK_S = 0.05  # CPU time of a trial: a matcher of such a grammar is made while others wait
-MAX_GRAMMARS = 128  # that are kept for the next request which asks for the same
+QUICK_S = 0.05  # CPU time of a trial; up to this, matchers are made in the matcher threads
+MAX_GRAMMARS = 128  # in the cache
 MAX_MASK_THREADS = 8
 CLOSED = "the engine is closed; no more grammars are compiled"
 
@@ -47,11 +46,11 @@ ReadVocabulary = Callable[[], tuple[Vocabulary, Tokenize]]
 
 
 class TryAgain(RequestFault):
-    """A grammar that could not be checked; it may be right."""
+    """A grammar could not be checked. It may be valid."""
 
 
 class Compilation:
-    """A grammar on its way, for all requests that ask for it. `future` has it in the end."""
+    """A grammar that is being compiled, shared by all requests for it. `future` gets the result."""
 
     def __init__(self, kind: str, tenant: str) -> None:
         self.kind = kind
@@ -59,10 +58,10 @@ class Compilation:
         self.future: Future[Grammar] = Future()
         self.waiting_ids: set[str] = set()  # requests
         self.is_quick = False
-        self.is_forgotten = False  # how it failed says nothing about the next try
+        self.is_forgotten = False  # the next request tries again
         self._lock = threading.Lock()
         self._is_dropped = False
-        self._work: Job | Future[None] | None = None  # that is to be cancelled
+        self._work: Job | Future[None] | None = None  # what `drop` cancels
 
     def attach(self, work: Job | Future[None]) -> None:
         with self._lock:
@@ -72,7 +71,7 @@ class Compilation:
             work.cancel()
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Cancel it: no request waits for it any more."""
         with self._lock:
             self._is_dropped = True
             work = self._work
@@ -81,9 +80,9 @@ class Compilation:
 
 
 class GrammarCompiler:
-    """For one thread; what it returns is done in others.
+    """Call it from one thread. The work happens in other threads.
 
-    `read_vocabulary` is called once, when there is something to do; None: there is no tokenizer.
+    `read_vocabulary` is called once, at the first grammar. It is None without a tokenizer.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class GrammarCompiler:
     ) -> None:
         self._name = backend
         self._read_vocabulary = read_vocabulary
-        self._lock = threading.Lock()  # of what is built when it is first needed
+        self._lock = threading.Lock()  # guards the lazy build of the backend
         self._built: tuple[GrammarBackend, Vocabulary] | None = None
         self.tokenize: Tokenize | None = None
         limits = Limits(cpu_s=timeout_s, memory_bytes=MEMORY_LIMIT, max_queued=MAX_WAITING)
@@ -102,7 +101,7 @@ class GrammarCompiler:
         self._compilations: OrderedDict[bytes, Compilation] = OrderedDict()
 
     def backend(self) -> tuple[GrammarBackend, Vocabulary]:
-        """Built when it is first asked for, which takes a part of a second."""
+        """Return the backend. The first call builds it, which takes a fraction of a second."""
         with self._lock:
             if self._built is None:
                 if self._read_vocabulary is None:
@@ -116,7 +115,7 @@ class GrammarCompiler:
 
     @property
     def built(self) -> tuple[GrammarBackend, Vocabulary]:
-        """What `backend` has built."""
+        """The backend, which must have been built."""
         assert self._built is not None
         return self._built
 
@@ -124,7 +123,7 @@ class GrammarCompiler:
         return msgspec.msgpack.encode(Setup(self._name, self.backend()[1]))
 
     def request(self, params: StructuredOutputsParams, request_id: str, tenant: str) -> Compilation:
-        """Compiled, or on its way; the same for all who ask the same."""
+        """Return the compilation of a grammar. Equal grammars share one."""
         shared = msgspec.structs.replace(
             params, reasoning_end=None, reasoning_start=None, field=FIELD
         )
@@ -141,7 +140,7 @@ class GrammarCompiler:
         return found
 
     def leave(self, request_id: str, compilation: Compilation) -> None:
-        """A request waits no more. The last one to leave ends a compilation."""
+        """A request stops waiting. When the last one leaves, the compilation is cancelled."""
         compilation.waiting_ids.discard(request_id)
         if compilation.waiting_ids or compilation.future.done():
             return
@@ -155,14 +154,14 @@ class GrammarCompiler:
         work: Callable[..., T],
         *arguments: Any,
     ) -> Future[T]:
-        """Do what needs a grammar that is there, or none: beside compilations if it is quick."""
+        """Run work in a matcher thread, or in a compiler thread if its grammar is slow."""
         if compilation is None or compilation.is_quick:
             return self._matchers.submit(work, *arguments)
         return self._compilers.submit(tenant, work, *arguments)
 
     def close(self) -> None:
-        """End what runs elsewhere. Safe to call twice."""
-        self._matchers.shutdown(wait=False)  # what is queued there is short
+        """Stop the threads and processes. Safe to call twice."""
+        self._matchers.shutdown(wait=False)  # queued work there is short
         self._compilers.close()
         self.pool.close()
 
@@ -208,13 +207,13 @@ class GrammarCompiler:
         compilation.future.set_result(grammar)
 
     def _on_compiled(self, compilation: Compilation, compiling: Future[None]) -> None:
-        """There was no room to compile it, if it has no result by now."""
+        """Fail the compilation if the task itself failed, such as by a full queue."""
         if not compiling.cancelled() and (error := compiling.exception()) is not None:
             compilation.is_forgotten = True
             compilation.future.set_exception(self._explain(error, compilation.kind))
 
     def _explain(self, error: BaseException, kind: str) -> BaseException:
-        """Why a trial has no verdict, to whoever asked for it."""
+        """Convert the error of a trial without a verdict into the client's error."""
         what = f"{FIELD}.{kind}"
         match error:
             case TooMuchTime():

@@ -1,4 +1,4 @@
-"""FairThreads: threads for work that cannot be interrupted, which tenants share in turn."""
+"""FairThreads: decides whose work runs next on a few threads. Tenants take turns."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ Task = tuple[Future[Any], Callable[[], Any]]
 
 
 class FairThreads:
-    """Like an executor, but that one tenant's work does not wait for all of another's.
+    """An executor with a fair queue: one tenant's work does not wait for all of another's.
 
-    Threads are started when there is work. A future that is cancelled before its turn costs
-    nothing.
+    Threads start when there is work. A future that is cancelled before its turn costs nothing.
     """
 
     def __init__(self, num_threads: int, max_queued: int, name: str) -> None:
@@ -31,7 +30,7 @@ class FairThreads:
         self._is_closed = False
 
     def submit(self, tenant: str, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Its future fails with `PoolFull` if there is no room for it."""
+        """Queue work. Its future fails with `PoolFull` if the queue is full."""
         future: Future[T] = Future()
         with self._changed:
             if self._is_closed:
@@ -47,7 +46,7 @@ class FairThreads:
         return future
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Start no more work. Queued work fails with `PoolClosed`."""
         with self._changed:
             self._is_closed = True
             left = self._queue.clear()

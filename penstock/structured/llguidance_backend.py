@@ -1,4 +1,4 @@
-"""llguidance: the default backend. Compiles in milliseconds, masks in some ten microseconds."""
+"""GuidanceBackend: the default backend, llguidance. Compiles in milliseconds, masks in ~10 us."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.structured.schemas import read_schema
 from penstock.structured.tags import tag_to_lark
 from penstock.structured.vocabulary import Vocabulary
 
-# Enough for indentation, too little for a model to lose itself in.
+# Enough for indentation, too little for a model to loop in.
 WHITESPACE = r"[ \n\r\t]{0,20}"
 MAX_ERROR_LENGTH = 500
-# Less than the library's own, which let one request take hundreds of MB and a step take seconds.
+# Below the library's defaults, with which one request takes hundreds of MB and a step seconds.
 LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 1_000_000,
@@ -45,7 +45,7 @@ class GuidanceBackend:
             return self._lower(params)
         except InputError:
             raise
-        except Exception as error:  # the library's converters raise whatever comes
+        except Exception as error:  # the library's converters raise any type
             raise InputError(_explain(str(error)), FIELD) from error
 
     def _lower(self, params: StructuredOutputsParams) -> str:
@@ -65,7 +65,7 @@ class GuidanceBackend:
             case "choice":
                 assert params.choice is not None
                 texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
-                # As one terminal: a rule of so many alternatives is more than a parser's row holds.
+                # One terminal: a rule with this many alternatives would exceed a parser row.
                 return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
             case "grammar":
                 assert params.grammar is not None
@@ -88,7 +88,7 @@ class GuidanceBackend:
             schema = {} if schema else {"not": {}}
         if params.disable_additional_properties:
             close_objects(schema)
-        # Ours are the only options: what a client puts there could lift them.
+        # Drop the client's options: they could override ours.
         return {key: value for key, value in schema.items() if key != "x-guidance"}
 
     def compile(self, lowered: str) -> Grammar:
@@ -112,12 +112,15 @@ class GuidanceBackend:
 
 
 class GuidanceGrammar:
-    """Makes every matcher anew: copies of one would share an automaton that grows with each output,
-    until it reaches its limit for all of them."""
+    """Builds every matcher from scratch.
+
+    Copies of a matcher share an automaton. It grows with each output until it reaches its limit for
+    all of them.
+    """
 
     def __init__(self, make: Callable[[], LLMatcher]) -> None:
         self._make = make
-        self._first = [make()]  # for whoever comes first
+        self._first = [make()]  # for the first caller
 
     def matcher(self) -> GuidanceMatcher:
         try:
@@ -146,13 +149,13 @@ class GuidanceMatcher:
 
 
 class _Spelling:
-    """What the library asks of a tokenizer."""
+    """The tokenizer interface that the library expects."""
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, tokenize: Tokenize | None) -> None:
         special = frozenset(vocabulary.special_ids)
-        # Special tokens are marked with a byte that no UTF-8 holds, so that no text spells them.
+        # Special tokens get a byte that is invalid in UTF-8, so that no text can spell them.
         self.tokens = [
             b"\xff" + token if token_id in special else token
             for token_id, token in enumerate(vocabulary.tokens)
@@ -163,7 +166,7 @@ class _Spelling:
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
-            raise TypeError("only texts are tokenized")  # the library asks whether bytes are
+            raise TypeError("only texts are tokenized")  # the library probes whether bytes work
         return self.tokenize(text) if self.tokenize is not None else []
 
 
@@ -195,7 +198,7 @@ def _explain(error: str) -> str:
 
 
 def _plain(error: str) -> str:
-    """The library's words on one line, as far as they say something."""
+    """The library's error message on one line, without its placeholders."""
     if error.startswith("NoExtension"):
         return "no text matches it"
     lines = [line for line in error.splitlines() if "<non-verbose/>" not in line]

@@ -1,4 +1,4 @@
-"""GrammarManager: compiles what requests ask for, follows their outputs, fills their masks."""
+"""GrammarManager: owns the grammars of running requests: follows outputs and fills masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.structured.compiler import Compilation, GrammarCompiler, ReadVocab
 from penstock.structured.output import ALL_TOKENS, Misfit, OutputGrammar
 from penstock.structured.reasoning import Reasoning
 
-# What one request's mask may take. A request that takes longer holds up everybody else's tokens.
+# Maximum time for one request's mask. A slower request delays all others in the batch.
 STEP_LIMIT_S = 0.25
 
 Row = tuple[ScheduledRequest, OutputGrammar]
@@ -29,17 +29,17 @@ Row = tuple[ScheduledRequest, OutputGrammar]
 
 @dataclass
 class _Pending:
-    """What a request waits for: its grammar, then its place in it."""
+    """What a request waits for: its compiled grammar, then its `OutputGrammar`."""
 
-    compilation: Compilation | None  # None: it needs no grammar
+    compilation: Compilation | None  # None if it needs no grammar
     future: Future[Grammar] | Future[OutputGrammar]
 
 
 class GrammarManager:
-    """All grammars of an engine. One thread drives it; compiling and masks happen in others.
+    """All grammars of an engine. Call it from one thread. Other threads compile and fill masks.
 
-    It is the gate at which requests wait for their grammars. `read_vocabulary` is called once, in
-    another thread, when a request first asks for structured output; None: there is no tokenizer.
+    It is the gate where requests wait for their grammars. `read_vocabulary` is called once, in
+    another thread, at the first request for structured output. It is None without a tokenizer.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class GrammarManager:
     ) -> None:
         self.compiler = GrammarCompiler(backend, timeout_s, read_vocabulary)
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="masks")
-        self._pending: dict[str, _Pending] = {}  # by the request that waits
+        self._pending: dict[str, _Pending] = {}  # by request id
         self._outputs: dict[str, OutputGrammar] = {}
         self._faults: dict[str, InputError] = {}
         self._bits: Bits = np.zeros((0, 0), dtype=np.int32)
-        self._is_slow = False  # the last masks took too long: time the next ones request by request
+        self._is_slow = False  # the last masks took too long: time the next ones one by one
 
-    # -- grammars are compiled
+    # -- compilation
 
     def poll(self, request: EngineRequest) -> GateStatus | GateFailed:
-        """Whether a request's grammar is there. Begins to compile it when it first asks."""
+        """Whether a request's grammar is ready. The first call starts its compilation."""
         if request.pools or not request.sampling.is_masked:
             return READY
         params = request.sampling.structured_outputs
@@ -97,13 +97,13 @@ class GrammarManager:
         return _Pending(compilation, compilation.future)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until something that a request waits for is done, if there is anything."""
+        """Wait until a pending grammar is ready. Returns at once if none is pending."""
         if self._pending:
             futures: list[Future[Any]] = [each.future for each in self._pending.values()]
             wait(futures, timeout_s, return_when="FIRST_COMPLETED")
 
     def _begin_output(self, request: EngineRequest, grammar: Grammar | None) -> OutputGrammar:
-        """Where a request's output stands to begin with; without a grammar, its answer is free."""
+        """Make the `OutputGrammar` of a request. Without a grammar its answer is free."""
         _, vocabulary = self.compiler.backend()
         assert self.compiler.tokenize is not None
         params = request.sampling.structured_outputs
@@ -117,16 +117,17 @@ class GrammarManager:
             field=FIELD if params is None else params.field,
             end_ids=vocabulary.end_ids,
         )
-        output.accept(request.output_token_ids)  # of a replay
+        output.accept(request.output_token_ids)  # not empty for a replay
         return output
 
-    # -- outputs are followed
+    # -- outputs
 
     def accept(self, request_id: str, token_ids: Sequence[int], drafts: list[int]) -> int | None:
-        """Tokens came for a request: with how many of them its output is complete; None: not yet.
+        """Advance a request's grammar by its new tokens.
 
-        `drafts` are proposed to come next. Raises `RequestFault`, or `InputError` if the client is
-        to blame.
+        Returns the number of tokens that complete the output, or None if it is not complete.
+        `drafts` are the draft tokens proposed for the next step. Raises `RequestFault`, or
+        `InputError` if the request itself is wrong.
         """
         if request_id in self._faults:
             raise self._faults[request_id]
@@ -144,8 +145,10 @@ class GrammarManager:
             ) from misfit
 
     def _was_allowed(self, output: OutputGrammar, token_id: int) -> bool:
-        """Whether a mask has this token that the grammar refuses: it leaves out what cannot be
-        written of the text that has to come."""
+        """Whether the mask allows a token that the grammar refuses.
+
+        A mask omits bytes of forced text that the vocabulary cannot write.
+        """
         assert output.matcher is not None
         backend, vocabulary = self.compiler.built
         bits = np.zeros((1, -(-len(vocabulary) // 32)), dtype=np.int32)
@@ -153,11 +156,11 @@ class GrammarManager:
         return bool(bits[0, token_id // 32] >> (token_id % 32) & 1)
 
     def is_complete(self, request_id: str) -> bool:
-        """Whether nothing may follow what a request has by now."""
+        """Whether the output is complete, so that no token may follow."""
         return self._outputs[request_id].is_complete
 
     def drop(self, request_id: str) -> None:
-        """Forget a request; one that is not here is ignored."""
+        """Forget a request. Unknown requests are ignored."""
         self._forget_pending(request_id)
         self._outputs.pop(request_id, None)
         self._faults.pop(request_id, None)
@@ -167,20 +170,20 @@ class GrammarManager:
         if pending is None:
             return
         if pending.compilation is None or pending.future is not pending.compilation.future:
-            pending.future.cancel()  # nothing, if it is done
+            pending.future.cancel()  # has no effect if it is done
         if pending.compilation is not None:
             self.compiler.leave(request_id, pending.compilation)
 
-    # -- masks are filled
+    # -- masks
 
     def start_masks(self, plan: StepPlan) -> Future[StepMasks]:
-        """`masks` in another thread, while this one computes."""
+        """Run `masks` in another thread."""
         return self._filler.submit(self.masks, plan)
 
     def masks(self, plan: StepPlan) -> StepMasks:
-        """What the plan's requests may sample. All tokens before them have been accepted.
+        """Fill the masks of the plan's requests. All tokens before them must have been accepted.
 
-        Good until the next call.
+        The result is valid until the next call.
         """
         constrained = [
             (row, output)
@@ -209,7 +212,7 @@ class GrammarManager:
         )
 
     def _fill(self, backend: GrammarBackend, rows: Sequence[Row], bits: Bits) -> None:
-        """All at once. After it took too long, the next time one by one, to see who it is."""
+        """Fill all masks at once. If that was too slow, time the next ones one by one."""
         if not rows:
             return
         started = time.perf_counter()
@@ -222,7 +225,7 @@ class GrammarManager:
             before = time.perf_counter(), time.process_time()
             assert output.matcher is not None
             backend.fill([output.matcher], bits[index : index + 1])
-            # Not wall time alone: on a busy machine, it is others who take it.
+            # Wall time alone would blame the request for a busy machine.
             after = time.perf_counter(), time.process_time()
             seconds = min(end - start for start, end in zip(before, after, strict=True))
             if seconds > STEP_LIMIT_S:
@@ -233,7 +236,7 @@ class GrammarManager:
                 )
 
     def _find_faults(self, rows: Sequence[Row], num_rows: Sequence[int], bits: Bits) -> None:
-        """Remember whose matcher failed, and leave its rows free: the request ends anyhow."""
+        """Record failed matchers and allow all tokens in their rows: these requests end anyway."""
         start = 0
         for (row, output), count in zip(rows, num_rows, strict=True):
             if (fault := output.fault) is not None:
@@ -247,7 +250,7 @@ class GrammarManager:
         return self._bits[:num_rows]
 
     def close(self) -> None:
-        """End what runs elsewhere. Safe to call twice."""
+        """Stop the threads and processes. Safe to call twice."""
         self._filler.shutdown(wait=False, cancel_futures=True)
         self.compiler.close()
 
@@ -255,9 +258,9 @@ class GrammarManager:
 def reasoning_of(
     request: EngineRequest, tokens: Sequence[bytes], opening: Sequence[int] = ()
 ) -> Reasoning | None:
-    """What comes before the answer of a request, if it says anything about that.
+    """Return the reasoning rules of a request, or None if its answer begins at once.
 
-    `opening` are the tokens of `reasoning_start`, where it is forced.
+    `opening` are the tokens of `reasoning_start` if it is forced.
     """
     params, thinking = request.sampling.structured_outputs, request.thinking
     starts: list[str] = []
@@ -270,7 +273,7 @@ def reasoning_of(
     else:
         ends = []
     if not ends:
-        return None  # the answer begins at once
+        return None
     return Reasoning(
         tokens,
         ends=tuple(end.encode() for end in ends),

@@ -1,4 +1,4 @@
-"""OutputGrammar: one request's output, held to its grammar from the end of the reasoning on."""
+"""OutputGrammar: decides which tokens may come next in one output: reasoning, then the grammar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALL_TOKENS = -1  # every bit of an int32
 
 
 class Misfit(RequestFault):
-    """A token that has no place in the grammar."""
+    """A token that the grammar forbids."""
 
     def __init__(self, token_id: int) -> None:
         super().__init__(f"structured_outputs failed: token {token_id} has no place in the grammar")
@@ -21,12 +21,12 @@ class Misfit(RequestFault):
 
 
 class OutputGrammar:
-    """Follows the tokens of one output: its `reasoning`, and then its answer.
+    """Follows the tokens of one output: its `reasoning`, then its answer.
 
-    Without a `matcher` the answer is free. With one, and where the reasoning may be left out, the
-    output either begins with the token `start_id` or is the answer from its first token on. Then
-    `end_ids`, the tokens that end an output, do not end it within the reasoning: the answer has yet
-    to come.
+    Without a `matcher` the answer is free. With a matcher the reasoning may be optional: then the
+    output begins either with the token `start_id` or directly with the answer. With a matcher, a
+    token of `end_ids` is forbidden during the reasoning, because the answer must still follow. A
+    token that ends the reasoning is an exception.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class OutputGrammar:
         end_ids: Sequence[int] = (),
     ) -> None:
         self.matcher = matcher
-        self.field = field  # what the client calls the grammar
-        self.drafts: list[int] = []  # tokens that are proposed to come next
+        self.field = field  # the client's name for the grammar
+        self.drafts: list[int] = []  # draft tokens for the next step
         self._reasoning = reasoning
         self._start_id = start_id
         self._withheld: list[int] = []
         if reasoning is not None and matcher is not None:
             self._withheld = [i for i in end_ids if not reasoning.is_ended_by(i)]
         self._state = State(Phase.OVER) if reasoning is None else reasoning.begin()
-        self._took_answer = False  # whether the last token was the matcher's
+        self._took_answer = False  # whether the matcher accepted the last token
 
     @property
     def is_free(self) -> bool:
@@ -57,7 +57,7 @@ class OutputGrammar:
 
     @property
     def is_answer(self) -> bool:
-        """Whether the matcher alone says what may come next."""
+        """Whether the matcher alone decides what may come next."""
         return self._state.phase is Phase.OVER and self.matcher is not None
 
     @property
@@ -66,15 +66,14 @@ class OutputGrammar:
 
     @property
     def fault(self) -> InputError | None:
-        """Why this output can go on no more, if so: the grammar leads nowhere, or to too much."""
+        """Why the matcher cannot continue, or None."""
         error = None if self.matcher is None else self.matcher.error
         return None if error is None else InputError(f"{self.field} failed: {error}", self.field)
 
     def accept(self, token_ids: Sequence[int]) -> int | None:
-        """Take tokens that were sampled: with how many of them the output is complete.
+        """Accept sampled tokens. Returns how many of them complete the output, or None.
 
-        None: more must come. Raises `Misfit` for a token that has no place in the grammar, and
-        what its `fault` is if there is one.
+        If the grammar forbids a token, raises `fault` if there is one, else `Misfit`.
         """
         for count, token_id in enumerate(token_ids, start=1):
             if not self._take(token_id):
@@ -84,10 +83,10 @@ class OutputGrammar:
         return None
 
     def fill_with_drafts(self, backend: GrammarBackend, bits: Bits) -> None:
-        """Fill one row for each position: the next token, and the one after each draft.
+        """Fill one row per position: the next token, and the token after each draft.
 
-        Rows behind a draft that the grammar refuses are free, since that draft will not hold; so
-        are those behind the end, whose tokens nobody gets.
+        Rows after a forbidden draft allow all tokens, because that draft will be rejected. So do
+        rows after the end of the output, because their tokens are dropped.
         """
         bits[:] = ALL_TOKENS
         before, num_taken = self._state, 0
@@ -99,18 +98,18 @@ class OutputGrammar:
                 break
             num_taken += self._took_answer
             if self.is_complete:
-                break  # nothing follows, and a matcher need not say what might
+                break  # nothing may follow, and a complete matcher need not fill a mask
         if num_taken and self.matcher is not None:
             self.matcher.rollback(num_taken)
         self._state = before
 
     @property
     def _may_begin_answer(self) -> bool:
-        """Whether reasoning may come next, or the answer without any."""
+        """Whether either reasoning or the answer may come next."""
         return self._state.phase is Phase.BEFORE and self._start_id is not None
 
     def _fill(self, backend: GrammarBackend, bits: Bits) -> None:
-        """Fill one row, all of whose bits are set."""
+        """Fill one row. All of its bits must be set."""
         if self.is_free:
             return
         forced = None if self._reasoning is None else self._reasoning.forced(self._state)
@@ -140,12 +139,12 @@ class OutputGrammar:
 
 
 def _forbid(bits: Bits, token_id: int) -> None:
-    """Clear one token's bit in the one row."""
+    """Clear a token's bit in the single row."""
     words = bits.view("uint32")
     words[0, token_id // 32] &= ~(1 << (token_id % 32)) & 0xFFFFFFFF
 
 
 def _allow(bits: Bits, token_id: int) -> None:
-    """Set one token's bit in the one row."""
+    """Set a token's bit in the single row."""
     words = bits.view("uint32")
     words[0, token_id // 32] |= 1 << (token_id % 32)

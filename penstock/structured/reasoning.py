@@ -1,7 +1,7 @@
-"""Reasoning: the part of an output before the answer, which is free, but may be limited in length.
+"""Reasoning: decides where the reasoning before an answer begins and ends. Its text is free.
 
-Where an output stands is a pure function of its tokens: a state is a value, `after` makes the
-next one of it, and nothing else is remembered. So drafts, preemption and replay need no care.
+The state is a pure function of the output's tokens: `after` maps a state and a token to the next
+state. So drafts, preemption and replay need no special handling.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import NamedTuple
 
 
 class Phase(enum.Enum):
-    OPENING = 0  # it is being begun
-    BEFORE = 1  # not known yet whether there will be any
+    OPENING = 0  # the opening tokens are being forced
+    BEFORE = 1  # it is not known yet whether there will be reasoning
     THINKING = 2
-    CLOSING = 3  # it is being brought to its end
+    CLOSING = 3  # the closing tokens are being forced
     OVER = 4
 
 
 class State(NamedTuple):
     phase: Phase
-    tail: bytes = b""  # of the text, as much as could be the beginning of a marker
-    num_tokens: int = 0  # of the reasoning, its opening or its closing
+    tail: bytes = b""  # the end of the text, where a marker may begin
+    num_tokens: int = 0  # in this phase
 
 
 @dataclass(frozen=True)
 class Reasoning:
     """How one output's reasoning begins and ends.
 
-    `tokens` are the bytes of each token. The output begins within the reasoning, after `opening`,
-    which is forced; with `starts`, there is none unless it begins with one of these. It ends at the
-    first of `ends`; after `budget` tokens of it, `closing` is forced. Where a token goes on behind
-    the end, the rest of that token is reasoning, too.
+    `tokens` are the bytes of each token. The output begins inside the reasoning, after `opening`,
+    which is forced. With `starts`, there is reasoning only if the output begins with one of them.
+    Reasoning ends at the first of `ends`. After `budget` tokens, `closing` is forced. If a token
+    continues after the end marker, the rest of the token counts as reasoning.
     """
 
     tokens: Sequence[bytes]
@@ -42,7 +42,7 @@ class Reasoning:
     budget: int | None = None
     opening: tuple[int, ...] = ()
     closing: tuple[int, ...] = ()
-    closes_at_end: bool = False  # forces no more of `closing` than it takes to write an end
+    closes_at_end: bool = False  # stops forcing `closing` once an end marker is written
 
     def begin(self) -> State:
         if self.opening:
@@ -74,13 +74,13 @@ class Reasoning:
         return state
 
     def forced(self, state: State) -> int | None:
-        """The only token that may come next; None: any may."""
+        """The only token that may come next, or None if any may."""
         if state.phase is Phase.OPENING:
             return self.opening[state.num_tokens]
         return self.closing[state.num_tokens] if state.phase is Phase.CLOSING else None
 
     def is_ended_by(self, token_id: int) -> bool:
-        """Whether this token alone ends it."""
+        """Whether this token alone ends the reasoning."""
         return self._has_ended(self.tokens[token_id])
 
     def _has_ended(self, text: bytes) -> bool:
@@ -95,7 +95,7 @@ class Reasoning:
         return State(Phase.CLOSING)
 
     def _is_within(self, tail: bytes) -> bool:
-        """Whether `tail` ends within a character, or within what may become an end's marker."""
+        """Whether `tail` ends inside a character or inside a possible end marker."""
         for end in self.ends:
             if any(tail.endswith(end[:size]) for size in range(1, len(end))):
                 return True

@@ -1,4 +1,4 @@
-"""JSON schemas as requests bring them."""
+"""Reads JSON schemas from requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.protocol.structured import FIELD
 
 
 def read_schema(text: str, field: str) -> Any:
-    """The schema in a JSON text: an object, or true or false."""
+    """Parse a JSON schema: an object, true or false. Raises `InputError` for anything else."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

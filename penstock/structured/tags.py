@@ -1,7 +1,7 @@
-"""Structural tags: free text with tagged parts in it that must match something.
+"""Structural tags: free text with tagged parts that must match a format.
 
-The formats are xgrammar's; this module writes them as a Lark grammar for llguidance, and makes
-them of the shape of a family's tool calls.
+The formats are xgrammar's. This module converts them to a Lark grammar for llguidance. It also
+builds them for the tool calls of a model family.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from penstock.text.parsing.formats import CallGrammar, CallShape
 Schema = dict[str, Any]
 Prepare = Callable[[Any, bool], Mapping[str, Any]]
 NAME = f"{FIELD}.structural_tag"
-TOOL = "tool"  # says of a json_schema format whose arguments it describes
+TOOL = "tool"  # key in a json_schema format: the tool whose arguments it describes
 TEXT_RULE = r"TEXT: /(.|\n)*/"
 
 
 def call_structure(grammar: CallGrammar, is_special: Callable[[str], bool]) -> Schema:
-    """The structural tag that outputs of `grammar` match.
+    """Return the structural tag that outputs of `grammar` match.
 
-    `is_special` says whether the vocabulary has a special token of that name; texts that
-    `grammar.special` names are written with it if so.
+    `is_special` tells whether the vocabulary has a special token of that name. Texts in
+    `grammar.special` are written as special tokens if so.
     """
     names = [name for name in grammar.special if is_special(name)]
 
@@ -40,7 +40,7 @@ def call_structure(grammar: CallGrammar, is_special: Callable[[str], bool]) -> S
         ]
 
     def call(shape: CallShape) -> Schema:
-        # Tools come with whatever schemas their authors wrote: what is not known there is ignored.
+        # Tools come with arbitrary schemas: where TOOL is set, unknown keywords are ignored.
         body = {
             "type": "json_schema",
             "json_schema": dict(shape.schema),
@@ -61,13 +61,13 @@ def call_structure(grammar: CallGrammar, is_special: Callable[[str], bool]) -> S
 def params_for_calls(
     grammar: CallGrammar, is_special: Callable[[str], bool]
 ) -> StructuredOutputsParams:
-    """What holds an output to calls of `grammar`."""
+    """Return the params that restrict an output to calls of `grammar`."""
     tag = call_structure(grammar, is_special)
     return StructuredOutputsParams(structural_tag=tag, field="tools")
 
 
 def tool_schemas(form: Any) -> Iterator[tuple[str, Any]]:
-    """The names of tools in a format of `call_structure`, each with the schema of its arguments."""
+    """Yield each tool in a format of `call_structure`: its name and the schema of its arguments."""
     if not isinstance(form, dict):
         return
     if form.get("type") == "json_schema" and TOOL in form:
@@ -82,7 +82,7 @@ def _sequence(elements: Sequence[Schema]) -> Schema:
 
 
 def _split(value: str, names: Sequence[str]) -> list[str]:
-    """The text in pieces: special tokens, and what lies between them."""
+    """Split a text into special tokens and the text between them."""
     if not names:
         return [value] if value else []
     pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
@@ -90,7 +90,7 @@ def _split(value: str, names: Sequence[str]) -> list[str]:
 
 
 def modern_form(tag: Any) -> Schema:
-    """A structural tag in today's form, with `format`, also from the older one."""
+    """Convert a structural tag to the current form, which has `format`."""
     if not isinstance(tag, dict) or tag.get("type") != "structural_tag":
         raise InputError(f'{NAME} must be an object with "type": "structural_tag"', FIELD)
     if "format" in tag:
@@ -110,9 +110,9 @@ def modern_form(tag: Any) -> Schema:
 
 
 def tag_to_lark(tag: Any, vocabulary: Vocabulary, prepare: Prepare) -> str:
-    """A structural tag, in today's form or the older one, as a Lark grammar.
+    """Convert a structural tag, in the current or the older form, to a Lark grammar.
 
-    `prepare` is applied to every schema; it is told whether that is of a tool's arguments.
+    `prepare` is applied to every schema. Its second argument tells whether the schema is a tool's.
     """
     writer = _Writer(vocabulary, prepare)
     start = writer.write(modern_form(tag)["format"])
@@ -130,7 +130,7 @@ class _Writer:
         self._vocab_size = len(vocabulary)
 
     def write(self, form: Any) -> str:
-        """A format as an expression that can stand anywhere."""
+        """Convert a format to an expression that is valid in any position."""
         kind = _get(form, "type", str)
         method = getattr(self, f"_{kind}", None) if f"_{kind}" in FORMATS else None
         if method is None:
@@ -185,7 +185,7 @@ class _Writer:
         return self._rule(f"({self.write(form.get('content'))})+")
 
     def _tag(self, form: Schema, begun: str = "") -> str:
-        """A tag of whose beginning `begun` is there already."""
+        """Convert a tag. `begun` is the part of `begin` that was already written."""
         begin = _get(form, "begin", str)
         content, ends = form.get("content"), form.get("end")
         ends = ends if isinstance(ends, list) else [ends]
@@ -193,7 +193,7 @@ class _Writer:
             raise InputError(f"{NAME}: end must be a text, or texts, got {ends!r:.80}", FIELD)
         start = _quote(begin[len(begun) :])
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
-            # Text up to the first end: a lexeme that stops as soon as it can.
+            # Text up to the first end: a lazy lexeme.
             closing = " | ".join(_quote(end) for end in ends)
             return self._rule(f"{start} {self._lazy(f'({closing})')}")
         closing = " | ".join(_quote(end) for end in ends)
@@ -209,7 +209,7 @@ class _Writer:
         return many if form.get("at_least_one") else self._rule(f"({many})?")
 
     def _triggered_tags(self, form: Schema) -> str:
-        """Text in which each trigger begins one of the tags that start with it."""
+        """Free text in which a trigger must continue as one of the tags that start with it."""
         tags, triggers = _get(form, "tags", list), _get(form, "triggers", list)
         begun = []
         for trigger in triggers:
@@ -228,7 +228,7 @@ class _Writer:
         return self._rule(f"{one}{'+' if form.get('at_least_one') else '*'} TEXT")
 
     def _lazy(self, ending: str) -> str:
-        """A lexeme: any text up to the first `ending`, which belongs to it."""
+        """A lexeme: any text up to and including the first `ending`."""
         return self._rule(f"TEXT {ending}", "lexeme_", "[lazy]")
 
 
@@ -251,5 +251,5 @@ def _quote(text: str) -> str:
 
 
 def _slashed(pattern: str) -> str:
-    """A regular expression as it stands between slashes."""
+    """Escape a regular expression for use between slashes."""
     return re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", pattern, flags=re.DOTALL)

@@ -1,8 +1,8 @@
-"""What a confined process does with a grammar: try it out.
+"""Decides in a confined process whether a grammar is safe to compile in the engine.
 
-Compiling is native code that cannot be interrupted. In a process that may be killed, whatever a
-client thought of costs it an error, and the engine nothing; what has passed here is then compiled
-in the engine.
+Compiling runs native code that cannot be interrupted. A confined process can be killed: a hostile
+grammar gets its client an error and does not harm the engine. The engine compiles only grammars
+that pass this trial.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENTRY = "penstock.structured.trial:make_trial"
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a process needs to try grammars out."""
+    """What the process needs to try grammars."""
 
     backend: str
     vocabulary: Vocabulary
@@ -46,7 +46,7 @@ _read_params = msgspec.msgpack.Decoder(StructuredOutputsParams).decode
 
 
 def make_trial(setup: bytes) -> Callable[[bytes], bytes]:
-    """The entry of a confined process: params in, a verdict out."""
+    """The entry point of a confined process. Returns a function from params to a verdict."""
     given = msgspec.msgpack.decode(setup, type=Setup)
     backend = make_backend(given.backend, given.vocabulary)
     bits = np.zeros((1, -(-len(given.vocabulary) // 32)), dtype=np.int32)
@@ -54,7 +54,7 @@ def make_trial(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def try_out(backend: GrammarBackend, params: StructuredOutputsParams, bits: Bits) -> Verdict:
-    """Compile it and fill its first mask into `bits`."""
+    """Compile a grammar and fill its first mask into `bits`."""
     try:
         lowered = backend.lower(params)
         matcher = backend.compile(lowered).matcher()
@@ -66,7 +66,7 @@ def try_out(backend: GrammarBackend, params: StructuredOutputsParams, bits: Bits
         return Passed(lowered)
     except TOO_DEEP as error:
         refused = Refused(str(error) or f"{FIELD} is too complex: {type(error).__name__}")
-    with contextlib.suppress(*TOO_DEEP):  # what is refused need not be well-formed
+    with contextlib.suppress(*TOO_DEEP):  # a refused tag may be malformed
         return _blame_tool(backend, params, bits) or refused
     return refused
 
@@ -74,7 +74,7 @@ def try_out(backend: GrammarBackend, params: StructuredOutputsParams, bits: Bits
 def _blame_tool(
     backend: GrammarBackend, params: StructuredOutputsParams, bits: Bits
 ) -> Refused | None:
-    """Why the schema of one of the tools is refused, where what is refused holds tools."""
+    """Return the refusal of a single tool's schema, if a tool is the cause."""
     if params.kind != "structural_tag":
         return None
     tag = read_schema(params.structural_tag, f"{FIELD}.structural_tag")

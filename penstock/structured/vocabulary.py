@@ -1,4 +1,4 @@
-"""The vocabulary as grammars see it: the bytes of every token, and which are no text."""
+"""Vocabulary: the bytes of every token, and which tokens are special. Grammars read it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:  # the process that checks grammars needs none of it
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """Serializable: the process that checks grammars gets a copy."""
+    """Serializable: the confined process gets a copy."""
 
-    tokens: list[bytes]  # by id; b"" where there is none, as in a padded vocabulary
-    special_ids: list[int]  # tokens that no text spells; their bytes are their names
+    tokens: list[bytes]  # by id; b"" for padding ids
+    special_ids: list[int]  # tokens that are not text; their bytes are their names
     end_ids: list[int]  # tokens that end an output
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def special_id(self, name: str) -> int | None:
-        """The special token of this name."""
+        """The id of the special token with this name, or None."""
         spelled = name.encode()
         return next((i for i in self.special_ids if self.tokens[i] == spelled), None)
 
     def token_id(self, text: str) -> int | None:
-        """The token that is written like this, special or not."""
+        """The id of the token with this text, special or not, or None."""
         special, spelled = self.special_id(text), text.encode()
         if special is not None or spelled not in self.tokens:
             return special
@@ -35,9 +35,10 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_vocabulary(tokenizer: Tokenizer, size: int, end_ids: Iterable[int]) -> Vocabulary:
-    """`size` is the model's own: how many logits it gives. `end_ids` are added to the tokenizer's.
+    """Read a tokenizer's vocabulary. Takes a fraction of a second if it is large.
 
-    Takes a part of a second for a large vocabulary.
+    `size` is the model's vocabulary size (its number of logits). `end_ids` are added to the
+    tokenizer's.
     """
     known = min(size, tokenizer.vocab_size)
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(known)]

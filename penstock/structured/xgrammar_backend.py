@@ -1,4 +1,4 @@
-"""xgrammar: the other backend, for who knows its ways. An optional package; it imports torch."""
+"""XGrammarBackend: the alternative backend, xgrammar. An optional package that imports torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class XGrammarBackend:
     def __init__(self, vocabulary: Vocabulary, num_threads: int = 1) -> None:
         if not vocabulary.end_ids:
             raise InputError(f"{FIELD} needs a model that has an end-of-text token", FIELD)
-        # Special tokens are marked with a byte that no UTF-8 holds, so that no text spells them.
+        # Special tokens get a byte that is invalid in UTF-8, so that no text can spell them.
         special = frozenset(vocabulary.special_ids)
         self._info = xgrammar.TokenizerInfo(
             [
@@ -38,7 +38,7 @@ class XGrammarBackend:
         self._special = {vocabulary.tokens[i].decode(): i for i in vocabulary.special_ids}
         self._end_ids = vocabulary.end_ids
         self._vocab_size = len(vocabulary)
-        # What is compiled is kept by others.
+        # `GrammarCompiler` of this package caches compiled grammars.
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         self._batch = xgrammar.BatchGrammarMatcher(max_threads=num_threads)
 
@@ -71,8 +71,11 @@ class XGrammarBackend:
         return json.dumps([params.kind, text, params.disable_any_whitespace])
 
     def _in_its_words(self, tag: Any, closes: bool) -> Any:
-        """Special tokens by their ids, since the library does not see their names; and no names of
-        tools. `closes` the objects of schemas."""
+        """Convert a structural tag for xgrammar.
+
+        Special tokens become ids, because the library does not know their names. Names of tools are
+        removed. With `closes`, objects of schemas are closed.
+        """
         if isinstance(tag, list):
             return [self._in_its_words(item, closes) for item in tag]
         if not isinstance(tag, dict):
@@ -98,7 +101,7 @@ class XGrammarBackend:
     def _compile(self, kind: str, text: str, no_whitespace: bool) -> xgrammar.CompiledGrammar:
         match kind:
             case "json" | "json_object":
-                # Its strict mode would forbid what the schema leaves open.
+                # Strict mode would forbid what the schema leaves open.
                 return self._compiler.compile_json_schema(
                     text,
                     any_whitespace=not no_whitespace,
@@ -134,7 +137,7 @@ class XGrammar:
 
 
 class XGrammarMatcher:
-    error: str | None = None  # the library has no limits of its own that a matcher could reach
+    error: str | None = None  # the library has no limits that a matcher could reach
 
     def __init__(
         self, native: xgrammar.GrammarMatcher, end_ids: frozenset[int], vocab_size: int
@@ -163,5 +166,5 @@ class XGrammarMatcher:
 
 
 def _quote(text: str) -> str:
-    """A text as a terminal of its grammars, which have JSON's escapes and no others."""
+    """Quote a text as a terminal. The library's grammars use JSON's escapes."""
     return json.dumps(text, ensure_ascii=True)
