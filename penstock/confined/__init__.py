@@ -1,1 +1,1 @@
-"""Work that untrusted input can blow up, in processes that may be killed. No torch here."""
+"""Runs work on untrusted input in processes that can be killed. No torch."""

@@ -1,6 +1,7 @@
-"""Regular expressions of others, tried out: Python's matcher can take any time, and no limit.
+"""Tries untrusted regular expressions in a confined process.
 
-What has been matched in a confined process takes no longer here.
+Python's matcher can take unlimited time and has no timeout. An expression that passed the trial
+takes no longer on the same texts in this process.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Trial(msgspec.Struct):
 
 
 def make_matcher(setup: bytes) -> Callable[[bytes], bytes]:
-    """The entry of a confined process: a trial in, what is wrong with its pattern out."""
+    """The entry point of a confined process. Returns a function from a trial to an error text."""
     read = msgspec.msgpack.Decoder(Trial).decode
 
     def match(job: bytes) -> bytes:
@@ -39,7 +40,7 @@ def make_matcher(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 class ExpressionTrials:
-    """A process that tries expressions out. A context manager: it ends with the block."""
+    """A process that tries expressions. A context manager: the process ends with the block."""
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self._pool = ConfinedPool(ENTRY, bytes, limits)
@@ -56,9 +57,9 @@ class ExpressionTrials:
         self._pool.close()
 
     def match(self, pattern: str, texts: Sequence[str]) -> float:
-        """The CPU seconds that matching all texts takes.
+        """Return the CPU seconds that matching all texts takes.
 
-        Raises `ValueError` for what is no expression, and `penstock.confined.errors`.
+        Raises `ValueError` for an invalid expression, and the errors of `penstock.confined.errors`.
         """
         job = self._pool.submit(msgspec.msgpack.encode(Trial(pattern, list(texts))))
         if wrong := job.result():

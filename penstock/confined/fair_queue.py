@@ -1,4 +1,4 @@
-"""FairQueue: a bounded queue in which tenants take turns."""
+"""FairQueue: decides which tenant's item is next. A bounded queue in which tenants take turns."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Items of one tenant keep their order; tenants are served in turn, one item each.
+    """Tenants are served in turn, one item each. Items of one tenant keep their order.
 
-    When it is full, whoever has the most in it gives way: nobody can fill it for others.
+    When the queue is full, the tenant with the most items loses one. So no tenant can block others.
     """
 
     def __init__(self, max_size: int) -> None:
@@ -23,7 +23,7 @@ class FairQueue(Generic[T]):
         return self._size
 
     def push(self, tenant: str, item: T) -> T | None:
-        """Add an item. Returns the one that finds no room, if any: this one or another's last."""
+        """Add an item. If the queue is full, returns the dropped item: this or another's last."""
         own = self._by_tenant.get(tenant, ())
         if self._size >= self._max_size:
             greediest = max(self._by_tenant, key=lambda name: len(self._by_tenant[name]))
@@ -37,7 +37,7 @@ class FairQueue(Generic[T]):
         return None
 
     def pop(self) -> T | None:
-        """The next item of the tenant whose turn it is; None if there is nothing."""
+        """Remove and return the next item of the tenant whose turn it is, or None."""
         if not self._by_tenant:
             return None
         tenant, items = next(iter(self._by_tenant.items()))
@@ -50,7 +50,7 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, tenant: str, item: T) -> bool:
-        """Take an item out, wherever it stands; False if it is not here."""
+        """Remove an item from any position. Returns False if it is not in the queue."""
         items = self._by_tenant.get(tenant)
         if items is None or items.pop(id(item), None) is None:
             return False
@@ -60,7 +60,7 @@ class FairQueue(Generic[T]):
         return True
 
     def clear(self) -> list[T]:
-        """Empty it; returns what was in it."""
+        """Empty the queue and return its items."""
         left = [item for items in self._by_tenant.values() for item in items.values()]
         self._by_tenant.clear()
         self._size = 0

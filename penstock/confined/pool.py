@@ -1,11 +1,11 @@
-"""ConfinedPool: runs jobs in confined processes, so that no job harms or holds up another.
+"""ConfinedPool: decides which job runs in which confined process, and when a process is killed.
 
-A process is started when there is a job for it, and ends after a while without one. A job that has
-used more than a quantum of CPU time is *slow*: its process yields to everything else on the
-machine and is replaced afterwards, and the job is put off if others wait that are not slow yet.
-One slow job at a time is left alone, so that each comes to its end or to its limit.
+A process starts when there is a job for it and ends when it is idle. A job that has used more than
+a quantum of CPU time is *slow*: its process gets a low priority and is replaced afterwards. A slow
+job is put off while jobs wait that are not slow yet. One slow job at a time is never put off, so
+that every job reaches its end or its limit.
 
-A process that dies or stands still takes no job with it: the job is tried once more in another one.
+If a process dies or stalls, its job is retried once in another process.
 """
 
 from __future__ import annotations
@@ -31,57 +31,57 @@ from penstock.confined.worker import Start
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.05  # between looks at jobs that run
-MAX_LOSSES = 2  # processes that a job may lose
-START_STALL_S = 60.0  # without progress, for a process that starts: disks can be slow
+TICK_S = 0.05  # between checks of running jobs
+MAX_LOSSES = 2  # processes that a job may lose before it fails
+START_STALL_S = 60.0  # stall limit for a starting process: disks can be slow
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What jobs may take."""
+    """Limits of a pool and its jobs."""
 
-    cpu_s: float  # of one job
-    memory_bytes: int  # of one job, beyond what its process has before
+    cpu_s: float  # per job
+    memory_bytes: int  # per job, in addition to what its process has after its setup
     num_workers: int = 4
     max_queued: int = 256
     quantum_s: float = 0.25  # CPU time after which a job is slow
-    stall_s: float = 5.0  # after which a process that is not even runnable counts as stopped
-    idle_s: float = 60.0  # after which a process without jobs ends
+    stall_s: float = 5.0  # a process that is not runnable for this long counts as stalled
+    idle_s: float = 60.0  # a process without jobs ends after this time
 
 
 class Job:
-    """One job on its way. `future` has its result, or one of `penstock.confined.errors`."""
+    """A submitted job. `future` gets its result or one of `penstock.confined.errors`."""
 
     def __init__(self, pool: ConfinedPool, payload: bytes, tenant: str) -> None:
         self._pool = pool
         self.payload = payload
         self.tenant = tenant
         self.future: Future[bytes] = Future()
-        self.cpu_s = 0.0  # that it took, once it has a result
+        self.cpu_s = 0.0  # CPU time used, set with the result
         self.num_losses = 0
         self.was_put_off = False
         self.is_abandoned = False
 
     def result(self) -> bytes:
-        """Wait for it. Raises what the future does."""
+        """Wait for the result. Raises the future's error."""
         return self.future.result()
 
     def cancel(self) -> None:
-        """Nobody waits for it any more. Costs nothing if it is done."""
+        """Cancel the job. Has no effect if it is done."""
         self._pool.cancel(self)
 
 
 class _Worker:
-    """A thread and the process that it talks to, if one runs. State is under the pool's lock."""
+    """A thread and its process, if one runs. The pool's lock guards the state."""
 
     def __init__(self) -> None:
         self.process: ConfinedProcess | None = None
         self.job: Job | None = None
         self.is_starting = False
         self.is_slow = False
-        self.has_low_priority = False  # for good: no process may raise its own
+        self.has_low_priority = False  # cannot be undone: a process may not raise its priority
         self.killed_for: str | None = None
-        self.cpu_before = 0.0  # of the process, when the job began
+        self.cpu_before = 0.0  # CPU time of the process when the job began
         self.last_cpu = 0.0
         self.last_progress = 0.0
         self.started = 0.0
@@ -102,8 +102,10 @@ class _Worker:
 
 
 class ConfinedPool:
-    """`entry` is "module:function": called in each process with what `make_setup` returns, it gives
-    the function that turns a job's payload into its result. Safe to use from several threads.
+    """A pool of confined processes. Thread-safe.
+
+    `entry` is "module:function". Each process calls it with the result of `make_setup`. It returns
+    the function that turns a job's payload into its result.
     """
 
     def __init__(self, entry: str, make_setup: Callable[[], bytes], limits: Limits) -> None:
@@ -112,14 +114,14 @@ class ConfinedPool:
         self._make_setup = make_setup
         self._changed = threading.Condition()
         self._queue: FairQueue[Job] = FairQueue(limits.max_queued)
-        self._put_off: FairQueue[Job] = FairQueue(limits.max_queued)  # slow ones
+        self._put_off: FairQueue[Job] = FairQueue(limits.max_queued)  # slow jobs
         self._workers: list[_Worker] = []
         self._num_idle = 0
         self._has_monitor = False
         self._is_closed = False
 
     def submit(self, payload: bytes, tenant: str = "") -> Job:
-        """Queue a job; tenants take turns. Never blocks; whatever is wrong is in its future."""
+        """Queue a job. Tenants take turns. Never blocks. Errors go to the job's future."""
         job = Job(self, payload, tenant)
         with self._changed:
             if self._is_closed:
@@ -135,18 +137,18 @@ class ConfinedPool:
 
     def cancel(self, job: Job) -> None:
         with self._changed:
-            job.is_abandoned = True  # one that runs is ended when it is slow, see `_look`
+            job.is_abandoned = True  # `_look` kills a running job once it is slow
             queued = self._queue.remove(job.tenant, job) or self._put_off.remove(job.tenant, job)
         if queued:
             _drop(job)
 
     def pids(self) -> list[int]:
-        """The processes that are there now."""
+        """Ids of the current processes."""
         with self._changed:
             return [worker.process.pid for worker in self._workers if worker.process is not None]
 
     def close(self) -> None:
-        """End everything now. Safe to call twice, and from any thread."""
+        """Kill all processes and fail all jobs. Safe to call twice and from any thread."""
         with self._changed:
             self._is_closed = True
             left = [*self._queue.clear(), *self._put_off.clear()]
@@ -156,7 +158,7 @@ class ConfinedPool:
         for job in left:
             _fail(job, PoolClosed("the pool was closed"))
 
-    # -- one thread a worker
+    # -- worker threads
 
     def _add_worker(self) -> None:
         worker = _Worker()
@@ -173,7 +175,7 @@ class ConfinedPool:
             worker.process.close()
 
     def _take(self, worker: _Worker) -> Job | None:
-        """The next job for a worker; None if it is to end."""
+        """Wait for the next job of a worker. Returns None if the worker must end."""
         with self._changed:
             worker.job = None
             self._num_idle += 1
@@ -183,7 +185,7 @@ class ConfinedPool:
                     if (job := self._next()) is not None:
                         worker.job = job
                         worker.begin(is_starting=worker.process is None)
-                        self._changed.notify_all()  # the monitor has something to look at
+                        self._changed.notify_all()  # wake the monitor
                         return job
                     if (left_s := deadline - time.monotonic()) <= 0.0:
                         break
@@ -195,7 +197,7 @@ class ConfinedPool:
                 self._num_idle -= 1
 
     def _next(self) -> Job | None:
-        """New jobs first; but one slow job always runs, where there is one."""
+        """New jobs first, except that one slow job must always run if there is one."""
         if len(self._put_off) and not any(each.is_slow for each in self._workers):
             return self._put_off.pop()
         return self._queue.pop() or self._put_off.pop()
@@ -209,12 +211,12 @@ class ConfinedPool:
         except ProcessDied as death:
             self._discard(worker)
             self._after_death(worker, job, death)
-        except Exception as error:  # the job's, or of a process that cannot be set up
+        except Exception as error:  # from the job or from the setup of its process
             self._discard(worker)
             _fail(job, error)
         else:
             with self._changed:
-                worker.job = None  # nobody kills it for this job any more
+                worker.job = None  # the monitor must not kill the process for this job
                 worker.is_slow = False
                 is_spent = worker.has_low_priority or worker.killed_for is not None
             if is_spent:
@@ -278,7 +280,7 @@ class ConfinedPool:
         if dropped is not None:
             _refuse(dropped)
 
-    # -- one thread that looks after them
+    # -- the monitor thread
 
     def _monitor(self) -> None:
         while True:
@@ -300,7 +302,7 @@ class ConfinedPool:
         if worker.process is None:
             return
         now, activity = time.monotonic(), worker.process.activity()
-        if activity is None:  # the system does not tell: time that has passed counts
+        if activity is None:  # not available on this system: count elapsed time
             activity = Activity(worker.cpu_before + now - worker.started, is_runnable=True)
         cpu = activity.cpu_s
         if cpu > worker.last_cpu or activity.is_runnable:
@@ -318,13 +320,13 @@ class ConfinedPool:
             worker.kill("abandoned")
 
     def _make_room(self, running: list[tuple[_Worker, Job]]) -> None:
-        """Put a slow job off, of whom most are running. The one that began first stays."""
+        """Put off a slow job of the tenant with the most slow jobs. The oldest one stays."""
         slow = sorted(
             ((worker, job) for worker, job in running if worker.is_slow),
             key=lambda pair: pair[0].started,
         )
         if len(slow) < 2 or any(worker.killed_for for worker, _ in running):
-            return  # or there is room soon
+            return  # a killed process makes room soon
         num_by_tenant = Counter(job.tenant for _, job in slow)
         worker, _ = max(slow[1:], key=lambda pair: (num_by_tenant[pair[1].tenant], pair[0].started))
         worker.kill("put off")

@@ -1,4 +1,4 @@
-"""The parent's side of one confined process."""
+"""ConfinedProcess: the parent's handle of one confined process."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from penstock.confined.errors import JobError, TooMuchMemory
 from penstock.confined.worker import BROKEN, HEAD, OUT_OF_MEMORY, Start
 from penstock.protocol.processes import module_command
 
-# One thread and one heap, which keeps no large blocks: what libraries would start or keep is
-# neither needed nor cheap here.
+# One thread and one heap that keeps no large blocks: libraries' thread pools and caches cost memory
+# and start-up time here.
 _ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(1024 * 1024),
@@ -38,22 +38,22 @@ class ProcessDied(Exception):
 
     @property
     def is_time_up(self) -> bool:
-        """Whether it had used up its CPU time."""
+        """Whether it exceeded its CPU time."""
         return self.returncode == -signal.SIGPROF
 
     @property
     def is_crash(self) -> bool:
-        """Whether it ended by itself. Nobody can tell who sends a SIGKILL."""
+        """Whether it ended by itself. A SIGKILL does not count: its sender is unknown."""
         return self.returncode not in (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
 class Activity(NamedTuple):
-    cpu_s: float  # that it has run so far
-    is_runnable: bool  # it runs, or would if it were its turn
+    cpu_s: float  # CPU time so far
+    is_runnable: bool  # running, or waiting only for a CPU
 
 
 class ConfinedProcess:
-    """Started by its constructor. For one thread; `kill` may be called from any."""
+    """The constructor starts the process. Use it from one thread; `kill` is thread-safe."""
 
     def __init__(self, start: Start) -> None:
         ours, theirs = socket.socketpair()
@@ -64,7 +64,7 @@ class ConfinedProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **_ENVIRONMENT},
-                start_new_session=True,  # Ctrl-C in a terminal is not for it
+                start_new_session=True,  # a terminal's Ctrl-C must not reach it
             )
             self._connection = Connection(ours.detach())
         self._start = start
@@ -74,11 +74,11 @@ class ConfinedProcess:
         return self._process.pid
 
     def set_up(self, setup: bytes) -> None:
-        """Hand it what it needs for its jobs. Raises `JobError` if it cannot work with it."""
+        """Send the setup and wait until the process is ready. Raises `JobError` if that fails."""
         self._exchange(msgspec.msgpack.encode(self._start), setup)
 
     def ask(self, job: bytes) -> tuple[bytes, float]:
-        """The result of a job, and the CPU seconds it took. Raises `ProcessDied` and `JobError`."""
+        """Run a job. Returns its result and CPU seconds. Raises `ProcessDied` and `JobError`."""
         return self._exchange(job)
 
     def _exchange(self, *messages: bytes) -> tuple[bytes, float]:
@@ -97,7 +97,7 @@ class ConfinedProcess:
         return answer[HEAD.size :], cpu_s
 
     def _end(self) -> int:
-        """How it ended. One that only closed its socket is killed, and counts as crashed."""
+        """Return the exit code. A process that only closed its socket is killed and counts as 1."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(1.0)
         self.kill()
@@ -105,17 +105,17 @@ class ConfinedProcess:
         return 1
 
     def activity(self) -> Activity | None:
-        """What it does; None where the system does not tell."""
+        """Current activity, or None if the system does not provide it."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
             return None
-        fields = text.rpartition(")")[2].split()  # what comes after its name, which may hold spaces
+        fields = text.rpartition(")")[2].split()  # after the name, which may have spaces
         cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
         return Activity(cpu_s, is_runnable=fields[0] == "R")
 
     def lower_priority(self) -> None:
-        """Let everything else on this machine go first, from now on."""
+        """Let other processes on this machine run first."""
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self.pid, SLOW_NICENESS)
 

@@ -1,7 +1,7 @@
-"""JobScope: whose jobs are run, and which of them nobody waits for any more.
+"""JobScope: decides to which tenant a thread's confined jobs belong, and cancels them.
 
-Work on a request runs in a thread and asks for confined jobs from deep inside. The scope that the
-thread runs under says whose they are, and is told when the client has left.
+Work on a request runs in a thread and submits confined jobs deep in the call stack. The thread's
+scope knows the tenant. It is cancelled when the client leaves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class JobScope:
-    """`slots` are what threads need to compute; one that waits for a job gives its own away."""
+    """`slots` limits the computing threads. A thread that waits for a job releases its slot."""
 
     def __init__(self, tenant: str = "", slots: threading.Semaphore | None = None) -> None:
         self._tenant = tenant
@@ -27,7 +27,7 @@ class JobScope:
         self._is_cancelled = False
 
     def run(self, work: Callable[..., T], *arguments: object) -> T:
-        """Do work in this thread, under this scope."""
+        """Run work in this thread, under this scope."""
         token = _current.set(self)
         try:
             with self._slots:
@@ -36,7 +36,7 @@ class JobScope:
             _current.reset(token)
 
     def cancel(self) -> None:
-        """Nobody waits for this work: end the job that it waits for."""
+        """Cancel the job that this work waits for, and any later one."""
         with self._lock:
             self._is_cancelled = True
             job = self._job
@@ -63,6 +63,6 @@ _current: ContextVar[JobScope | None] = ContextVar("current_job_scope", default=
 
 
 def run_confined(pool: ConfinedPool, payload: bytes) -> bytes:
-    """The result of a job, for the scope of this thread. Raises what the job's future does."""
+    """Run a job under the scope of this thread. Raises the error of the job's future."""
     scope = _current.get()
     return pool.submit(payload).result() if scope is None else scope.wait_for(pool, payload)

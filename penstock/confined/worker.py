@@ -1,9 +1,8 @@
-"""A confined process: `main` answers jobs on the socket whose number it is given.
+"""A confined process: `main` answers jobs on the socket whose file descriptor it is given.
 
-Its limits are the kernel's, so that native code keeps them too. The address space is limited for
-good once the process is set up. CPU time is limited for each job by a timer that counts the time
-of all threads, to the millisecond; the signal that it ends with kills the process. Time in which
-the process does not run, because it is stopped or the machine is busy, does not count.
+The kernel enforces the limits, so they hold for native code, too. The address space is limited
+after the setup. A timer limits the CPU time of each job, over all threads, in milliseconds. Its
+signal kills the process. Time in which the process is stopped or waits for a CPU does not count.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 Handle = Callable[[bytes], bytes]
 
-HEAD = struct.Struct("<Bd")  # of an answer: its kind, and the CPU seconds that it took
+HEAD = struct.Struct("<Bd")  # of an answer: its kind, CPU seconds
 READY, RESULT, OUT_OF_MEMORY, BROKEN = range(4)
-LARGE_JOB_BYTES = 64 * 1024  # after which memory is given back
+LARGE_JOB_BYTES = 64 * 1024  # after a larger job, freed memory is returned to the system
 
 
 class Start(msgspec.Struct, frozen=True):
-    """The first message; the second is what `entry` is called with."""
+    """The first message. The second one is the argument of `entry`."""
 
-    entry: str  # "module:function", which is given the setup and returns what answers jobs
+    entry: str  # "module:function": takes the setup, returns the function that answers jobs
     cpu_s: float
     memory_bytes: int
 
@@ -54,7 +53,7 @@ def serve(connection: Connection) -> None:
     while True:
         job = connection.recv_bytes()
         is_large = len(job) > LARGE_JOB_BYTES
-        # Ends this process even if whoever asked is gone.
+        # Kills this process even if the parent is gone.
         signal.setitimer(signal.ITIMER_PROF, start.cpu_s)
         started = time.process_time()
         kind, answer = _answer(handle, job)
@@ -71,12 +70,12 @@ def _answer(handle: Handle, job: bytes) -> tuple[int, bytes]:
         return RESULT, handle(job)
     except MemoryError:
         return OUT_OF_MEMORY, b""
-    except Exception as error:  # what a job may run into is in its result; this is a mistake
+    except Exception as error:  # a bug: expected errors are part of a job's result
         return BROKEN, repr(error).encode()
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process take so much more than it has now, where the system can see to that."""
+    """Limit this process to `num_bytes` more memory than now, if the system supports it."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -87,7 +86,7 @@ def limit_memory(num_bytes: int) -> None:
     limit = int(status.read_text().split()[0]) * resource.getpagesize() + num_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)  # whoever started the server allows no more
+        limit = min(limit, hard)  # a lower limit of the server's environment
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
