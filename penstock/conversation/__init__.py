@@ -1,1 +1,1 @@
-"""Turns of a conversation: messages and tools in, typed pieces of the next message out."""
+"""Turns of a conversation: renders messages and tools, parses outputs into typed pieces."""

@@ -1,4 +1,4 @@
-"""What a turn's output is held to: calls of tools, the answer's form, and where that begins."""
+"""Decides which grammar a turn's output must match, and where in the output it begins to apply."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ASKED_TO_THINK = ("thinking", "enable_thinking")  # arguments of chat templates
 def hold_to_calls(
     parser: str, tools: Sequence[Tool], parallel: bool, template: str, tokenizer: Tokenizer
 ) -> StructuredOutputsParams:
-    """Nothing but calls of `tools`, as the tool-call parser `parser` reads them."""
+    """Allow only calls of `tools`, in the format of the tool-call parser `parser`."""
     grammar = call_grammar(parser, tools, parallel, template)
     return params_for_calls(grammar, tokenizer.is_special)
 
@@ -38,7 +38,7 @@ def hold_to_format(
     template: str,
     tokenizer: Tokenizer,
 ) -> StructuredOutputsParams:
-    """Either what was `wanted`, or calls: for a model that may choose to call tools."""
+    """Allow either the `wanted` format or calls, for a model that may choose to call tools."""
     if wanted.kind not in ("json", "json_object"):
         return wanted
     schema = {"type": "object"} if wanted.json_object else read_schema(wanted.json, wanted.field)
@@ -57,7 +57,7 @@ def after_reasoning(
     template: str,
     is_calls: bool,
 ) -> StructuredOutputsParams:
-    """The same, from where the reasoning ends, if the output begins with some."""
+    """Apply the grammar only after the reasoning, if the output begins with reasoning."""
     if reasoning is None:
         return wanted
     form = reasoning_format(reasoning, template)
@@ -70,8 +70,8 @@ def after_reasoning(
         if not is_calls:
             ends = [form.answer_prefix.removeprefix("<|start|>assistant")]
     elif not is_open:
-        # The model decides by itself whether to think. Where no token tells what it does, it is
-        # what the template was asked for that counts.
+        # The model decides whether to think. If no single token marks the start, the template's
+        # arguments decide.
         start = form.start
         if not tokenizer.is_token(start) and not any(
             map(context.template_kwargs.get, ASKED_TO_THINK)

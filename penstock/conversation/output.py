@@ -1,4 +1,4 @@
-"""The outputs of a turn as typed pieces: text, reasoning, calls of tools."""
+"""TurnReader: parses a turn's outputs into text, reasoning and tool calls, and counts its usage."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
 
 @dataclass(slots=True)
 class TurnStep:
-    """What is new about one of the `n` choices; `deltas` in the order they were written.
+    """New output of one of the `n` choices. `deltas` are in the order of the text.
 
-    With `finish_reason` the choice is over. A `ToolCallBroken` among the deltas takes back a call:
-    its text belongs to the content. A call without a `ToolCallEnd` was cut off.
+    With `finish_reason` the choice is finished. A `ToolCallBroken` delta revokes a call: its text
+    belongs to the content. A call without a `ToolCallEnd` was cut off.
     """
 
     index: int
@@ -51,10 +51,10 @@ class TurnStep:
 
 @dataclass(frozen=True)
 class TurnAnswer:
-    """One choice, whole."""
+    """One complete choice."""
 
     index: int
-    parts: list[Part]  # in the order in which they were written
+    parts: list[Part]  # in the order of the text
     token_ids: list[int]
     logprobs: list[LogprobsAtPosition] | None
     finish_reason: FinishReason
@@ -68,7 +68,7 @@ class TurnAnswer:
 
 @dataclass
 class TurnUsage:
-    """Tokens of all choices together. `num_cached` are prompt tokens from the prefix cache."""
+    """Tokens of all choices. `num_cached` counts prompt tokens from the prefix cache."""
 
     num_prompt: int = 0
     num_cached: int = 0
@@ -87,7 +87,7 @@ class TurnUsage:
 
 
 class TurnReader:
-    """Reads a turn's outputs: typed pieces of every choice as they come, and what they cost.
+    """Parses a turn's outputs as they arrive and counts their tokens.
 
     `prompt_logprobs` are known from the first step on.
     """
@@ -98,7 +98,7 @@ class TurnReader:
         self.usage = TurnUsage(num_prompt=num_prompt_tokens)
 
     def steps(self, output: RequestOutput) -> Iterator[TurnStep]:
-        """What is new; counted in `usage` as each is taken."""
+        """Yield a step for each choice in `output`, and count it in `usage`."""
         for item in output.outputs:
             step = self._choices[item.index].take(item)
             self._count(output, item)
@@ -113,7 +113,7 @@ class TurnReader:
 
 
 def join_steps(steps: Sequence[TurnStep]) -> TurnAnswer:
-    """One choice, whole."""
+    """Join all steps of one choice."""
     last = steps[-1]
     assert last.finish_reason is not None, "a choice ends with a reason"
     logprobs = None
@@ -131,13 +131,13 @@ def join_steps(steps: Sequence[TurnStep]) -> TurnAnswer:
 
 
 class Parsing:
-    """How the outputs of one turn are read, and what they are held to."""
+    """How the outputs of one turn are parsed and constrained."""
 
     def __init__(self, frontend: Frontend, request: TurnRequest, context: ParserContext) -> None:
         self._frontend = frontend
         self._context = context
         choice = request.tool_choice
-        # OpenAI's API makes one call where the tool is named, whatever else is asked for.
+        # As in OpenAI's API, a named tool is called exactly once.
         self.allows_several_calls = request.parallel_tool_calls and not isinstance(
             choice, NamedTool
         )
@@ -146,7 +146,7 @@ class Parsing:
         if isinstance(choice, NamedTool):
             self._tools = [tool for tool in request.tools if tool.name == choice.name]
         self._is_free = request.params.structured_outputs is None
-        # Enforced calls need no parser of the model's own: then they are plain JSON.
+        # Without the model's own parser, enforced calls are plain JSON.
         self._tool_parser = frontend.parsers.tools or ("json" if self._enforced else None)
 
     def make_parser(self) -> OutputParser:
@@ -160,7 +160,7 @@ class Parsing:
         )
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
-        """The params, with the grammar that the choice of tools and the answer's form ask for."""
+        """Return the params with the grammar for the tool choice and the answer's format."""
         renderer = self._frontend.renderer
         tokenizer, source = self._frontend.tokenizer, renderer.source if renderer else ""
         if tokenizer is None:
@@ -189,14 +189,14 @@ class Parsing:
 
 
 class _ChoiceParser:
-    """One completion as it is parsed."""
+    """Parses the output of one choice."""
 
     def __init__(self, index: int, parsing: Parsing) -> None:
         self.parser = parsing.make_parser()
         self._index = index
         self._allows_several = parsing.allows_several_calls
         self._calls: set[int] = set()
-        self._only: int | None = None  # the one call there may be, where there may be one
+        self._only: int | None = None  # the only call to keep, without parallel calls
         self._num_reasoning_tokens = 0
 
     def take(self, item: CompletionOutput) -> TurnStep:
@@ -224,14 +224,14 @@ class _ChoiceParser:
         )
 
     def num_new_reasoning_tokens(self) -> int:
-        """How many there are more than when this was last asked; a negative number can be."""
+        """The change since the last call. It can be negative."""
         before, self._num_reasoning_tokens = (
             self._num_reasoning_tokens, self.parser.num_reasoning_tokens
         )  # fmt: skip
         return self._num_reasoning_tokens - before
 
     def _first_call_alone(self, deltas: list[Delta]) -> Iterator[Delta]:
-        """Without calls after the first; one that turns out to be none makes room for the next."""
+        """Drop calls after the first. If the first is revoked, the next call takes its place."""
         for delta in deltas:
             if isinstance(delta, (ContentDelta, ReasoningDelta)):
                 yield delta

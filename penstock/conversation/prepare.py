@@ -1,4 +1,4 @@
-"""From a conversation, or a prompt, to a request that the engine can run."""
+"""Prepares requests for the engine from conversations or prompts: checks, renders, tokenizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.text.tokenizer import Tokenizer
 GIVEN_APART = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
 )  # fmt: skip
-PROMPT_TAIL = 4096  # characters: parsers look at how a prompt ends
+PROMPT_TAIL = 4096  # characters of the prompt's end that parsers see
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PreparedTurn:
 
 
 def render_turn(frontend: Frontend, request: TurnRequest) -> str:
-    """The prompt of a turn. Takes time: call it in a thread."""
+    """Render the prompt of a turn. Slow: call it in a thread."""
     if request.chat_template is not None and not frontend.chat.trust_request_chat_template:
         raise InputError(
             "chat_template is not taken from requests here: that takes "
@@ -59,7 +59,7 @@ def render_turn(frontend: Frontend, request: TurnRequest) -> str:
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], others: Collection[str] = ()) -> None:
-    """Refuse what is given apart from the keywords; `others` besides what always is."""
+    """Refuse keywords that have their own field: `GIVEN_APART` and `others`."""
     for name in (*GIVEN_APART, *others):
         if name in kwargs:
             raise InputError(
@@ -69,7 +69,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any], others: Collection[str] = (
 
 
 def prepare_turn(frontend: Frontend, request: TurnRequest, request_id: str) -> PreparedTurn:
-    """Check, render and tokenize. `InputError` says what is wrong. Call it in a thread."""
+    """Check, render and tokenize a turn. Raises `InputError`. Slow: call it in a thread."""
     _check_tool_choice(frontend, request)
     prompt = render_turn(frontend, request)
     context = ParserContext(
@@ -120,7 +120,7 @@ def _template_kwargs(frontend: Frontend, request: TurnRequest) -> dict[str, Any]
         kwargs["reasoning_effort"] = request.reasoning_effort
         if thinking is None and request.reasoning_effort == "none":
             thinking = False
-    if thinking is not None:  # the names that templates know it by
+    if thinking is not None:  # the names that templates use
         kwargs |= {"enable_thinking": thinking, "thinking": thinking}
     return {**kwargs, **request.template_kwargs}
 
@@ -144,7 +144,7 @@ def _continued_text(request: TurnRequest) -> str:
 def _token_bytes(
     tokenizer: Tokenizer | None, params: SamplingParams, shown_tokens: Collection[str]
 ) -> Callable[[int], bytes] | None:
-    """What each token adds to the text that is parsed, where that can be told."""
+    """Return a function from a token to its bytes in the parsed text, or None if unknown."""
     if tokenizer is None or not tokenizer.spells_bytes:
         return None
     hidden = tokenizer.hidden_ids(params.skip_special_tokens, shown_tokens)
@@ -160,7 +160,7 @@ def prepare_request(
     options: RunOptions,
     shown_tokens: Collection[str] = (),
 ) -> PreparedRequest:
-    """Check and tokenize a request: `InputError` says what is wrong with it. Takes time."""
+    """Check and tokenize a request. Raises `InputError`. Slow: call it in a thread."""
     if options.truncation is not None:
         prompt = _truncate(frontend, options, prompt, params)
     prepared = frontend.prepare(
@@ -174,7 +174,7 @@ def prepare_request(
     )
     child = prepared.children[0]
     if wrong := why_no_token(child, child.prompt_token_ids, frontend.vocab_size):
-        raise wrong  # now, rather than when the engine finds out
+        raise wrong  # now, not after the request has reached the engine
     return prepared
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a turn."""
+"""TurnRequest: one turn of a conversation as the chat APIs ask for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.text.parsing.formats import Tool
 
 @dataclass(frozen=True)
 class PromptTruncation:
-    """Keep `keep` tokens of a prompt, -1: as many as the model takes; cut the others off `side`."""
+    """Keep `keep` tokens of a prompt (-1: as many as fit) and cut off the others at `side`."""
 
     keep: int
     side: Literal["left", "right"] = "left"
@@ -21,7 +21,7 @@ class PromptTruncation:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a request is run, apart from its prompt and its sampling."""
+    """Options of a request other than its prompt and sampling parameters."""
 
     add_special_tokens: bool = False
     priority: int = 0
@@ -42,18 +42,18 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """What an API asks for.
+    """A turn to generate.
 
-    `messages` have the form of OpenAI's chat: `role` and `content` (a text, or parts of type
-    text); an assistant's may have `tool_calls` (`id`, `type`, `function` with `name` and
-    `arguments` as JSON text) and `reasoning`; the results of calls are messages of role "tool"
-    with `tool_call_id`. `params.structured_outputs` is the form of the answer, if it must have
-    one; it holds after the reasoning, and does not keep the model from calling tools.
+    `messages` have the form of OpenAI's chat API: `role` and `content` (a text, or parts of type
+    text). An assistant's message may have `tool_calls` (`id`, `type`, `function` with `name` and
+    `arguments` as JSON text) and `reasoning`. The result of a call is a message of role "tool"
+    with `tool_call_id`. `params.structured_outputs` is the format of the answer, if there is one.
+    It applies after the reasoning and does not forbid tool calls.
 
-    `tool_choice` "auto" lets the model decide, "required" and `NamedTool` are enforced, the
-    latter as exactly one call. Without tools it counts for nothing. `thinking` asks the template
-    to have the model think or not; None leaves it alone. `template_kwargs` win over everything
-    that is derived.
+    `tool_choice` "auto" lets the model decide. "required" and `NamedTool` are enforced, the latter
+    as exactly one call. Without tools it has no effect. `thinking` tells the template to turn
+    thinking on or off. None leaves the template's default. `template_kwargs` override all derived
+    arguments.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -64,7 +64,7 @@ class TurnRequest:
     reasoning_effort: str | None = None
     thinking: bool | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    chat_template: str | None = None  # in place of the model's own, if the operator allows it
+    chat_template: str | None = None  # replaces the model's own, if the operator allows it
     documents: Sequence[Mapping[str, Any]] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -72,7 +72,7 @@ class TurnRequest:
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """Tools in the form of OpenAI's chat: {"type": "function", "function": {...}}."""
+    """Read tools in OpenAI's chat format: {"type": "function", "function": {...}}."""
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
         raise InputError(f"tools must be a list, got {tools!r:.80}", "tools")
     return [_read_tool(tool, index) for index, tool in enumerate(tools)]
@@ -103,7 +103,7 @@ def _read_tool(tool: Mapping[str, Any], index: int) -> Tool:
 
 
 def read_tool_choice(choice: str | Mapping[str, Any]) -> ToolChoice:
-    """A choice in the form of OpenAI's chat."""
+    """Read a tool choice in OpenAI's chat format."""
     if choice in ("none", "auto", "required"):
         return choice  # type: ignore[return-value]
     function = choice.get("function") if isinstance(choice, Mapping) else None
