@@ -1,4 +1,4 @@
-"""AsyncLLM: a model in a process of its own, driven from an event loop."""
+"""AsyncLLM: the asynchronous entry point. Runs a model in another process."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from penstock.text.tokenizer import Tokenizer
 
 
 class AsyncLLM:
-    """Loads a model in another process and generates from it, many requests at once.
+    """Loads a model in another process and runs concurrent requests on it.
 
-    `model` and the keywords are the engine options of the configuration reference. An engine that
-    dies is started again, and requests go on where they were, as behind the server. Use it as an
-    asynchronous context manager, or call `start` and `close`; all of it belongs to one event loop.
+    `model` and the keywords are the engine options of the configuration reference. As with the
+    server, an engine that dies is restarted and its requests continue. Use it as an asynchronous
+    context manager, or call `start` and `close`. Use one instance from one event loop.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -37,13 +37,13 @@ class AsyncLLM:
         setup_logging(self.config.observability.log_level)
         self._client = AsyncEngineClient()
         self._starting: asyncio.Task[None] | None = None  # or started
-        self._frontend: Frontend | None = None  # once it has a model
+        self._frontend: Frontend | None = None  # set once the model is loaded
         self._ids = itertools.count()
-        self._children: dict[str, list[str]] = {}  # of requests that run, by the caller's id
-        self._early_aborts: set[str] = set()  # of those, while they are prepared
+        self._children: dict[str, list[str]] = {}  # engine ids by the caller's id
+        self._early_aborts: set[str] = set()  # requests aborted while being prepared
 
     async def start(self) -> None:
-        """Load the model. Raises what keeps the engine from that."""
+        """Load the model. Raises the engine's error if that fails."""
         if self._starting is not None:
             raise ConfigError("the engine is running already: close it first")
         self._starting = starting = asyncio.ensure_future(self._start())
@@ -65,7 +65,7 @@ class AsyncLLM:
             raise
 
     async def close(self) -> None:
-        """Stop the engine, also one that is starting; requests left get `EngineDeadError`."""
+        """Stop the engine, even while it starts. Unfinished requests get `EngineDeadError`."""
         starting, self._starting, self._frontend = self._starting, None, None
         if starting is None:
             return
@@ -96,10 +96,10 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one prompt as they come; `output_kind` says what each holds.
+        """Stream the outputs of one prompt. `output_kind` sets what each output holds.
 
-        Leaving the loop early aborts the request, as does `abort`. `InputError` says what is wrong
-        with it. A request that fails while it runs has the finish reason "error".
+        Leaving the loop early aborts the request, as does `abort`. Raises `InputError` for an
+        invalid request. A request that fails while it runs has the finish reason "error".
         """
         text, cache_salt = read_prompt(prompt)
 
@@ -118,7 +118,7 @@ class AsyncLLM:
         request_id: str | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The same for a conversation; `template_options` go to the chat template."""
+        """As `generate`, for a conversation. `template_options` go to the chat template."""
 
         def prepare(frontend: Frontend, own_id: str) -> PreparedRequest:
             params = sampling_params or self.get_default_sampling_params()
@@ -137,8 +137,8 @@ class AsyncLLM:
             request_id = f"request-{uuid.uuid4().hex}"
         if request_id in self._children:
             raise InputError(f"request_id {request_id!r} is running already", "request_id")
-        # The engine never sees an id twice: what it still says of a request that was aborted must
-        # not be taken for the next one's.
+        # The engine never sees an id twice: late outputs of an aborted request must not reach a
+        # new request with the same id.
         own_id = f"{request_id}@{number}"
         self._children[request_id] = []
         try:
@@ -156,7 +156,7 @@ class AsyncLLM:
             self._early_aborts.discard(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its generator ends after what has come. Others are ignored."""
+        """Abort a request. Its generator ends after the outputs so far. Unknown ids are ignored."""
         children = self._children.get(request_id)
         if children:
             self._client.abort(children)
@@ -164,7 +164,7 @@ class AsyncLLM:
             self._early_aborts.add(request_id)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget the prompts that are cached."""
+        """Empty the prefix cache."""
         if not self.is_running:
             raise ConfigError("the engine is not running: `await llm.start()` first")
         await self._client.call("reset_prefix_cache")
@@ -175,7 +175,7 @@ class AsyncLLM:
         return self.frontend.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; yours to change."""
+        """Return a copy of the defaults from the model's generation_config.json."""
         return msgspec.structs.replace(self.frontend.default_params)
 
     @property

@@ -1,4 +1,4 @@
-"""LLM: the offline entry. A model in this process, prompts in, completions out."""
+"""LLM: the entry point for offline use. Runs a model in this process."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ Messages = Sequence[Mapping[str, Any]]
 class LLM(PoolingMethods):
     """Loads a model and generates from it, or pools with it.
 
-    `model` and the keywords are the engine options of the configuration reference; the Python
-    API follows vLLM's where they overlap. `logits_processors` are classes, or module:Class;
+    `model` and the keywords are the engine options of the configuration reference. The Python API
+    follows vLLM's where they overlap. `logits_processors` are classes or module:Class strings.
     `drafter` proposes tokens for speculative decoding. Use it as a context manager, or call
     `close`.
     """
@@ -65,7 +65,7 @@ class LLM(PoolingMethods):
         source = resolve_source(self.config.model, self.config.load)
         classes = [item for item in logits_processors if not isinstance(item, str)]
         self.engine: EngineCore = build_engine(self.config, source, classes, drafter)
-        # Whoever calls brings templates of their own, and may.
+        # The caller is trusted: its chat templates are allowed.
         chat = dataclasses.replace(self.config.chat, trust_request_chat_template=True)
         self.frontend = Frontend(self.config.model, source, self.engine.limits.max_model_len, chat)
         self.frontend.pooling = self.engine.executor.capabilities.pooling
@@ -80,11 +80,11 @@ class LLM(PoolingMethods):
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt; outputs come in the prompts' order.
+        """Complete each prompt. Outputs are in the order of the prompts.
 
-        `priority` counts with scheduling_policy="priority": lower runs first.
-        Raises `InputError` before anything runs if a request is wrong. A request that fails
-        while it runs has the finish reason "error"; the others are not touched by it.
+        `priority` applies with scheduling_policy="priority": lower runs first.
+        Raises `InputError` before anything runs if a request is invalid. A request that fails
+        while it runs has the finish reason "error". The other requests are not affected.
         """
         items = _as_list(prompts)
         params = self._params_for(len(items), sampling_params)
@@ -115,13 +115,14 @@ class LLM(PoolingMethods):
         tool_choice: str | Mapping[str, Any] = "auto",
         parse_output: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several.
+        """Answer one or more conversations.
 
-        `chat_template`, a Jinja file or the template itself, is used in place of the model's own.
-        `tools` are shown to the model. Outputs are what it wrote, with calls and reasoning as they
-        stand in the text. With `parse_output`, each output has a `message` too: content,
-        reasoning and tool calls apart, as the chat APIs give them, and one that ends with calls
-        has the finish reason "tool_calls"; `tool_choice` is then "none", "auto", "required" or
+        `chat_template` (a Jinja file or the template itself) replaces the model's own. `tools` are
+        passed to the template. Outputs hold the raw text, including tool calls and reasoning.
+
+        With `parse_output`, each output also has a `message` with separate content, reasoning and
+        tool calls, as in the chat APIs. An output that ends with calls has the finish reason
+        "tool_calls". `tool_choice` is then "none", "auto", "required" or
         {"function": {"name": ...}}.
         """
         several = _is_list(messages) and bool(messages) and _is_list(messages[0])
@@ -177,9 +178,9 @@ class LLM(PoolingMethods):
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Outputs of one prompt or conversation as they come; `output_kind` says what each holds.
+        """Stream the outputs of one prompt or conversation.
 
-        Leaving the loop early aborts the request.
+        `output_kind` sets what each output holds. Leaving the loop early aborts the request.
         """
         (params,) = self._params_for(1, sampling_params)
         if isinstance(prompt, (str, Mapping)):
@@ -192,7 +193,7 @@ class LLM(PoolingMethods):
             while True:
                 output = request.assembler.take()
                 if output is not None:
-                    yield output  # meanwhile, other calls may bring this request on
+                    yield output  # other calls may advance this request meanwhile
                 elif request.assembler.finished:
                     return
                 else:
@@ -206,17 +207,19 @@ class LLM(PoolingMethods):
         return self.frontend.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends; yours to change."""
+        """Return a copy of the defaults from the model's generation_config.json."""
         return msgspec.structs.replace(self.frontend.default_params)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the prompts that are cached, such as after a change of the weights. Always works:
-        streams that are open go on with what they have, and what they add is not shared."""
+        """Empty the prefix cache, for example after the weights changed. Always returns True.
+
+        Open streams continue with the blocks they have, but do not add them to the cache.
+        """
         self.engine.reset_prefix_cache()
         return True
 
     def close(self) -> None:
-        """Give the model's memory and any worker processes back."""
+        """Free the model's memory and stop worker processes."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
@@ -225,7 +228,7 @@ class LLM(PoolingMethods):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # -- how requests are run
+    # -- running requests
 
     def _params_for(
         self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
@@ -280,7 +283,7 @@ class LLM(PoolingMethods):
                 while unfinished:
                     for request in self._step():
                         if request.request_id not in unfinished:
-                            continue  # a stream's, which is open meanwhile
+                            continue  # it belongs to an open stream
                         output = request.assembler.take()
                         if output is None or not output.finished:
                             continue
@@ -301,14 +304,14 @@ class LLM(PoolingMethods):
                 self.engine.add(child)
 
     def _step(self) -> list[PreparedRequest]:
-        """Run one step; the requests that have something new."""
+        """Run one step. Returns the requests with new output."""
         changed, stopped = self._collector.take(self.engine.step())
         if stopped:
             self.engine.abort(stopped)
         return changed
 
     def _withdraw(self, requests: Iterable[PreparedRequest]) -> None:
-        """Abort what is left of requests that nobody waits for, and let the engine come to rest."""
+        """Abort requests. If no others are left, run the engine until it is idle."""
         for request in requests:
             self.engine.abort(self._collector.remove(request))
         while not self._collector and self.engine.has_work():

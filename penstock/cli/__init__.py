@@ -1,1 +1,1 @@
-"""The `penstock` command: one file for each of its commands. Nothing here imports torch early."""
+"""The `penstock` command: one module per subcommand. torch is imported only when needed."""

@@ -1,4 +1,4 @@
-"""`penstock chat`: a conversation in the terminal. Answers go to standard output as they come."""
+"""`penstock chat`: a conversation in the terminal. Streams answers to standard output."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Message = dict[str, str]
 
 
 class Stream(Protocol):
-    """`LLM.stream`: outputs as they come; leaving the loop early aborts the request."""
+    """The type of `LLM.stream`. Leaving the loop early aborts the request."""
 
     def __call__(
         self, prompt: list[Message], params: SamplingParams, /
@@ -69,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_from_terminal() -> Iterator[str]:
-    """Lines as the user types them, until Ctrl-D. Ctrl-C discards the line."""
-    with contextlib.suppress(ImportError):  # line editing, where Python has it
+    """Yield lines as the user types them, until Ctrl-D. Ctrl-C discards the line."""
+    with contextlib.suppress(ImportError):  # line editing, if Python was built with it
         importlib.import_module("readline")
     notice("Type a message; /help lists what else.")
     while True:
@@ -84,7 +84,7 @@ def read_from_terminal() -> Iterator[str]:
 
 
 class Chat:
-    """The messages so far, and what a line of input does to them."""
+    """Owns the messages of the conversation and handles lines of input."""
 
     def __init__(
         self,
@@ -100,16 +100,16 @@ class Chat:
         self.start(system_prompt)
 
     def start(self, system_prompt: str | None) -> None:
-        """Begin a new conversation."""
+        """Start a new conversation."""
         self.system_prompt = system_prompt
         self.messages: list[Message] = []
         if system_prompt:
             self.messages.append({"role": "system", "content": system_prompt})
 
     def loop(self, lines: Iterator[str]) -> None:
-        """Answer each line until there is none left or one of them is ``/exit``.
+        """Answer each line until the input ends or a line is ``/exit``.
 
-        A failed answer ends the loop when nobody is there to react to it.
+        A failed answer ends the loop unless the chat is interactive.
         """
         for line in lines:
             text = line.strip()
@@ -126,7 +126,7 @@ class Chat:
                 notice(f"penstock: error: {error}")
 
     def obey(self, text: str) -> None:
-        """Carry out a line that begins with a slash."""
+        """Run a command: a line that begins with a slash."""
         command, _, argument = text.partition(" ")
         if command == "/reset":
             self.start(self.system_prompt)
@@ -140,9 +140,9 @@ class Chat:
             raise InputError(f"unknown command {command}; /help lists those there are")
 
     def answer(self, text: str) -> None:
-        """Print the model's answer as it comes; both turns join the conversation.
+        """Stream the model's answer and add both turns to the conversation.
 
-        An answer that Ctrl-C stopped counts as far as it went; one that failed leaves no trace.
+        An answer that Ctrl-C stopped is kept so far. A failed answer changes nothing.
         """
         conversation = [*self.messages, {"role": "user", "content": text}]
         pieces: list[str] = []
@@ -163,9 +163,9 @@ class Chat:
 
 
 class _Interrupt:
-    """Within it, the first Ctrl-C is only noted: an engine must not be left mid-step.
+    """Defers the first Ctrl-C, so that it does not interrupt the engine in the middle of a step.
 
-    A second one raises KeyboardInterrupt after all, should the engine hang.
+    A second one raises KeyboardInterrupt, in case the engine hangs.
     """
 
     def __init__(self) -> None:

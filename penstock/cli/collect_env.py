@@ -1,4 +1,4 @@
-"""`penstock collect-env`: what a bug report needs to know about the machine."""
+"""`penstock collect-env`: collects versions and hardware for bug reports."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Everything that can be found out; what cannot is None, and never an error."""
+    """Collect all facts. A fact that is not available is None. Never raises."""
     return {
         "penstock": penstock.__version__,
         "python": sys.version.split()[0],
@@ -78,7 +78,7 @@ def _plugin(found: FoundPlugin) -> dict[str, Any]:
 
 
 def package_version(package: str) -> str | None:
-    """The installed version, None where there is none."""
+    """The installed version, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -106,7 +106,7 @@ def _memory_gib() -> float | None:
 
 
 def _proc_fields(path: str) -> dict[str, str]:
-    """The first value of each ``name : value`` line; empty where there is no such file."""
+    """The first value of each ``name : value`` line. Empty if the file does not exist."""
     fields: dict[str, str] = {}
     try:
         with open(path, encoding="utf-8", errors="replace") as lines:
@@ -140,13 +140,13 @@ def _torch() -> dict[str, Any] | None:
                     "compute_capability": f"{gpu.major}.{gpu.minor}",
                 }
             )
-    except RuntimeError as error:  # a driver that does not fit
+    except RuntimeError as error:  # an incompatible driver
         facts["error"] = str(error)
     return facts
 
 
 def _lines(facts: dict[str, Any], indent: str = "") -> list[str]:
-    """Nested facts as indented ``name: value`` lines."""
+    """Format nested facts as indented ``name: value`` lines."""
     lines = []
     for name, value in facts.items():
         match value:

@@ -1,4 +1,4 @@
-"""What several commands share: how they register themselves, and how they make an engine."""
+"""Shared by the commands: how they are registered and how they create an engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from penstock.protocol.outputs import RequestOutput
 if TYPE_CHECKING:
     from penstock.llm import LLM
 
-Subparsers = argparse._SubParsersAction  # generic in the stubs alone
+Subparsers = argparse._SubParsersAction  # generic only in the type stubs
 
 
 class Command(Protocol):
-    """A module of this package. Its name is the command's, with ``-`` for ``_``.
+    """A module of this package. The command has its name, with ``-`` for ``_``.
 
-    `ARGUMENTS`, if it has them, stand in the usage line for what follows the options.
+    `ARGUMENTS`, if defined, are shown in the usage line after the options.
     """
 
     __name__: str
@@ -28,31 +28,31 @@ class Command(Protocol):
         """Declare the command's flags."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Carry the command out; its exit code."""
+        """Run the command. Returns its exit code."""
 
 
 def add_commands(
     parser: argparse.ArgumentParser, dest: str, commands: Sequence[Command]
 ) -> Subparsers[Any]:
-    """Let `parser` take one of these commands."""
+    """Add these commands to `parser`."""
     subparsers = parser.add_subparsers(dest=dest, metavar=dest.upper(), required=True)
     for command in commands:
         name, help = command.__name__.rpartition(".")[2].replace("_", "-"), command.HELP
         own = subparsers.add_parser(name, help=help, description=help, allow_abbrev=False)
         arguments = getattr(command, "ARGUMENTS", "")
-        own.usage = f"{own.prog} [OPTIONS] {arguments}".rstrip()  # not every flag there is
+        own.usage = f"{own.prog} [OPTIONS] {arguments}".rstrip()  # without a list of all flags
         own.set_defaults(run=command.run, parser=own)
         command.add_arguments(own)
     return subparsers
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """``MODEL`` without a flag, for commands that take nothing else so."""
+    """Add ``MODEL`` as a positional argument, for commands that have no other one."""
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help="Same as --model.")
 
 
 def take_model_argument(args: argparse.Namespace) -> None:
-    """Make ``MODEL`` the ``--model`` that it stands for."""
+    """Copy ``MODEL`` to ``--model``."""
     if args.positional_model is not None:
         if hasattr(args, "model"):
             args.parser.error("the model is given twice: as MODEL and as --model")
@@ -65,14 +65,14 @@ def take_model_argument(args: argparse.Namespace) -> None:
 
 
 def open_llm(options: dict[str, Any]) -> LLM:
-    """An engine, for a `with`. Torch is imported here and not before."""
+    """Open an LLM for a `with` statement. torch is imported only here."""
     from penstock import LLM
 
     return LLM(**options)
 
 
 def check(output: RequestOutput) -> RequestOutput:
-    """`output`, unless its request failed: then `RequestFault`."""
+    """Return `output`. Raises `RequestFault` if its request failed."""
     if output.error is not None:
         raise RequestFault(f"request {output.request_id} failed: {output.error}")
     return output

@@ -1,4 +1,4 @@
-"""`penstock generate`: completes prompts. The text alone goes to standard output."""
+"""`penstock generate`: completes prompts. Only the text goes to standard output."""
 
 from __future__ import annotations
 
@@ -54,22 +54,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_prompts(arguments: list[str]) -> list[str]:
-    """The prompts, with standard input in place of ``-``; refuses to read it twice."""
+    """Replace ``-`` by standard input. Raises `InputError` if ``-`` is given twice."""
     if arguments.count("-") > 1:
         raise InputError("- reads all of standard input and can be given once", "prompt")
-    # The newline that ends the input is the shell's, not the prompt's.
+    # The final newline comes from the shell and is not part of the prompt.
     return [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in arguments]
 
 
 def stream_one(llm: LLM, prompt: str, params: SamplingParams) -> None:
-    """Print the completion as it comes."""
+    """Stream the completion."""
     for output in llm.stream(prompt, override(params, {"output_kind": OutputKind.DELTA})):
         print(check(output).outputs[0].text, end="", flush=True)
     print()
 
 
 def print_all(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
-    """Print the completions of all prompts, in order, each ended by a newline."""
+    """Print the completions of all prompts in order, each followed by a newline."""
     for output in llm.generate(prompts, params, use_tqdm=sys.stderr.isatty()):
         for completion in check(output).outputs:
             print(completion.text)

@@ -1,6 +1,6 @@
-"""The `penstock` command: picks the subcommand, and turns errors into messages and exit codes.
+"""The `penstock` command: selects the subcommand and turns errors into messages and exit codes.
 
-Exit codes: 0 done, 1 failed, 2 asked for something impossible, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 invalid request or configuration, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMMANDS: Sequence[Command] = (serve, generate, chat, run_batch, quantize, colle
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, where argparse would print every flag there is."""
+    """Reports an error in one line. argparse would print all flags."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"penstock: error: {message} (see {self.prog} --help)\n")
@@ -43,7 +43,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; `argv` defaults to the process's own arguments."""
+    """Run one command. `argv` defaults to the process's arguments."""
     open_standard_streams()
     parser = build_parser()
     args, unknown = parser.parse_known_args(argv)
@@ -61,20 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of our output has left, as `head` does. Python would complain once more when
-        # it flushes standard output on the way out, so that gets another place to go.
+        # The reader of our output is gone, such as `head`. Python would fail again when it flushes
+        # standard output at exit, so that goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def open_standard_streams() -> None:
-    """Give those that the caller closed somewhere to go.
+    """Open /dev/null for standard streams that the caller closed.
 
-    Else their descriptors would be used again, for sockets that whatever is printed ends up in.
+    Otherwise their descriptors would be reused for sockets, and printed text would go there.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115  # the lowest that is free: its own
+            stream = open(os.devnull, mode)  # noqa: SIM115  # gets the lowest free descriptor: its own
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
 

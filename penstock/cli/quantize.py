@@ -1,4 +1,4 @@
-"""`penstock quantize`: writes a quantized checkpoint, and says what it costs in quality."""
+"""`penstock quantize`: writes a quantized checkpoint and compares its perplexity."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             re.compile(pattern)
         except re.error as error:
             raise ConfigError(f"--keep {pattern!r} is no regular expression: {error}") from error
-    # Only what finds the model: what cannot be done should not take torch's import to say.
+    # Imports only what finds the model: a wrong model must fail before torch is imported.
     from penstock.config import LoadConfig, ModelConfig
     from penstock.loading.source import resolve_source
 
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
-    """Ended by SIGTERM as by Ctrl-C: what is half written is taken away first."""
+    """Make SIGTERM raise, as Ctrl-C does, so that partial output is removed."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""`penstock run-batch`: answers a file of requests in OpenAI's batch format, without a server."""
+"""`penstock run-batch`: runs a file of requests in OpenAI's batch format, without a server."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from penstock.server.batch.files import BatchOutput
     from penstock.server.batch.run import BatchSummary
 
-ALL_FAILED_EXIT_CODE = 4  # no line has an answer
-NO_LIMIT = 2**31  # on the queue: the batch keeps it short itself
+ALL_FAILED_EXIT_CODE = 4  # every line failed
+NO_LIMIT = 2**31  # of the queue: the batch itself limits concurrency
 
 
 HELP = (
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_files(input_path: Path, output_path: Path) -> None:
-    """Refuse what cannot work before a model is loaded."""
+    """Check the files before a model is loaded. Raises `ConfigError`."""
     try:
         input_path.open("rb").close()
     except OSError as error:
@@ -84,9 +84,9 @@ def check_files(input_path: Path, output_path: Path) -> None:
 async def run_batch(
     config: EngineConfig, input_path: Path, output: BatchOutput, max_concurrency: int | None
 ) -> int:
-    """Run the batch on an engine of its own; the result is the exit code.
+    """Run the batch on its own engine. Returns the exit code.
 
-    The first SIGINT, SIGTERM or SIGHUP ends it; what has no result by then is left to another run.
+    The first SIGINT, SIGTERM or SIGHUP ends it. Another run continues with the remaining lines.
     """
     from penstock.engine.async_client import AsyncEngineClient
     from penstock.server.run import StopSignals
@@ -109,7 +109,7 @@ async def _run_on(
     output: BatchOutput,
     max_concurrency: int | None,
 ) -> int:
-    """The exit code of a batch that is done."""
+    """Run the batch and return the exit code."""
     from tqdm import tqdm
 
     from penstock.server.batch.files import read_lines
@@ -121,7 +121,7 @@ async def _run_on(
 
     assert client.info is not None
     num_lines = sum(1 for _ in read_lines(input_path))
-    progress = tqdm(total=num_lines, unit="line", disable=None)  # where one can see it
+    progress = tqdm(total=num_lines, unit="line", disable=None)  # only in a terminal
     batch = Batch(
         build_app(service),
         output,
@@ -144,7 +144,7 @@ async def _run_on(
 
 
 def describe(summary: BatchSummary, elapsed_s: float, output_path: Path, is_done: bool) -> str:
-    """How the run went, in a few lines."""
+    """Summarize the run in a few lines."""
     lines = [
         f"{summary.num_completed} completed, {summary.num_failed} failed, {summary.num_skipped} "
         f"skipped (done before) in {elapsed_s:.1f} s; results in {output_path}",

@@ -1,4 +1,4 @@
-"""`penstock serve`: a model behind an OpenAI-compatible API."""
+"""`penstock serve`: serves a model behind an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_in_event_loop(main: Coroutine[Any, Any, int]) -> int:
-    """On uvloop where there is one."""
+    """Run on uvloop if it is installed, else on asyncio."""
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,4 @@
-"""The page of all metrics: ``python -m penstock.observability.docs > docs/metrics.md``."""
+"""Writes the metrics page: ``python -m penstock.observability.docs > docs/metrics.md``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ increase(penstock:engine_restarts_total[1h])
 
 
 def render() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     rows = ["| metric | kind | labels | buckets | |", "|---|---|---|---|---|"]
     for item in DECLARED:
         labels = ", ".join(f"`{label}`" for label in item.labels)

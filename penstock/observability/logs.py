@@ -1,4 +1,4 @@
-"""Log lines: one format, on standard error."""
+"""Decides the format of log lines and where they go: standard error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def setup_logging(level: str) -> None:
-    """Send the package's log lines of at least `level` to standard error."""
+    """Log the package's messages to standard error, with minimum level `level`."""
     logger = logging.getLogger("penstock")
     logger.setLevel(level.upper())
     if not logger.handlers:

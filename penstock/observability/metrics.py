@@ -1,4 +1,4 @@
-"""Every metric, declared once: the registry and the reference page are made from this table."""
+"""Declares every metric once. The Prometheus registry and the docs page are built from this."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COUNT = steps(1, 200)
 
 @dataclass(frozen=True)
 class Declared:
-    """A metric. Every one carries the label `model_name`, and `labels` besides."""
+    """A metric. It has the label `model_name` and the ones in `labels`."""
 
     name: str  # without the prefix
     kind: Literal["gauge", "counter", "histogram"]
@@ -47,12 +47,12 @@ class Declared:
 
     @property
     def full_name(self) -> str:
-        """As Prometheus shows it: a counter ends in ``_total``."""
+        """The name in Prometheus. A counter ends in ``_total``."""
         return PREFIX + self.name + ("_total" if self.kind == "counter" else "")
 
     @property
     def sample_names(self) -> list[str]:
-        """What a query may name."""
+        """The names that a query may use."""
         if self.kind != "histogram":
             return [self.full_name]
         return [f"{self.full_name}_{part}" for part in ("bucket", "count", "sum")]
@@ -77,11 +77,11 @@ DECLARED = (
         "counter",
         "Preemptions: a running request lost its KV blocks and is recomputed later.",
     ),
-    # -- the workers' work: counted in `Steps.metrics`, of the first rank
+    # -- the workers' work: counted in `StepResult.metrics` by rank 0
     Declared("eager_steps", "counter", "Forward passes that ran without a CUDA graph."),
     Declared("graph_steps", "counter", "Forward passes replayed from a CUDA graph."),
     Declared("iteration_tokens_total", "histogram", "Tokens computed by a step.", TOKENS),
-    # -- the engine's deaths
+    # -- engine crashes
     Declared("engine_restarts", "counter", "Engine restarts after a crash or hang."),
     Declared(
         "requests_replayed",
@@ -93,7 +93,7 @@ DECLARED = (
         "counter",
         "Requests run alone because they may have crashed the engine.",
     ),
-    # -- what is kept
+    # -- stored responses
     Declared("stored_responses", "gauge", "Stored responses and conversations."),
     Declared(
         "stored_response_bytes", "gauge", "Memory used by stored responses and conversations."
@@ -179,13 +179,13 @@ DECLARED = (
 
 
 class Histogram(prometheus_client.Histogram):
-    """A step brings a token to each of many requests: `observe_many` counts them at once.
+    """A histogram that can count the tokens of a whole step at once.
 
-    It stands on private parts of the library, whose version is therefore bounded.
+    It uses private attributes of the library, so the library's version is bounded.
     """
 
     def observe_many(self, amount: float, count: int) -> None:
-        """As `observe(amount)`, so many times."""
+        """Same as calling `observe(amount)` `count` times."""
         self._sum.inc(amount * count)
         self._buckets[bisect.bisect_left(self._upper_bounds, amount)].inc(count)
 
@@ -194,13 +194,13 @@ Instrument = TypeVar("Instrument", Gauge, Counter, Histogram)
 
 
 class Metrics:
-    """The declared metrics of one model in a registry of their own."""
+    """The declared metrics of one model, in their own registry."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self._registry = CollectorRegistry()
         self._instruments = {item.name: self._make(item) for item in DECLARED}
-        # Those without labels of their own, which are shown from the start and asked for often.
+        # Metrics without extra labels are shown from the start. They are looked up often.
         self._plain = {
             item.name: self._instruments[item.name].labels(model_name=model_name)
             for item in DECLARED
@@ -217,11 +217,11 @@ class Metrics:
         return self._find(Histogram, name, labels)
 
     def render(self) -> bytes:
-        """In Prometheus's text format; `CONTENT_TYPE` is its type."""
+        """Render in Prometheus's text format, which has the type `CONTENT_TYPE`."""
         return generate_latest(self)
 
     def collect(self) -> Iterator[Family]:
-        """Without the times of creation, which the library adds and nobody charts."""
+        """Collect without the `_created` samples that the library adds."""
         for family in self._registry.collect():
             family.samples = [s for s in family.samples if not s.name.endswith("_created")]
             yield family
