@@ -1,1 +1,1 @@
-"""Writing quantized checkpoints: what `penstock quantize` does."""
+"""Writes quantized checkpoints: the implementation of `penstock quantize`."""

@@ -1,9 +1,9 @@
-"""The methods there are: how a matrix is written, and what the configuration says of it.
+"""The quantization methods: how a matrix is written, and its entry in the configuration.
 
-Formats and names are those of compressed-tensors. Scales are found by rounding to nearest: the
-largest number of a row, or of a group of columns, is the largest that can be written. With the
-activations' second moments at hand, smaller scales are tried too, and the one with the least error
-in the layer's output stays.
+Formats and names are those of compressed-tensors. Scales follow from rounding to nearest: the
+largest number of a row or quantization group maps to the largest that can be written. Given the
+second moments of the activations, smaller scales are tried too. The scale with the least error in
+the layer's output is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from penstock.ops.quantized import FP8, FP8_MAX, pack_nibbles
 
 CLIP_RATIOS = tuple(1.0 - step / 40 for step in range(17))  # of the largest number: 1 to 0.6
-TILE_NUMBERS = 1 << 22  # weights that are looked at together
+TILE_NUMBERS = 1 << 22  # weights processed at a time
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,15 @@ class Method:
     """One way to write a matrix."""
 
     format: str  # compressed-tensors' name
-    weights: Mapping[str, Any]  # what config.json says of them
-    inputs: Mapping[str, Any] | None  # and of activations; None: they stay floats
-    group_size: int | None  # columns with a scale of their own; None: whole rows
+    weights: Mapping[str, Any]  # their entry in config.json
+    inputs: Mapping[str, Any] | None  # entry of activations; None: not quantized
+    group_size: int | None  # columns per scale; None: whole rows
     limit: float  # the largest number that can be written
-    round: Callable[[torch.Tensor], torch.Tensor]  # numbers to the nearest that can be
-    write: Callable[[torch.Tensor], dict[str, torch.Tensor]]  # rows of them -> rows of tensors
+    round: Callable[[torch.Tensor], torch.Tensor]  # round to representable numbers
+    write: Callable[[torch.Tensor], dict[str, torch.Tensor]]  # rows of numbers -> rows of tensors
 
     def refusal(self, weight: torch.Tensor) -> str | None:
-        """Why a matrix cannot be written so."""
+        """Why a matrix cannot be written with this method."""
         columns = weight.shape[1]
         if self.group_size is not None and columns % self.group_size:
             return f"its {columns} columns are no multiple of the group size {self.group_size}"
@@ -44,10 +44,10 @@ class Method:
     def compress(
         self, weight: torch.Tensor, moments: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """[out, in] -> what stands in its place, by the last part of the tensor's name.
+        """[out, in] -> the tensors that replace it, by the last part of their names.
 
         `moments` [in] are the mean squares of the layer's inputs, up to a factor. Beyond the
-        result, memory holds floats of TILE_NUMBERS weights, a few times.
+        result, memory holds a few times TILE_NUMBERS weights as floats.
         """
         columns = weight.shape[1]
         group = self.group_size or columns
@@ -62,14 +62,14 @@ class Method:
                 if name not in whole:
                     whole[name] = torch.empty((len(weight), *part.shape[1:]), dtype=part.dtype)
                 whole[name][start : start + step] = part
-        if self.group_size is not None:  # the one format whose numbers do not say how many
+        if self.group_size is not None:  # the only format whose numbers do not imply the shape
             whole["weight_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
         return whole
 
     def _scales(
         self, grouped: torch.Tensor, moments: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[rows, groups] in `dtype`, in which they will be stored, of [rows, groups, columns]."""
+        """Scales [rows, groups] of [rows, groups, columns], in the `dtype` that stores them."""
         smallest = torch.finfo(dtype).tiny
         largest = (grouped.abs().amax(-1) / self.limit).clamp_min(smallest)
         if moments is None:
@@ -153,7 +153,7 @@ def _w4a16(group_size: int) -> Method:
 
 
 def _pack(numbers: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Eight numbers, each plus 8, in an int32, the first in its lowest bits."""
+    """Pack eight numbers, each plus 8, into an int32, the first in the lowest bits."""
     packed = pack_nibbles((numbers + 8).to(torch.uint8)).contiguous()
     return {"weight_packed": packed.view(torch.int32)}
 

@@ -1,4 +1,4 @@
-"""How well a model predicts a text, and what its layers are fed while it does."""
+"""Measures the perplexity of a text, and observes the inputs of layers meanwhile."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from penstock.llm import LLM
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import SamplingParams
 
-WINDOW = 512  # tokens that are predicted from each other
+WINDOW = 512  # tokens predicted from each other
 SAMPLE = Path(__file__).with_name("sample.txt")
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    logprobs: torch.Tensor  # of every token but each window's first
+    logprobs: torch.Tensor  # of every token except each window's first
 
     @property
     def value(self) -> float:
         return math.exp(-float(self.logprobs.mean()))
 
     def change(self, before: Perplexity) -> tuple[float, float]:
-        """How much larger it is than `before`, of the same text, as a share; and its error."""
+        """The relative increase over `before`, on the same text, and its standard error."""
         less = before.logprobs - self.logprobs
         return math.expm1(float(less.mean())), float(less.std()) / len(less) ** 0.5
 
 
 def open_for_windows(model: str, config: Mapping[str, Any]) -> LLM:
-    """An engine for windows of a text; `config` is the model's config.json."""
+    """An engine for windows of a text. `config` is the model's config.json."""
     most = min(WINDOW + 1, config.get("max_position_embeddings") or WINDOW + 1)
     return LLM(model, max_model_len=most, enable_prefix_caching=False, enforce_eager=True)
 
@@ -50,7 +50,7 @@ def read_text(path: Path) -> str:
 
 def windows_of(llm: LLM, text: str, path: Path) -> list[list[int]]:
     tokens = llm.get_tokenizer().encode(text)
-    size = llm.engine.limits.max_model_len - 1  # a token is generated after each
+    size = llm.engine.limits.max_model_len - 1  # one token is generated after each window
     windows = [tokens[start : start + size] for start in range(0, len(tokens), size)]
     windows = [window for window in windows if len(window) > 1]
     if not windows:
@@ -71,7 +71,7 @@ def measure(llm: LLM, windows: Sequence[list[int]], description: str) -> Perplex
 
 
 class InputObserver:
-    """Adds up the squares of what a linear layer is fed; changes nothing."""
+    """Sums the squares of a linear layer's inputs. It does not change the output."""
 
     def __init__(self, layer: Linear) -> None:
         self.moments = torch.zeros(layer.in_features, device=layer.build.device)
@@ -82,9 +82,9 @@ class InputObserver:
 
 
 def observe(llm: LLM, windows: Sequence[list[int]]) -> dict[str, torch.Tensor]:
-    """The second moments of linear layers' inputs over a text, by the layers' own names.
+    """The second moments of linear layers' inputs over a text, by layer name.
 
-    A fused layer's parts have its moments too. Experts' inputs are not observed.
+    The parts of a fused layer have its moments. Inputs of experts are not observed.
     """
     executor = llm.engine.executor
     assert isinstance(executor, InProcessExecutor)

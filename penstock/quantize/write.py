@@ -1,4 +1,4 @@
-"""A checkpoint in, a quantized checkpoint out, one tensor at a time."""
+"""Writes a quantized copy of a checkpoint, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -28,30 +28,29 @@ from penstock.quantize.methods import Method
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
 
-# Matrices that are no linear layer's, by the last parts of their names.
+# Matrices that do not belong to linear layers, by the end of their names.
 NOT_LINEAR = re.compile(r"(embed\w*|wte|wpe|\w*norm\w*|conv1d)\.weight$")
-# Linear layers that stay as they are: the head, and those that choose experts, whose few numbers
-# decide much.
+# Linear layers that stay unquantized: the head and the routers, whose few numbers decide a lot.
 KEPT = (r"lm_head$", r".*\.(gate|router|shared_expert_gate|block_sparse_moe\.gate)$")
-# What reads images or sounds beside a text model: few numbers, and not run here.
+# Vision and audio modules beside a text model: small, and not run here.
 NOT_TEXT = r"(.*\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\..*"
-# Layers that engines compute as one matrix: they are quantized together or not at all.
+# Layers that engines fuse into one matrix. They are quantized together or not at all.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 @dataclass
 class Report:
-    """What became of a checkpoint."""
+    """What happened to a checkpoint."""
 
     quantized: list[str] = field(default_factory=list)  # layers
-    kept: dict[str, str] = field(default_factory=dict)  # linear layers in floats, and why
+    kept: dict[str, str] = field(default_factory=dict)  # unquantized linear layers, and why
     bytes_before: int = 0
     bytes_after: int = 0
 
 
 def check_source(source: ModelSource) -> None:
-    """Refuse what is quantized already."""
+    """Refuse a checkpoint that is already quantized."""
     if source.gguf is not None:
         raise ConfigError(
             f"{source.name} is a GGUF file, quantized by its own means: give a folder or a hub id "
@@ -66,7 +65,7 @@ def check_source(source: ModelSource) -> None:
 
 
 def check_target(out: Path, source: ModelSource) -> None:
-    """Refuse to write over anything, and where nothing can be written."""
+    """Refuse a target that is not empty or not writable."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already: name a folder that is not, or that is empty")
     out = out.resolve()
@@ -86,10 +85,10 @@ def write_quantized(
     moments: Mapping[str, torch.Tensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Report:
-    """Write `source` with its linear layers quantized; `kept` are patterns of those that are not.
+    """Write `source` with its linear layers quantized, except those that match `kept`.
 
-    `moments` are the inputs' second moments by layer. The folder appears when all of it is
-    written: what is interrupted leaves nothing. ConfigError if it cannot be written.
+    `moments` are the second moments of the inputs, by layer. The folder appears when everything is
+    written; an interrupted run leaves nothing behind. Raises ConfigError if it cannot be written.
     """
     out = out.resolve()  # a link may lead to the folder
     try:
@@ -113,26 +112,26 @@ def _write(
         writer = _ShardWriter(folder, shard_bytes)
         report = _convert(source, method, [*KEPT, NOT_TEXT, *kept], moments, writer)
         writer.finish()
-        # The file's own: `source.config` has the text model's settings alone.
+        # The original file: `source.config` has only the text model's settings.
         config = read_json(source.path / "config.json")
         config["quantization_config"] = method.config(_ignored(report))
         _write_json(folder / "config.json", config)
-        for path in folder.glob("*.safetensors"):  # which only their writer could read
+        for path in folder.glob("*.safetensors"):  # only their writer could read them
             path.chmod((folder / "config.json").stat().st_mode)
         _copy_others(source.path, folder)
         if out.exists():
-            out.rmdir()  # empty: `check_target` has looked
+            out.rmdir()  # empty, as `check_target` ensured
         os.replace(folder, out)
     return report
 
 
 def _ignored(report: Report) -> list[str]:
-    """Linear layers that readers must leave alone.
+    """Linear layers that readers must not treat as quantized.
 
-    Names are the checkpoint's own. Where the text model is a part of another, readers differ in
-    what they call its parts: then patterns have what names end with.
+    Names are those of the checkpoint. If the text model is part of another, readers name its parts
+    differently. Then patterns match the ends of names.
     """
-    # A head that shares the embedding's matrix is not in the file, but it is a linear layer too.
+    # A tied head is not in the file, but it is a linear layer too.
     has_head = any(layer.rpartition(".")[2] == "lm_head" for layer in report.kept)
     ignored = [] if has_head else ["re:.*lm_head$"]
     if any(re.match(NOT_TEXT, layer) for layer in report.kept):
@@ -188,7 +187,7 @@ def _convert(
 
 
 def _check_fused(layers: Set[str], kept: Sequence[str]) -> None:
-    """ConfigError if a pattern takes a layer out of what is fused."""
+    """Raise ConfigError if a pattern excludes only some parts of a fused layer."""
     for layer in sorted(layers):
         parent, _, part = layer.rpartition(".")
         parts = next((parts for parts in FUSED if part in parts), ())
@@ -219,7 +218,7 @@ def _reason_to_keep(
 
 
 class _ShardWriter:
-    """Tensors into files of a limited size, and an index where there are several."""
+    """Writes tensors to files of a limited size, and an index if there are several."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder = folder
@@ -237,7 +236,7 @@ class _ShardWriter:
         self._total += tensor.nbytes
 
     def finish(self) -> None:
-        """Write what is left, and give the files the names that say how many there are."""
+        """Write the remaining tensors, and rename the files to include their number."""
         self._flush()
         count = len(self._shards)
         if count == 1:
@@ -261,7 +260,7 @@ class _ShardWriter:
 
 
 def _copy_others(source: Path, folder: Path) -> None:
-    """The tokenizer, the templates and what else belongs to a model; folders stay behind."""
+    """Copy the tokenizer, the templates and other files of a model, but no folders."""
     for path in source.iterdir():
         is_weights = path.suffix in WEIGHT_FILES or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and not (folder / path.name).exists():
