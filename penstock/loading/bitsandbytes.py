@@ -1,14 +1,14 @@
-"""The 4-bit matrices of bitsandbytes, which that library keeps flat, as matrices again.
+"""Converts bitsandbytes' 4-bit matrices, which are stored flat, to matrices with rows.
 
-It has ``layer.weight`` as one column of bytes, two numbers in each with the first in the high
-bits, a scale (absmax) for each block of the *flattened* matrix, and beside them the table that the
-numbers are places in, and JSON in a tensor of bytes. Scales may be quantized themselves, to
-places in a second table. Here that becomes what the scheme of this format takes, which can be
-fused and cut like any other:
+That library stores ``layer.weight`` as one column of bytes, two numbers per byte with the first in
+the high bits. Each quantization block of the *flattened* matrix has a scale (absmax). Beside them
+are the table that the numbers index, and JSON in a tensor of bytes. Scales may be quantized
+themselves, to indexes into a second table. This module makes what the format's scheme takes, which
+can be fused and sharded like any other:
 
 - ``layer.weight`` [out, in / 2] uint8, the first number in the low bits
-- ``layer.weight_scale`` [out, in / group] float32, where a group is a block, or what rows and
-  blocks both consist of where blocks reach over the ends of rows
+- ``layer.weight_scale`` [out, in / group] float32. A quantization group is a quantization block.
+  If blocks span the ends of rows, it is a common divisor of block and row.
 - ``layer.quant_map`` [16] float32
 """
 
@@ -40,12 +40,12 @@ def has_flat_matrices(names: list[str]) -> bool:
 
 
 class BitsAndBytesCheckpoint:
-    """Another checkpoint with its 4-bit matrices brought into rows and columns."""
+    """A checkpoint whose 4-bit matrices are converted to rows and columns."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         names = set(checkpoint.names())
-        # The tensors of every such layer: the layer, and what `_matrix` calls the tensor.
+        # By tensor name: its layer, and its name in `_matrix`.
         self._parts: dict[str, tuple[str, str]] = {}
         self._num_parts: dict[str, int] = {}  # by layer
         for name in checkpoint.names():
@@ -62,7 +62,10 @@ class BitsAndBytesCheckpoint:
         return [*kept, *(f"{layer}.{part}" for layer in self._num_parts for part in _MADE)]
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
-        """Tensors of one matrix wait for each other: they may even lie in different files."""
+        """Yield all tensors.
+
+        Those of one matrix wait for each other: they may be in different files.
+        """
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in self._checkpoint.tensors():
             if name not in self._parts or isinstance(tensor, BlockTensor):
@@ -78,11 +81,11 @@ class BitsAndBytesCheckpoint:
 
 
 def _matrix(layer: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One layer's tensors -> those of `_MADE`. ModelError if they do not fit together."""
+    """Convert one layer's tensors to those of `_MADE`. Raises ModelError if they do not match."""
     state = _State(layer, parts)
     rows, columns = state.shape
     data = state.take("weight")
-    data = data.contiguous().view(-1).view(torch.uint8)  # whatever type stores the bytes
+    data = data.contiguous().view(-1).view(torch.uint8)  # any type may store the bytes
     if 2 * len(data) != rows * columns or columns % 2:
         raise ModelError(
             f"{layer}.weight has {len(data)} bytes, but two numbers in each do not make the "
@@ -93,25 +96,25 @@ def _matrix(layer: str, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     group = math.gcd(columns, state.blocksize)
     num_groups = rows * columns // group
     scales = _scales(state, -(-rows * columns // state.blocksize))
-    if group != state.blocksize:  # some blocks reach from one row into the next
+    if group != state.blocksize:  # some quantization blocks span two rows
         scales = scales[torch.arange(num_groups) * group // state.blocksize]
     scales = scales.view(rows, columns // group)
     return {"weight": swapped, "weight_scale": scales, "quant_map": table}
 
 
 def _scales(state: _State, count: int) -> torch.Tensor:
-    """[count] float32, of one block each."""
+    """The scales of all quantization blocks: [count] float32."""
     if not state.is_nested:
         return state.take("absmax", torch.float32, count)
     places = state.take("absmax", torch.uint8, count)
-    size = min(state.positive("nested_blocksize"), count)  # a larger one would have no use
+    size = min(state.positive("nested_blocksize"), count)  # a larger one makes no difference
     of_blocks = state.take("nested_absmax", torch.float32, -(-count // size))
     values = state.take("nested_quant_map", torch.float32, 256)[places.int()]
     return values * of_blocks.repeat_interleave(size)[:count] + state.number("nested_offset")
 
 
 class _State:
-    """What a layer's JSON says, and its tensors: each is checked as it is asked for."""
+    """A layer's JSON and its tensors. Each is checked when it is read."""
 
     def __init__(self, layer: str, parts: dict[str, torch.Tensor]) -> None:
         self._layer = layer
@@ -154,7 +157,7 @@ class _State:
     def take(
         self, part: str, dtype: torch.dtype | None = None, count: int | None = None
     ) -> torch.Tensor:
-        """A tensor of that type and that many numbers."""
+        """A tensor of this type and size."""
         name = f"{self._layer}.weight" if part == "weight" else f"{self._layer}.weight.{part}"
         tensor = self._parts.get(part)
         if tensor is None:

@@ -1,8 +1,9 @@
-"""The tensors of a model under Hugging Face names, streamed from memory maps.
+"""Streams the tensors of a model under Hugging Face names, from memory maps.
 
-Every checkpoint reads one tensor at a time: memory peaks at one tensor beyond what its consumer
-keeps. GGUF blocks come out as float32, or as they are for layers that compute with them; other
-files give their own types. `bitsandbytes.py` brings that library's flat matrices into rows.
+Every checkpoint reads one tensor at a time, so memory peaks at one tensor beyond what the consumer
+keeps. GGUF tensors are dequantized to float32, or kept for layers that compute with their
+quantization blocks. Other files give their own types. `bitsandbytes.py` converts that library's
+flat matrices to rows.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ class Checkpoint(Protocol):
         """All names, in the order of `tensors`."""
 
     def tensors(self) -> Iterator[tuple[str, Weight]]:
-        """Every tensor, in file order. One may be backed by the file: copy, don't write."""
+        """Every tensor, in file order.
+
+        One may be backed by the file: copy it, do not write to it.
+        """
 
 
 def open_checkpoint(
     source: ModelSource, load: LoadConfig, native_types: Collection[str] = ()
 ) -> Checkpoint:
-    """The tensors of `source`. Raises ModelError, naming the file, for what cannot be read.
+    """The tensors of `source`. Raises ModelError, naming the file, for unreadable files.
 
-    Matrices of a GGUF file whose type is one of `native_types` come as they are.
+    Matrices of a GGUF file with a type in `native_types` are not dequantized.
     """
     if source.gguf is not None:
         return GGUFCheckpoint(source.gguf, source.config, native_types)
@@ -56,7 +60,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, files: tuple[Path, ...]) -> None:
         self._files = files
-        self._names: dict[Path, list[str]] = {}  # in the order in which they lie
+        self._names: dict[Path, list[str]] = {}  # in file order
         owners: dict[str, Path] = {}
         for path in files:
             try:
@@ -81,7 +85,7 @@ class SafetensorsCheckpoint:
 
 
 class PickleCheckpoint:
-    """The tensors of .bin files: only tensors are unpickled, nothing is executed."""
+    """The tensors of .bin files. Only tensors are unpickled, and no code is executed."""
 
     def __init__(self, files: tuple[Path, ...]) -> None:
         self._tensors: dict[Path, dict[str, torch.Tensor]] = {}
@@ -121,7 +125,7 @@ def _claim(owners: dict[str, Path], names: list[str], path: Path) -> None:
 
 
 def _check_index(owners: dict[str, Path], index_name: str) -> None:
-    """What an index promises must be in the file that it names."""
+    """Check that each tensor of an index is in the file that the index names."""
     index = next(iter(owners.values())).parent / index_name if owners else None
     if index is None or not index.exists():
         return

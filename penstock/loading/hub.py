@@ -1,4 +1,4 @@
-"""Models named by a hub id: the files that are needed, in huggingface_hub's cache."""
+"""Fetches models by hub id: the necessary files, into huggingface_hub's cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fetch_from_hub(
 ) -> Path:
     """The local folder of a hub id, with its configuration, tokenizer and tensor files.
 
-    Raises ModelError, saying what was tried, when it cannot be had.
+    Raises ModelError, which says what was tried, if it is unavailable.
     """
     if load_format == "gguf":
         raise ModelError(
@@ -43,7 +43,7 @@ def fetch_from_hub(
     patterns = [*TEXT_PATTERNS, *_TENSOR_PATTERNS.get(load_format, ("*.safetensors",))]
     try:
         return Path((snapshot or _snapshot)(repo_id, revision, patterns, download_dir))
-    except Exception as error:  # whatever the hub's client and its transport may raise
+    except Exception as error:  # the hub's client and its transport may raise anything
         at = f" at revision {revision!r}" if revision else ""
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
@@ -56,7 +56,7 @@ def fetch_from_hub(
 def _snapshot(
     repo_id: str, revision: str | None, patterns: Sequence[str], cache_dir: str | None
 ) -> str:
-    from huggingface_hub import snapshot_download  # half a second to import
+    from huggingface_hub import snapshot_download  # takes half a second to import
 
     return snapshot_download(
         repo_id,

@@ -1,4 +1,4 @@
-"""Scales of an fp8 KV cache that a checkpoint may have, under the names that tools give them."""
+"""Loads a checkpoint's scales of an fp8 KV cache, under the names that tools give them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock.layers.attention import Attention
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
 
-# self_attn.k_scale, self_attn.attn.k_scale, self_attn.k_proj.k_scale, k_proj.output_scale, and of
-# both at once self_attn.kv_scale. Those of queries and of probabilities are not needed here.
+# self_attn.k_scale, self_attn.attn.k_scale, self_attn.k_proj.k_scale, k_proj.output_scale, and
+# self_attn.kv_scale for both. The scales of queries and probabilities are not needed.
 _NAME = re.compile(
     r"^(?P<block>.+?)\.(?:(?:attn\.|[qkv]_proj\.)?(?P<which>kv|k|v|q|prob)_scale"
     r"|(?P<part>[qkv])_proj\.output_scale)$"
@@ -20,7 +20,7 @@ _NAME = re.compile(
 
 
 class KVScales:
-    """Hands them to the attention layers. Without any, scales are 1."""
+    """Passes the scales to the attention layers. The default scale is 1."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = {
@@ -30,7 +30,7 @@ class KVScales:
         }
 
     def take(self, name: str, tensor: Weight) -> bool:
-        """Whether a tensor of this name, the model's own, is one of them."""
+        """Handle a tensor, under the model's name, if it is such a scale. Returns whether it is."""
         match = _NAME.match(name)
         layer = self._layers.get(match["block"]) if match else None
         if match is None or layer is None:

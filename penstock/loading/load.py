@@ -32,17 +32,17 @@ class NamingRules(Protocol):
 
 @runtime_checkable
 class Finishing(Protocol):
-    """A layer that has something to do once all of its weights, and its parts', are there."""
+    """A layer with work to do once all of its weights, and those of its parts, are loaded."""
 
     def finish_loading(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where one checkpoint tensor goes."""
+    """The destination of one checkpoint tensor."""
 
     layer: Loadable
-    path: str  # the layer's own
+    path: str  # path of the layer
     parameter: str
     part: str
     expected: Expected
@@ -60,17 +60,17 @@ def load_weights(
     show_progress: bool = True,
     ignored: tuple[str, ...] = (),
 ) -> None:
-    """Stream tensors into the model. Missing, surplus and mis-shaped ones are named.
+    """Stream tensors into the model. Errors name missing, surplus and misshapen ones.
 
-    What a layer fuses may come as its parts, or as the one tensor that has them in this order.
-    Surplus tensors that match an `ignored` pattern, or one of the model's own, are passed over.
+    The parts of a fused layer may come separately, or as one tensor that holds them in this order.
+    Surplus tensors that match an `ignored` pattern, of the caller or the model, are skipped.
     """
     targets = dict(_targets(model))
     fused = _fused(targets)
     missing = set(targets)
     kv_scales = KVScales(model)
     surplus = []
-    # Only on a terminal (None): a log on a full disk must not keep an engine from its weights.
+    # Only on a terminal (None): a log on a full disk must not keep an engine from loading.
     progress = tqdm(
         tensors, total=total, desc="Loading weights", unit="tensor",
         disable=None if show_progress else True, leave=False, delay=1.0,
@@ -107,7 +107,7 @@ def load_weights(
 
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
-    """Small random weights, made on the device itself; norms are neutral."""
+    """Fill a model with small random weights, generated on the device. Norms are neutral."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             is_norm = isinstance(module, (RMSNorm, LayerNorm))
@@ -123,7 +123,7 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
             continue
         if isinstance(layer.method, QuantizedMethod):
             continue
-        if layer.method.packs:  # it keeps no parameter that could be filled
+        if layer.method.packs:  # no parameter to fill
             generator = torch.Generator().manual_seed(seed)
             weight = torch.empty(target.shape).normal_(0.0, DUMMY_SCALE, generator=generator)
             layer.load("weight", target.part, weight)
@@ -134,7 +134,7 @@ def fill_dummy(model: nn.Module, seed: int) -> None:
 
 
 def _finish(model: nn.Module) -> None:
-    for module in [*model.modules()]:  # which may replace their parts
+    for module in [*model.modules()]:  # a copy: modules may replace their parts
         if isinstance(module, Finishing):
             module.finish_loading()
 
@@ -155,7 +155,7 @@ def _targets(model: nn.Module) -> Iterator[tuple[str, Target]]:
 
 
 def _fused(targets: dict[str, Target]) -> dict[str, list[str]]:
-    """The parts' names, in order, under the name that a tensor with all of them has."""
+    """The names of the parts, in order, by the name of a tensor that holds all of them."""
     fused: dict[str, list[str]] = {}
     for name, target in targets.items():
         if target.part:
@@ -164,7 +164,7 @@ def _fused(targets: dict[str, Target]) -> dict[str, list[str]]:
 
 
 def _pieces(name: str, tensor: Weight, targets: list[Target]) -> list[Weight]:
-    """A tensor's share for each of the parts that it has. ModelError if it has another shape."""
+    """The share of each part of a tensor. Raises ModelError for a wrong shape."""
     first = targets[0].expected
     rows, shape = first.rows, list(first.shape)
     sizes = [0 if rows is None else target.shape[rows] for target in targets]
@@ -173,7 +173,7 @@ def _pieces(name: str, tensor: Weight, targets: list[Target]) -> list[Weight]:
     if ANY in shape and len(shape) == len(tensor.shape):
         shape = [own if n == ANY else n for n, own in zip(shape, tensor.shape, strict=True)]
     if list(tensor.shape) != shape:
-        # Scales are written as [], [1] or [out, 1], as their writer likes.
+        # Writers store scales as [], [1] or [out, 1].
         is_scale = isinstance(tensor, torch.Tensor) and targets[0].parameter != "weight"
         if not is_scale or [n for n in tensor.shape if n != 1] != [n for n in shape if n != 1]:
             raise ModelError(
@@ -191,7 +191,7 @@ def _pieces(name: str, tensor: Weight, targets: list[Target]) -> list[Weight]:
 
 
 def own_name(name: str, naming: NamingRules) -> str:
-    """What the model calls a checkpoint's tensor."""
+    """The model's name of a checkpoint tensor."""
     for pattern, replacement in naming.renamed.items():
         name = re.sub(pattern, replacement, name)
     return name

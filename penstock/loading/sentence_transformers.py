@@ -1,6 +1,6 @@
-"""What sentence-transformers' files say about a model: how it pools, and what texts it takes.
+"""Reads sentence-transformers' files: how a model pools, and which texts it takes.
 
-No torch here: the API process reads prompts and lengths.
+This module does not import torch: the API process reads prompts and lengths.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.protocol.errors import ModelError
 
 MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
-# Of the transformer itself: what older versions called the first.
+# Settings of the transformer; the first is the name of older versions.
 TEXT_FILES = (
     "sentence_bert_config.json",
     "sentence_roberta_config.json",
@@ -30,7 +30,7 @@ PoolingName = Literal["CLS", "LAST", "MEAN"]
 ActivationName = Literal["identity", "tanh", "relu", "gelu", "silu", "sigmoid"]
 
 _POOLING: dict[str, PoolingName] = {"cls": "CLS", "lasttoken": "LAST", "mean": "MEAN"}
-# How files before version 6 name the modes, a flag each.
+# The modes in files before version 6, one flag each.
 _POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -51,7 +51,7 @@ _ACTIVATIONS: dict[str, ActivationName] = {
 
 @dataclass(frozen=True)
 class DenseFile:
-    """A linear layer behind the pooling, and where its weights are."""
+    """A dense layer after pooling, and where its weights are."""
 
     folder: Path
     in_features: int
@@ -62,21 +62,21 @@ class DenseFile:
 
 @dataclass(frozen=True)
 class SentenceTransformer:
-    """What follows the transformer, and what comes before it."""
+    """What comes before and after the transformer."""
 
     pooling: PoolingName
     normalize: bool
     dense: tuple[DenseFile, ...]
-    max_seq_length: int | None  # tokens, special ones included; longer texts are cut
+    max_seq_length: int | None  # tokens, including special ones; longer texts are truncated
     lower_case: bool
-    prompts: Mapping[str, str]  # text in front of a text, by name
+    prompts: Mapping[str, str]  # text before the input, by name
     default_prompt_name: str | None
 
 
 def read_sentence_transformers(folder: Path) -> SentenceTransformer | None:
-    """What the files in a model's folder say; None without a modules.json.
+    """The settings in a model's folder; None without a modules.json.
 
-    ModelError, naming the file, for what is not supported: vectors would come out different.
+    Raises ModelError, which names the file, for unsupported settings: vectors would differ.
     """
     path = folder / MODULES_FILE
     if not path.exists():
@@ -118,7 +118,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformer | None:
 
 
 def _modules(path: Path) -> list[tuple[str, Path]]:
-    """Each module's class and folder, in order."""
+    """The class and folder of each module, in order."""
     modules = read_json_value(path)
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ModelError(f"{path}: must be a list of modules")

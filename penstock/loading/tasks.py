@@ -1,4 +1,4 @@
-"""What a model is for: text, or vectors; by its architecture and the files beside it."""
+"""Decides a model's task, text or vectors, from its architecture and files."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from penstock.loading.source import ModelSource
 
 GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
-MODULES_FILE = "modules.json"  # sentence-transformers'
+MODULES_FILE = "modules.json"  # of sentence-transformers
 
 Task = Literal["generate", "embed", "classify"]
 
 
 def choose_task(config: EngineConfig, source: ModelSource) -> Task:
-    """What an engine with this configuration does with this model."""
+    """The task of an engine with this configuration and model."""
     options, names = config.pooling, _names(source)
     if options.runner == "generate":
         return "generate"
@@ -30,8 +30,10 @@ def choose_task(config: EngineConfig, source: ModelSource) -> Task:
 
 
 def label_tokens(config: EngineConfig, source: ModelSource) -> object:
-    """The tokens whose logits are the labels', of a language model that classifies by its answer:
-    a list, or what stands in its place in config.json; None for other models."""
+    """The tokens whose logits are labels, for a language model that classifies by its answer.
+
+    A list, or whatever config.json has in its place; None for other models.
+    """
     given = (config.pooling.pooler_config or {}).get("classifier_from_token")
     if given is None and is_qwen3_reranker(source):
         given = ["no", "yes"]
@@ -39,7 +41,7 @@ def label_tokens(config: EngineConfig, source: ModelSource) -> object:
 
 
 def is_qwen3_reranker(source: ModelSource) -> bool:
-    """Nothing in the model's files says so but its name."""
+    """Whether the model is a Qwen3 reranker. Only its name says so."""
     names = (source.name, str(source.config.get("_name_or_path", "")))
     is_named = any("qwen3-reranker" in name.lower() for name in names)
     return is_named and "Qwen3ForCausalLM" in _names(source)

@@ -1,4 +1,4 @@
-"""The settings of the text model, where a config.json keeps them apart from those of images."""
+"""Extracts the settings of the text model from a multimodal config.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.protocol.errors import ModelError
 
-# By model_type: what the text model's settings are where the file does not say.
+# By model_type: defaults of the text model's settings.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3_text",
@@ -32,7 +32,7 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 
 def text_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json as that of a text model alone; most are that already."""
+    """The config.json of the text model alone. Most files already are that."""
     text = config.get("text_config")
     defaults = TEXT_DEFAULTS.get(str(config.get("model_type")))
     if defaults is None or text is None:
@@ -47,8 +47,8 @@ def text_settings(config: dict[str, Any]) -> dict[str, Any]:
     said = {key: value for key, value in text.items() if value is not None}
     settings = {**outer, **defaults, **said, "architectures": config.get("architectures")}
     if config["model_type"] == "gemma3" and "rope_parameters" not in settings:
-        # Older files stretch only the layers that see everything, and max_position_embeddings
-        # already has that in it: it must not be taken for all layers' own.
+        # Older files scale only the layers with full attention. max_position_embeddings already
+        # includes it, so it must not apply to all layers.
         settings["rope_parameters"] = {
             "full_attention": {
                 "rope_theta": settings.pop("rope_theta", 1_000_000.0),

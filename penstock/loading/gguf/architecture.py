@@ -1,4 +1,4 @@
-"""What the reader has to know of an architecture beyond its tensors' names."""
+"""What the reader knows about a GGUF architecture beyond its tensors' names."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Settings = Callable[[Metadata], dict[str, Any]]
 
 @dataclass(frozen=True)
 class GGUFArchitecture:
-    """One `general.architecture`: the Hugging Face class it stands for, and its tensors."""
+    """One `general.architecture`: its Hugging Face class and its tensors."""
 
     models: str  # for users
     hf_class: str
     model_type: str
     rules: Mapping[str, Rule]
-    settings: Settings = field(default=lambda _: {})  # what config.json has beyond the usual
+    settings: Settings = field(default=lambda _: {})  # config.json keys beyond the common ones
     eps_key: str = "rms_norm_eps"  # in config.json
     mlp: Literal["gated", "fused", "plain", "experts", "mixed", "none"] = "gated"
-    attention: Literal["heads", "gated", "latent", "none"] = "heads"  # gated: by its queries' rows
+    attention: Literal["heads", "gated", "latent", "none"] = "heads"  # gated: with its queries
     tables: tuple[str, ...] = (ROPE_FREQS,)  # tensors that become settings, not parameters
-    partly_rotated: bool = False  # heads whose last dimensions have no positions
+    partly_rotated: bool = False  # only the first dimensions of a head rotate
     truncates_yarn: bool = True  # whether its YaRN rounds the dimensions between which it blends
 
 

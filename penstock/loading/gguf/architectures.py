@@ -1,4 +1,4 @@
-"""The architectures of GGUF files that are read, by `general.architecture`."""
+"""The table of supported GGUF architectures, by `general.architecture`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ARCHITECTURES: dict[str, GGUFArchitecture] = {**DENSE, **SPARSE, **RECURRENT, **
 
 
 def architecture_of(file: GGUFFile) -> GGUFArchitecture:
-    """What a file is; ModelError for what is not in ARCHITECTURES."""
+    """The architecture of a file. Raises ModelError if it is not in ARCHITECTURES."""
     name = file.metadata.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:
         fail(

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under Hugging Face names, with the converter's changes undone."""
+"""Reads GGUF tensors under Hugging Face names, and reverses the converter's changes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from penstock.protocol.errors import ModelError
 
 
 class GGUFCheckpoint:
-    """The tensors of one GGUF file, with the converter's changes undone.
+    """The tensors of one GGUF file, with the converter's changes reversed.
 
-    All are dequantized, but for matrices whose type is one of `native_types`, or can be made one of
-    them without rounding.
+    All are dequantized, except matrices whose type is in `native_types` or converts to one of them
+    without rounding.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class GGUFCheckpoint:
         return [
             name
             for mapped in self._tensors
-            if mapped.transform != HalfOfKVB("keys")  # one tensor with the values
+            if mapped.transform != HalfOfKVB("keys")  # joined with the values
             for name, _ in _matrices(mapped)
         ]
 
@@ -66,7 +66,7 @@ class GGUFCheckpoint:
                 yield from self._by_rows(mapped)
 
     def _by_rows(self, mapped: MappedTensor) -> Iterator[tuple[str, Weight]]:
-        """Where rows may move, but not change: blocks stay as they are."""
+        """For transforms that only reorder rows: quantization blocks stay unchanged."""
         rows, matrices = self._rows(mapped), _matrices(mapped)
         scales = self._scales(mapped, len(matrices))
         start = 0
@@ -79,7 +79,7 @@ class GGUFCheckpoint:
                 yield name, dequantize(tensor, own.reshape(-1)).mul_(scale)
 
     def _scales(self, mapped: MappedTensor, count: int) -> Sequence[float | None]:
-        """What each of a tensor's matrices is multiplied with; None: with nothing."""
+        """The factor of each of a tensor's matrices; None for 1."""
         if mapped.scale is None:
             return [None] * count
         data = self._file.view(mapped.scale.name)
@@ -104,7 +104,7 @@ class GGUFCheckpoint:
         return BlockTensor(*tensor.type, rows)
 
     def _rows(self, mapped: MappedTensor) -> torch.Tensor:
-        """The tensor's bytes, [rows, bytes of a row], in the order that Hugging Face has."""
+        """The tensor's bytes, [rows, bytes of a row], in Hugging Face's order."""
         data = torch.from_numpy(self._file.view(mapped.tensor.name))
         rows = data.view(sum(tensor.shape[0] for _, tensor in _matrices(mapped)), -1)
         if not isinstance(mapped.transform, UnpermuteRope):
@@ -113,7 +113,7 @@ class GGUFCheckpoint:
 
 
 def _matrices(mapped: MappedTensor) -> list[tuple[str, GGUFTensor]]:
-    """The tensors that Hugging Face has in a tensor's place, one after the other."""
+    """The Hugging Face tensors that a GGUF tensor contains, in order."""
     tensor = mapped.tensor
     if isinstance(mapped.transform, SplitExperts):
         parts = mapped.transform.parts
@@ -132,7 +132,7 @@ def _matrices(mapped: MappedTensor) -> list[tuple[str, GGUFTensor]]:
 
 
 def unpermute_rope(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows [heads * dim, ...] of q or k, from ggml's pairs (2i, 2i+1) to halves (i, i + dim/2)."""
+    """Reorder rows [heads * dim, ...] of q or k, from ggml's pairs to halves (i, i + dim/2)."""
     paired = rows.view(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return paired.transpose(1, 2).reshape(rows.shape)
 
@@ -140,7 +140,7 @@ def unpermute_rope(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
 def undo(
     transform: MinusOne | LogOfNegative | Flat | ConvFilter, tensor: torch.Tensor, name: str
 ) -> torch.Tensor:
-    """A small tensor as it was before it was converted."""
+    """Reverse the conversion of a small tensor."""
     if isinstance(transform, MinusOne):
         return tensor - 1.0
     if isinstance(transform, ConvFilter):
@@ -153,7 +153,7 @@ def undo(
 
 
 def join_kv_b(name: str, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Keys [heads, rank, key_dim] and values [heads, value_dim, rank] -> one matrix."""
+    """Join keys [heads, rank, key_dim] and values [heads, value_dim, rank] into one matrix."""
     if (keys.shape[0], keys.shape[1]) != (values.shape[0], values.shape[2]):
         raise ModelError(
             f"tensor {name}: keys {list(keys.shape)} and values {list(values.shape)} do not fit "

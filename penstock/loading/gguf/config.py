@@ -1,7 +1,7 @@
-"""What a GGUF file says in Hugging Face's words: its configuration and its tensors' names.
+"""Maps a GGUF file to Hugging Face terms: its configuration and its tensors' names.
 
-Everything above sees only Hugging Face keys and names. Which files are read, and what their tensors
-are called, is in `architectures`.
+All other code sees only Hugging Face keys and names. `architectures` lists the supported files and
+their tensor names.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class MappedTensor:
     name: str
     tensor: GGUFTensor
     transform: Transform | None
-    scale: GGUFTensor | None = None  # what all of it is multiplied with, or each expert by itself
+    scale: GGUFTensor | None = None  # factor of the whole tensor, or of each expert
 
 
 def config_from_gguf(file: GGUFFile) -> dict[str, Any]:
-    """The config.json that the model in `file` would have.
+    """The config.json of the model in `file`.
 
-    Sizes are checked against the tensors, so nobody builds a model from a corrupt number.
-    Raises ModelError for an architecture that is not in ARCHITECTURES.
+    Sizes are checked against the tensors, so that no model is built from a corrupt number. Raises
+    ModelError for an architecture that is not in ARCHITECTURES.
     """
     architecture = architecture_of(file)
     metadata = Metadata(file)
@@ -85,14 +85,14 @@ def _attention(metadata: Metadata, hidden_size: int) -> dict[str, Any]:
 
 def _intermediate_size(metadata: Metadata, architecture: GGUFArchitecture) -> int:
     if architecture.mlp == "experts" and not metadata.get("feed_forward_length"):
-        return metadata.expert_size()  # and there is no other MLP
+        return metadata.expert_size()  # there is no other MLP
     return metadata.integer("feed_forward_length")
 
 
 def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
-    """The generation_config.json that the model would have: which tokens end an answer."""
+    """The generation_config.json of the model: the tokens that end an output."""
     for key in ("eos", "eot", "eom"):
-        Metadata(file).token_id(key)  # which refuses what is none
+        Metadata(file).token_id(key)  # raises for an invalid id
     ids = end_token_ids(file.metadata)
     if not ids:
         return {}
@@ -100,7 +100,7 @@ def generation_config_from_gguf(file: GGUFFile) -> dict[str, Any]:
 
 
 def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[MappedTensor]:
-    """Every tensor that is a parameter, under its Hugging Face name, in file order.
+    """Every parameter tensor under its Hugging Face name, in file order.
 
     Raises ModelError for tensors that the architecture does not know.
     """
@@ -131,13 +131,13 @@ def map_tensors(file: GGUFFile, config: Mapping[str, Any]) -> list[MappedTensor]
 
 
 def _is_scale(file: GGUFFile, tensor: GGUFTensor) -> bool:
-    """Whether a tensor only scales another, as NVFP4's do, or what is multiplied with it."""
+    """Whether a tensor only scales another, as in NVFP4, or that other's input."""
     stem, _, kind = tensor.name.rpartition(".")
     return kind in ("scale", "input_scale") and f"{stem}.weight" in file.tensors
 
 
 def _find_rule(rules: Mapping[str, Rule], name: str) -> tuple[Rule, str] | None:
-    """A tensor's rule, and what of its own name is appended to the rule's."""
+    """A tensor's rule, and the suffix to append to the rule's name."""
     rule = rules.get(name)
     if rule is not None and rule.is_whole:
         return rule, ""
@@ -151,7 +151,7 @@ def _find_rule(rules: Mapping[str, Rule], name: str) -> tuple[Rule, str] | None:
 def _check_transform(
     file: GGUFFile, tensor: GGUFTensor, transform: Transform | None, config: Mapping[str, Any]
 ) -> None:
-    """Refuse a shape that a transform could not be undone for."""
+    """Refuse a shape that a transform cannot be reversed for."""
     shape = tensor.shape
     if isinstance(transform, UnpermuteRope):
         heads = config[transform.heads]
@@ -173,7 +173,7 @@ def _check_transform(
 
 
 def _dtype(file: GGUFFile) -> str:
-    """The type to compute in where memory matters: that of the weights, bfloat16 for blocks."""
+    """The compute type where memory matters: that of the weights, bfloat16 for quantized ones."""
     types = {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     if types == {"F32"}:
         return "float32"
@@ -181,7 +181,7 @@ def _dtype(file: GGUFFile) -> str:
 
 
 def _eps_key(architecture: GGUFArchitecture) -> str:
-    is_rms = architecture.eps_key in ("rms_norm_eps", "layer_norm_epsilon")  # the latter Mamba's
+    is_rms = architecture.eps_key in ("rms_norm_eps", "layer_norm_epsilon")  # the latter is Mamba's
     return "attention.layer_norm_rms_epsilon" if is_rms else "attention.layer_norm_epsilon"
 
 

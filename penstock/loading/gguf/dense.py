@@ -1,4 +1,4 @@
-"""Architectures of GGUF files: decoders with one MLP in each layer."""
+"""GGUF architectures: decoders with one MLP per layer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from penstock.loading.gguf.rules import (
     minus_one,
 )
 
-# Layers of the models that scale scores by the size of a head's share of the hidden states
-# instead of its own size, which files do not say: Gemma 2 27B and Gemma 3 27B.
+# Number of layers of the models that scale scores by hidden_size / num_heads instead of head_dim,
+# which files do not say: Gemma 2 27B and Gemma 3 27B.
 _SCALED_BY_HIDDEN = {"gemma2": 46, "gemma3": 62}
 _GEMMA_NORMS = minus_one(
     {
@@ -78,7 +78,7 @@ def _starcoder2(metadata: Metadata) -> dict[str, Any]:
 
 
 def _query_scalar(metadata: Metadata) -> float:
-    """What scores are divided by the root of."""
+    """Scores are divided by the square root of this number."""
     hidden, heads = metadata.integer("embedding_length"), metadata.integer("attention.head_count")
     if metadata.integer("block_count") == _SCALED_BY_HIDDEN[metadata.prefix]:
         return hidden / heads
@@ -103,7 +103,7 @@ def _gemma3(metadata: Metadata) -> dict[str, Any]:
     return {
         "query_pre_attn_scalar": _query_scalar(metadata),
         "layer_types": kinds,
-        # Without windows no layer has one, and none reads its size.
+        # Without windows, no layer reads this size.
         "sliding_window": metadata.integer("attention.sliding_window", default=4096),
         "rope_theta": metadata.number("rope.freq_base", default=1_000_000.0),
         "rope_local_base_freq": metadata.number("rope.freq_base_swa", default=10_000.0),
@@ -122,7 +122,7 @@ def _exaone4(metadata: Metadata) -> dict[str, Any]:
 
 
 def windowed_layers(metadata: Metadata, default: int) -> list[str]:
-    """`layer_types`: a flag a layer, or the period whose last layer sees everything."""
+    """`layer_types`: from a flag per layer, or a period whose last layer has full attention."""
     count = metadata.num_layers()
     pattern = metadata.get("attention.sliding_window_pattern")
     if not metadata.get("attention.sliding_window"):

@@ -1,4 +1,4 @@
-"""Turns a GGUF file's tensors into floats; `ops.gguf_blocks` knows the blocks."""
+"""Dequantizes the tensors of a GGUF file. `ops.gguf_blocks` knows the formats."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dequantize(
 ) -> torch.Tensor:
     """`tensor`, whose bytes are `data`, as float32 in its own shape.
 
-    `out`, when given, is a contiguous float32 tensor of that shape, which is filled and returned.
+    `out`, if given, is a contiguous float32 tensor of that shape, which is filled and returned.
     Raises ModelError for a format that is not in SUPPORTED_TYPES.
     """
     check_supported(tensor)
@@ -37,9 +37,9 @@ def dequantize(
 
 
 def check_supported(tensor: GGUFTensor, path: Path | None = None) -> None:
-    """Raise ModelError if `tensor` (of the file `path`) cannot be turned into floats.
+    """Raise ModelError if `tensor` (of the file `path`) cannot be dequantized.
 
-    Also where its type needs a table that nothing here has.
+    This includes types whose table is not installed.
     """
     where = "" if path is None else f"{path}: "
     if tensor.type.name in GRIDS:

@@ -1,12 +1,12 @@
-"""Which tokens end an answer. Files often name one, and leave the others to their spelling."""
+"""Finds the tokens that end an output. Files often name one and leave the others to their text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-_KEYS = ("eos", "eot", "eom")  # of text, of a turn, of a message with a tool call
-# By their text, whatever a file says: the ends of turns of the families that have them.
+_KEYS = ("eos", "eot", "eom")  # end of text, of a turn, of a message with a tool call
+# Found by their text, whatever a file says: the end-of-turn tokens of model families.
 _TURN_ENDS = frozenset(
     {
         "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end_of_turn|>",
@@ -17,7 +17,7 @@ _HARMONY = frozenset({"<|return|>", "<|call|>"})
 
 
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """The end of text first, where the file names it."""
+    """The ids of end tokens, with the end of text first if the file names it."""
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _KEYS]
     found = {
         token: index
@@ -25,5 +25,5 @@ def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
         if token in _TURN_ENDS
     }
     if found.keys() >= _HARMONY:
-        found.pop("<|end|>", None)  # ends one message of several there
+        found.pop("<|end|>", None)  # there it ends one of several messages
     return list(dict.fromkeys([*(index for index in named if index is not None), *found.values()]))

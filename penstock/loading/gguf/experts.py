@@ -1,4 +1,4 @@
-"""Architectures of GGUF files: decoders with a mixture of experts."""
+"""GGUF architectures: MoE decoders."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.loading.gguf.rules import (
     whole,
 )
 
-SIGMOID = 2  # of `expert_gating_func`; 1 is softmax
+SIGMOID = 2  # value of `expert_gating_func`; 1 is softmax
 
 
 def num_experts(metadata: Metadata) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def num_experts(metadata: Metadata) -> dict[str, Any]:
 
 
 def _local_experts(metadata: Metadata) -> dict[str, Any]:
-    """Where `intermediate_size` is an expert's."""
+    """For models whose `intermediate_size` is that of an expert."""
     return {
         "num_local_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": metadata.integer("expert_used_count"),
@@ -66,10 +66,10 @@ def _qwen3moe(metadata: Metadata) -> dict[str, Any]:
 
 
 def _routed(metadata: Metadata) -> dict[str, Any]:
-    """By the names that DeepSeek's and related models have."""
+    """The settings under the names of DeepSeek and related models."""
     experts = num_experts(metadata)
     count = experts.pop("num_experts")
-    # Files of before these keys leave out DeepSeek V3's groups, which all its models have.
+    # Files older than these keys omit DeepSeek V3's expert groups, which all its models have.
     is_v3 = count == 256 and is_corrected(metadata)
     groups = (8, 4) if metadata.get("expert_group_count") is None and is_v3 else (1, 1)
     return experts | {
@@ -84,7 +84,7 @@ def _routed(metadata: Metadata) -> dict[str, Any]:
 
 
 def is_corrected(metadata: Metadata) -> bool:
-    """Whether experts are chosen as in DeepSeek V3, by sigmoids; in V2 it is softmax."""
+    """Whether experts are selected with sigmoid scores as in DeepSeek V3; V2 uses softmax."""
     function = metadata.get("expert_gating_func")
     if function is not None:
         return bool(function == SIGMOID)
@@ -108,7 +108,7 @@ def _deepseek2(metadata: Metadata) -> dict[str, Any]:
         "head_dim": rope_dim,
     }
     if settings["n_group"] > 1:
-        settings["topk_method"] = "group_limited_greedy"  # of V2
+        settings["topk_method"] = "group_limited_greedy"  # V2's
     return settings
 
 
@@ -137,7 +137,7 @@ def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
 
 
 def _llama4(metadata: Metadata) -> dict[str, Any]:
-    """Chunks, temperatures and norms are Scout's and Maverick's: files do not say them."""
+    """Files omit chunks, temperatures and norms: these are Scout's and Maverick's."""
     settings = _local_experts(metadata) | {
         "intermediate_size_mlp": metadata.integer("feed_forward_length"),
         "interleave_moe_layer_step": metadata.integer("interleave_moe_layer_step"),

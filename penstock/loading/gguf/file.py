@@ -1,8 +1,8 @@
-"""Reads a GGUF file's header: its metadata, and where each tensor's bytes lie.
+"""Reads a GGUF file's header: its metadata, and where the bytes of each tensor are.
 
-Nothing that the file says is believed before it is checked against the file's size, so a corrupt
-or truncated file gives a ModelError at once. Tensor bytes stay on disk until someone asks for a
-view of them. No torch here: the API process reads tokenizers from GGUF files too.
+Every value is checked against the file's size before it is used, so a corrupt or truncated file
+gives a ModelError at once. Tensor bytes stay on disk until a view of them is requested. This module
+does not import torch: the API process also reads tokenizers from GGUF files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # the same layout; version 1 had 32-bit lengths
 _DEFAULT_ALIGNMENT = 32
 
-# No real file comes near these. They bound what a corrupt count can make us allocate.
+# Far above any real file. They bound what a corrupt count can make us allocate.
 _MAX_METADATA_ENTRIES = 2**16
 _MAX_TENSORS = 2**20
 _MAX_ARRAY_LENGTH = 2**22
@@ -37,7 +37,7 @@ _U64 = struct.Struct("<Q")
 
 
 class GGMLType(NamedTuple):
-    """How the elements of a tensor are stored: blocks of `block_size` in `block_bytes` bytes."""
+    """How elements are stored: quantization blocks of `block_size` in `block_bytes` bytes."""
 
     name: str
     block_size: int
@@ -80,7 +80,7 @@ GGML_TYPES: dict[int, GGMLType] = {
     40: GGMLType("NVFP4", 64, 36),
     41: GGMLType("Q1_0", 128, 18),
 }
-# Types that llama.cpp has, or had, and that are not read.
+# Types that llama.cpp has or had, and that are not supported.
 _UNREAD = {
     4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8",
@@ -88,19 +88,19 @@ _UNREAD = {
 
 
 class GGUFTensor(NamedTuple):
-    """One tensor of a file: what it is and where its bytes lie."""
+    """One tensor of a file: its type and shape, and where its bytes are."""
 
     name: str
     type: GGMLType
-    shape: tuple[int, ...]  # row-major, as torch has it: the last dimension lies contiguous
+    shape: tuple[int, ...]  # row-major as in torch: the last dimension is contiguous
     offset: int  # from the start of the file
     nbytes: int
-    path: Path | None = None  # where a model is split into several files: its own
+    path: Path | None = None  # its own file, if the model is split
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A file's header. Holds no open file, so it may be kept and pickled."""
+    """A file's header. It holds no open file, so it may be kept and pickled."""
 
     path: Path
     metadata: dict[str, Any]
@@ -108,7 +108,7 @@ class GGUFFile:
     paths: tuple[Path, ...] = ()  # of all files of a split model
 
     def view(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor, mapped from disk: [nbytes]. Writes to it never reach the file."""
+        """The bytes of a tensor, mapped from disk: [nbytes]. Writes never reach the file."""
         tensor = self.tensors[name]
         path = tensor.path or self.path
         try:
@@ -124,7 +124,7 @@ class GGUFFile:
 def read_gguf(path: str | Path) -> GGUFFile:
     """Read the header of a GGUF file (version 2 or 3, little endian).
 
-    Raises ModelError, naming the file and what is wrong with it, for anything else.
+    Raises ModelError, which names the file and the problem, for anything else.
     """
     path = Path(path)
     try:
@@ -140,7 +140,7 @@ def read_gguf(path: str | Path) -> GGUFFile:
 
 
 class _Reader:
-    """Walks the header from front to back; `position` is where it stands."""
+    """Reads the header from front to back; `position` is the current offset."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -178,7 +178,7 @@ class _Reader:
         return alignment
 
     def _tensor_info(self) -> GGUFTensor:
-        """A tensor as its header has it: the offset is still relative to the data section."""
+        """A tensor from the header. Its offset is still relative to the data section."""
         name = self._string("a tensor's name")
         num_dims = self._u32(f"the dimensions of tensor {name!r}")
         if not 1 <= num_dims <= _MAX_DIMS:
@@ -204,7 +204,7 @@ class _Reader:
         return GGUFTensor(name, ggml_type, tuple(reversed(dims)), offset, nbytes)
 
     def _place(self, infos: list[GGUFTensor], alignment: int) -> dict[str, GGUFTensor]:
-        """Tensors by name with offsets from the start of the file, all of them inside it."""
+        """Tensors by name, with offsets from the start of the file. Checks that all are inside."""
         start = (self.position + alignment - 1) // alignment * alignment
         tensors: dict[str, GGUFTensor] = {}
         for info in infos:
@@ -252,7 +252,7 @@ class _Reader:
         return [value != 0 for value in values] if value_type == _BOOL else list(values)
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """What `_string` would read `count` times, without a call for each: vocabularies."""
+        """Like `count` calls of `_string`, without the overhead: for vocabularies."""
         data, size, position = self.data, self.size, self.position
         unpack = _U64.unpack_from
         strings: list[str] = []
@@ -296,7 +296,7 @@ class _Reader:
         return value
 
     def _take(self, num_bytes: int, what: str) -> int:
-        """Step over `num_bytes`, which must be there; returns where they begin."""
+        """Advance by `num_bytes`, which must exist. Returns the old position."""
         start = self.position
         if start + num_bytes > self.size:
             self._fail_truncated(what)

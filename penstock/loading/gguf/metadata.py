@@ -1,4 +1,4 @@
-"""Typed access to what a GGUF file says of its own architecture."""
+"""Typed access to the metadata of a GGUF file's architecture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_tensor(file: GGUFFile, name: str, num_dims: int) -> GGUFTensor:
 
 
 class Metadata:
-    """The keys that begin with the architecture's name."""
+    """The keys with the prefix of the architecture's name."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
@@ -42,7 +42,7 @@ class Metadata:
         if value is None and default is not None:
             value = default
         if isinstance(value, list) and len(set(map(str, value))) == 1:
-            value = value[0]  # one number a layer, all the same
+            value = value[0]  # one number per layer, all equal
         if type(value) is not int or not low <= value < 2**31:
             self._fail_value(key, value, "a positive integer" if low else "an integer from 0 on")
         return value
@@ -53,18 +53,18 @@ class Metadata:
             value = default
         if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
             self._fail_value(key, value, "a positive number")
-        # Stored as float32: the shortest decimal is what config.json had (1e-05, not 9.99..e-06).
+        # Stored as float32. The shortest decimal is what config.json had (1e-05, not 9.99..e-06).
         return float(str(np.float32(value)))
 
     def difference(self, key: str, size: int) -> int:
-        """What an integer is more than `size`, which is a part of it."""
+        """An integer minus `size`, which is a part of it."""
         whole = self.integer(key)
         if whole <= size:
             self._fail_value(key, whole, f"more than {size}")
         return whole - size
 
     def num_layers(self) -> int:
-        """Without those behind the last that predict further tokens (MTP)."""
+        """The number of layers, without multi-token-prediction (MTP) layers."""
         return self.difference("block_count", self.num_extra_layers())
 
     def num_extra_layers(self) -> int:
@@ -76,7 +76,7 @@ class Metadata:
         return self.integer("expert_feed_forward_length", default=gate.shape[2])
 
     def first_tensor(self, name: str, num_dims: int) -> GGUFTensor:
-        """The tensor of this name of the first layer that has one."""
+        """The tensor of this name in the first layer that has one."""
         layers = [
             int(found.group(1))
             for each in self.file.tensors

@@ -1,4 +1,4 @@
-"""Architectures of GGUF files whose models transformers' code runs."""
+"""GGUF architectures whose models run on transformers' code."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _stablelm(metadata: Metadata) -> dict[str, Any]:
 
 
 def _olmo3(metadata: Metadata) -> dict[str, Any]:
-    """Positions are stretched in the layers that see everything alone."""
+    """Only the layers with full attention scale their positions."""
     theta = {"rope_theta": metadata.number("rope.freq_base", default=10000.0)}
     stretched = rope_scaling(metadata, {}, DENSE["olmo2"]) or {"rope_type": "default"}
     return biases(metadata) | {
@@ -73,7 +73,7 @@ def _seed_oss(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-# Under the name of OLMo 2, which has no sliding windows.
+# Its files are named OLMo 2, which has no sliding windows.
 OLMO3 = GGUFArchitecture(
     "OLMo 3", "Olmo3ForCausalLM", "olmo3", DENSE["olmo2"].rules, _olmo3
 )  # fmt: skip

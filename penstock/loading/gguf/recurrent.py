@@ -1,4 +1,4 @@
-"""Architectures of GGUF files: models with recurrent layers."""
+"""GGUF architectures: models with recurrent layers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.loading.gguf.rules import (
     whole,
 )
 
-ENDLESS = 2**20  # what converters say where a model knows no longest context
+ENDLESS = 2**20  # what converters write if a model has no maximum context
 
 
 def _mamba2(metadata: Metadata) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _mamba2(metadata: Metadata) -> dict[str, Any]:
 
 
 def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
-    """The multipliers are in the weights: none is left to be said."""
+    """The multipliers are already in the weights, so there are no settings for them."""
     heads = metadata.integer("ssm.time_step_rank")
     return biases(metadata) | {
         "mamba_d_ssm": metadata.integer("ssm.inner_size"),
@@ -78,7 +78,8 @@ def _qwen3next(metadata: Metadata) -> dict[str, Any]:
             "linear_key_head_dim": metadata.integer("ssm.state_size"),
             "linear_value_head_dim": metadata.integer("ssm.inner_size") // heads,
             "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
-            # Older files have the projection as checkpoints do, newer ones as they compute with it.
+            # Older files store the projection as checkpoints do, newer ones in the order of
+            # computation.
             "linear_by_key_head": metadata.has_tensor("blk.0.ssm_in.weight"),
         }
     )
@@ -101,7 +102,7 @@ RECURRENT: dict[str, GGUFArchitecture] = {
         {
             **HEADS,
             **in_layer({"attn_norm": "input_layernorm"}),
-            # Converters leave the ending of this one out.
+            # Converters omit the suffix of this one.
             "blk.{n}.ffn_norm": whole(LAYER + "pre_ff_layernorm.weight"),
             "blk.{n}.ffn_norm.weight": whole(LAYER + "pre_ff_layernorm.weight"),
             **in_layer(GATED, "feed_forward."),

@@ -1,6 +1,6 @@
-"""How a GGUF file scales rotary positions, as config.json says it.
+"""Converts a GGUF file's rope scaling to config.json settings.
 
-Llama 3's scaling is told back from the table of divisors that files carry in its place.
+Files contain a table of divisors in place of Llama 3's scaling, which is recovered from it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PUBLISHED = (4.0, 8192)  # high_freq_factor and original length of Llama 3.1 to
 def rope_scaling(
     metadata: Metadata, config: Mapping[str, Any], architecture: GGUFArchitecture
 ) -> dict[str, Any] | None:
-    """config.json's `rope_scaling`."""
+    """The `rope_scaling` of config.json."""
     if ROPE_FREQS in metadata.file.tensors:
         return _llama3_scaling(metadata.file, config)
     kind = metadata.get("rope.scaling.type")
     if kind == "longrope" and LONG_FACTORS in metadata.file.tensors:
-        return None  # the architecture's settings have it
+        return None  # in the architecture's settings
     if kind not in (None, "none", "linear", "yarn"):
         fail(
             metadata.file,
@@ -38,7 +38,7 @@ def rope_scaling(
         return _yarn_scaling(metadata, architecture)
     if kind == "linear":
         return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
-    if kind is None and metadata.get("rope.scale_linear") is not None:  # files of 2023
+    if kind is None and metadata.get("rope.scale_linear") is not None:  # files from 2023
         return {"rope_type": "linear", "factor": metadata.number("rope.scale_linear")}
     return None
 
@@ -61,14 +61,14 @@ def _yarn_scaling(metadata: Metadata, architecture: GGUFArchitecture) -> dict[st
     elif metadata.get("rope.scaling.yarn_attn_factor") is not None:
         scaling["attention_factor"] = metadata.number("rope.scaling.yarn_attn_factor")
     elif metadata.get("rope.scaling.attn_factor") is not None:
-        # ggml multiplies this onto yarn's own factor; Hugging Face's key replaces it
+        # ggml multiplies YaRN's own factor with this; Hugging Face's key replaces that factor.
         own = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor") * own
     return scaling
 
 
 def _latent_yarn(metadata: Metadata) -> dict[str, Any]:
-    """Latent attention scales scores, not what is rotated; a tenth of the factor is written."""
+    """Latent attention scales scores, not the rotated part. The file has a tenth of the factor."""
     if not metadata.get("rope.scaling.yarn_log_multiplier"):
         return {"attention_factor": 1.0}
     over_all = 10 * metadata.number("rope.scaling.yarn_log_multiplier")
@@ -102,7 +102,7 @@ def fit_llama3_scaling(divisors: npt.NDArray[Any], rope_theta: float) -> dict[st
     if factor <= 1:
         return None
     half = len(divisors)
-    turns = rope_theta ** (-np.arange(half) / half) / (2 * math.pi)  # a token: 1 / wavelength
+    turns = rope_theta ** (-np.arange(half) / half) / (2 * math.pi)  # per token: 1 / wavelength
     if np.isin(divisors, (1.0, divisors.max())).all():
         return _step(divisors, turns, factor)
     for candidate in (_PUBLISHED, _regress(divisors, turns, factor)):
@@ -124,9 +124,9 @@ def fit_llama3_scaling(divisors: npt.NDArray[Any], rope_theta: float) -> dict[st
 def _step(
     divisors: npt.NDArray[np.float64], turns: npt.NDArray[np.float64], factor: float
 ) -> dict[str, Any] | None:
-    """Of Llama 4: fast waves are kept, slow ones stretched, and nothing lies between.
+    """Llama 4's scaling: high frequencies are kept, low ones scaled, with nothing in between.
 
-    Every length between the wavelengths on both sides of the step is as good as the model's own.
+    Every length between the wavelengths on both sides of the step is equivalent to the original.
     """
     is_slow = divisors > 1
     first = int(is_slow.argmax())
@@ -149,8 +149,8 @@ def _regress(
 ) -> tuple[float, int] | None:
     """`high_freq_factor` and original length, from the slope between the two plateaus.
 
-    There, smooth = (turns * original - low) / (high - low). Only the ratios of the three matter,
-    so low is 1, as in every published model.
+    There, smooth = (turns * original - low) / (high - low). Only the ratios of the three matter, so
+    low is 1, as in every published model.
     """
     between = (divisors > 1.0001) & (divisors < factor * 0.9999)
     if np.count_nonzero(between) < 2:

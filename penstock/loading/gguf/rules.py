@@ -1,6 +1,6 @@
-"""Where a GGUF file's tensors go: their Hugging Face names, and what a converter did to them.
+"""Maps GGUF tensors to Hugging Face names, and declares what a converter did to them.
 
-A change is declared as data (`Rule.transform`); `checkpoint` undoes it when it reads the tensor.
+A change is data (`Rule.transform`). `checkpoint` reverses it when it reads the tensor.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class UnpermuteRope:
-    """Rows of each head come as ggml's rope pairs them (2i, 2i+1); wanted: (i, i + dim / 2)."""
+    """Rows of each head are in ggml's rope pairs (2i, 2i+1); we need halves (i, i + dim / 2)."""
 
-    heads: Literal["num_attention_heads", "num_key_value_heads"]  # the config key
+    heads: Literal["num_attention_heads", "num_key_value_heads"]  # config key
 
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """One tensor has the matrices of all experts; `{e}` in the name is the expert.
+    """One tensor contains the matrices of all experts; `{e}` in the name is the expert.
 
-    Each expert's rows are those of `parts` matrices, one above the other: `{p}` in the name.
+    Each expert has the rows of `parts` matrices, concatenated: `{p}` in the name.
     """
 
     parts: tuple[str, ...] = ("",)
@@ -29,34 +29,34 @@ class SplitExperts:
 
 @dataclass(frozen=True)
 class AsRow:
-    """A matrix of one row comes as a vector."""
+    """A matrix with one row is stored as a vector."""
 
 
 @dataclass(frozen=True)
 class MinusOne:
-    """A norm's weight comes with 1 added, as it is multiplied with."""
+    """A norm's weight is stored with 1 added."""
 
 
 @dataclass(frozen=True)
 class LogOfNegative:
-    """A_log comes as -exp(A_log), with one column."""
+    """A_log is stored as -exp(A_log), with one column."""
 
 
 @dataclass(frozen=True)
 class Flat:
-    """A vector comes in rows."""
+    """A vector is stored in rows."""
 
 
 @dataclass(frozen=True)
 class ConvFilter:
-    """[channels, 1, width] comes as [channels, width]."""
+    """[channels, 1, width] is stored as [channels, width]."""
 
 
 @dataclass(frozen=True)
 class HalfOfKVB:
-    """kv_b_proj comes as two tensors: each head's keys, transposed, and each head's values.
+    """kv_b_proj is stored as two tensors: each head's keys, transposed, and its values.
 
-    Together they are one matrix, which has the keys and then the values of each head.
+    The joined matrix has the keys, then the values of each head.
     """
 
     half: Literal["keys", "values"]
@@ -69,9 +69,9 @@ Transform = (
 
 @dataclass(frozen=True)
 class Rule:
-    """Where a GGUF tensor goes; `{n}` in names is the layer.
+    """The Hugging Face name of a GGUF tensor; `{n}` in names is the layer.
 
-    A rule without `is_whole` is for a tensor's stem: ``.weight`` and ``.bias`` follow it.
+    Unless `is_whole`, a rule is for a tensor's stem, and ``.weight`` and ``.bias`` are appended.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Rule:
 
 
 def whole(name: str, transform: Transform | None = None) -> Rule:
-    """A rule for a tensor whose ending is part of its name."""
+    """A rule for a tensor whose suffix is part of its name."""
     return Rule(name, transform, is_whole=True)
 
 
@@ -88,7 +88,7 @@ LAYER = "model.layers.{n}."
 
 
 def in_layer(names: Mapping[str, str], path: str = "") -> dict[str, Rule]:
-    """Rules of a layer: what GGUF calls a tensor, and what Hugging Face does, within `path`."""
+    """Rules of a layer, from GGUF names to Hugging Face names within `path`."""
     return {f"blk.{{n}}.{stem}": Rule(f"{LAYER}{path}{name}") for stem, name in names.items()}
 
 
@@ -107,11 +107,11 @@ PERMUTED = {
 }
 HEAD_NORMS = in_layer({"attn_q_norm": "q_norm", "attn_k_norm": "k_norm"}, "self_attn.")
 NORMS = in_layer({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"})
-# Where the norm between attention and MLP has another name.
+# For files with another name of the norm between attention and MLP.
 NORMS_POST = in_layer(
     {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 )
-# Norms behind attention and MLP, not in front.
+# Norms after attention and MLP, not before.
 NORMS_BEHIND = in_layer(
     {
         "post_attention_norm": "post_attention_layernorm",
@@ -127,7 +127,7 @@ EXPERTS = {
         f"blk.{{n}}.{stem}_exps": Rule(f"{LAYER}mlp.experts.{{e}}.{name}", SplitExperts())
         for stem, name in GATED.items()
     },
-    # What some converters write in place of the first two.
+    # Some converters write this in place of the first two.
     "blk.{n}.ffn_gate_up_exps": Rule(
         LAYER + "mlp.experts.{e}.{p}_proj", SplitExperts(parts=("gate", "up"))
     ),
@@ -138,7 +138,7 @@ SHARED_EXPERT = in_layer(
 SHARED_GATE = {
     "blk.{n}.ffn_gate_inp_shexp": Rule(LAYER + "mlp.shared_expert_gate", AsRow()),
 }
-# Converters of 2024 left the ending out.
+# Converters of 2024 omitted the suffix.
 CORRECTION = {
     f"blk.{{n}}.exp_probs_b{ending}": whole(LAYER + "mlp.gate.e_score_correction_bias")
     for ending in (".bias", "")
@@ -149,12 +149,12 @@ SPARSE_DECODER = {**HEADS, **NORMS, **EXPERTS}
 
 
 def minus_one(rules: dict[str, Rule]) -> dict[str, Rule]:
-    """The same rules for norms to whose weights a converter added 1."""
+    """The same rules for norms whose weights are stored with 1 added."""
     return {stem: Rule(rule.name, MinusOne()) for stem, rule in rules.items()}
 
 
 def mamba(mixer: str) -> dict[str, Rule]:
-    """The tensors of a Mamba-2 that a model has as `mixer`."""
+    """The tensors of a Mamba-2 layer that the model calls `mixer`."""
     return {
         "blk.{n}.ssm_in": Rule(mixer + "in_proj"),
         "blk.{n}.ssm_conv1d.weight": whole(mixer + "conv1d.weight", ConvFilter()),

@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 def check_sizes(
     metadata: Metadata, config: Mapping[str, Any], architecture: GGUFArchitecture
 ) -> None:
-    """Of the embedding and the first layers: the others are checked when they are loaded."""
+    """Check the embedding and the first layers. Others are checked when they load."""
     file, num_layers = metadata.file, config["num_hidden_layers"]
     layers = {int(m.group(1)) for name in file.tensors if (m := LAYER_OF_TENSOR.match(name))}
     own = {layer for layer in layers if layer < num_layers}
@@ -92,7 +92,7 @@ def _mlp_shapes(
 
 
 def _shared_size(metadata: Metadata, config: Mapping[str, Any]) -> int:
-    """The intermediate size of the expert that every token goes through; 0: there is none."""
+    """The intermediate size of the shared expert; 0 if there is none."""
     if "n_shared_experts" in config:
         return int(config["n_shared_experts"]) * metadata.expert_size()
     return int(config.get("shared_expert_intermediate_size", 0))

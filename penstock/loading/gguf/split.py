@@ -1,4 +1,4 @@
-"""GGUF files that are split: `model-00001-of-00003.gguf` and those beside it are one model."""
+"""Reads split GGUF files: `model-00001-of-00003.gguf` and its siblings are one model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NAME = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.g
 
 
 def read_model(path: Path) -> GGUFFile:
-    """The model in a GGUF file, or in all files that it was split into, of which this is the first.
+    """The model in a GGUF file, or in all files of a split model, given the first.
 
-    Raises ModelError, naming them, for files that are missing or do not belong together.
+    Raises ModelError, which names them, for files that are missing or do not belong together.
     """
     first = read_gguf(path)
     count = first.metadata.get("split.count", 1)
@@ -49,7 +49,7 @@ def read_model(path: Path) -> GGUFFile:
 
 
 def _split_paths(first: GGUFFile, count: object) -> list[Path]:
-    """The files that a first one says there are; ModelError if it is not the first, or unnamed."""
+    """The files of a split model. Raises ModelError if this is not the first, or misnamed."""
     match = _NAME.fullmatch(first.path.name)
     if type(count) is not int or not 1 < count < 10**5:
         fail(first, f"split.count must be the number of files, got {count!r:.80}")
@@ -70,9 +70,9 @@ def _name(stem: str, number: int, count: int) -> str:
 
 
 def choose_gguf(folder: Path, paths: Sequence[Path]) -> Path:
-    """The one model among .gguf files, by its first file. ModelError where there are several.
+    """The one model among .gguf files, by its first file. Raises ModelError if there are several.
 
-    What reads images (`mmproj-...`) lies beside a model, and is none.
+    Vision encoders (`mmproj-...`) beside a model do not count.
     """
     texts = [path for path in paths if not path.name.startswith("mmproj")]
     matches = {path: _NAME.fullmatch(path.name) for path in texts or paths}
