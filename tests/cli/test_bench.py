@@ -81,6 +81,15 @@ def test_throughput_is_counted_from_the_median_run() -> None:
     assert results["total_tokens_per_s"] == 25.0
 
 
+def test_of_a_pooling_model_texts_and_their_tokens_are_counted() -> None:
+    workload = Workload("w", [[1] * 10, [1] * 30], [20, 40], 0.0)
+    results = throughput.summarize_pooling(workload, [4.0, 2.0, 100.0])
+    assert (results["num_texts"], results["num_tokens"]) == (2, 40)
+    assert (results["texts_per_s"], results["tokens_per_s"]) == (0.5, 10.0)
+    results = latency.summarize_pooling(workload, [1.0, 3.0])
+    assert (results["batch_size"], results["total_ms"]["mean"]) == (2, 2.0)
+
+
 def test_latency_counts_steps_after_the_first() -> None:
     workload = Workload("w", [[1], [1]], [3, 11], 0.0)
     results = latency.summarize(workload, [50.0, 60.0], [150.0, 160.0])

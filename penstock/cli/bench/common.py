@@ -138,10 +138,28 @@ def workload_from_args(args: argparse.Namespace) -> Workload:
     )
 
 
-def timed_run(llm: LLM, workload: Workload, params: list[SamplingParams]) -> float:
+def params_for(
+    llm: LLM, args: argparse.Namespace, workload: Workload
+) -> list[SamplingParams] | None:
+    """How the model samples the workload's outputs; None for a pooling model."""
+    if llm.frontend.pooling is None:
+        return workload.sampling_params(detokenize=llm.frontend.tokenizer is not None)
+    if args.output_len is not None:
+        raise ConfigError("output_len is for models that generate, and this one pools: drop it")
+    return None
+
+
+def timed_run(llm: LLM, workload: Workload, params: list[SamplingParams] | None) -> float:
     """Seconds to run all requests at once; `RequestFault` if one gave fewer tokens than asked."""
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
     start = time.perf_counter()
+    if params is None:
+        vectors = llm.encode(prompts, use_tqdm=False)
+        elapsed = time.perf_counter() - start
+        for vector in vectors:
+            if vector.error is not None:
+                raise RequestFault(f"request {vector.request_id} failed: {vector.error}")
+        return elapsed
     outputs = llm.generate(prompts, params, use_tqdm=False)
     elapsed = time.perf_counter() - start
     for output, wanted in zip(outputs, params, strict=True):
@@ -154,7 +172,7 @@ def timed_run(llm: LLM, workload: Workload, params: list[SamplingParams]) -> flo
 
 
 def profile_run(
-    args: argparse.Namespace, llm: LLM, workload: Workload, params: list[SamplingParams]
+    args: argparse.Namespace, llm: LLM, workload: Workload, params: list[SamplingParams] | None
 ) -> None:
     """One more run under torch's profiler, where ``--profile`` asks for it."""
     if args.profile is None:

@@ -9,6 +9,7 @@ from typing import Any
 from penstock.cli.bench.common import (
     add_batch_arguments,
     benchmark_options,
+    params_for,
     peak_memory_mib,
     profile_run,
     report,
@@ -21,8 +22,8 @@ from penstock.cli.common import open_llm
 
 HELP = (
     "Measure the latency of one batch of requests: time to first token (in a separate run of "
-    "one token), time per output token and end-to-end latency. Prefix caching is off by "
-    "default."
+    "one token), time per output token and end-to-end latency. Of a pooling model, the time for "
+    "all vectors. Prefix caching is off by default."
 )
 
 
@@ -36,17 +37,19 @@ def run(args: argparse.Namespace) -> int:
     options = benchmark_options(args)
     workload = workload_from_args(args)
     first_only = dataclasses.replace(workload, output_lens=[1] * len(workload.prompts))
-    detokenize = not options.get("skip_tokenizer_init")
-    runs = [(part, part.sampling_params(detokenize=detokenize)) for part in (first_only, workload)]
     with open_llm(options) as llm:
+        pools = llm.frontend.pooling is not None
+        parts = [workload] if pools else [first_only, workload]
+        runs = [(part, params_for(llm, args, part)) for part in parts]
         measured = [
             tuple(timed_run(llm, part, params) for part, params in runs)
             for _ in range(args.num_iters_warmup + args.num_iters)
         ][args.num_iters_warmup :]
-        profile_run(args, llm, *runs[1])
-    first, total = ([times[i] * 1e3 for times in measured] for i in (0, 1))
+        profile_run(args, llm, *runs[-1])
+    *first, total = ([times[i] * 1e3 for times in measured] for i in range(len(runs)))
     setting = {"workload": workload.name, "options": options}
-    report("latency", args, setting, summarize(workload, first, total))
+    results = summarize(workload, first[0], total) if first else summarize_pooling(workload, total)
+    report("latency", args, setting, results)
     return 0
 
 
@@ -68,3 +71,13 @@ def summarize(workload: Workload, first_ms: list[float], total_ms: list[float]) 
             ]
         )
     return results | {"peak_memory_mib": peak_memory_mib()}
+
+
+def summarize_pooling(workload: Workload, total_ms: list[float]) -> dict[str, Any]:
+    """The spread over the iterations; every prompt is one text."""
+    return {
+        "batch_size": len(workload.prompts),
+        "num_tokens": workload.num_input_tokens,
+        "total_ms": spread(total_ms),
+        "peak_memory_mib": peak_memory_mib(),
+    }

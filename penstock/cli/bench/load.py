@@ -84,7 +84,7 @@ async def run_load(
         while (wait_s := started + due - time.perf_counter()) > 0:
             await asyncio.sleep(wait_s)  # which may end a little early
         await places.acquire()
-        records.append(StreamRecord(started + due))
+        records.append(dialect.new_record(started + due))
         sending.append(asyncio.ensure_future(send(request, records[-1])))
     await asyncio.gather(*sending)
     return LoadResult(records, started, time.perf_counter(), max_in_flight)
@@ -141,7 +141,7 @@ async def agree(client: HttpClient, dialect: Dialect, timeout_s: float) -> Diale
         _downwards(dialect.takes_token_ids), _downwards(dialect.takes_usage)
     ):
         attempt = replace(dialect, takes_token_ids=takes_token_ids, takes_usage=takes_usage)
-        record = StreamRecord(time.perf_counter())
+        record = attempt.new_record(time.perf_counter())
         await ask(client, attempt, _TRIAL, record, timeout_s)
         if record.error is None:
             return attempt

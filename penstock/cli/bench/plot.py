@@ -35,12 +35,17 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     grid = figure.add_gridspec(2, 3, height_ratios=[1.5, 1])
     figure.suptitle(_title(document), fontsize=11, linespacing=1.5)
     _timeline(figure.add_subplot(grid[0, :]), document["requests"], document["duration_s"])
-    _distribution(
-        figure.add_subplot(grid[1, 0]), "Time to first token", [r["ttft_ms"] for r in done], WAIT
-    )
-    itls = [itl for row in done for itl in row["itls_ms"]]
-    _distribution(figure.add_subplot(grid[1, 1]), "Inter-token latency", itls, DECODE)
-    _rate(figure.add_subplot(grid[1, 2]), done, document["duration_s"])
+    if "ttft_ms" in document:
+        first = figure.add_subplot(grid[1, 0])
+        _distribution(first, "Time to first token", [r["ttft_ms"] for r in done], WAIT)
+        itls = [itl for row in done for itl in row["itls_ms"]]
+        _distribution(figure.add_subplot(grid[1, 1]), "Inter-token latency", itls, DECODE)
+        title, counts = "Output tokens a second", _output_tokens(done)
+    else:
+        latencies = [(row["end_s"] - row["start_s"]) * 1e3 for row in done]
+        _distribution(figure.add_subplot(grid[1, :2]), "Latency", latencies, WAIT)
+        title, counts = "Texts a second", [(row["end_s"], 1.0) for row in done]
+    _rate(figure.add_subplot(grid[1, 2]), title, counts, done, document["duration_s"])
     try:
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:
@@ -49,11 +54,14 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
 
 def _title(document: Mapping[str, Any]) -> str:
     failed = f", {document['failed']} failed" if document["failed"] else ""
+    rates = f"{document['request_throughput']:.2f} requests/s"
+    if "output_throughput" in document:
+        rates += f", {document['output_throughput']:.0f} output tokens/s"
+    else:
+        rates += f", {document['total_token_throughput']:.0f} tokens/s"
     return (
         f"{document['model']}: {document['workload']}, {describe_load(document)}\n"
-        f"{document['completed']} completed{failed} in {document['duration_s']:.1f} s, "
-        f"{document['request_throughput']:.2f} requests/s, "
-        f"{document['output_throughput']:.0f} output tokens/s"
+        f"{document['completed']} completed{failed} in {document['duration_s']:.1f} s, {rates}"
     )
 
 
@@ -65,11 +73,17 @@ def _timeline(axes: Axes, rows: Sequence[Mapping[str, Any]], duration_s: float) 
     failed = [(y, row) for y, row in enumerate(ordered) if "error" in row]
     ys = [y for y, _ in done]
     starts = [row["start_s"] for _, row in done]
-    waits = [row["ttft_ms"] / 1e3 for _, row in done]
+    waits = [
+        row["ttft_ms"] / 1e3 if "ttft_ms" in row else row["end_s"] - row["start_s"]
+        for _, row in done
+    ]
     firsts = [start + wait for start, wait in zip(starts, waits, strict=True)]
     decodes = [row["end_s"] - first for (_, row), first in zip(done, firsts, strict=True)]
-    axes.barh(ys, waits, height, left=starts, color=WAIT, label="until the first token")
-    axes.barh(ys, decodes, height, left=firsts, color=DECODE, label="tokens coming")
+    streams = any("ttft_ms" in row for _, row in done)
+    until = "until the first token" if streams else "until the answer"
+    axes.barh(ys, waits, height, left=starts, color=WAIT, label=until)
+    if streams:
+        axes.barh(ys, decodes, height, left=firsts, color=DECODE, label="tokens coming")
     if failed:
         failed_starts = [row["start_s"] for _, row in failed]
         failed_ys = [y for y, _ in failed]
@@ -101,22 +115,35 @@ def _distribution(axes: Axes, title: str, values_ms: Sequence[float], color: str
     axes.legend(fontsize=9, framealpha=0.9)
 
 
-def _rate(axes: Axes, done: Sequence[Mapping[str, Any]], duration_s: float) -> None:
-    """Output tokens a second and requests in flight, over the run."""
-    num_bins = 30
-    width = duration_s / num_bins
-    tokens = [0.0] * num_bins
+def _output_tokens(done: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    """When chunks came, and their tokens: each counts for its share, as it may hold several."""
+    counts = []
     for row in done:
         at = row["start_s"] + row["ttft_ms"] / 1e3
         times = [at]
         for itl in row["itls_ms"]:
             at += itl / 1e3
             times.append(at)
-        for time in times:  # a chunk may hold several tokens: each counts for its share
-            tokens[min(int(time / width), num_bins - 1)] += row["num_output_tokens"] / len(times)
+        counts += [(time, row["num_output_tokens"] / len(times)) for time in times]
+    return counts
+
+
+def _rate(
+    axes: Axes,
+    title: str,
+    counts: Sequence[tuple[float, float]],
+    done: Sequence[Mapping[str, Any]],
+    duration_s: float,
+) -> None:
+    """What came when, a second, and requests in flight, over the run."""
+    num_bins = 30
+    width = duration_s / num_bins
+    bins = [0.0] * num_bins
+    for time, count in counts:
+        bins[min(int(time / width), num_bins - 1)] += count
     edges = [index * width for index in range(num_bins + 1)]
-    axes.stairs([count / width for count in tokens], edges, fill=True, color=DECODE, alpha=0.5)
-    axes.set(title="Output tokens a second", xlabel="seconds from the start", xlim=(0, duration_s))
+    axes.stairs([count / width for count in bins], edges, fill=True, color=DECODE, alpha=0.5)
+    axes.set(title=title, xlabel="seconds from the start", xlim=(0, duration_s))
     axes.set_ylim(bottom=0)
     changes = sorted([(row["start_s"], 1) for row in done] + [(row["end_s"], -1) for row in done])
     in_flight = axes.twinx()

@@ -20,6 +20,7 @@ from penstock.cli.bench.common import (
 from penstock.cli.bench.prompts import DEFAULT_NUM_PROMPTS, PromptSet, prompts_from_args
 from penstock.cli.bench.workloads import NAMES
 from penstock.cli.serve import run_in_event_loop
+from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
     from penstock.cli.bench.http import HttpClient
@@ -59,9 +60,10 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--backend",
-        choices=("openai", "openai-chat"),
+        choices=("openai", "openai-chat", "openai-embeddings"),
         default="openai",
-        help="API to use: /v1/completions or /v1/chat/completions (default: %(default)s)",
+        help="API to use: /v1/completions, /v1/chat/completions or /v1/embeddings "
+        "(default: %(default)s)",
     )
     group.add_argument(
         "--model", metavar="NAME", help="Model name (default: the first of /v1/models)"
@@ -191,11 +193,22 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def refuse_generation_flags(args: argparse.Namespace) -> None:
+    """`ConfigError` for flags that say how to generate."""
+    names = ("output_len", "temperature", "ignore_eos")
+    extra = [name for name in names if getattr(args, name) is not None]
+    extra += [f"goodput {name}" for name, _ in args.goodput if name != "e2el"]
+    if extra:
+        raise ConfigError(f"openai-embeddings generates nothing: drop {', '.join(extra)}")
+
+
 def run(args: argparse.Namespace) -> int:
     from penstock.cli.bench.http import Address, HttpClient
     from penstock.cli.bench.load import Load
     from penstock.cli.bench.plot import require_matplotlib
 
+    if args.backend == "openai-embeddings":
+        refuse_generation_flags(args)
     prompts = prompts_from_args(args)
     address = Address.parse(args.base_url)
     load = Load(args.request_rate, args.burstiness, args.max_concurrency, args.timeout)
@@ -220,14 +233,18 @@ async def measure(
     from penstock.cli.bench.load import agree, first_model, run_load, warm_up
     from penstock.cli.bench.streams import Dialect
 
-    temperature = prompts.temperature if args.temperature is None else args.temperature
-    ignore_eos = prompts.ignore_eos if args.ignore_eos is None else args.ignore_eos
-    fields = {"temperature": temperature, "ignore_eos": ignore_eos or None, **args.extra_body}
+    generates = args.backend != "openai-embeddings"
+    fields: dict[str, Any] = {}
+    if generates:
+        temperature = prompts.temperature if args.temperature is None else args.temperature
+        ignore_eos = prompts.ignore_eos if args.ignore_eos is None else args.ignore_eos
+        fields = {"temperature": temperature, "ignore_eos": ignore_eos or None}
     dialect = Dialect(
         backend=args.backend,
         model=args.model or await first_model(client, load.timeout_s),
-        fields=fields,
-        takes_token_ids=args.backend == "openai",
+        fields=fields | args.extra_body,
+        takes_token_ids=args.backend != "openai-chat",
+        takes_usage=generates,
     )
     dialect = await agree(client, dialect, load.timeout_s)
     requests = prompts.requests
@@ -243,7 +260,7 @@ def report(
 ) -> int:
     """Show the numbers as asked; the exit code is 1 if nothing completed."""
     from penstock.cli.bench.plot import plot
-    from penstock.cli.bench.serve_report import render, summarize
+    from penstock.cli.bench.serve_report import render, summarize, summarize_embeddings
 
     setting = {
         "base_url": args.base_url,
@@ -258,7 +275,8 @@ def report(
         "num_warmups": args.num_warmups,
         "fields": dict(dialect.fields),
     }
-    summary = summarize(result, dict(args.goodput))
+    summarize_run = summarize_embeddings if args.backend == "openai-embeddings" else summarize
+    summary = summarize_run(result, dict(args.goodput))
     document = {"benchmark": "serve", "penstock": penstock.__version__, **setting, **summary}
     write_report(render(setting, summary), document, args.json)
     if args.plot is not None:

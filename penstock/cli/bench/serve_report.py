@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.cli.bench.common import percentile
@@ -20,12 +20,7 @@ def summarize(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, An
     elapsed = result.ended - result.started
     num_input = sum(record.num_input_tokens or 0 for record in done)
     num_output = sum(record.num_output_tokens for record in done)
-    summary: dict[str, Any] = {
-        "completed": len(done),
-        "failed": len(result.records) - len(done),
-        "errors": _grouped_errors(result.records),
-        "duration_s": elapsed,
-        "max_concurrent_requests": result.max_in_flight,
+    summary = _outcome(result, done) | {
         "token_counts": _source_of_counts(done),
         "total_input_tokens": num_input,
         "total_cached_tokens": sum(record.num_cached_tokens or 0 for record in done),
@@ -34,10 +29,7 @@ def summarize(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, An
         "output_throughput": num_output / elapsed,
         "total_token_throughput": (num_input + num_output) / elapsed,
     }
-    if goals_ms:
-        num_good = sum(_meets(record, goals_ms) for record in done)
-        summary |= {"goodput_ms": dict(goals_ms), "request_goodput": num_good / elapsed}
-        summary["good_share"] = num_good / len(result.records)
+    summary |= _goodput(result, done, goals_ms)
     summary |= {
         "ttft_ms": spread_ms([record.ttft for record in done]),
         "tpot_ms": spread_ms([record.tpot for record in done if record.tpot is not None]),
@@ -47,6 +39,50 @@ def summarize(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, An
         "requests": [_row(record, result.started) for record in result.records],
     }
     return summary
+
+
+def summarize_embeddings(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, Any]:
+    """The numbers of a run in which each request is one text and each answer one vector."""
+    done = [record for record in result.records if record.error is None]
+    elapsed = result.ended - result.started
+    num_input = sum(record.num_input_tokens or 0 for record in done)
+    return (
+        _outcome(result, done)
+        | {
+            "total_input_tokens": num_input,
+            "request_throughput": len(done) / elapsed,
+            "total_token_throughput": num_input / elapsed,
+        }
+        | _goodput(result, done, goals_ms)
+        | {
+            "e2el_ms": spread_ms([record.e2e for record in done]),
+            "start_delay_ms": spread_ms([record.sent - record.due for record in result.records]),
+            "requests": [_embedding_row(record, result.started) for record in result.records],
+        }
+    )
+
+
+def _outcome(result: LoadResult, done: Sequence[StreamRecord]) -> dict[str, Any]:
+    return {
+        "completed": len(done),
+        "failed": len(result.records) - len(done),
+        "errors": _grouped_errors(result.records),
+        "duration_s": result.ended - result.started,
+        "max_concurrent_requests": result.max_in_flight,
+    }
+
+
+def _goodput(
+    result: LoadResult, done: Sequence[StreamRecord], goals_ms: Mapping[str, float]
+) -> dict[str, Any]:
+    if not goals_ms:
+        return {}
+    num_good = sum(_meets(record, goals_ms) for record in done)
+    return {
+        "goodput_ms": dict(goals_ms),
+        "request_goodput": num_good / (result.ended - result.started),
+        "good_share": num_good / len(result.records),
+    }
 
 
 def spread_ms(seconds: list[float]) -> dict[str, float] | None:
@@ -84,15 +120,24 @@ def _meets(record: StreamRecord, goals_ms: Mapping[str, float]) -> bool:
 
 def _row(record: StreamRecord, started: float) -> dict[str, Any]:
     """One request; times from the start of the run."""
+    row = _embedding_row(record, started)
+    if record.error is not None:
+        return row
+    return row | {
+        "ttft_ms": record.ttft * 1e3,
+        "itls_ms": [itl * 1e3 for itl in record.itls],
+        "num_output_tokens": record.num_output_tokens,
+    }
+
+
+def _embedding_row(record: StreamRecord, started: float) -> dict[str, Any]:
+    """One request whose answer comes in one piece."""
     row: dict[str, Any] = {"due_s": record.due - started, "start_s": record.sent - started}
     if record.error is not None:
         return row | {"error": record.error}
     return row | {
         "end_s": row["start_s"] + record.e2e,
-        "ttft_ms": record.ttft * 1e3,
-        "itls_ms": [itl * 1e3 for itl in record.itls],
         "num_input_tokens": record.num_input_tokens,
-        "num_output_tokens": record.num_output_tokens,
     }
 
 
@@ -107,18 +152,27 @@ def render(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
             f"{summary['completed']} completed, {summary['failed']} failed in "
             f"{summary['duration_s']:.2f} s, at most {summary['max_concurrent_requests']} at once",
         ),
-        (
-            "tokens",
-            f"{summary['total_input_tokens']} in ({summary['total_cached_tokens']} cached), "
-            f"{summary['total_output_tokens']} out, counted by {summary['token_counts']}",
-        ),
-        (
-            "throughput",
-            f"{summary['request_throughput']:.2f} requests/s, "
-            f"{summary['output_throughput']:.1f} output tokens/s, "
-            f"{summary['total_token_throughput']:.1f} total tokens/s",
-        ),
     ]
+    if "ttft_ms" in summary:
+        rows += [
+            (
+                "tokens",
+                f"{summary['total_input_tokens']} in ({summary['total_cached_tokens']} cached), "
+                f"{summary['total_output_tokens']} out, counted by {summary['token_counts']}",
+            ),
+            (
+                "throughput",
+                f"{summary['request_throughput']:.2f} requests/s, "
+                f"{summary['output_throughput']:.1f} output tokens/s, "
+                f"{summary['total_token_throughput']:.1f} total tokens/s",
+            ),
+        ]
+    else:
+        rate, tokens_rate = summary["request_throughput"], summary["total_token_throughput"]
+        rows += [
+            ("tokens", f"{summary['total_input_tokens']}, counted by usage"),
+            ("throughput", f"{rate:.2f} texts/s, {tokens_rate:.1f} tokens/s"),
+        ]
     if "request_goodput" in summary:
         goals = ", ".join(f"{k} <= {v:g} ms" for k, v in summary["goodput_ms"].items())
         goodput = f"{summary['request_goodput']:.2f} requests/s"
@@ -127,6 +181,8 @@ def render(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     columns = ("mean", "median", "std", "p90", "p99", "max")
     lines += ["", f"{'ms':<12}" + "".join(f"{column:>10}" for column in columns)]
     for key, title in LATENCIES.items():
+        if f"{key}_ms" not in summary:
+            continue
         values = summary[f"{key}_ms"]
         cells = (f"{values[column]:.2f}" if values else "-" for column in columns)
         lines.append(f"{title:<12}" + "".join(f"{cell:>10}" for cell in cells))

@@ -14,8 +14,12 @@ import msgspec
 from penstock.cli.bench.http import HttpClient, HttpError
 from penstock.cli.bench.prompts import BenchRequest
 
-Backend = Literal["openai", "openai-chat"]
-PATHS: dict[Backend, str] = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+Backend = Literal["openai", "openai-chat", "openai-embeddings"]
+PATHS: dict[Backend, str] = {
+    "openai": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+    "openai-embeddings": "/v1/embeddings",
+}
 MAX_ERROR_CHARS = 300
 
 
@@ -37,23 +41,29 @@ class Dialect:
         """What the prompts are sent as, in words."""
         if all(isinstance(request.prompt, str) for request in requests):
             return "text"
-        sends_ids = self.takes_token_ids and self.backend == "openai"
+        sends_ids = self.takes_token_ids and self.backend != "openai-chat"
         return "token ids" if sends_ids else "words in place of token ids"
 
     def body(self, request: BenchRequest) -> bytes:
-        body: dict[str, Any] = {
-            "model": self.model,
-            "max_tokens": request.output_len,
-            "stream": True,
-        }
-        if self.backend == "openai-chat":
-            body["messages"] = [{"role": "user", "content": request.text()}]
+        prompt = request.prompt if self.takes_token_ids else request.text()
+        body: dict[str, Any] = {"model": self.model}
+        if self.backend == "openai-embeddings":
+            # base64, as openai's client asks for
+            body |= {"input": prompt, "encoding_format": "base64"}
         else:
-            body["prompt"] = request.prompt if self.takes_token_ids else request.text()
-        if self.takes_usage:
-            body["stream_options"] = {"include_usage": True}
+            body |= {"max_tokens": request.output_len, "stream": True}
+            if self.backend == "openai-chat":
+                body["messages"] = [{"role": "user", "content": request.text()}]
+            else:
+                body["prompt"] = prompt
+            if self.takes_usage:
+                body["stream_options"] = {"include_usage": True}
         body |= self.fields
         return msgspec.json.encode({k: v for k, v in body.items() if v is not None})
+
+    def new_record(self, due: float) -> StreamRecord:
+        """What takes in the answer of a request that is due then."""
+        return EmbeddingRecord(due) if self.backend == "openai-embeddings" else StreamRecord(due)
 
 
 # -- what is read of the answers; the rest is skipped
@@ -102,7 +112,17 @@ class _Chunk(msgspec.Struct):
     message: str | None = None  # of an error without a wrapping
 
 
+class _Embedding(msgspec.Struct):
+    embedding: msgspec.Raw
+
+
+class _Embeddings(msgspec.Struct):
+    data: list[_Embedding]
+    usage: _Usage | None = None
+
+
 _decode_chunk = msgspec.json.Decoder(_Chunk).decode
+_decode_embeddings = msgspec.json.Decoder(_Embeddings).decode
 
 
 class StreamRecord:
@@ -208,6 +228,27 @@ class StreamRecord:
     def itls(self) -> list[float]:
         """Times between chunks, each of which holds a token or, from a busy server, more."""
         return [b - a for a, b in itertools.pairwise(self.token_times)]
+
+
+class EmbeddingRecord(StreamRecord):
+    """A request whose answer comes in one piece: the vector of a text."""
+
+    def on_body(self, data: bytes) -> None:
+        self.last = self._clock()
+        self._rest += data
+
+    def end(self) -> None:
+        if self.status != 200:
+            self.fail(f"HTTP {self.status}: {_explain(self._rest)}")
+            return
+        try:
+            answer = _decode_embeddings(self._rest)
+        except msgspec.MsgspecError as error:
+            self.fail(f"the answer is not what it should be: {error}")
+            return
+        self.usage = answer.usage
+        if len(answer.data) != 1:
+            self.fail(f"the answer to one text has {len(answer.data)} vectors")
 
 
 def _explain(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""`penstock bench throughput`: all requests at once, tokens a second."""
+"""`penstock bench throughput`: all requests at once, tokens or texts a second."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from penstock.cli.bench.common import (
     add_batch_arguments,
     benchmark_options,
+    params_for,
     peak_memory_mib,
     profile_run,
     report,
@@ -18,7 +19,10 @@ from penstock.cli.bench.common import (
 from penstock.cli.bench.workloads import Workload
 from penstock.cli.common import open_llm
 
-HELP = "Measure tokens per second with all requests sent at once. Prefix caching is off by default."
+HELP = (
+    "Measure tokens per second, or with a pooling model texts per second, with all requests sent "
+    "at once. Prefix caching is off by default."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,14 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     options = benchmark_options(args)
     workload = workload_from_args(args)
-    params = workload.sampling_params(detokenize=not options.get("skip_tokenizer_init"))
     with open_llm(options) as llm:
+        params = params_for(llm, args, workload)
         for _ in range(args.num_iters_warmup):
             timed_run(llm, workload, params)
         times = [timed_run(llm, workload, params) for _ in range(args.num_iters)]
         profile_run(args, llm, workload, params)
     setting = {"workload": workload.name, "options": options}
-    report("throughput", args, setting, summarize(workload, times))
+    results = summarize_pooling if params is None else summarize
+    report("throughput", args, setting, results(workload, times))
     return 0
 
 
@@ -53,6 +58,20 @@ def summarize(workload: Workload, times: list[float]) -> dict[str, Any]:
         "requests_per_s": len(workload.prompts) / elapsed,
         "output_tokens_per_s": num_output_tokens / elapsed,
         "total_tokens_per_s": (workload.num_input_tokens + num_output_tokens) / elapsed,
+        "peak_memory_mib": peak_memory_mib(),
+        "iterations_s": times,
+    }
+
+
+def summarize_pooling(workload: Workload, times: list[float]) -> dict[str, Any]:
+    """Rates of the median run: every prompt is one text."""
+    elapsed = statistics.median(times)
+    return {
+        "num_texts": len(workload.prompts),
+        "num_tokens": workload.num_input_tokens,
+        "elapsed_s": elapsed,
+        "texts_per_s": len(workload.prompts) / elapsed,
+        "tokens_per_s": workload.num_input_tokens / elapsed,
         "peak_memory_mib": peak_memory_mib(),
         "iterations_s": times,
     }
