@@ -1,9 +1,8 @@
-"""Calls and reasoning of earlier turns, in the form that a model's template takes them.
+"""Converts calls and reasoning of earlier turns to the form that a model's template takes.
 
-Clients send a call's arguments as JSON text, with no content beside it. Most templates want the
-arguments as an object and write them as JSON themselves; some want text; some stumble over a
-content that is null, and others take it for the sign of a call. Which one this is, a template
-shows when it is tried.
+Clients send a call's arguments as JSON text, without content. Most templates take the arguments as
+an object and write the JSON themselves; some take text. Some fail on null content, and others read
+it as the sign of a call. A trial rendering shows what a template needs.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ PROBE_TOOLS = [{"type": "function", "function": {"name": "probe", "parameters": 
 
 @dataclass(frozen=True)
 class HistoryForm:
-    """`empty_contents` are what may stand beside calls where there is no content."""
+    """How calls are passed to a template. `empty_contents` may replace a call's missing content."""
 
     empty_contents: tuple[str | None, ...]
     arguments_as_text: bool
 
     def fit(self, message: dict[str, Any]) -> None:
-        """Bring an assistant's message into this form."""
+        """Convert an assistant's message to this form."""
         calls = message.get("tool_calls")
         if not isinstance(calls, list) or not calls:
             return
@@ -47,19 +46,19 @@ class HistoryForm:
 
 
 def find_form(render: Render) -> HistoryForm:
-    """The form in which a template shows a call as it should; `render` gives it PROBE_TOOLS."""
+    """The form in which a template shows a call correctly. `render` passes it PROBE_TOOLS."""
     for arguments_as_text in (False, True):
         texts = _probe(render, arguments_as_text)
         contents = tuple(content for content, text in texts.items() if _shows_call(text))
         if contents:
             return HistoryForm(contents, arguments_as_text)
-    # It knows no calls: what counts is that it takes messages that have nothing but calls.
+    # The template knows no calls. It only has to accept messages that contain nothing else.
     contents = tuple(_probe(render, arguments_as_text=False))
     return HistoryForm(contents or (None, ""), arguments_as_text=False)
 
 
 def _probe(render: Render, arguments_as_text: bool) -> dict[str | None, str]:
-    """A conversation with a call, by what stands for the content in it, where that can be."""
+    """Render a conversation with a call, with each empty content that the template accepts."""
     texts: dict[str | None, str] = {}
     for content in (None, ""):
         call = {"name": "probe", "arguments": json.dumps({_KEY: 1})}
@@ -72,7 +71,7 @@ def _probe(render: Render, arguments_as_text: bool) -> dict[str | None, str]:
         with contextlib.suppress(InputError):
             texts[content] = render([{"role": "user", "content": "probe"}, message])
     if len(texts) == 2 and texts[None].count("None") > texts[""].count("None"):
-        del texts[None]  # which the template would write out
+        del texts[None]  # the template would write it out
     return texts
 
 
@@ -92,7 +91,7 @@ def fit_reasoning(message: dict[str, Any]) -> None:
 
 
 def _as_object(arguments: Any) -> Any:
-    """What was not written as an object is left as it is, for the template to show or refuse."""
+    """Arguments as an object. Anything else is unchanged, for the template to show or refuse."""
     if arguments is None or arguments == "":
         return {}
     if not isinstance(arguments, str):

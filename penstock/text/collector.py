@@ -1,4 +1,4 @@
-"""OutputCollector: from the deltas of many requests to what is new for each."""
+"""`OutputCollector` turns the deltas of many requests into the news of each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from penstock.text.frontend import PreparedRequest
 
 
 class OutputCollector:
-    """Hands each delta to the assembler of its request, and finds those that a stop string ends."""
+    """Passes each delta to its request's assembler, and finds children that a stop string ended."""
 
     def __init__(self) -> None:
-        self._routes: dict[str, PreparedRequest] = {}  # by the child's id
+        self._routes: dict[str, PreparedRequest] = {}  # by child id
 
     def __len__(self) -> int:
-        """How many completions are unfinished."""
+        """The number of unfinished completions."""
         return len(self._routes)
 
     def add(self, request: PreparedRequest) -> None:
@@ -23,8 +23,10 @@ class OutputCollector:
             self._routes[child.request_id] = request
 
     def take(self, deltas: Iterable[EngineDelta]) -> tuple[list[PreparedRequest], list[str]]:
-        """Requests that have something new, and children that are to be ended: their text is
-        complete. Deltas of requests that are not here are ignored."""
+        """Requests with new output, and children to abort because their text is complete.
+
+        Deltas of unknown requests are ignored.
+        """
         changed: dict[str, PreparedRequest] = {}
         stopped: list[str] = []
         for delta in deltas:
@@ -41,6 +43,6 @@ class OutputCollector:
         return list(changed.values()), stopped
 
     def remove(self, request: PreparedRequest) -> list[str]:
-        """Its children that are unfinished; none of them is here any more."""
+        """Remove a request. Returns its unfinished children."""
         ids = [child.request_id for child in request.children]
         return [child_id for child_id in ids if self._routes.pop(child_id, None) is not None]

@@ -1,9 +1,9 @@
 """Incremental detokenization: whole characters only, in time linear in the output.
 
-Most vocabularies spell bytes, so the text is the concatenated bytes of the tokens, decoded as
-UTF-8 with U+FFFD for what is invalid. `ByteDetokenizer` holds back at most the three bytes of an
-unfinished character. Other decoders (word pieces, words) are asked about a window of a few
-tokens, never about the whole output: `WindowDetokenizer`.
+Most vocabularies spell bytes: the text is the concatenated bytes of the tokens, decoded as UTF-8
+with U+FFFD for invalid bytes. `ByteDetokenizer` holds back at most the three bytes of an unfinished
+character. `WindowDetokenizer` serves other decoders (word pieces, words). It decodes a window of a
+few tokens, never the whole output.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class Detokenizer(Protocol):
         """The text that became certain with these tokens."""
 
     def flush(self) -> str:
-        """What was held back; no tokens may follow."""
+        """The text held back. No tokens may follow."""
 
 
 @dataclass
 class ByteVocabulary:
-    """The bytes that each token stands for, looked up once."""
+    """The bytes of each token, looked up once."""
 
     backend: tokenizers.Tokenizer
     byte_level: bool  # GPT-2's alphabet; else SentencePiece's, with ▁ and <0xNN>
-    num_stripped_spaces: int = 0  # leading spaces that a text loses, once
+    num_stripped_spaces: int = 0  # leading spaces removed from a text, once
     literal_ids: frozenset[int] = frozenset()  # added tokens of a byte-level vocabulary
     _known: dict[int, bytes] = field(default_factory=dict)
     _byte_of: dict[str, int] = field(default_factory=dict)
@@ -54,13 +54,13 @@ class ByteVocabulary:
         return spelled
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The whole text at once."""
+        """The text of all tokens at once."""
         text = b"".join(self[token_id] for token_id in token_ids).decode("utf-8", "replace")
         return _strip_spaces(text, self.num_stripped_spaces)
 
     def _spell(self, token_id: int) -> bytes:
         token = self.backend.id_to_token(token_id)
-        if token is None:  # a padded vocabulary has ids without tokens
+        if token is None:  # ids of a padded vocabulary without a token
             return b""
         if self.byte_level:
             if token_id in self.literal_ids or not all(char in self._byte_of for char in token):
@@ -72,7 +72,7 @@ class ByteVocabulary:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for each byte: itself where printable, else from U+0100 on."""
+    """GPT-2's character for each byte: itself if printable, else from U+0100 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {
@@ -81,7 +81,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 def byte_vocabulary(backend: tokenizers.Tokenizer) -> ByteVocabulary | None:
-    """The bytes of `backend`'s tokens, or None where its decoder does not spell bytes."""
+    """The bytes of `backend`'s tokens, or None if its decoder does not spell bytes."""
     if backend.decoder is None:
         return None
     steps = _flatten(json.loads(backend.decoder.__getstate__()))
@@ -111,7 +111,7 @@ def _strip_spaces(text: str, most: int) -> str:
 
 
 class ByteDetokenizer:
-    """For vocabularies that spell bytes. `context` is what the text continues, such as a prompt."""
+    """For vocabularies that spell bytes. `context` precedes the text, such as a prompt."""
 
     def __init__(
         self,
@@ -146,10 +146,10 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other decoder whose output for a token depends on its neighbours alone.
+    """For other decoders, whose output for a token depends only on its neighbours.
 
-    Each token is decoded together with the one before it, and with at most `MAX_HELD_TOKENS`
-    that are held back because together they end in the middle of a character.
+    Each token is decoded with the one before it, and with at most `MAX_HELD_TOKENS` that are held
+    back because they end in the middle of a character.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class WindowDetokenizer:
         return text
 
     def _shows(self, token_id: int) -> bool:
-        """Not for a hidden token, nor for an id that a padded vocabulary has no token for."""
+        """False for hidden tokens, and for ids of a padded vocabulary without a token."""
         return token_id not in self._hidden_ids and self._backend.id_to_token(token_id) is not None
 
     def _add_one(self, token_id: int) -> str:

@@ -1,5 +1,7 @@
-"""Frontend: turns what users send into engine requests. Everything that can be checked is
-checked here, so that the engine sees only requests it can run."""
+"""`Frontend` turns users' input into engine requests.
+
+Everything that can be checked is checked here, so the engine sees only requests it can run.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,13 @@ DEFAULTS_FROM_GENERATION_CONFIG = (
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-MAX_SALT_LENGTH = 1024  # characters: the engine remembers salts
-PROMPT_TAIL = 32  # tokens in which it shows whether a prompt has begun the reasoning
+MAX_SALT_LENGTH = 1024  # characters; the engine keeps salts
+PROMPT_TAIL = 32  # tokens that show whether the prompt opened the reasoning
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A user's request: one engine request for each completion, and what joins their outputs."""
+    """A user's request: one engine request per completion, and the assembler of their outputs."""
 
     request_id: str
     children: list[EngineRequest]
@@ -62,10 +64,10 @@ class PreparedRequest:
 
 
 class Frontend:
-    """One model's text side. `parsers` names those that its outputs need, if any.
+    """The text side of one model. `parsers` names the output parsers, if any.
 
-    With a `pool`, long texts and templates that came with requests are its work. `seeds` draws
-    the seeds of requests that bring none; by default they repeat with `config.seed`.
+    With a `pool`, confined processes handle long texts and clients' templates. `seeds` draws seeds
+    for requests without one; by default they repeat with `config.seed`.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Frontend:
         self.max_model_len = max_model_len
         self.vocab_size = int(source.config["vocab_size"])
         self.max_logprobs = config.max_logprobs
-        self.needs_every_row = config.enable_return_routed_experts  # prompt tokens' included
+        self.needs_every_row = config.enable_return_routed_experts  # including prompt tokens
         self.tokenizer: Tokenizer | None = None
         self.pool: TextPool | None = None
         self.renderer: Renderer | None = None
@@ -97,7 +99,7 @@ class Frontend:
         self.default_template_kwargs = chat.default_chat_template_kwargs or {}
         self.eos_token_ids = eos_token_ids(source, self.tokenizer)
         self.default_params = _default_params(config, source)
-        self.pooling: PoolingInfo | None = None  # of a model that pools, which its engine knows
+        self.pooling: PoolingInfo | None = None  # of a pooling model, from its engine
         self._seeds = seeds or random.Random(config.seed)
 
     def prepare(
@@ -113,7 +115,7 @@ class Frontend:
     ) -> PreparedRequest:
         """Check and tokenize one request. `InputError` says what is wrong with it.
 
-        `shown_tokens` are in the output's text even if they are special tokens.
+        `shown_tokens` appear in the output's text even if they are special tokens.
         """
         if self.pooling is not None:
             raise InputError(
@@ -137,7 +139,7 @@ class Frontend:
         only = params.n == 1
         unasked = msgspec.structs.replace(params, prompt_logprobs=None)
         bad_words = self._bad_words(params.bad_words or [])
-        by_child = [params] + [unasked] * (params.n - 1)  # the prompt's logprobs are needed once
+        by_child = [params] + [unasked] * (params.n - 1)  # prompt logprobs are needed once
         children = [
             EngineRequest(
                 request_id=request_id if only else f"{request_id}#{index}",
@@ -172,9 +174,9 @@ class Frontend:
         chat_template: str | None = None,
         **options: Any,
     ) -> str:
-        """The prompt of a conversation. It holds its special tokens: add none when tokenizing.
+        """The prompt of a conversation. It includes special tokens: add none when tokenizing.
 
-        `chat_template` is used in place of the model's own.
+        `chat_template` replaces the model's own.
         """
         if self.renderer is None or self.tokenizer is None:
             raise InputError("chat needs a tokenizer: drop skip_tokenizer_init", "messages")
@@ -187,7 +189,7 @@ class Frontend:
         return own.render(messages, **options)
 
     def encode(self, text: str, add_special_tokens: bool, limit: int | None = None) -> list[int]:
-        """The tokens of a text. Raises `TooManyTokens` if they are more than `limit`."""
+        """The tokens of a text. Raises `TooManyTokens` if there are more than `limit`."""
         return self.known_tokenizer().encode(text, add_special_tokens, limit, self.encode_piece)
 
     def encode_part(
@@ -267,7 +269,7 @@ class Frontend:
     def _thinking_format(
         self, params: SamplingParams, prompt: str | None, token_ids: list[int]
     ) -> ThinkingFormat | None:
-        """How the reasoning is brought to its end, for a request that limits it."""
+        """How to end the reasoning, for a request with a thinking budget."""
         if params.thinking_token_budget is None:
             return None
         name, parser = "thinking_token_budget", self.parsers.reasoning
@@ -295,7 +297,7 @@ class Frontend:
         )
 
     def _bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Each word as it is tokenized at the start of a text and after a space."""
+        """The tokens of each word, at the start of a text and after a space."""
         sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             for spelling in (word, " " + word.lstrip()):
@@ -306,8 +308,10 @@ class Frontend:
 
 
 def choose_parsers(config: ChatConfig, renderer: Renderer | None) -> Detected:
-    """The parsers that the operator named, else those that the template shows to be needed, or
-    that read calls as a template which shows no tools was helped to ask for."""
+    """The parsers that the operator named, else those that the template needs.
+
+    If tools were added to a template that shows none, the parser reads calls in the added format.
+    """
     found = detect(renderer.source) if renderer is not None else Detected(None, None)
     if isinstance(renderer, GenericToolRenderer):
         found = found._replace(tools=renderer.parser)

@@ -1,7 +1,7 @@
-"""A tokenizer from GGUF metadata: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
+"""Builds a tokenizer from GGUF metadata: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
 
-How a text is split before byte-level BPE is a name in the metadata (`tokenizer.ggml.pre`), whose
-regular expressions every reader of the format has to know: `PRE_TOKENIZERS` is that table.
+The metadata names the pre-tokenizer of byte-level BPE (`tokenizer.ggml.pre`). Each reader of the
+format must know its regular expressions: `PRE_TOKENIZERS` is that table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.protocol.errors import ModelError
 
 REMEDY = "give a folder with tokenizer.json as tokenizer=, or run with skip_tokenizer_init"
 
-# The names of special tokens in chat templates, by the metadata's names for their ids.
+# Special tokens in chat templates, and the metadata keys of their ids.
 SPECIAL_TOKEN_KEYS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -48,10 +48,10 @@ class TokenType(enum.IntEnum):
 class PreTokenizer:
     """How a text is split into words before byte-level BPE."""
 
-    patterns: tuple[str, ...]  # each splits further what the ones before it left
-    nfc: bool = False  # compose characters first
+    patterns: tuple[str, ...]  # each splits the results of the previous ones
+    nfc: bool = False  # apply NFC first
     ignore_merges: bool = False  # a word that is a token needs no merges
-    add_bos: bool = False  # where the metadata does not say
+    add_bos: bool = False  # default if the metadata has no entry
 
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -77,13 +77,13 @@ _DEEPSEEK3_PATTERN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Letters that have cases, but for those that DeepSeek's list of them leaves out.
+# Cased letters, except those that DeepSeek's list omits.
 _DEEPSEEK_LETTERS = (
     "[\\p{Lu}\\p{Ll}\\p{Lt}&&[^\u0560-\u0588\u10c7\u10cd\u10d0-\u10ff\u1c80-\u1c88\u2d00-\u2d2d"
     "\ua790-\ua7fa\uab30-\uab68\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001d7cb"
     "\U0001df00-\U0001df1e]]"
 )
-# Chinese, Japanese and Korean, and what lies between, as DeepSeek's first models cut it out.
+# Chinese, Japanese and Korean, and the range between, as in DeepSeek's first models.
 _DEEPSEEK_EAST = "[\u0800-\u9fa5\uac00-\ud7ff]+"
 _DEEPSEEK_PUNCTUATION = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 _KIMI_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -131,7 +131,7 @@ PRE_TOKENIZERS = {name: how for names, how in _BY_NAMES.items() for name in name
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer that a GGUF file's metadata describes; ModelError where it cannot be built."""
+    """The tokenizer that GGUF metadata describes. Raises ModelError if it cannot be built."""
     vocabulary = _Vocabulary.read(metadata)
     kind = metadata.get("tokenizer.ggml.model")
     try:
@@ -179,7 +179,7 @@ class _Vocabulary:
         return cls(tokens, types)
 
     def with_plain_spaces(self) -> _Vocabulary:
-        """User-defined tokens as they are written: they are found before spaces become ▁."""
+        """User-defined tokens with plain spaces: they are matched before spaces become ▁."""
         tokens = [
             token.replace("▁", " ") if type_ == TokenType.USER_DEFINED else token
             for token, type_ in zip(self.tokens, self.types, strict=True)
@@ -256,7 +256,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> 
 
 
 def _merges_from_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
-    """SentencePiece merges the pair whose union scores best; merges list all such pairs by rank."""
+    """SentencePiece merges the pair with the best-scoring union. Returns such pairs by rank."""
     ids = {
         token: index
         for index, (token, type_) in enumerate(

@@ -1,8 +1,8 @@
-"""A chat template compiled by Jinja, in its immutable sandbox.
+"""Compiles a chat template with Jinja, in its immutable sandbox.
 
-A template is code. The model's own runs in this process; one that came with a request runs in a
-confined process, where its time and memory are limited (`text_pool.py`). A template's errors are
-about the conversation it was given, so they are the request's (`InputError`).
+A template is code. The model's own runs in this process. A client's runs in a confined process with
+limited time and memory (`text_pool.py`). Errors of a template concern the given conversation, so
+they are the request's errors (`InputError`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CompiledTemplate:
-    """One template, parsed. Jinja is imported here, when the first conversation arrives."""
+    """One parsed template. Jinja is imported here, when the first conversation arrives."""
 
     def __init__(self, source: str) -> None:
         import jinja2
@@ -34,7 +34,7 @@ class CompiledTemplate:
             raise InputError(
                 f"the chat template is broken at line {error.lineno}: {error.message}", "messages"
             ) from error
-        except Exception as error:  # Python refuses what Jinja made of it: a break without a loop
+        except Exception as error:  # Python refuses the generated code: a break without a loop
             raise InputError(
                 f"the chat template cannot be compiled: {str(error) or type(error).__name__}",
                 "messages",
@@ -43,7 +43,7 @@ class CompiledTemplate:
         self._history_form: HistoryForm | None = None
 
     def history_form(self, special_tokens: Mapping[str, str]) -> HistoryForm:
-        """How it takes the calls of earlier turns; found out the first time there are any."""
+        """How it takes calls of earlier turns. Determined when there are some."""
         if self._history_form is None:
             self._history_form = find_form(
                 lambda messages: self.render(
@@ -55,7 +55,7 @@ class CompiledTemplate:
     def render(self, arguments: Mapping[str, Any]) -> str:
         try:
             return self._template.render(arguments)
-        except Exception as error:  # whatever a template, which is foreign code, runs into
+        except Exception as error:  # a template, which is foreign code, may raise anything
             raise InputError(
                 f"the chat template refuses these messages: {str(error) or type(error).__name__}",
                 "messages",
@@ -63,7 +63,7 @@ class CompiledTemplate:
 
 
 def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
-    """Whether the template goes through a content's parts, so that it takes them as they are."""
+    """Whether the template iterates over a content's parts, and so takes them unchanged."""
     from jinja2 import nodes
 
     def is_content(node: nodes.Node) -> bool:
@@ -87,7 +87,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """`{% generation %}` marks what the assistant said, for training; here it is only text."""
+        """`{% generation %}` marks assistant text for training. Here it is plain text."""
 
         tags = {"generation"}
 
@@ -97,7 +97,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
             return nodes.Scope(body, lineno=line)
 
     class Namespace(jinja2.utils.Namespace):
-        """Refuses names that Python itself gives a meaning."""
+        """Refuses names with a meaning in Python."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be an attribute's name
             jinja2.utils.Namespace.__init__(args[0])
@@ -121,7 +121,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """As models were trained on: Jinja's own would escape HTML's characters."""
+        """JSON as in training: Jinja's own filter would escape HTML characters."""
         return json.dumps(
             value,
             ensure_ascii=ensure_ascii,

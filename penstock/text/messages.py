@@ -1,4 +1,4 @@
-"""Conversations as clients send them: checked, and copied into plain JSON values."""
+"""Checks conversations from clients, and copies them into plain JSON values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_conversation(
     continue_final_message: bool,
     keep_parts: bool = False,
 ) -> list[dict[str, Any]]:
-    """A plain copy of `messages`; InputError for what no renderer could make a prompt of."""
+    """A plain copy of `messages`. Raises InputError if no renderer could use them."""
     if add_generation_prompt and continue_final_message:
         raise InputError(
             "continue_final_message and add_generation_prompt exclude each other: one goes on "
@@ -31,7 +31,7 @@ def check_conversation(
 def check_messages(
     messages: Sequence[Mapping[str, Any]], keep_parts: bool = False
 ) -> list[dict[str, Any]]:
-    """A plain copy of `messages`, or InputError for the first one that is wrong.
+    """A plain copy of `messages`. Raises InputError for the first invalid one.
 
     Contents in parts become one string, unless `keep_parts`.
     """
@@ -83,7 +83,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def plain(value: Any, where: str) -> Any:
-    """A deep copy made of JSON's types only: other objects have methods a template might call."""
+    """A deep copy of plain JSON types: other objects have methods that a template might call."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -97,8 +97,10 @@ def plain(value: Any, where: str) -> Any:
 
 
 def _check_calls(messages: Sequence[dict[str, Any]]) -> None:
-    """InputError for calls that are none. What is null is taken out of the messages, which are
-    plain copies."""
+    """Raise InputError for invalid calls.
+
+    Removes null fields from the messages, which are plain copies.
+    """
     for index, message in enumerate(messages):
         for name in OPTIONAL:
             if name in message and message[name] is None:

@@ -1,7 +1,7 @@
-"""From engine deltas to what a user sees: one OutputAssembler for each user request.
+"""Turns engine deltas into a user's output: one `OutputAssembler` per request.
 
-A request with n completions runs as n children in the engine. The assembler detokenizes each,
-finds stop strings, and shows the result as the request's `output_kind` says.
+A request with n completions runs as n children in the engine. The assembler detokenizes each, finds
+stop strings, and returns outputs as the request's `output_kind` says.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 class OutputAssembler:
-    """Collects the deltas of a request's children and shows them as `RequestOutput`s.
+    """Collects the deltas of a request's children and returns `RequestOutput`s.
 
-    `shown_tokens` are in the text even if they are special.
+    `shown_tokens` appear in the text even if they are special.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class OutputAssembler:
         return self._num_unfinished == 0
 
     def add(self, delta: EngineDelta) -> None:
-        """Take in what is new about one child; ignored for a child that is finished."""
+        """Process a delta of one child. Ignored if the child is finished."""
         child = self._children[delta.request_id]
         if child.finished:
             return
-        if child.index == 0:  # the others may find in the cache what the first one left there
+        if child.index == 0:  # other children may hit the cache that the first one filled
             self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
         if delta.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs.place(delta.prompt_logprobs, self._tokenizer)
@@ -98,12 +98,12 @@ class OutputAssembler:
             self._can_retry = delta.can_retry
 
     def stopped_children(self) -> list[str]:
-        """Children that a stop string ended while the engine goes on; each is named once."""
+        """Children that a stop string ended while the engine continues. Each is returned once."""
         stopped, self._stopped = self._stopped, []
         return stopped
 
     def take(self) -> RequestOutput | None:
-        """What there is to show now, or None."""
+        """The output to show now, or None."""
         changed = [child for child in self._children.values() if child.changed]
         finished, delta_only = self.finished, self._kind is OutputKind.DELTA
         if not changed or (self._kind is OutputKind.FINAL_ONLY and not finished):
@@ -134,7 +134,7 @@ class OutputAssembler:
 
 @dataclass(slots=True)
 class _Child:
-    """One completion as it grows. The `shown_*` fields say how much of it deltas have shown."""
+    """One growing completion. The `shown_*` fields say how much of it deltas have shown."""
 
     index: int
     num_prompt_tokens: int
@@ -185,9 +185,9 @@ class _Child:
     def add_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], hide_last: bool = False
     ) -> None:
-        """Take in tokens up to the one that completes a stop string, if any does.
+        """Process tokens up to the one that completes a stop string, if any.
 
-        With `hide_last` the last one, a stop token, adds nothing to the text.
+        With `hide_last`, the last token, a stop token, adds no text.
         """
         num_shown = len(token_ids) - hide_last
         if self.scanner is None:
@@ -255,7 +255,7 @@ class _Child:
         wants_logprobs = self.params.wants_logprobs
         routed_experts = None
         if self.routed_experts is not None and self.finished:
-            # The last token was sampled, but no step computed with it.
+            # The last token was sampled, but never computed.
             count = self.num_prompt_tokens + len(self.token_ids) - 1
             routed_experts = self.routed_experts.of_first(count)
         return CompletionOutput(
@@ -271,7 +271,7 @@ class _Child:
 
 
 class _RoutedExperts:
-    """The experts of a request's tokens, by position. What comes again replaces what was there."""
+    """The experts of a request's tokens, by position. Repeated positions are overwritten."""
 
     def __init__(self) -> None:
         self._ids = bytearray()  # int16 [tokens, layers, top_k]
@@ -284,17 +284,17 @@ class _RoutedExperts:
 
     def of_first(self, num_tokens: int) -> npt.NDArray[np.int16]:
         """[tokens, layers, top_k]"""
-        import numpy as np  # for those who ask only
+        import numpy as np  # only if requested
 
         return np.frombuffer(bytes(self._ids), np.int16).reshape(-1, *self._shape)[:num_tokens]
 
 
 class _PromptLogprobs:
-    """The prompt's logprobs by position: pieces may come from any child, and more than once."""
+    """The prompt's logprobs by position. Pieces may come from any child, and repeatedly."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self._by_position: list[LogprobsAtPosition | None] = [None] * num_prompt_tokens
-        self._num_missing = max(num_prompt_tokens - 1, 0)  # nothing comes before the first
+        self._num_missing = max(num_prompt_tokens - 1, 0)  # the first token has none
         self._shown = False
 
     def place(self, piece: PromptLogprobs, tokenizer: Tokenizer | None) -> None:
@@ -308,7 +308,7 @@ class _PromptLogprobs:
         return self._num_missing > 0
 
     def show(self, finished: bool, once: bool) -> list[LogprobsAtPosition | None] | None:
-        """All of them once they are complete, or what there is when the request is finished."""
+        """All of them once complete, or the available ones when the request is finished."""
         nothing_came = self._num_missing and not any(self._by_position)
         if nothing_came or (self._num_missing and not finished):
             return None
@@ -321,7 +321,7 @@ class _PromptLogprobs:
 def _by_token(
     entry: TokenLogprobs, tokenizer: Tokenizer | None, is_ranked: bool = True
 ) -> LogprobsAtPosition:
-    """The chosen token first, then the most likely ones in order, if these are ranked so."""
+    """The chosen token first, then the top tokens in order if `is_ranked`."""
     by_token: LogprobsAtPosition = {}
     pairs = zip(entry.token_ids, entry.logprobs, strict=True)
     for place, (token_id, logprob) in enumerate(pairs):

@@ -1,16 +1,16 @@
-"""Where to cut a long text so that its pieces have the tokens of the whole.
+"""Cuts a long text so that its pieces have the same tokens as the whole.
 
-The library takes hundreds of bytes a token while it works, so a long text is handed to it in
-pieces. A text is cut before a space or a line break that follows something else, where this holds:
+The library needs hundreds of bytes per token while it works, so it gets a long text in pieces. A
+text is cut before a space or line break that follows another character, on two conditions:
 
-- No token of the vocabulary spans the two characters, so the model itself (BPE, Unigram, words)
-  never joins what is on both sides.
+- No token of the vocabulary contains the two characters, so the model itself (BPE, Unigram, words)
+  never joins the two sides.
 - The tokenizer gives the surroundings of the cut the same tokens in two parts as in one, so the
-  normalizer, the pre-tokenizer and the added tokens do not mind either. Some normalizers put a
-  space in front of every text: there the second part goes without its own.
+  normalizer, the pre-tokenizer and the added tokens allow the cut. Some normalizers put a space
+  before every text. In that case the second part omits its own.
 
-Where there is no such place, a piece grows until there is one. One that would be longer than
-`MAX_PIECE_LENGTH` is all that is left of the text.
+Without such a place, a piece grows until there is one. If it would exceed `MAX_PIECE_LENGTH`, it is
+the rest of the text.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from collections.abc import Callable, Iterable, Iterator
 Encode = Callable[[str], list[int]]
 
 PIECE_LENGTH = 64 * 1024  # characters
-MAX_PIECE_LENGTH = 2**20  # characters in which a cut is looked for
-SURROUNDINGS = 128  # characters on each side of a cut that are looked at
-SEARCHED = 4096  # characters in which cuts are looked for at a time
-MAX_TRIES = 4  # cuts that are tried there
+MAX_PIECE_LENGTH = 2**20  # characters searched for a cut
+SURROUNDINGS = 128  # characters compared on each side of a cut
+SEARCHED = 4096  # characters searched at a time
+MAX_TRIES = 4  # cuts tried in each
 _SPACE, _BREAK = " ▁Ġ", "\nĊ"  # as vocabularies spell them
 _BLANKS = _SPACE + _BREAK + "\tĉ\rč"
 
 
 class Cuts:
-    """The places in texts of one tokenizer, whose tokens are spelled as in `vocabulary`."""
+    """Finds cuts in texts of one tokenizer, whose tokens are spelled as in `vocabulary`."""
 
     def __init__(self, encode: Encode, vocabulary: Iterable[str]) -> None:
         self._encode = encode
-        before: dict[str, set[str]] = {" ": set(), "\n": set()}  # what tokens have there
+        before: dict[str, set[str]] = {" ": set(), "\n": set()}  # characters before each in tokens
         for token in vocabulary:
             for i in range(1, len(token)):
                 if token[i] in _SPACE + _BREAK and token[i - 1] not in _BLANKS:
@@ -43,7 +43,7 @@ class Cuts:
         self._candidates = re.compile("|".join(patterns))
 
     def pieces(self, text: str) -> Iterator[str]:
-        """The text in pieces, each to be encoded by itself; the last one may be empty."""
+        """The text in pieces, to be encoded separately. The last one may be empty."""
         start = 0
         while len(text) - start > PIECE_LENGTH:
             cut = self._find(text, start + PIECE_LENGTH, min(start + MAX_PIECE_LENGTH, len(text)))
@@ -55,7 +55,7 @@ class Cuts:
         yield text[start:]
 
     def pieces_from_end(self, text: str) -> Iterator[str]:
-        """The same pieces or others, the text's last one first."""
+        """The text in pieces, not necessarily the same, from the last one on."""
         end = len(text)
         while end > PIECE_LENGTH:
             cut = self._find_before(text, end - PIECE_LENGTH, max(end - MAX_PIECE_LENGTH, 0))
@@ -85,7 +85,7 @@ class Cuts:
             cut = found.end()
             before, after = text[max(cut - SURROUNDINGS, 0) : cut], text[cut : cut + SURROUNDINGS]
             if not after.strip():
-                continue  # what follows the blanks might matter
+                continue  # the text after the blanks might matter
             whole, left = self._encode(before + after), self._encode(before)
             if left + self._encode(after) == whole:
                 return cut, cut
@@ -95,8 +95,8 @@ class Cuts:
 
 
 def _others(chars: set[str]) -> str:
-    """A pattern of what is neither blank nor spelled like one of these."""
+    """A pattern for characters that are neither blank nor spelled like one of these."""
     if not chars:
         return r"\S"
-    ascii_ones = map(chr, range(ord("!"), ord("~") + 1))  # which all vocabularies spell alike
+    ascii_ones = map(chr, range(ord("!"), ord("~") + 1))  # spelled alike in all vocabularies
     return f"[{''.join(re.escape(char) for char in ascii_ones if char not in chars)}]"

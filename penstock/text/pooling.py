@@ -1,4 +1,4 @@
-"""Pooling requests: texts, tokens or pairs of texts in, one engine request each."""
+"""Prepares pooling requests: texts, tokens or pairs of texts become engine requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Pair:
 
     query: str
     document: str
-    instruction: str | None = None  # into the model's template, where it has one
+    instruction: str | None = None  # for the model's template, if it has one
 
 
 PoolingPrompt = str | Sequence[int] | Pair
@@ -34,11 +34,11 @@ PoolingPrompt = str | Sequence[int] | Pair
 
 @dataclass(frozen=True)
 class Truncation:
-    """How a prompt that is too long is cut. Of a pair, the document is."""
+    """How a prompt that is too long is truncated. For a pair, the document is truncated."""
 
     num_tokens: int | None = None  # -1: what fits; None: too long is an error
-    side: Literal["first", "last"] = "first"  # that is kept
-    max_query_tokens: int | None = None  # of a pair; 0 or None: no limit
+    side: Literal["first", "last"] = "first"  # the side to keep
+    max_query_tokens: int | None = None  # for a pair; 0 or None: no limit
     max_document_tokens: int | None = None
 
 
@@ -57,8 +57,10 @@ def prepare_pooling(
     cache_salt: str | None = None,
     field: str = "prompt",
 ) -> EngineRequest:
-    """Check and tokenize one request. `InputError` says what is wrong with it; `field` is what
-    the user calls the prompt."""
+    """Check and tokenize one request. `InputError` says what is wrong with it.
+
+    `field` is the user's name of the prompt.
+    """
     info = pooling_info(frontend)
     params = msgspec.structs.replace(params)  # the user may change theirs meanwhile
     params.validate()
@@ -93,7 +95,7 @@ def prepare_pooling(
         priority=priority,
         arrival_time=time.monotonic(),
         cache_salt=cache_salt,
-        # Where a token's own vector is wanted, or the sum of all, a cached prefix lacks them.
+        # A cached prefix lacks the vectors of its tokens, so other tasks do not read it.
         read_prefix_cache=info.reads_prefix_cache and params.task in ("embed", "classify"),
         second_segment=second_segment,
     )
@@ -111,8 +113,10 @@ def prepare_pieces(
     cache_salt: str | None = None,
     field: str = "prompt",
 ) -> list[EngineRequest]:
-    """As `prepare_pooling`; an input that is longer than the context may be embedded in pieces,
-    whose vectors `join_pieces` makes one of."""
+    """Like `prepare_pooling`, but an input longer than the context may be embedded in pieces.
+
+    `join_pieces` combines their vectors.
+    """
     options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "field": field}
     whole = {**options, "truncation": truncation, "add_special_tokens": add_special_tokens}
     info = pooling_info(frontend)
@@ -137,7 +141,7 @@ def _cut(
     add_special_tokens: bool,
     field: str,
 ) -> list[list[int]]:
-    """A long input as pieces that fit, each with the tokens that are put around a text."""
+    """Split a long input into pieces that fit, each with the special tokens around it."""
     info = pooling_info(frontend)
     before: list[int] = []
     after: list[int] = []
@@ -165,12 +169,11 @@ def join_pieces(
     pieces: Sequence[EngineRequest],
     deltas: Sequence[EngineDelta],
 ) -> EngineDelta:
-    """What an input ends with whose pieces ended so: the mean of their vectors, each as often as
-    it has tokens."""
+    """The result of an input from those of its pieces: the mean, weighted by tokens."""
     failed = next((delta for delta in deltas if delta.payload is None), None)
     if failed is not None or len(deltas) == 1:
         return failed or deltas[0]
-    import numpy as np  # for those who ask only
+    import numpy as np  # only if requested
 
     weights = np.array([len(piece.prompt_token_ids) for piece in pieces], np.float32)
     vectors = np.stack([delta.payload.to_numpy() for delta in deltas if delta.payload])
@@ -187,7 +190,7 @@ def join_pieces(
 
 
 def pooling_info(frontend: Frontend) -> PoolingInfo:
-    """What the model's pooling can do; InputError for a model that generates."""
+    """The model's pooling capabilities. Raises InputError for a generative model."""
     if frontend.pooling is None:
         raise InputError(
             "this model generates text and is not served for pooling: use the routes and methods "
@@ -197,7 +200,7 @@ def pooling_info(frontend: Frontend) -> PoolingInfo:
 
 
 def _limit(frontend: Frontend, truncation: Truncation) -> int:
-    """Most tokens of a prompt."""
+    """Maximum tokens of a prompt."""
     longest, asked = frontend.max_model_len, truncation.num_tokens
     if asked is None or asked == -1:
         return longest
@@ -234,7 +237,7 @@ def _encode(
 def _encode_pair(
     frontend: Frontend, pair: Pair, truncation: Truncation, limit: int, field: str
 ) -> tuple[list[int], int | None]:
-    """The pair's tokens, and where the second segment begins if the model is told."""
+    """The pair's tokens, and where the second segment begins if the model uses segments."""
     tokenizer = frontend.known_tokenizer()
     frame = tokenizer.pair_frame
 
@@ -265,7 +268,7 @@ def _encode_pair(
 def _encode_templated(
     template: str, frontend: Frontend, pair: Pair, truncation: Truncation, limit: int, field: str
 ) -> tuple[list[int], None]:
-    """The tokens of a pair's template; if it is too long, it loses the document's end."""
+    """The tokens of a pair's template. If it is too long, the end of the document is cut."""
     tokenizer = frontend.known_tokenizer()
 
     def cut(text: str, most: int | None) -> str:

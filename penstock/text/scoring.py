@@ -1,4 +1,4 @@
-"""Scores of pairs of texts: from one request that reads both, or from the vectors of each."""
+"""Scores pairs of texts: from one request that reads both, or from the vector of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 DEFAULT_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# As published with Qwen3-Reranker: without it the model ranks at random.
+# As published with Qwen3-Reranker. Without it, the model ranks at random.
 QWEN3_RERANKER = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -25,7 +25,7 @@ ScoreKind = Literal["cross-encoder", "bi-encoder"]
 
 
 def score_kind(info: PoolingInfo) -> ScoreKind:
-    """How this model scores a pair. Raises InputError for one that cannot."""
+    """How this model scores a pair. Raises InputError if it cannot."""
     if "embed" in info.tasks:
         return "bi-encoder"
     if "classify" not in info.tasks:
@@ -46,7 +46,7 @@ def score_params(kind: ScoreKind, use_activation: bool | None = None) -> Pooling
 
 
 def pair_up(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
-    """One query with each document, or each with its own."""
+    """Pair one query with each document, or each query with its own document."""
     if len(queries) == 1:
         return [(queries[0], document) for document in documents]
     if len(queries) != len(documents):
@@ -58,8 +58,8 @@ def pair_up(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str,
 
 
 def similarity(first: npt.NDArray[np.float32], second: npt.NDArray[np.float32]) -> float:
-    """The cosine of two vectors; 0 where one is zero."""
-    import numpy as np  # for those who ask only
+    """The cosine of two vectors; 0 if one is zero."""
+    import numpy as np  # only if requested
 
     norm = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(np.dot(first, second)) / norm if norm else 0.0

@@ -1,7 +1,7 @@
-"""Stop strings over text that arrives in pieces.
+"""Finds stop strings in text that arrives in pieces.
 
-A scanner walks an automaton (Aho-Corasick) one character at a time. Its state is the longest end
-of the text that could still grow into a stop string, which is exactly what must be held back.
+A scanner runs an Aho-Corasick automaton character by character. Its state is the longest suffix of
+the text that could still become a stop string. Exactly this suffix must be held back.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ _ROOT = 0
 
 
 class StopStrings:
-    """Stop strings compiled once; any number of scanners may share them."""
+    """Stop strings, compiled once. Any number of scanners may share them."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = list(stops)
         self.children: list[dict[str, int]] = [{}]
         self.depth: list[int] = [0]
-        self.fallback: list[int] = [_ROOT]  # the longest proper suffix that is a node too
+        self.fallback: list[int] = [_ROOT]  # the longest proper suffix that is also a node
         self.match: list[int | None] = [None]  # the first stop in the list that ends here
         for index, stop in enumerate(self.stops):
             self._insert(stop, index)
@@ -40,7 +40,7 @@ class StopStrings:
 
     def _link(self) -> None:
         queue = deque(self.children[_ROOT].values())
-        while queue:  # breadth first: a fallback is shallower, so it is complete already
+        while queue:  # breadth first: a fallback is shallower, so it is complete
             node = queue.popleft()
             shorter = self.match[self.fallback[node]]
             own = self.match[node]
@@ -57,10 +57,10 @@ class StopStrings:
 
 
 class StopScanner:
-    """Finds the stop string that is completed first; of several at once, the first in the list.
+    """Finds the stop string that is completed first; among ties, the first in the list.
 
     `matched` is that stop string. Without `include`, text that could still become part of one is
-    held back, and the stop string itself is never given out.
+    held back, and the stop string itself is never returned.
     """
 
     def __init__(self, stops: StopStrings, include: bool = False) -> None:
@@ -71,7 +71,10 @@ class StopScanner:
         self.matched: str | None = None
 
     def feed(self, text: str, may_stop: bool = True) -> str:
-        """The text that is certain now. With `may_stop` off, nothing that ends in `text` counts."""
+        """The text that is certain now.
+
+        Without `may_stop`, matches that end in `text` do not count.
+        """
         assert self.matched is None, "text after a stop string"
         stops, node = self._stops, self._node
         for position, char in enumerate(text, start=1):
@@ -90,7 +93,7 @@ class StopScanner:
         return available[:cut]
 
     def flush(self) -> str:
-        """What was held back, once no more text will come."""
+        """The text held back, once no more text will come."""
         held, self._held = self._held, ""
         return held
 

@@ -1,7 +1,7 @@
-"""Mistral's tekken.json as a tokenizer.
+"""Builds a tokenizer from Mistral's tekken.json.
 
-It lists the bytes of every token in the order in which they were learned. Text is merged by that
-order; special tokens stand before it and are written in no text.
+It lists the bytes of every token in the order in which they were learned, which is the order of
+merges. Special tokens come before them and never match text.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from penstock.protocol.errors import ModelError
 from penstock.text.detokenizer import byte_level_alphabet
 
 FILE = "tekken.json"
-# Of files that do not list theirs.
+# For files that do not list theirs.
 SPECIAL_TOKENS = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
     "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )  # fmt: skip
-MOST_SPECIAL_TOKENS = 2**16  # far more than any file has, which is 1000
+MOST_SPECIAL_TOKENS = 2**16  # far more than the usual 1000
 ROLES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
 def read_tekken(folder: Path) -> Mapping[str, Any] | None:
-    """The file in a folder, if it is there."""
+    """The file in a folder, or None."""
     path = folder / FILE
     if not path.is_file():
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version_of(content)
-        special_tokens_of(content)  # others rely on both
+        special_tokens_of(content)  # callers rely on both
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(f"{path} cannot be read: {error!r}") from error
     return content  # type: ignore[no-any-return]
 
 
 def version_of(content: Mapping[str, Any]) -> int:
-    """The version of the prompts' format: 3, 7, 11, 13, ..."""
+    """The version of the prompt format: 3, 7, 11, 13, ..."""
     text = str(content["config"].get("version", "v3")).lstrip("v")
     return int(text) if text.isdecimal() else 3
 
 
 def special_tokens_of(content: Mapping[str, Any]) -> list[str]:
-    """All of them, by id."""
+    """All special tokens, by id."""
     count = int(content["config"]["default_num_special_tokens"])
     if not 0 <= count <= MOST_SPECIAL_TOKENS:
         raise ValueError(
@@ -65,7 +65,7 @@ def special_tokens_of(content: Mapping[str, Any]) -> list[str]:
 
 
 def tekken_backend(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Takes a few seconds: which pairs were merged follows from the tokens."""
+    """The tokenizer. Takes a few seconds: merges are derived from the tokens."""
     special = special_tokens_of(content)
     char_of = {byte: char for char, byte in byte_level_alphabet().items()}
     size = int(content["config"]["default_vocab_size"]) - len(special)
@@ -93,7 +93,7 @@ def tekken_backend(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _pairs(token: bytes, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The ways to make `token` of two, those first that were learned first."""
+    """The ways to form `token` from two tokens, those learned first first."""
     splits = ((token[:at], token[at:]) for at in range(1, len(token)))
     found = [pair for pair in splits if pair[0] in ranks and pair[1] in ranks]
     return sorted(found, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))

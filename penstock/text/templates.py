@@ -1,4 +1,4 @@
-"""Where a model's chat template comes from."""
+"""Finds a model's chat template."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 def load_chat_template(
     source: ModelSource, tokenizer: Tokenizer, chat_template: str | None = None
 ) -> ChatTemplate:
-    """From `chat_template` (a file or the template itself), else from beside the tokenizer, else
-    from the model. Without any, every conversation is refused with the remedy."""
+    """The template of `chat_template` (a file or the text), the tokenizer's folder, or the model.
+
+    Without any, every conversation is refused with the remedy.
+    """
     if chat_template is not None:
         return ChatTemplate(
             {"default": read_chat_template(chat_template)}, tokenizer.special_tokens
@@ -35,7 +37,7 @@ def load_chat_template(
 
 
 def read_chat_template(chat_template: str) -> str:
-    """The template that a user gave: itself, or the path of its file. Refuses a broken one."""
+    """A user's template: the text itself, or the path of its file. Refuses a broken one."""
     is_template = "{{" in chat_template or "{%" in chat_template
     if not is_template:
         try:
@@ -52,7 +54,7 @@ def read_chat_template(chat_template: str) -> str:
 
 
 def templates_in_folder(folder: Path) -> dict[str, str]:
-    """Files take precedence over tokenizer_config.json."""
+    """The templates in a folder. Files take precedence over tokenizer_config.json."""
     templates = {}
     if (folder / "chat_template.jinja").is_file():
         templates["default"] = _read(folder / "chat_template.jinja")

@@ -1,4 +1,4 @@
-"""TextPool: tokenizes long texts and renders clients' templates in confined processes."""
+"""`TextPool` tokenizes long texts and renders clients' templates in confined processes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from penstock.text.pieces import MAX_PIECE_LENGTH
 from penstock.text.text_worker import ENCODE, ENCODE_WHOLE, ENTRY, ID_TYPE, RENDER, RenderReply
 from penstock.text.tokenizer import Tokenizer
 
-# What one piece of a text, or one template, may take. A large vocabulary takes a process some
-# hundred MB, so they are few.
+# Limits of one piece of text or one template. A large vocabulary takes some hundred MB per process,
+# so there are few.
 LIMITS = Limits(cpu_s=10.0, memory_bytes=192 * 2**20, num_workers=2, max_queued=64)
 
 _read_reply = msgspec.json.Decoder(RenderReply).decode
 
 
 class TextPool:
-    """Confined processes that know a model's tokenizer.
+    """Confined processes with a model's tokenizer.
 
-    Raises `InputError` for what takes too much, and `penstock.confined.errors` for what is not the
-    client's fault.
+    Raises `InputError` for work that exceeds the limits, and `penstock.confined.errors` for
+    failures that are not the client's fault.
     """
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits = LIMITS) -> None:
@@ -55,7 +55,7 @@ class TextPool:
     def render(
         self, template: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> str:
-        """The prompt that a client's own template makes of a conversation."""
+        """Render a conversation with a client's own template."""
         given = [template, self._special_tokens, messages, options]
         job = json.dumps(given, default=dict).encode()
         try:

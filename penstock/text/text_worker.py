@@ -1,4 +1,4 @@
-"""What a confined process does with text: encode a piece of it, or render a template."""
+"""The work of a confined process: encode a piece of text, or render a template."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.protocol.errors import InputError
 from penstock.text.renderers.template import ChatTemplate
 
 ENTRY = "penstock.text.text_worker:make_worker"
-# What a job begins with: encode a text as it is or with special tokens around it, or render one.
+# The first byte of a job: encode a text without or with special tokens, or render a template.
 ENCODE, ENCODE_WHOLE, RENDER = b"e", b"w", b"r"
-ID_TYPE = "I"  # of token ids in an answer
+ID_TYPE = "I"  # of token ids in a reply
 
 
 class RenderReply(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""A lower bound on a text's tokens, from its length alone."""
+"""Computes a lower bound on a text's tokens from its length alone."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from penstock.text.detokenizer import byte_level_alphabet
 if TYPE_CHECKING:
     import tokenizers
 
-MOST_COMPOSED = 4  # characters that NFC makes into one
+MOST_COMPOSED = 4  # characters that NFC may combine into one
 
 
 def most_characters(backend: tokenizers.Tokenizer, byte_level: bool) -> int | None:
-    """That one token stands for; None where a token may stand for any number, or be left out.
+    """The most characters of one token; None if unbounded, or if characters may be dropped.
 
-    `byte_level`: tokens are spelled in GPT-2's alphabet, else as SentencePiece does.
+    `byte_level`: tokens are spelled in GPT-2's alphabet, else as in SentencePiece.
     """
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
-        return None  # it takes all the blanks beside it
+        return None  # such a token takes all adjacent blanks
     vocabulary = backend.get_vocab(with_added_tokens=True)
     if byte_level:
         names = list(byte_level_alphabet())
@@ -28,7 +28,7 @@ def most_characters(backend: tokenizers.Tokenizer, byte_level: bool) -> int | No
     else:
         return None
     if not all(name in vocabulary for name in names):
-        return None  # what has no token is left out
+        return None  # unknown characters are dropped
     normalizers, splits = _steps(backend.normalizer), _steps(backend.pre_tokenizer)
     if not all(_keeps_length(step) for step in normalizers):
         return None

@@ -1,4 +1,4 @@
-"""The tokenizer: text to token ids and back, on the `tokenizers` library alone."""
+"""The tokenizer: text to token ids and back, with only the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ REMEDY = "give another folder as tokenizer=, or run with skip_tokenizer_init and
 
 
 class TooManyTokens(InputError):
-    """A text over its token limit. `num_tokens` is its length; a lower bound unless `is_exact`."""
+    """A text over its token limit.
+
+    `num_tokens` is its length, or a lower bound unless `is_exact`.
+    """
 
     def __init__(self, num_tokens: int, limit: int, is_exact: bool) -> None:
         at_least = "" if is_exact else "at least "
@@ -49,15 +52,15 @@ class PairFrame(NamedTuple):
     before: list[int]
     between: list[int]
     after: list[int]
-    has_segments: bool  # the model is told which tokens are the second text's
+    has_segments: bool  # the model gets segment ids
 
 
 class Tokenizer:
-    """Encodes and decodes; safe to share between threads.
+    """Encodes and decodes. Safe to share between threads.
 
-    `special_tokens` are the ones with a role, under the names that chat templates use
-    (`bos_token`, `eos_token`, ...). `end_ids` are all tokens that end an output. `folder` is where
-    it came from, if from a folder.
+    `special_tokens` are those with a role, under the names of chat templates (`bos_token`,
+    `eos_token`, ...). `end_ids` are all tokens that end an output. `folder` is the source folder,
+    if any.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Tokenizer:
         self._bytes = byte_vocabulary(backend)
         self.special_tokens = dict(special_tokens or {})
         added = backend.get_added_tokens_decoder()
-        self.vocab_size: int = max(  # all ids are below it; where they have holes, the count is not
+        self.vocab_size: int = max(  # above all ids; the count is not, if ids have gaps
             [backend.get_vocab_size(with_added_tokens=True), *(token_id + 1 for token_id in added)]
         )
         self.bos_token_id = self._named_id("bos_token")
@@ -97,10 +100,10 @@ class Tokenizer:
         limit: int | None = None,
         encode_piece: EncodePiece | None = None,
     ) -> list[int]:
-        """The token ids of `text`; special tokens written in it count as such.
+        """The token ids of `text`. Special tokens written in it are recognized.
 
-        Raises `TooManyTokens`, as soon as that is known, if they are more than `limit`. Long texts
-        are encoded by `encode_piece` if that is given, and in pieces if the tokenizer permits.
+        Raises `TooManyTokens` as soon as there are more than `limit`. Long texts are encoded by
+        `encode_piece` if given, and in pieces if the tokenizer permits.
         """
         _check_characters(text)
 
@@ -111,7 +114,7 @@ class Tokenizer:
         def foresee(num_tokens: int, rest: str) -> None:
             if (
                 limit is not None and num_tokens + len(rest) > limit
-            ):  # else its length tells nothing
+            ):  # else the length gives no bound
                 check(num_tokens + self.fewest_tokens(rest))
 
         foresee(0, text)
@@ -139,7 +142,7 @@ class Tokenizer:
         add_special_tokens: bool = True,
         encode_piece: EncodePiece | None = None,
     ) -> list[int]:
-        """The first or the last tokens of `text`; no more of it is encoded than that takes."""
+        """The first or last tokens of `text`. Encodes no more of the text than necessary."""
         frame = self.frame(add_special_tokens) if len(text) > PIECE_LENGTH else None
         if frame is None:
             ids = self.encode(text, add_special_tokens, encode_piece=encode_piece)
@@ -169,9 +172,9 @@ class Tokenizer:
         add_special_tokens: bool = True,
         encode_piece: EncodePiece | None = None,
     ) -> list[int]:
-        """At most `num_tokens` of `text`: its first or last, within those that are put around it.
+        """The first or last tokens of `text` with special tokens, at most `num_tokens` in all.
 
-        Raises InputError if those alone are as many.
+        Raises InputError if the special tokens alone reach the limit.
         """
         frame = self.frame(add_special_tokens)
         if frame is None:
@@ -188,7 +191,7 @@ class Tokenizer:
 
     @functools.cached_property
     def pair_frame(self) -> PairFrame:
-        """What is put around the two texts of a pair."""
+        """The tokens around the two texts of a pair."""
         bare = self.encode_piece("a")
         encoding = self._backend.encode("a", "a")
         ids, sequences = encoding.ids, encoding.sequence_ids
@@ -202,8 +205,8 @@ class Tokenizer:
         )
 
     def encode_piece(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The tokens of a piece of text, or of a whole one with special tokens around it."""
-        # Unlike `encode`, this leaves other threads of Python alone, which a long text would stop.
+        """The tokens of a piece of text, or of a whole text with special tokens."""
+        # Unlike `encode`, this releases the GIL, which a long text would hold.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
@@ -213,7 +216,7 @@ class Tokenizer:
         return Cuts(self.encode_piece, self._backend.get_vocab(with_added_tokens=False))
 
     def frame(self, add_special_tokens: bool) -> tuple[list[int], list[int]] | None:
-        """The tokens that are put before and after a text; None where that is not all."""
+        """The tokens before and after a text; None if the tokenizer does more than add them."""
         if not add_special_tokens:
             return [], []
         bare, framed = self.encode_piece("a"), self.encode_piece("a", True)
@@ -224,7 +227,7 @@ class Tokenizer:
         return framed[: starts[0]], framed[starts[0] + size :]
 
     def fewest_tokens(self, text: str) -> int:
-        """A text of this length has at least so many tokens; 0 where that cannot be told."""
+        """The minimum number of tokens of a text of this length; 0 if unknown."""
         return 0 if self._most_characters is None else -(-len(text) // self._most_characters)
 
     @functools.cached_property
@@ -234,11 +237,11 @@ class Tokenizer:
         return most_characters(self._backend, self._bytes.byte_level)
 
     def to_json(self) -> bytes:
-        """All that `encode_piece` needs elsewhere."""
+        """Everything that `encode_piece` needs in another process."""
         return str(self._backend.to_str()).encode()
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of all tokens together; what is not UTF-8 becomes U+FFFD."""
+        """The text of all tokens together. Invalid UTF-8 becomes U+FFFD."""
         hidden = self.hidden_ids(skip_special_tokens)
         visible = [token_id for token_id in token_ids if token_id not in hidden]
         if self._bytes is not None:
@@ -252,11 +255,11 @@ class Tokenizer:
         return str(self._backend.decode([token_id], skip_special_tokens=False))
 
     def token_spelling(self, token_id: int) -> str:
-        """How the vocabulary spells a token, such as ``Ġthe``; nothing for an id without one."""
+        """The vocabulary's spelling of a token, such as ``Ġthe``; empty for an id without one."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text; it need not be valid UTF-8 by itself."""
+        """The bytes that one token adds to a text. They need not be valid UTF-8."""
         if self._bytes is not None:
             return self._bytes[token_id]
         return self.token_text(token_id).encode()
@@ -267,9 +270,9 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         shown_tokens: Iterable[str] = (),
     ) -> Detokenizer:
-        """Text from tokens as they come, going on from `context` (the prompt).
+        """An incremental detokenizer that continues from `context` (the prompt).
 
-        `shown_tokens` are shown whether they are special or not.
+        `shown_tokens` are shown even if they are special.
         """
         hidden = self.hidden_ids(skip_special_tokens, shown_tokens)
         if self._bytes is not None:
@@ -279,22 +282,22 @@ class Tokenizer:
     def hidden_ids(
         self, skip_special_tokens: bool, shown_tokens: Iterable[str] = ()
     ) -> frozenset[int]:
-        """The tokens that a text leaves out."""
+        """The tokens that are omitted from text."""
         if not skip_special_tokens:
             return frozenset()
         return self.special_ids.difference(map(self._backend.token_to_id, shown_tokens))
 
     def is_special(self, text: str) -> bool:
-        """Whether there is a special token that is written like this."""
+        """Whether a special token has this text."""
         return self._backend.token_to_id(text) in self.special_ids
 
     def is_token(self, text: str) -> bool:
-        """Whether there is a token, special or not, that is written like this."""
+        """Whether a token, special or not, has this text."""
         return self._backend.token_to_id(text) is not None
 
     @property
     def spells_bytes(self) -> bool:
-        """Whether a text's bytes are those of its tokens, one after the other."""
+        """Whether a text's bytes are those of its tokens, concatenated."""
         return self._bytes is not None
 
 
@@ -310,7 +313,7 @@ def _check_characters(text: str) -> None:
 
 
 def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Tokenizer:
-    """The model's own tokenizer, or that of the folder, GGUF file or hub id `tokenizer` names."""
+    """The model's own tokenizer, or that of the folder, GGUF file or hub id in `tokenizer`."""
     if tokenizer is not None:
         path = Path(tokenizer).expanduser()
         if path.is_file() and path.suffix == ".gguf":
@@ -321,7 +324,7 @@ def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Tokeniz
                     "tokenizer must name a folder with tokenizer.json, a .gguf file or a hub id, "
                     f"got {tokenizer!r}"
                 )
-            path = fetch_from_hub(tokenizer, None, "dummy", None)  # all but the tensors
+            path = fetch_from_hub(tokenizer, None, "dummy", None)  # everything except tensors
         return tokenizer_from_folder(path)
     if source.gguf is not None:
         return tokenizer_from_gguf(source.gguf.metadata)
@@ -329,7 +332,7 @@ def load_tokenizer(source: ModelSource, tokenizer: str | None = None) -> Tokeniz
 
 
 def eos_token_ids(source: ModelSource, tokenizer: Tokenizer | None) -> list[int]:
-    """Every token that ends a text: the generation config may name several."""
+    """Every token that ends a text. The generation config may name several."""
     found: list[int] = []
     for config in (source.generation_config, source.config):
         value = config.get("eos_token_id")
@@ -353,16 +356,16 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """From tokenizer.json, with the special tokens that tokenizer_config.json names.
+    """A tokenizer from tokenizer.json, with special tokens of tokenizer_config.json.
 
-    What frames a prompt (a token at its beginning or end) is tokenizer.json's post-processor
-    alone, as in `transformers`: `add_bos_token` in tokenizer_config.json changes nothing.
+    Only tokenizer.json's post-processor adds tokens around a prompt, as in `transformers`:
+    `add_bos_token` in tokenizer_config.json has no effect.
     """
     path = folder / "tokenizer.json"
     if not path.is_file() and (tekken := read_tekken(folder)) is not None:
         try:
             backend = tekken_backend(tekken)
-        except Exception as error:  # whatever is wrong with the file, and the library's own
+        except Exception as error:  # any problem of the file, or an exception of the library
             raise ModelError(
                 f"{folder / TEKKEN_FILE} is not a tokenizer ({error!r}): {REMEDY}"
             ) from error
@@ -396,7 +399,7 @@ def _add_tokens(
     legacy_added: Mapping[str, int],
     special_tokens: Mapping[str, str],
 ) -> None:
-    """Tokens that only the configuration knows, in the order of their ids."""
+    """Add tokens that only the configuration contains, in the order of their ids."""
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     extra = list(extra.values()) if isinstance(extra, dict) else extra
     special = {*special_tokens.values(), *(_content(token) for token in extra)} - {None}
@@ -426,7 +429,7 @@ def _content(value: Any) -> str | None:
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """The object in a configuration file; empty where there is no such file."""
+    """The object in a configuration file; {} if there is no such file."""
     return read_json(path) if path.exists() else {}
 
 

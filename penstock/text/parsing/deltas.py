@@ -1,4 +1,4 @@
-"""The deltas that a parser makes of a model's output, in the order of the text."""
+"""The deltas that a parser makes of a model's output, in text order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True)
 class ToolCallStart:
-    """A call begins. Indexes count from 0 in the order of the calls; calls never overlap."""
+    """A call begins. Indexes count from 0 in call order; calls never overlap."""
 
     index: int
     id: str
@@ -34,7 +34,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True)
 class ToolCallArguments:
-    """A piece of a call's arguments. All pieces of a call that ends are one JSON object."""
+    """A piece of a call's arguments. All pieces of a completed call form one JSON object."""
 
     index: int
     text: str
@@ -42,17 +42,17 @@ class ToolCallArguments:
 
 @dataclass(frozen=True)
 class ToolCallEnd:
-    """The call is whole. It is missing for a call that the output's end cut off."""
+    """The call is complete. Missing for a call that the end of the output cut off."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class ToolCallBroken:
-    """A call that had begun turned out malformed: it is none, and nothing more of it follows.
+    """A call that had begun is malformed: it does not count, and nothing more of it follows.
 
-    `text` is what the model wrote of it so far. It belongs to the content. Who has shown the
-    beginning already cannot take it back, and may show the text after it.
+    `text` is what the model wrote of it so far. It belongs to the content. A client that already
+    received the beginning cannot take it back, and may show the text after it.
     """
 
     index: int
@@ -68,12 +68,12 @@ Part = ContentDelta | ReasoningDelta | ToolCall
 
 
 def parts_of(deltas: Iterable[Delta]) -> list[Part]:
-    """What all `deltas` of an output say, in its order; neighbouring texts are one.
+    """The content of all `deltas` of an output, in order, with adjacent texts joined.
 
     Broken calls are text.
     """
     parts: list[Part | None] = []
-    calls: dict[int, int] = {}  # where in `parts` each is
+    calls: dict[int, int] = {}  # index of each in `parts`
     arguments: dict[int, list[str]] = {}
     for delta in deltas:
         match delta:
@@ -98,7 +98,7 @@ def parts_of(deltas: Iterable[Delta]) -> list[Part]:
 
 
 def joined(parts: Iterable[Part]) -> Iterator[Part]:
-    """Neighbouring texts of one kind as one."""
+    """Join adjacent texts of one kind."""
     for kind, group in groupby(parts, type):
         if kind is ToolCall:
             yield from group
@@ -107,7 +107,7 @@ def joined(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def collect(deltas: Iterable[Delta]) -> Message:
-    """The message that all `deltas` of an output make. Broken calls are in its content."""
+    """The message of all `deltas` of an output. Broken calls are in its content."""
     return message_of(parts_of(deltas))
 
 

@@ -1,4 +1,4 @@
-"""Which parsers a chat template needs, where it is unmistakable."""
+"""Detects the parsers that a chat template needs, if it is unambiguous."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 
 class Detected(NamedTuple):
-    """Names of parsers, None where the template does not tell."""
+    """Parser names; None if the template does not tell."""
 
     reasoning: str | None
     tools: str | None
 
 
 def detect(chat_template: str) -> Detected:
-    """The parsers that `chat_template` needs, by the markers that only one family writes."""
+    """The parsers that `chat_template` needs, from markers that only one family writes."""
     tools = _tools(chat_template)
     return Detected(_reasoning(chat_template, tools), tools)
 
 
-# The first whose texts are all in the template. The order matters: several families write
-# <tool_call>, and what tells them apart is within it.
+# The first entry whose texts are all in the template applies. Order matters: several families write
+# <tool_call> and differ only inside it.
 _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "<|message|>")),
     ("mistral", ("[TOOL_CALLS]",)),

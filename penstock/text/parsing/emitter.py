@@ -1,7 +1,7 @@
-"""Collects what a parser finds into deltas, and keeps white space where it belongs.
+"""Collects what a parser finds into deltas, and decides which white space to keep.
 
-White space between text and a call, and between reasoning and the answer, is the format's and not
-the message's: it is dropped.
+White space between text and a call, or between reasoning and answer, belongs to the format. It is
+dropped.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Emitter:
         self._new_call_id = new_call_id
         self._only = only
         self._deltas: list[Delta] = []
-        self._space: list[str] = []  # held back until it is known what follows
+        self._space: list[str] = []  # held back until the next item is known
         self._space_before_call = ""
-        self._drop_space = False  # white space that comes next is the format's: drop it
+        self._drop_space = False  # drop the next white space: it belongs to the format
         self._in_reasoning = False
         self._in_call = False
         self._warned = False
@@ -56,12 +56,12 @@ class Emitter:
         return self._in_call
 
     def drain(self) -> list[Delta]:
-        """The deltas since the last time. Neighbouring pieces of the same thing are joined."""
+        """The deltas since the last call. Adjacent pieces of the same item are joined."""
         deltas, self._deltas = self._deltas, []
         return _joined(deltas)
 
     def finish(self) -> None:
-        """The output has ended: what was held back is no format's."""
+        """The output has ended. White space held back is part of the message."""
         space = self._take_space()
         if space and not self._in_reasoning:
             self._deltas.append(ContentDelta(space))
@@ -83,7 +83,7 @@ class Emitter:
             self._deltas.append(ReasoningDelta(text))
 
     def end_reasoning(self, num_bytes_since: int = 0) -> None:
-        """The reasoning ended `num_bytes_since` before what was read last."""
+        """The reasoning ended `num_bytes_since` before the current position."""
         begin, _ = self.reasoning_spans[-1]
         self.reasoning_spans[-1] = (begin, self._stream.num_bytes_read - num_bytes_since)
         self._in_reasoning = False
@@ -107,10 +107,10 @@ class Emitter:
     def end_call(self) -> None:
         self._in_call = False
         self._deltas.append(ToolCallEnd(self.next_index - 1))
-        self._stream.record()  # what is malformed from here on does not take the call with it
+        self._stream.record()  # malformed text from here on does not undo the call
 
     def fail(self, text: str, why: str | None) -> None:
-        """`text` is no call after all. The first `why` of an output is logged, if there is one."""
+        """`text` is not a call. Logs the first `why` of an output, if given."""
         if why is not None and not self._warned:
             self._warned = True
             logger.warning("a malformed tool call is passed on as text (%s): %.80r", why, text)
@@ -122,12 +122,15 @@ class Emitter:
         self._deltas.append(ToolCallBroken(self.next_index - 1, self._space_before_call + text))
 
     def trial(self, stream: TextStream, only: Collection[str]) -> Emitter:
-        """One for calls that may turn out to be none, until they are adopted."""
+        """An emitter for calls that count only once they are adopted."""
         return Emitter(stream, self._new_call_id, self.next_index, only)
 
     def adopt(self, trial: Emitter, num_bytes: int) -> None:
-        """Take the calls that are whole in `trial`, if any: they are no part of the reasoning,
-        of which they are the last `num_bytes`. It goes on after them."""
+        """Add the complete calls of `trial`, if any.
+
+        They are not part of the reasoning, of which they are the last `num_bytes`. The reasoning
+        continues after them.
+        """
         ends = [at for at, delta in enumerate(trial._deltas) if isinstance(delta, ToolCallEnd)]
         if not ends:
             return
@@ -137,13 +140,13 @@ class Emitter:
         self.begin_reasoning()
 
     def _take_space(self) -> str:
-        """The space that was held back, if it is the message's own."""
+        """The white space held back, if it belongs to the message."""
         space = "" if self._drop_space else "".join(self._space)
         self._space = []
         return space
 
     def _trim(self, text: str) -> str:
-        """`text` with the space held before, less the space at its end, which is held now."""
+        """`text` after the space held back, without its trailing space, which is held back now."""
         if self._drop_space:
             text = text.lstrip()
         kept = text.rstrip()
@@ -158,7 +161,7 @@ class Emitter:
 
 
 def _joined(deltas: list[Delta]) -> list[Delta]:
-    """Neighbouring pieces of the same thing as one."""
+    """Join adjacent pieces of the same item."""
     joined: list[Delta] = []
     for kind, group in groupby(deltas, type):
         pieces = list(group)

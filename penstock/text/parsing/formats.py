@@ -1,6 +1,6 @@
-"""How a model family writes calls and reasoning: what others need to know of it beforehand.
+"""Describes how a model family writes calls and reasoning.
 
-The renderer and the grammar compiler use these; the parsers themselves read the output.
+The renderer and the grammar compiler use these descriptions. Parsers read the output itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class CallShape:
-    """The call of the tool `name` as text: `prefix`, then JSON that satisfies `schema`, then
-    `suffix`."""
+    """A call of the tool `name` as text: `prefix`, JSON that satisfies `schema`, `suffix`."""
 
     name: str
     prefix: str
@@ -32,11 +31,11 @@ class CallShape:
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """What an output that must be calls looks like: `begin`, one of `calls`, then, if `parallel`,
-    any number of `separator` and one of `calls` again, then `end`.
+    """The form of an output that must be calls.
 
-    `special` names the tokens within these texts that may be special ones: where the tokenizer
-    has such a token, the text stands for that token and not for its characters.
+    It is `begin`, one of `calls`, any number of `separator` and one of `calls` if `parallel`, then
+    `end`. `special` names texts in it that may be special tokens. If the tokenizer has such a
+    token, the text means that token, not its characters.
     """
 
     begin: str
@@ -49,12 +48,12 @@ class CallGrammar:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How reasoning is framed.
+    """How reasoning is delimited.
 
-    `start` and `end` are the markers; some families have others that mean the same. `closing` ends
-    the reasoning gracefully where a budget is spent: generation goes on after it with the answer.
-    `answer_prefix` is what the model writes between `end` and the answer itself, beyond white space
-    (harmony's header of a message).
+    `start` and `end` are the markers; some families have others with the same meaning. `closing`
+    ends the reasoning gracefully when a budget is spent: generation continues with the answer.
+    `answer_prefix` is what the model writes between `end` and the answer, beyond white space
+    (harmony's message header).
     """
 
     start: str

@@ -1,7 +1,8 @@
-"""OpenAI's harmony format (gpt-oss): an output is a row of messages, each with a header.
+"""Parses OpenAI's harmony format (gpt-oss): a sequence of messages, each with a header.
 
-`<|channel|>analysis<|message|>...<|end|>` is reasoning, the channel `final` is the answer, and a
-message in `commentary` to `functions.name` is a call. Commentary to nobody is meant for the user.
+`<|channel|>analysis<|message|>...<|end|>` is reasoning, and the channel `final` is the answer. A
+message in `commentary` to `functions.name` is a call. Commentary without a recipient is meant for
+the user.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ FORMAT = ReasoningFormat(
 
 
 class Harmony(ToolFormat):
-    """Reads the whole output, reasoning included; calls only if tools were offered.
+    """Reads the whole output, including reasoning; calls only if tools were offered.
 
-    A message whose header names no channel is in the same one as the message before it; text that
-    has no header at all is the answer. A header that never ends counts for what it has said.
+    A message without a channel continues the channel of the previous message. Text without a header
+    is the answer. An unfinished header counts for what it contains.
     """
 
     markers = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
-    _name = ""  # the tool that the message at hand calls
-    _channel = "final"  # of the message at hand
+    _name = ""  # tool that the current message calls
+    _channel = "final"  # of the current message
 
     def parse(self, stream: TextStream, out: Emitter) -> Steps[None]:
-        """The prompt ends with `<|start|>assistant`, so the output begins within a header."""
+        """The prompt ends with `<|start|>assistant`, so the output begins inside a header."""
         while True:
             stream.record()
             try:
                 marker = yield from self._read_header(stream)
             except Malformed:
-                marker = ""  # what comes next is text already
+                marker = ""  # text follows
             except Truncated:
                 text = stream.stop_recording() + stream.take_rest()
                 is_cut = not stream.is_whole and (
@@ -64,7 +65,7 @@ class Harmony(ToolFormat):
                     or any(marker.startswith(text.strip()) for marker in self.markers)
                 )
                 if not is_cut and not any(marker in text for marker in self.markers):
-                    self._say(out, text)  # else it is the beginning of a header
+                    self._say(out, text)  # otherwise it begins a header
                 return
             header = stream.stop_recording().removesuffix(marker)
             if not marker and header.endswith(CHANNEL):
@@ -75,7 +76,7 @@ class Harmony(ToolFormat):
                 return
 
     def _read_header(self, stream: TextStream) -> Steps[str]:
-        """Read a header and the marker that ends it, which should be that of a message."""
+        """Read a header and its end marker, which should be that of a message."""
         yield from stream.skip_space()
         yield from stream.accept(START)
         while True:
@@ -88,7 +89,7 @@ class Harmony(ToolFormat):
     ) -> Steps[None]:
         if channel := _CHANNEL.search(header):
             self._channel = channel["name"] or channel["bare"]
-        if marker != MESSAGE:  # what else the header holds was meant to be the message
+        if marker != MESSAGE:  # the rest of the header was meant as the message
             text = _CHANNEL.sub("", header, count=1) if channel else _ROLE.sub("", header)
             self._say(out, _MARKERS.sub("", text))
         if marker in ENDS:
@@ -107,7 +108,7 @@ class Harmony(ToolFormat):
             _put_back_start(stream, end)
 
     def _say(self, out: Emitter, text: str) -> None:
-        """Text outside of messages belongs to the channel at hand."""
+        """Emit text outside of messages. It belongs to the current channel."""
         if self._channel in FOR_THE_USER:
             out.content(text)
         elif text:
@@ -116,7 +117,7 @@ class Harmony(ToolFormat):
             out.end_reasoning()
 
     def _called(self, header: str) -> str | None:
-        """The tool that a message with this header is addressed to."""
+        """The tool that a message with this header calls."""
         recipient = _RECIPIENT.search(header)
         if recipient is None or not self._tools:
             return None
@@ -126,7 +127,7 @@ class Harmony(ToolFormat):
     def _read_call(self, stream: TextStream, out: Emitter, name: str) -> Steps[None]:
         self._name = name
         yield from self._attempt(stream, out, "")
-        # Nothing, if all is well.
+        # Empty in well-formed output.
         marker = yield from stream.until((*ENDS, START), out.content, cut_markers=self.markers)
         _put_back_start(stream, marker)
 
@@ -144,6 +145,6 @@ class Harmony(ToolFormat):
 
 
 def _put_back_start(stream: TextStream, marker: str | None) -> None:
-    """A message that begins ends the one before it, even if that was left open."""
+    """A new message ends the previous one, even if that was left open."""
     if marker == START:
         stream.put_back(START)

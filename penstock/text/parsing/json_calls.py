@@ -1,4 +1,4 @@
-"""Calls written as JSON: by an object with name and arguments, or by a name followed by them."""
+"""Reads calls written as JSON: an object with name and arguments, or a name, then arguments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _object_within(text: str) -> str:
 def read_named_call(
     stream: TextStream, out: Emitter, name: str, ends: tuple[str, ...], call_id: str | None = None
 ) -> Steps[None]:
-    """The arguments of a call whose name is known. None at all before one of `ends` is `{}`."""
+    """The arguments of a call with a known name. No arguments before one of `ends` mean `{}`."""
     name = check_name(name)
     yield from stream.skip_space()
     if ends and (yield from stream.next_is(*ends)) is not None:
@@ -69,16 +69,16 @@ def read_named_call(
 def read_call_object(
     stream: TextStream, out: Emitter, known_names: Collection[str] | None = None
 ) -> Steps[None]:
-    """A call as one object, its keys in any order.
+    """A call as one object, with its keys in any order.
 
-    With `known_names`, an object that names no other function, or shows by its keys that it is
+    With `known_names`, an object that names another function, or whose keys show that it is
     something else, is Malformed as soon as that is certain.
     """
     name: str | None = None
     call_id: str | None = None
-    early_arguments: str | None = None  # they came before the name
+    early_arguments: str | None = None  # arguments before the name
     started = False
-    is_within = False  # in an object that stands under `function`, which holds no other
+    is_within = False  # inside an object under `function`, which does not nest
 
     def start() -> None:
         nonlocal started

@@ -1,5 +1,7 @@
-"""Families whose calls are JSON between markers: hermes, llama3_json, granite, mistral,
-deepseek_v3, kimi_k2; and the bare array that tool_choice falls back on."""
+"""Families whose calls are JSON between markers, and the bare array for tool_choice.
+
+These are hermes, llama3_json, granite, mistral, deepseek_v3 and kimi_k2.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from penstock.text.parsing.json_calls import (
 from penstock.text.parsing.stream import Steps, TextStream
 from penstock.text.parsing.tool_format import ToolFormat, UnmarkedFormat
 
-# Keywords by which a schema may say what properties there are.
+# Schema keywords that may define properties.
 ARGUMENTS = frozenset(
     (
         "$dynamicRef", "$ref", "additionalProperties", "allOf", "anyOf", "const", "enum", "if",
@@ -50,14 +52,14 @@ class Hermes(ToolFormat):
         cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
     ) -> CallGrammar | None:
         calls = object_shapes(tools, "arguments", "<tool_call>\n", "\n</tool_call>")
-        # A model that was not trained on calls writes a line break after one because text goes on
-        # like that, and then would have to call again.
+        # A model that was not trained on calls writes a line break after one, because text
+        # continues like that. It would then have to call again.
         separator = "\n" if "<tool_call>" in chat_template else ""
         return CallGrammar("", calls, separator, "", parallel, cls.markers)
 
 
 class BareJson(UnmarkedFormat):
-    """`[{"name": ..., "parameters": {...}}, ...]`, or one such object, and nothing before it."""
+    """`[{"name": ..., "parameters": {...}}, ...]`, or one such object, with nothing before it."""
 
     openings = ("{", "[")
     name_begun = re.compile(r'"(?:name|function)"\s*:\s*"([^"]*)\Z')
@@ -79,8 +81,10 @@ class BareJson(UnmarkedFormat):
 
 
 class Llama3Json(BareJson):
-    """`{"name": ..., "parameters": {...}}`, several with `; ` between. `<|python_tag|>` may come
-    first, and then there may be text before it."""
+    """`{"name": ..., "parameters": {...}}`, several separated by `; `.
+
+    `<|python_tag|>` may come first, and then text may precede it.
+    """
 
     begins = ("<|python_tag|>",)
     markers = ("<|python_tag|>",)
@@ -112,8 +116,11 @@ class Granite(ToolFormat):
 
 
 class Mistral(ToolFormat):
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and from tokenizer v11 on
-    `[TOOL_CALLS]name[ARGS]{...}` for each call, with `[CALL_ID]id` after the name in some."""
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, in tokenizers before v11.
+
+    From v11 on, each call is `[TOOL_CALLS]name[ARGS]{...}`, in some versions with `[CALL_ID]id`
+    after the name.
+    """
 
     begins = ("[TOOL_CALLS]",)
     markers = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
@@ -133,7 +140,7 @@ class Mistral(ToolFormat):
 
     @staticmethod
     def new_call_id() -> str:
-        """Mistral's templates refuse any but nine letters and digits."""
+        """Mistral's templates accept only nine letters and digits."""
         alphabet = string.ascii_letters + string.digits
         return "".join(secrets.choice(alphabet) for _ in range(9))
 
@@ -149,8 +156,10 @@ class Mistral(ToolFormat):
 
 
 class SectionedFormat(ToolFormat):
-    """A section of calls, each with an end. `markers` are those of the section's beginning and a
-    call's, what stands before the arguments, the call's end and the section's."""
+    """A section of calls, each with an end marker.
+
+    `markers` are, in order: section start, call start, arguments start, call end, section end.
+    """
 
     def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         section, call, _, call_end, section_end = self.markers
@@ -166,12 +175,14 @@ class SectionedFormat(ToolFormat):
 
     @abstractmethod
     def _read_call(self, stream: TextStream, out: Emitter) -> Steps[None]:
-        """Read a call whose marker was just read, and the space behind it."""
+        """Read a call after its marker and the white space behind it."""
 
 
 class DeepSeekV3(SectionedFormat):
-    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, the arguments fenced as json; V3.1 writes
-    `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}`."""
+    """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, then arguments fenced as json.
+
+    V3.1 writes `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}`.
+    """
 
     begins = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
     markers = (*begins, "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
@@ -206,7 +217,7 @@ class DeepSeekV3(SectionedFormat):
 class KimiK2(SectionedFormat):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`.
 
-    The text before the arguments is the call's id, which the model wants to see again.
+    The text before the arguments is the call's id, which the model expects in later turns.
     """
 
     begins = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
@@ -247,7 +258,7 @@ class KimiK2(SectionedFormat):
 def object_shapes(
     tools: Sequence[Tool], arguments_key: str, before: str = "", after: str = ""
 ) -> tuple[CallShape, ...]:
-    """A shape for each tool: an object with its name and its arguments."""
+    """One shape per tool: an object with its name and arguments."""
     return tuple(
         CallShape(
             tool.name,
@@ -260,7 +271,7 @@ def object_shapes(
 
 
 def named_shapes(tools: Sequence[Tool], prefix: str, suffix: str) -> tuple[CallShape, ...]:
-    """A shape for each tool: its name in place of `{name}`, then its arguments."""
+    """One shape per tool: its name in place of `{name}`, then its arguments."""
     return tuple(
         CallShape(tool.name, prefix.replace("{name}", tool.name), arguments_schema(tool), suffix)
         for tool in tools
@@ -268,7 +279,7 @@ def named_shapes(tools: Sequence[Tool], prefix: str, suffix: str) -> tuple[CallS
 
 
 def arguments_schema(tool: Tool) -> Mapping[str, Any]:
-    """A tool's schema. One that names no arguments takes none, unless it says otherwise."""
+    """A tool's schema. Without declared arguments, it takes none unless it says otherwise."""
     if ARGUMENTS.isdisjoint(tool.parameters):
         return {"type": "object", **tool.parameters, "properties": {}}
     return tool.parameters

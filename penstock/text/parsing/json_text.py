@@ -1,4 +1,4 @@
-"""JSON read as it arrives: checked, and passed on piece by piece."""
+"""Reads JSON as it arrives: checks it, and passes it on piece by piece."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ MAX_DEPTH = 64
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SCALAR_END = re.compile(r"[\s,\]}]")
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
-_MAX_SCALAR = 400  # characters: longer ones are no numbers that anyone reads
+_MAX_SCALAR = 400  # characters; longer numbers are not useful
 _ESCAPES = 'nrtbf/\\"'
 
 
 def to_json(value: Any) -> str:
-    """Readable JSON that can be encoded whatever strings hold."""
+    """Readable JSON that can be encoded, whatever its strings contain."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which a model has escaped
+    except UnicodeEncodeError:  # a lone surrogate that a model escaped
         return json.dumps(value)
     return text
 
 
 def load_json(text: str) -> Any:
-    """The value of JSON that is there as a whole; ValueError where `read_value` would refuse it.
+    """Parse complete JSON. Raises ValueError for what `read_value` refuses.
 
-    That is also for NaN and numbers beyond a float's range, which Python reads and JSON lacks, and
-    for nesting that others might not be able to write again.
+    This includes NaN and numbers beyond a float's range, which Python reads but JSON lacks, and
+    nesting too deep for other writers.
     """
     try:
         value = json.loads(text, strict=False)
@@ -53,9 +53,9 @@ def _parts(value: Any) -> Collection[Any]:
 
 
 def read_value(stream: TextStream, sink: Sink, depth: int = 0) -> Steps[None]:
-    """Read one JSON value and pass its text on. Malformed where it is none.
+    """Read one JSON value and pass its text on. Raises Malformed for anything else.
 
-    Control characters within strings, which JSON forbids and models write, are passed on escaped.
+    Control characters in strings, which JSON forbids but models write, are passed on escaped.
     """
     sink((yield from stream.skip_space()))
     char = yield from stream.next_char()
@@ -104,7 +104,7 @@ def _read_string(stream: TextStream, sink: Sink) -> Steps[None]:
         elif char < " ":
             sink(json.dumps(stream.take(1))[1:-1])
         else:
-            sink(stream.take_match(_PLAIN))  # what of it is there already
+            sink(stream.take_match(_PLAIN))  # the part that has arrived
 
 
 def _read_escape(stream: TextStream, sink: Sink) -> Steps[None]:
@@ -156,7 +156,7 @@ def read_whole_value(stream: TextStream) -> Steps[Any]:
 
 
 def read_object_keys(stream: TextStream, on_key: Callable[[str], Steps[None]]) -> Steps[None]:
-    """Read an object. `on_key` is called at each key's value, which it must read."""
+    """Read an object. `on_key` is called at each key's value, and must read it."""
     yield from stream.expect("{")
     yield from stream.skip_space()
     if (yield from stream.accept("}")):

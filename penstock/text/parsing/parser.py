@@ -1,8 +1,8 @@
-"""Parsers of model output: the interface, their names, and which one a chat template needs.
+"""The interface of output parsers, their names, and the parser for each request.
 
-An output is some reasoning, then content and tool calls. Each family has its own way to write
-them; a parser turns text, as it arrives, into typed deltas. How the text is split into pieces
-makes no difference to what the deltas add up to.
+An output is reasoning, then content and tool calls. Each family writes them in its own way. A
+parser turns text, as it arrives, into typed deltas. How the text is split into pieces does not
+affect the sum of the deltas.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _HERE = "penstock.text.parsing"
-HARMONY = "openai"  # reads reasoning and calls together: a format of messages, not of markers
+HARMONY = "openai"  # reads reasoning and calls together: messages, not markers
 
 TOOL_PARSERS: Mapping[str, str] = {
     "deepseek_v3": "json_families:DeepSeekV3",
@@ -70,26 +70,26 @@ REASONING_PARSERS: Mapping[str, str] = {
 
 
 class OutputParser(Protocol):
-    """Parses one output (one completion); made anew for each."""
+    """Parses one output (one completion). Each output needs a new parser."""
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts that this parser must see although they may be special tokens."""
+        """Texts that this parser must see even if they are special tokens."""
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """How many of the tokens fed so far were reasoning; its markers do not count."""
+        """Reasoning tokens so far, without the markers."""
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Delta]:
-        """What became certain with `text`, which the detokenizer gave for `token_ids`.
+        """The deltas that became certain with `text`, the detokenizer's output for `token_ids`.
 
         Either may be empty: text may come later than its tokens.
         """
 
     def finish(self, is_whole: bool = False) -> list[Delta]:
-        """What was held back, as the output has ended. Nothing may be fed after it.
+        """The rest of the deltas, after the output's end. Nothing may be fed afterwards.
 
-        A call that is not complete is malformed if the output `is_whole`, and else cut off.
+        An incomplete call is malformed if the output `is_whole`, otherwise it is cut off.
         """
 
 
@@ -97,17 +97,17 @@ class OutputParser(Protocol):
 class ParserContext:
     """What is known about a request besides its output.
 
-    `prompt` is the rendered prompt, or its last lines: it says whether the template has opened
-    the reasoning already. `continued` is the unfinished assistant message at the prompt's end that
-    the output goes on with. `token_bytes` gives the bytes that a token adds to the text fed (none
-    for a hidden token); without it, reasoning tokens are counted by the share of text.
+    `prompt` is the rendered prompt, or its last lines: it shows whether the template opened the
+    reasoning. `continued` is the unfinished assistant message at the prompt's end that the output
+    continues. `token_bytes` returns the bytes that a token adds to the text (none for a hidden
+    token). Without it, reasoning tokens are estimated by the share of text.
     """
 
     prompt: str = ""
     continued: str = ""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     token_bytes: Callable[[int], bytes] | None = None
-    new_call_id: Callable[[], str] | None = None  # for tests; else the family's own way
+    new_call_id: Callable[[], str] | None = None  # for tests; else the family's own
 
 
 def make_output_parser(
@@ -119,13 +119,13 @@ def make_output_parser(
     enforced: bool = False,
     is_free: bool = True,
 ) -> OutputParser:
-    """The parser for one output. Names are those of REASONING_PARSERS and TOOL_PARSERS.
+    """The parser of one output. Names are those of REASONING_PARSERS and TOOL_PARSERS.
 
-    Without `tools_offered` nothing is taken for a call. `enforced` says that the output follows
-    `call_grammar(tools, ...)` (tool_choice required or named), which for some families is not
-    the form they write by themselves. Unless the answer `is_free`, but held to some form, all of it
-    is content: reasoning does not come again in it. ConfigError for names that do not exist or do
-    not go together.
+    Without `tools_offered`, nothing is parsed as a call. `enforced` means that the output follows
+    `call_grammar(tools, ...)` (tool_choice required or named). For some families that is not their
+    native format. An answer that is not `is_free`, but constrained to a format, is all content: it
+    contains no further reasoning. Raises ConfigError for unknown names and for parsers that do not
+    work together.
     """
     check_names(reasoning, tools)
     context = context or ParserContext()
@@ -145,7 +145,7 @@ def make_output_parser(
 
 
 def check_names(reasoning: str | None, tools: str | None) -> None:
-    """ConfigError unless there are parsers of these names that work together."""
+    """Raise ConfigError unless parsers of these names exist and work together."""
     if reasoning is not None and reasoning not in REASONING_PARSERS:
         raise ConfigError(
             f"there is no reasoning parser {reasoning!r}: it must be one of "
@@ -166,11 +166,11 @@ def check_names(reasoning: str | None, tools: str | None) -> None:
 def call_grammar(
     tools: str, tools_offered: Sequence[Tool], parallel: bool, chat_template: str = ""
 ) -> CallGrammar:
-    """What the output must look like where a call is required; one named tool: offer only it.
+    """The form of an output that must be a call. To require one tool, offer only that tool.
 
-    Where reasoning comes first, this holds from its end on. Families that have dialects (mistral,
-    deepseek_v3) look into `chat_template`. Families that do not write JSON (pythonic, qwen3_coder,
-    glm45, minimax_m2) are held to a JSON array of objects with name and parameters, which
+    After reasoning, it applies from the end of the reasoning on. Families with dialects (mistral,
+    deepseek_v3) look at `chat_template`. Families that do not write JSON (pythonic, qwen3_coder,
+    glm45, minimax_m2) must write a JSON array of objects with name and parameters, which
     `make_output_parser(enforced=True)` reads.
     """
     check_names(None, tools)
@@ -182,25 +182,27 @@ def call_grammar(
 
 
 def writes_json(tools: str) -> bool:
-    """Whether the family's own calls have their arguments as JSON."""
+    """Whether the family's native calls have JSON arguments."""
     return _tool_format(tools).grammar((), parallel=True) is not None
 
 
 def reasoning_format(reasoning: str, chat_template: str = "") -> ReasoningFormat:
-    """The markers of the reasoning parser called `reasoning`; granite has dialects, which
-    `chat_template` tells apart."""
+    """The markers of the parser `reasoning`.
+
+    granite has dialects, which `chat_template` distinguishes.
+    """
     found = _reasoning(reasoning)
     return found if isinstance(found, ReasoningFormat) else found.format(chat_template)
 
 
 def thinking_is_open(reasoning: str, context: ParserContext) -> bool:
-    """Whether the prompt has begun the reasoning, so that the output starts in its middle."""
+    """Whether the prompt opened the reasoning, so that the output starts inside it."""
     found = _reasoning(reasoning)
     return not isinstance(found, ReasoningFormat) and _is_open(found, context)
 
 
 def _reasoning(name: str) -> ReasoningTags | ReasoningFormat:
-    """Markers; or only their description, for harmony, which has a parser of its own."""
+    """The markers; for harmony, which has its own parser, only their description."""
     check_names(name, None)
     found: ReasoningTags | ReasoningFormat = _load(REASONING_PARSERS[name])
     return found
@@ -221,7 +223,7 @@ def _load(place: str) -> Any:
 
 
 class ContentParser:
-    """Where there is neither reasoning nor a call to look for: all is content."""
+    """Without reasoning and calls: everything is content."""
 
     markers: frozenset[str] = frozenset()
     num_reasoning_tokens = 0
@@ -234,7 +236,7 @@ class ContentParser:
 
 
 class StreamParser:
-    """Runs a reasoning format and then a tool format over one stream."""
+    """Runs a reasoning format, then a tool format over one stream."""
 
     def __init__(
         self,
@@ -247,9 +249,9 @@ class StreamParser:
         self._token_bytes = context.token_bytes
         self._stream = TextStream()
         self._out = Emitter(self._stream, context.new_call_id or tools.new_call_id)
-        self._token_offsets: list[int] = []  # in bytes: where in the text each token begins
+        self._token_offsets: list[int] = []  # in bytes: start of each token in the text
         self._num_bytes_fed = 0
-        self._num_reasoning_tokens = 0  # of spans that are over
+        self._num_reasoning_tokens = 0  # of finished spans
         self._steps = self._parse(reasoning, tools, context, is_free)
 
     def _parse(

@@ -1,4 +1,4 @@
-"""Calls written in Python: `[get_weather(city="Paris"), get_time()]`. Llama 3.2 and 4."""
+"""Parses calls written in Python: `[get_weather(city="Paris"), get_time()]`. Llama 3.2 and 4."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 class Pythonic(UnmarkedFormat):
-    """A list of calls with keyword arguments that are literals, at the output's beginning or
-    between `<|python_start|>` and `<|python_end|>`."""
+    """A list of calls with keyword arguments that are literals.
+
+    It is at the beginning of the output or between `<|python_start|>` and `<|python_end|>`.
+    """
 
     openings = ("[",)
     name_begun = re.compile(r"[\[,]\s*([\w.\-]*)\Z")
@@ -81,7 +83,7 @@ def _read_keywords(stream: TextStream, out: Emitter) -> Steps[None]:
 
 
 def _json_literal(text: str) -> object:
-    """JSON's own words, which models write among Python's."""
+    """JSON's literals, which models mix with Python's."""
     words = {"true": True, "false": False, "null": None}
     if text in words:
         return words[text]
@@ -114,7 +116,7 @@ def _read_literal(stream: TextStream) -> Steps[str]:
 
 
 def _read_quoted(stream: TextStream) -> Steps[str]:
-    """A string with its quotes. A line break in it is written as an escape."""
+    """A string with its quotes. Line breaks in it become escapes."""
     quote = yield from stream.expect('"""', "'''", '""', "''", '"', "'")
     if len(quote) == 2:
         return quote

@@ -1,7 +1,7 @@
-"""Reasoning between markers: before the answer, and again within it.
+"""Parses reasoning between markers: before the answer, and again within it.
 
-Whether the output begins within the reasoning depends on the family and on the prompt: many
-templates write the opening marker themselves, or write both where thinking is off.
+Whether the output begins inside the reasoning depends on the family and the prompt. Many templates
+write the opening marker themselves, or write both if thinking is off.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ FENCE = "```"
 class ReasoningTags:
     """One family's markers.
 
-    `starts` and `ends` are dialects, the usual one first; in `closing`, which ends the reasoning
-    where a budget is spent, `{}` stands for the dialect's end. `begins_open` says that the output
-    starts within the reasoning unless the prompt shows otherwise, and `open_by` names template
-    arguments that make it so where the prompt is not known. `frame` encloses the answer.
+    `starts` and `ends` are dialects, the usual one first. `closing` ends the reasoning when a
+    budget is spent; `{}` in it is the dialect's end. `begins_open` means that the output starts
+    inside the reasoning unless the prompt shows otherwise. `open_by` names template arguments that
+    have this effect if the prompt is unknown. `frame` encloses the answer.
     """
 
     starts: tuple[str, ...]
@@ -41,7 +41,7 @@ class ReasoningTags:
         return frozenset((*self.starts, *self.ends, *self.frame))
 
     def format(self, chat_template: str = "") -> ReasoningFormat:
-        """In the dialect that `chat_template` asks for, if it shows one."""
+        """The format in the dialect that `chat_template` uses, if it shows one."""
         shown = (at for at, start in enumerate(self.starts) if start in chat_template)
         at = next(shown, 0)
         return ReasoningFormat(
@@ -53,7 +53,7 @@ class ReasoningTags:
         )
 
     def is_open(self, prompt: str, continued: str, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the output starts within the reasoning."""
+        """Whether the output starts inside the reasoning."""
         if continued:
             last_start = max(continued.rfind(start) for start in self.starts)
             return last_start > max(continued.rfind(end) for end in self.ends)
@@ -69,7 +69,7 @@ class ReasoningTags:
     def parse(
         self, stream: TextStream, out: Emitter, is_open: bool, tools: ToolFormat
     ) -> Steps[bool]:
-        """Read the reasoning before the answer, if there is any: whether `frame` has begun then."""
+        """Read the reasoning before the answer, if any. Returns whether `frame` has begun."""
         space = yield from stream.skip_space()
         started = yield from stream.accept(*self.starts)
         if started is None and not is_open:
@@ -85,7 +85,7 @@ class ReasoningTags:
         return is_framed
 
     def think(self, stream: TextStream, out: Emitter, tools: ToolFormat) -> Steps[None]:
-        """Read reasoning that has begun, up to its end and over that."""
+        """Read reasoning that has begun, up to and including its end marker."""
         out.begin_reasoning()
         while True:
             marker = yield from stream.until((*self.ends, *tools.begins), out.reasoning)
@@ -97,16 +97,14 @@ class ReasoningTags:
             yield from tools.attempt_in_reasoning(stream, out, marker, self.ends)
 
     def later(self, tools: ToolFormat, is_free: bool, is_framed: bool) -> Interludes:
-        """What may interrupt the answer: nothing but the frame's end, unless it `is_free`."""
+        """What may interrupt the answer: only the frame's end, unless it `is_free`."""
         return LaterReasoning(self, tools, is_free, is_framed)
 
 
 class LaterReasoning(Interludes):
-    """Reasoning that comes again after the answer has begun, if the answer `is_free` to hold any;
-    and what closes the answer's frame.
+    """Reasoning after the answer has begun, if the answer `is_free`, and the frame's end.
 
-    A start marker that is only spoken of is text: one right after a quotation mark, or in a block
-    of code.
+    A start marker that is only mentioned is text: one after a quotation mark, or in a code block.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class LaterReasoning(Interludes):
     ) -> None:
         self._tags = tags
         self._tools = tools
-        self._start = tags.starts[0]  # other dialects begin with words that an answer may hold
+        self._start = tags.starts[0]  # other dialects start with words that an answer may contain
         self._in_code = False
         quoted = [f"{quote}{self._start}" for quote in QUOTES]
         later = (self._start, FENCE, *quoted) if is_free else ()

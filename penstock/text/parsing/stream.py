@@ -1,8 +1,7 @@
-"""Text that arrives in pieces, read as if it were whole.
+"""Reads text that arrives in pieces as if it were complete.
 
-Parsers are generators: they `yield` where they need text that has not come yet, and go on when it
-has. They see characters only, never where one piece ended and the next began, so that no split of
-a text can make a difference.
+Parsers are generators. They `yield` where they need text that has not arrived, and continue when it
+has. They see only characters, never the borders of pieces, so splitting cannot affect the result.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ _SPACE = re.compile(r"\s*")
 
 
 class Malformed(Exception):
-    """What looked like a call is none."""
+    """What looked like a call is not one."""
 
 
 class Truncated(Exception):
-    """The output ended where more had to come."""
+    """The output ended too early."""
 
 
 class TextStream:
-    """The text of one output. `ended` once no more will come, `is_whole` if no more would have.
+    """The text of one output. `ended`: no more will come. `is_whole`: it was not cut off.
 
-    From `record()` on, what is read is kept, so that it can become text again.
+    From `record()` on, text that is read is kept, so that it can become content again.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class TextStream:
         self.is_whole = False
         self.num_bytes_read = 0
         self._text = ""
-        self._at = 0  # what comes before has been read
+        self._at = 0  # position of the next character
         self._recorded: list[str] | None = None
 
     def push(self, text: str) -> None:
@@ -50,7 +49,7 @@ class TextStream:
         self._recorded = list(already_read)
 
     def stop_recording(self) -> str:
-        """What was read since `record()`."""
+        """The text read since `record()`."""
         recorded, self._recorded = "".join(self._recorded or ()), None
         return recorded
 
@@ -59,7 +58,7 @@ class TextStream:
         return len(self._text) - self._at
 
     def take(self, count: int) -> str:
-        """The next `count` characters, which must be there."""
+        """Read the next `count` characters, which must have arrived."""
         text = self._text[self._at : self._at + count]
         self._at += count
         self.num_bytes_read += len(text) if text.isascii() else len(text.encode())
@@ -68,12 +67,12 @@ class TextStream:
         return text
 
     def take_rest(self) -> str:
-        """All that is there."""
+        """Read everything that has arrived."""
         return self.take(self._num_unread)
 
     def put_back(self, text: str) -> None:
-        """Unread `text`, which must be what was taken last."""
-        if len(text) > self._at:  # more has come since some of it was taken
+        """Unread `text`, which must be what was read last."""
+        if len(text) > self._at:  # more has arrived since
             self._text, self._at = text + self._text[self._at :], len(text)
         self._at -= len(text)
         assert self._text.startswith(text, self._at)
@@ -82,7 +81,7 @@ class TextStream:
             self._recorded.pop()
 
     def take_match(self, pattern: re.Pattern[str]) -> str:
-        """As much of what is there as `pattern` matches; it must match the empty text."""
+        """Read as much as `pattern` matches. It must match the empty text."""
         match = pattern.match(self._text, self._at)
         assert match is not None
         return self.take(match.end() - match.start())
@@ -94,14 +93,14 @@ class TextStream:
         return self._text[self._at : self._at + count]
 
     def next_char(self) -> Steps[str]:
-        """The next character, unread. Truncated if there is none."""
+        """The next character, unread. Raises Truncated if there is none."""
         char = yield from self.peek()
         if not char:
             raise Truncated
         return char
 
     def skip_space(self) -> Steps[str]:
-        """Read white space; it is given back."""
+        """Read and return white space."""
         space = self.take_match(_SPACE)
         while not self._num_unread and not self.ended:
             yield
@@ -116,19 +115,19 @@ class TextStream:
         return max(fitting, key=len, default=None)
 
     def _ends_within(self, literal: str) -> bool:
-        """Whether the text so far ends before `literal` does, and fits it."""
+        """Whether the unread text is a proper prefix of `literal`."""
         return self._num_unread < len(literal) and literal.startswith(self._text[self._at :])
 
     def accept(self, *literals: str) -> Steps[str | None]:
-        """Read the longest of `literals` that comes next, if any does."""
+        """Read the longest of `literals` that comes next, if any."""
         literal = yield from self.next_is(*literals)
         if literal is not None:
             self.take(len(literal))
         return literal
 
     def pass_over(self, *literals: str) -> Steps[None]:
-        """The same. Truncated if the output ends within it."""
-        yield from self.next_is(*literals)  # so that as much is there as it takes to tell
+        """Read one of `literals` if it comes next. Truncated if the output ends within it."""
+        yield from self.next_is(*literals)  # wait until the text suffices to tell
         if self._num_unread and any(map(self._ends_within, literals)):
             raise Truncated
         yield from self.accept(*literals)
@@ -141,8 +140,10 @@ class TextStream:
         return is_cut
 
     def expect(self, *literals: str) -> Steps[str]:
-        """Read one of `literals`. Malformed if something else comes, Truncated if the output ends
-        within it."""
+        """Read one of `literals`.
+
+        Raises Malformed if something else comes, Truncated if the output ends within it.
+        """
         literal = yield from self.accept(*literals)
         if literal is None:
             if (yield from self.goes_on_with(*literals)):
@@ -152,7 +153,7 @@ class TextStream:
         return literal
 
     def goes_on_with(self, *literals: str) -> Steps[bool]:
-        """Whether one of `literals` comes next, or the output ends before that can be told."""
+        """Whether one of `literals` comes next, or the output ends before that is certain."""
         literal = yield from self.next_is(*literals)
         return literal is not None or any(map(self._ends_within, literals))
 
@@ -163,11 +164,11 @@ class TextStream:
         drop_partial: bool = False,
         cut_markers: Sequence[str] = (),
     ) -> Steps[str | None]:
-        """Read up to the first of `markers` and over it, passing what comes before to `sink`.
+        """Read up to and including the first of `markers`, and pass the text before it to `sink`.
 
-        Returns the marker, or None if the output ends without one; where it ends within one, that
-        is text, unless `drop_partial`. Of markers at the same place the longest counts. The
-        beginning of one of `cut_markers` is dropped, too, at the end of an output that was cut off.
+        Returns the marker, or None if the output ends without one. If it ends within a marker, that
+        is text, unless `drop_partial`. The longest marker at a position counts. At the end of an
+        output that was cut off, the beginning of one of `cut_markers` is dropped as well.
         """
         pattern, prefixes, longest = _compile(tuple(markers))
         while True:
@@ -190,8 +191,10 @@ class TextStream:
             yield
 
     def text_before(self, markers: Sequence[str]) -> Steps[str]:
-        """Read as much of the text before the first of `markers` as is there, at least a character;
-        empty if one of them comes next, or the output has ended."""
+        """Read the text before the first of `markers` as far as it has arrived.
+
+        At least one character; empty if a marker comes next or the output has ended.
+        """
         pattern, prefixes, longest = _compile(tuple(markers))
         while True:
             match = pattern.search(self._text, self._at)
@@ -205,10 +208,10 @@ class TextStream:
             yield
 
     def read_until(self, markers: Sequence[str]) -> Steps[tuple[str, str]]:
-        """A short text, such as a name, and the marker that ends it.
+        """Read a short text, such as a name, and the marker that ends it.
 
-        Malformed if there is none within `MAX_SHORT` characters or a few more, Truncated if the
-        output ends first; neither reads anything.
+        Raises Malformed if there is none within about `MAX_SHORT` characters, Truncated if the
+        output ends first. Neither reads anything.
         """
         pattern, prefixes, longest = _compile(tuple(markers))
         while True:
@@ -226,14 +229,16 @@ class TextStream:
             yield
 
     def _partial(self, prefixes: re.Pattern[str], longest: int) -> re.Match[str] | None:
-        """The end of what is there, if it may be the beginning of a marker."""
+        """The end of the text, if it may be the beginning of a marker."""
         return prefixes.search(self._text, max(self._at, len(self._text) - longest))
 
 
 @lru_cache(maxsize=256)
 def _compile(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], int]:
-    """What finds a marker; what finds the longest end of a text that could grow into one; and how
-    many characters the longest marker has."""
+    """A pattern for a marker, a pattern for a text's end that may begin one, and a length.
+
+    The length is that of the longest marker.
+    """
     longest_first = sorted(markers, key=len, reverse=True)
     whole = "|".join(map(re.escape, longest_first)) or r"(?!)"
     prefixes = {marker[:length] for marker in markers for length in range(1, len(marker))}

@@ -1,7 +1,7 @@
-"""Families that write calls in tags, a tag for each argument: qwen3_coder, glm45, minimax_m2.
+"""Families that write calls in tags, one per argument: qwen3_coder, glm45, minimax_m2.
 
-Values are plain text: what they mean is up to the tool's schema (`typed_values`). Where a call is
-enforced, these are held to a JSON array in place of their own format.
+Values are plain text; the tool's schema determines their types (`typed_values`). Enforced calls use
+a JSON array instead of the native format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.text.parsing.typed_values import ArgumentsWriter
 
 
 class TaggedFormat(ToolFormat):
-    """A call's arguments, each of which `argument` begins, up to the tag `call_end`."""
+    """A call's arguments, each after an `argument` tag, up to the tag `call_end`."""
 
     argument: ClassVar[str]
     call_end: ClassVar[str]
@@ -35,13 +35,15 @@ class TaggedFormat(ToolFormat):
 
     @abstractmethod
     def _read_argument(self, stream: TextStream, writer: ArgumentsWriter) -> Steps[None]:
-        """Read an argument whose tag was just read."""
+        """Read an argument after its tag."""
 
     def _read_value(
         self, stream: TextStream, writer: ArgumentsWriter, key: str, *closings: str
     ) -> Steps[None]:
-        """A closing tag ends a value only if another argument or the call's end follows: a value
-        may hold tags itself, such as a file that is to be written."""
+        """Read a value. Its closing tag counts only before another argument or the call's end.
+
+        A value may contain tags itself, such as a file to be written.
+        """
         next_tags = (self.argument, self.call_end)
         writer.begin_value(key)
         while True:
@@ -58,10 +60,12 @@ class TaggedFormat(ToolFormat):
 
 
 class Qwen3Coder(TaggedFormat):
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`, with
-    a line break on either side of each value that is not part of it."""
+    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
 
-    begins = ("<tool_call>", "<function=")  # the outer tag is sometimes left out
+    A line break on either side of each value is not part of it.
+    """
+
+    begins = ("<tool_call>", "<function=")  # the outer tag is sometimes missing
     markers = ("<tool_call>", "</tool_call>")
     argument, call_end = "<parameter=", "</function>"
 
@@ -103,8 +107,10 @@ class Glm45(TaggedFormat):
 
 
 class MiniMaxM2(TaggedFormat):
-    """`<minimax:tool_call><invoke name="name"><parameter name="key">value</parameter></invoke>
-    </minimax:tool_call>`, with an `invoke` for each call."""
+    """`<invoke name="name"><parameter name="key">value</parameter></invoke>`.
+
+    `<minimax:tool_call>` and its end tag enclose all calls, with an `invoke` for each.
+    """
 
     begins = ("<minimax:tool_call>",)
     markers = ("<minimax:tool_call>", "</minimax:tool_call>")

@@ -16,7 +16,7 @@ _NAME = re.compile(r"""[^\s<>{}()\[\]"'`|]{1,256}""")
 
 
 class Interludes:
-    """What may stand between parts of the content besides calls; here nothing."""
+    """What may come between parts of the content besides calls. Here: nothing."""
 
     markers: tuple[str, ...] = ()
 
@@ -28,8 +28,8 @@ class Interludes:
 class ToolFormat(ABC):
     """Reads content and calls in one family's format.
 
-    `begins` are the markers at which a call, or a section of calls, begins. `markers` are all
-    that may be special tokens.
+    `begins` are the markers of a call or a section of calls. `markers` are all markers that may be
+    special tokens.
     """
 
     begins: ClassVar[tuple[str, ...]] = ()
@@ -40,7 +40,7 @@ class ToolFormat(ABC):
         self.interludes = Interludes()
 
     def parse(self, stream: TextStream, out: Emitter) -> Steps[None]:
-        """Everything up to the output's end."""
+        """Parse up to the end of the output."""
         while True:
             markers = (*self.begins, *self.interludes.markers)
             own = (*self.begins, *self.markers)
@@ -55,10 +55,10 @@ class ToolFormat(ABC):
     def _attempt(
         self, stream: TextStream, out: Emitter, marker: str, promised: bool = True
     ) -> Steps[None]:
-        """Read what `marker` began. What is no call goes out as text, and the marker with it.
+        """Read what `marker` began. If it is not a call, it becomes text, including the marker.
 
-        Unless a call was `promised`, an output that holds none is nothing to complain about. What
-        `max_tokens` cut off is a call's beginning: no text, even if the call cannot be told yet.
+        Unless a call was `promised`, an output without one is not reported. What `max_tokens` cut
+        off is the beginning of a call. It is not text, even if the call is not certain yet.
         """
         stream.record(marker)
         try:
@@ -72,7 +72,7 @@ class ToolFormat(ABC):
                 return
             stream.take_rest()
             text = stream.stop_recording()
-            if stream.is_whole:  # it was not the client that cut the call off
+            if stream.is_whole:  # the client did not cut the call off
                 out.fail(text, "the output ends within it")
             elif not out.in_call and not self.may_begin_call(text):
                 out.content(text)
@@ -82,11 +82,11 @@ class ToolFormat(ABC):
     def attempt_in_reasoning(
         self, stream: TextStream, out: Emitter, marker: str, ends: tuple[str, ...]
     ) -> Steps[None]:
-        """Read what `marker` began within the reasoning, before one of `ends`, which are left.
+        """Read what `marker` began inside the reasoning, up to one of `ends`, which stay unread.
 
-        Models now and then forget to end their thinking before they call, and they also think
-        about calls. What is whole and of a tool that was offered is a call; anything else is
-        reasoning. What comes after a call still is.
+        Models sometimes forget to end their reasoning before they call, and they also reason about
+        calls. A complete call of an offered tool counts. Anything else is reasoning, and so is the
+        text after a call.
         """
         start = stream.num_bytes_read - len(marker.encode())
         thought = TextStream()
@@ -110,7 +110,7 @@ class ToolFormat(ABC):
         out.reasoning(rest)
 
     def may_begin_call(self, text: str) -> bool:
-        """Whether `text`, in which no call has begun and which goes on, can become one."""
+        """Whether `text`, in which no call has begun yet, can still become one."""
         return True
 
     @abstractmethod
@@ -121,7 +121,7 @@ class ToolFormat(ABC):
     def grammar(
         cls, tools: Sequence[Tool], parallel: bool, chat_template: str = ""
     ) -> CallGrammar | None:
-        """What calls look like; None where they are not JSON. `chat_template` tells dialects."""
+        """The form of calls; None if they are not JSON. `chat_template` shows the dialect."""
         return None
 
     @staticmethod
@@ -129,24 +129,24 @@ class ToolFormat(ABC):
         return f"call_{secrets.token_hex(12)}"
 
     def parameters_of(self, name: str) -> Mapping[str, Any]:
-        """The schema of a tool's arguments; empty for a tool that was not offered."""
+        """The schema of a tool's arguments; {} for a tool that was not offered."""
         tool = self._tools.get(name)
         return tool.parameters if tool is not None else {}
 
 
 class PlainText(ToolFormat):
-    """No calls: all is content."""
+    """No calls: everything is content."""
 
     def read_calls(self, stream: TextStream, out: Emitter, marker: str) -> Steps[None]:
         raise AssertionError("no marker begins a call")
 
 
 class UnmarkedFormat(ToolFormat):
-    """Calls that may come with no marker before them, at the output's beginning.
+    """Calls that may begin without a marker, at the start of the output.
 
-    Nothing then says that this is a call, so only tools that were offered can be called: anything
-    else is an answer. Calls begin with one of `openings`; `name_begun` finds the beginning of a
-    function's name at a text's end.
+    Since nothing marks a call, only offered tools can be called. Anything else is an answer. Calls
+    begin with one of `openings`; `name_begun` finds the beginning of a function's name at a text's
+    end.
     """
 
     openings: ClassVar[tuple[str, ...]]
@@ -164,7 +164,7 @@ class UnmarkedFormat(ToolFormat):
 
 
 def check_name(name: object) -> str:
-    """The name of a function. Malformed if it cannot be one."""
+    """The name of a function. Raises Malformed if it cannot be one."""
     if isinstance(name, str):
         name = name.strip()
         if _NAME.fullmatch(name) and name.isprintable():

@@ -1,4 +1,4 @@
-"""Arguments written as plain text, such as in XML: their JSON values by the tool's schema."""
+"""Converts arguments written as plain text, such as in XML, to JSON by the tool's schema."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.text.parsing.emitter import Emitter
 from penstock.text.parsing.json_text import load_json, to_json
 from penstock.text.parsing.stream import Malformed
 
-_MAX_LITERAL = 100_000  # characters of a Python literal, which is parsed all at once
+_MAX_LITERAL = 100_000  # characters of a Python literal, which is parsed at once
 _TYPES_OF = {
     str: "string", bool: "boolean", int: "integer", float: "number",
     list: "array", dict: "object", type(None): "null",
@@ -19,9 +19,9 @@ _TYPES_OF = {
 
 
 def allowed_types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """The JSON types that `schema` admits, as far as it says; empty where it does not.
+    """The JSON types that `schema` allows; empty if it does not say.
 
-    Looks at each part of the schema once, however often others refer to it.
+    It visits each part of the schema once, however often others refer to it.
     """
     types: set[str] = set()
     seen: set[int] = set()
@@ -64,7 +64,7 @@ def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """Where a `$ref` within the schema points to, or None."""
+    """The target of a `$ref` within the schema, or None."""
     if not reference.startswith("#/"):
         return None
     at: Any = root
@@ -76,9 +76,9 @@ def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def json_from_text(text: str, types: frozenset[str]) -> str:
-    """The JSON text of a value that was written as `text`, given the types it may have.
+    """The JSON text of a value written as `text`, given the types it may have.
 
-    What fits none of them stays a string, for the tool to refuse.
+    A value that fits none of them stays a string, for the tool to refuse.
     """
     stripped = text.strip()
     if types == {"string"}:
@@ -100,7 +100,7 @@ def json_from_text(text: str, types: frozenset[str]) -> str:
 
 
 def _parse(text: str) -> Any:
-    """The value of JSON, or of a Python literal, which some models write; None if it is neither."""
+    """The value of JSON, or of a Python literal, which some models write; None for neither."""
     try:
         return load_json(text)
     except ValueError:
@@ -109,7 +109,7 @@ def _parse(text: str) -> Any:
 
 
 def python_literal(text: str) -> Any:
-    """The JSON value that a Python literal stands for; None also where it stands for none."""
+    """The JSON value of a Python literal; None also if it has none."""
     if len(text) > _MAX_LITERAL:
         return None
     try:
@@ -120,7 +120,7 @@ def python_literal(text: str) -> Any:
 
 
 class ArgumentsWriter:
-    """Writes a call's arguments as a JSON object, value by value; plain strings as they come."""
+    """Writes a call's arguments as a JSON object, value by value. Plain strings are streamed."""
 
     def __init__(self, out: Emitter, parameters: Mapping[str, Any]) -> None:
         self._out = out

@@ -1,1 +1,1 @@
-"""Conversations rendered to prompts: one interface, one file a model family."""
+"""Renders conversations to prompts: one interface, one file per model family."""

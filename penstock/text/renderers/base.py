@@ -1,4 +1,4 @@
-"""What a renderer is, and what those that need no template have in common."""
+"""The interface of renderers, and the base of those that need no template."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a prompt is made of. Messages and tools have the form of OpenAI's chat."""
+    """The input of a prompt. Messages and tools have the form of OpenAI's chat API."""
 
     messages: Sequence[Mapping[str, Any]]  # as the client sent them
     add_generation_prompt: bool
     continue_final_message: bool  # the prompt ends where the last message does
     tools: Tools | None
     documents: Sequence[Mapping[str, Any]] | None
-    options: Mapping[str, Any]  # further arguments of a template
+    options: Mapping[str, Any]  # further template arguments
 
     def checked(self, keep_parts: bool = False) -> list[Message]:
         """A plain copy of the messages; see `check_conversation`."""
@@ -34,14 +34,14 @@ class Conversation:
 
 
 class Renderer(ABC):
-    """Turns a conversation into a prompt with its special tokens: add none when encoding it."""
+    """Turns a conversation into a prompt with special tokens: add none when encoding it."""
 
-    source = ""  # a chat template, or texts that are in such a family's: what parsers are chosen by
+    source = ""  # a chat template, or markers of the family: decides the parsers
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        /,  # so that a template's argument may have any name
+        /,  # so that template arguments may have any name
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Tools | None = None,
@@ -50,7 +50,7 @@ class Renderer(ABC):
     ) -> str:
         """The prompt for `messages`. InputError says what is wrong with them.
 
-        With `continue_final_message` the prompt ends where the last message does.
+        With `continue_final_message`, the prompt ends where the last message does.
         """
         return self.prompt(
             Conversation(
@@ -60,12 +60,14 @@ class Renderer(ABC):
 
     @abstractmethod
     def prompt(self, chat: Conversation) -> str:
-        """The same, with all arguments in one."""
+        """Like `render`, with all arguments in one object."""
 
 
 class FamilyRenderer(Renderer):
-    """Writes a family's published format itself. Arguments that it does not know are ignored, as
-    templates do."""
+    """Writes a family's published format itself.
+
+    Unknown arguments are ignored, as in templates.
+    """
 
     def prompt(self, chat: Conversation) -> str:
         messages = chat.checked()
@@ -80,11 +82,11 @@ class FamilyRenderer(Renderer):
 
     @abstractmethod
     def write(self, chat: list[Message], tools: Tools, options: Mapping[str, Any]) -> str:
-        """All of the conversation, every message with its end."""
+        """The whole conversation, every message with its end."""
 
     @abstractmethod
     def begin_answer(self, goes_on: Message | None, before: str, options: Mapping[str, Any]) -> str:
-        """The answer's beginning: of a new one, or of the message that is to be continued.
+        """The beginning of the answer: a new one, or the message to be continued.
 
         `before` is the role of the message before it.
         """
@@ -99,7 +101,7 @@ def reasoning_of(message: Message) -> str:
 
 
 def calls_of(message: Message) -> list[tuple[str, str, str]]:
-    """Id, name, and arguments as JSON text of each call."""
+    """The id, the name and the arguments as JSON text of each call."""
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"].get("arguments")

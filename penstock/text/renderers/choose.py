@@ -1,4 +1,4 @@
-"""Which renderer a model needs."""
+"""Decides which renderer a model needs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def choose_renderer(
     chat_template: str | None = None,
     tool_parser: str | None = None,
 ) -> Renderer:
-    """The renderer called `name`; for "auto", gpt-oss has its own, every other model its template,
-    and those without one their family's.
+    """The renderer called `name`.
 
-    To a template that does not show tools they are added, unless `tool_parser`, the one that the
-    operator named, does not read calls as the model is then told to write them.
+    With "auto", gpt-oss has its own, other models use their template, and models without one use
+    their family's renderer. If a template does not show tools, they are added, unless the
+    operator's `tool_parser` cannot read calls in the added format.
     """
     if chat_template is not None and name not in ("auto", "template"):
         raise ConfigError(f"chat_template and chat_renderer={name} exclude each other: drop one")

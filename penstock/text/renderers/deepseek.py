@@ -1,4 +1,4 @@
-"""DeepSeek V3.1's format, for checkpoints of the family that come without a chat template."""
+"""Renders DeepSeek V3.1's format, for checkpoints without a chat template."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DeepSeekRenderer(FamilyRenderer):
 
 
 def _open(before: str, thinking: str) -> str:
-    """An answer goes on after the results of its tools."""
+    """An answer continues after the results of its tools."""
     return "" if before == "tool" else ASSISTANT + thinking
 
 

@@ -1,8 +1,8 @@
-"""Tools for models whose chat template knows none: in the system prompt, as Hermes has them.
+"""Adds tools for models whose chat template has none: in the system prompt, as in Hermes.
 
-Calls of earlier turns and their results are written into the messages likewise, so that any
-template that shows messages will do. A template that writes calls in its family's way, and only
-leaves out the tools, keeps that way.
+Calls of earlier turns and their results are also written into messages, so any template that shows
+messages works. A template that writes calls in its own format, and only omits the tools, keeps that
+format.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def shows_tools(template: ChatTemplate) -> bool:
     if not re.search(r"\btools\b", template.source):
         return False
     if detect(template.source).tools is not None:
-        return True  # of a family that is known to
+        return True  # a family that is known to
     for messages in ([_USER], [_SYSTEM, _USER]):
         if _PROBE in (_try(template, messages, [_PROBE_TOOL]) or ""):
             return True
-    # One that takes neither conversation is too peculiar to be told what to do.
+    # A template that accepts neither conversation is too unusual to change.
     return _try(template, [_USER], None) is None
 
 
@@ -71,8 +71,10 @@ def _try(template: ChatTemplate, messages: list[Message], tools: Tools | None) -
 
 
 class GenericToolRenderer(Renderer):
-    """A model's chat template, with tools, calls and results in the texts of messages. `parser` is
-    the tool-call parser that goes with it."""
+    """A model's chat template, with tools, calls and results in the texts of messages.
+
+    `parser` is the matching tool-call parser.
+    """
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -80,11 +82,11 @@ class GenericToolRenderer(Renderer):
         own = detect(template.source).tools
         self._writes_calls = own is not None and writes_json(own)
         self.parser = own if own is not None and self._writes_calls else "hermes"
-        self._takes_system: bool | None = None  # found out when there are tools to show
+        self._takes_system: bool | None = None  # determined when there are tools to show
 
     def prompt(self, chat: Conversation) -> str:
         messages, tools = chat.messages, chat.tools
-        is_list = isinstance(messages, Sequence)  # else the template's own check says so
+        is_list = isinstance(messages, Sequence)  # otherwise the template's own check reports it
         if is_list and (tools or any(map(_is_about_calls, messages))):
             checked = chat.checked()
             messages = checked = checked if self._writes_calls else _spell_out_calls(checked)
@@ -93,8 +95,10 @@ class GenericToolRenderer(Renderer):
         return self._template.prompt(replace(chat, messages=messages, tools=None))
 
     def _describe(self, tools: Tools, chat: list[Message]) -> None:
-        """Put the tools behind the system prompt; before the first message of a template that
-        takes no system prompt."""
+        """Put the tools after the system prompt.
+
+        If the template takes no system prompt, they go before the first message.
+        """
         listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         grammar = call_grammar(self.parser, [Tool("FUNCTION")], False, self.source)
         (call,) = grammar.calls
@@ -123,8 +127,11 @@ def _is_about_calls(message: Any) -> bool:
 
 
 def _spell_out_calls(chat: Sequence[Message]) -> list[Message]:
-    """The conversation with calls and results as text. Results become the user's words, together
-    with what the user says after them: many templates want users and assistants to take turns."""
+    """The conversation with calls and results as text.
+
+    Results become part of the next user message: many templates require user and assistant to
+    alternate.
+    """
     told: list[Message] = []
     after_results = False
     for message in chat:

@@ -1,7 +1,7 @@
-"""OpenAI's harmony format (gpt-oss): a row of messages with headers, tools as TypeScript.
+"""Renders OpenAI's harmony format (gpt-oss): messages with headers, tools as TypeScript.
 
-The developer's message holds the system prompt and the tools; the system's own message says how
-hard to think. Reasoning is shown again only where tools were called since the user last spoke.
+The developer message contains the system prompt and the tools. The system message sets the
+reasoning effort. Reasoning is repeated only if tools were called since the last user message.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class HarmonyRenderer(FamilyRenderer):
         if instructions or tools:
             parts.append(_message("developer", _developer("\n\n".join(instructions), tools)))
         users = [index for index, message in enumerate(chat) if message["role"] == "user"]
-        names: dict[str, str] = {}  # of called functions, by the call's id
+        names: dict[str, str] = {}  # function names by call id
         for index, message in enumerate(chat):
             match message["role"]:
                 case "system" | "developer":
@@ -117,7 +117,7 @@ def _comment(text: Any) -> str:
 
 
 def _type(schema: Any) -> str:
-    """A JSON schema as a type of TypeScript; what has no such type is `any`."""
+    """A JSON schema as a TypeScript type; `any` if there is none."""
     if not isinstance(schema, Mapping):
         return "any"
     if isinstance(schema.get("enum"), list):

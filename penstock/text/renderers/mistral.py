@@ -1,8 +1,8 @@
-"""Mistral's models with a tekken vocabulary, which come without a chat template.
+"""Renders the format of Mistral models with a tekken vocabulary, which have no chat template.
 
-The format has versions, named in tekken.json: 3 (Nemo) puts the system prompt before the last
-user's words and calls in one JSON list, 7 has a system prompt of its own, 11 writes each call as
-name and arguments, 13 leaves ids out, shows tools first, and can think.
+tekken.json names the version of the format. Version 3 (Nemo) puts the system prompt before the last
+user message, and calls in one JSON list. Version 7 has a separate system prompt. Version 11 writes
+each call as name and arguments. Version 13 omits ids, shows tools first, and supports reasoning.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _tools_json(tools: Tools) -> str:
 
 
 def _value(text: str) -> Any:
-    """JSON as what it means, and any other text as it is."""
+    """The value of JSON; other text unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -113,5 +113,5 @@ def _value(text: str) -> Any:
 
 
 def _json(text: str) -> str:
-    """JSON as this family was trained on it."""
+    """JSON in the form that this family was trained on."""
     return json.dumps(_value(text), ensure_ascii=False)

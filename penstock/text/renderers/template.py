@@ -1,4 +1,4 @@
-"""A model's own chat template as a renderer."""
+"""Renders with a model's own chat template."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock.text.jinja import CompiledTemplate
 from penstock.text.messages import plain
 from penstock.text.renderers.base import Conversation, Renderer
 
-# Appended to the message to be continued: where it is found, the prompt ends. The space shows
-# whether the template trims what it is given.
+# Appended to the message to be continued; the prompt ends where it is found. The space shows
+# whether the template trims its input.
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class ChatTemplate(Renderer):
-    """Renders conversations. `templates` are by name; "tool_use" is taken where there are tools."""
+    """Renders conversations. `templates` are by name; "tool_use" applies if there are tools."""
 
     def __init__(
         self, templates: Mapping[str, str], special_tokens: Mapping[str, str] | None = None
@@ -29,7 +29,7 @@ class ChatTemplate(Renderer):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no template at all."""
+        """Whether there is no template."""
         return not self._templates
 
     def prompt(self, chat: Conversation) -> str:
@@ -71,7 +71,7 @@ class ChatTemplate(Renderer):
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Mark the end of the message to be continued; returns the text it had."""
+    """Mark the end of the message to be continued. Returns its original text."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _END_MARK
