@@ -1,1 +1,1 @@
-"""HTTP: the API process. Nothing here imports torch."""
+"""The API process: HTTP endpoints in front of the engine. Nothing here imports torch."""

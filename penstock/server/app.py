@@ -1,4 +1,4 @@
-"""The app: every router, and what each request passes on its way to one."""
+"""The ASGI app: decides which routers it has and which middleware every request passes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ROUTERS = (
 
 
 def build_app(service: Service) -> FastAPI:
-    """An ASGI app that serves `service`'s model."""
+    """Build the ASGI app that serves `service`'s model."""
     config = service.server_config
     app = FastAPI(
         title="Penstock",
@@ -68,7 +68,7 @@ def build_app(service: Service) -> FastAPI:
         version=penstock.__version__,
         root_path=config.root_path,
         redirect_slashes=False,
-        docs_url=None,  # ours is one of the pages, which load nothing from elsewhere
+        docs_url=None,  # our own page loads nothing from other hosts
         redoc_url=None,
     )
     app.state.service = service
@@ -79,7 +79,7 @@ def build_app(service: Service) -> FastAPI:
     if config.enable_tokenizer_info_endpoint:
         app.include_router(tokenize.info_router)
     errors.install(app)
-    # The last one added is the first that a request meets.
+    # The last middleware added is the first to handle a request.
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, max_bytes=config.max_request_body_bytes)
     if config.admin_api_key:

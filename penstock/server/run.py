@@ -1,4 +1,4 @@
-"""From a configuration to a served API: the processes' start, their signals, their end."""
+"""Runs the server: starts the engine and HTTP, handles signals, shuts down."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOST_EXIT_CODE = 3  # the engine kept dying
-GRACE_S = 5.0  # for responses to get out after the drain has ended
-CANCEL_S = 10  # after that, for handlers whose clients are gone, before uvicorn cancels them
+GRACE_S = 5.0  # for sending responses after the drain has ended
+CANCEL_S = 10  # after that, before uvicorn cancels handlers whose clients are gone
 
 
 async def serve(config: EngineConfig, server_config: ServerConfig) -> int:
-    """Serve until a signal ends it; the result is the exit code.
+    """Serve until a signal. Returns the exit code.
 
-    The first SIGTERM, SIGINT or SIGHUP lets requests finish for `shutdown_timeout` seconds, a
-    second one (but for SIGHUP) stops at once. An engine that dies is started again, until that is
-    of no use. Raises, before anything is served, whatever keeps the engine from starting.
+    The first SIGTERM, SIGINT or SIGHUP gives requests `shutdown_timeout` seconds to finish. A
+    second one (except SIGHUP) stops at once. An engine that dies is restarted until the restart
+    policy gives up. Raises the engine's error if it cannot start, before anything is served.
     """
-    return_large_blocks()  # which bodies of requests are
+    return_large_blocks()  # request bodies can be large
     with listening_socket(server_config) as listener:
         stop = StopSignals()
         client = AsyncEngineClient(server_config)
@@ -65,7 +65,7 @@ async def serve(config: EngineConfig, server_config: ServerConfig) -> int:
 async def start(
     config: EngineConfig, server_config: ServerConfig, client: AsyncEngineClient
 ) -> Service:
-    """The service, once the engine has loaded its model. Text's part is loaded meanwhile."""
+    """Load the model in the engine, and the frontend meanwhile. Returns the service."""
     tool_servers = None
     if server_config.tool_server:
         from penstock.server.responses.tool_servers import connect_tool_servers
@@ -87,7 +87,7 @@ async def start(
 
 
 def system_fingerprint(config: EngineConfig, model_fingerprint: str) -> str:
-    """The same for servers that give the same answers to the same seeds."""
+    """A fingerprint that is equal for servers with the same answers to the same seeds."""
     parts = (
         penstock.__version__,
         model_fingerprint,
@@ -112,7 +112,7 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            yield  # signals are ours
+            yield  # `StopSignals` handles them
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
@@ -135,7 +135,7 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
             timeout_graceful_shutdown=int(config.shutdown_timeout + GRACE_S) + CANCEL_S,
         )
     )
-    if config.access_log:  # its lines are below the level of the rest
+    if config.access_log:  # its lines are below uvicorn's log level
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     draining = asyncio.ensure_future(_drain(service, server, stop))
     losing = asyncio.ensure_future(_end_when_lost(service, server))
@@ -152,7 +152,7 @@ async def _serve_http(service: Service, listener: socket.socket, stop: StopSigna
 
 
 async def _drain(service: Service, server: uvicorn.Server, stop: StopSignals) -> None:
-    """Stop taking requests at the first signal; end those left at the second or in time."""
+    """At the first signal, refuse new requests. At the second or a timeout, end the others."""
     from penstock.server.http.connections import drop_all, end_arrivals
 
     await stop.requested.wait()
@@ -168,19 +168,19 @@ async def _drain(service: Service, server: uvicorn.Server, stop: StopSignals) ->
     if not stop.is_urgent:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(stop.urgent.wait(), GRACE_S)
-        drop_all(server.server_state.connections)  # of clients that do not read
+        drop_all(server.server_state.connections)  # clients that do not read
     if stop.is_urgent:
         server.force_exit = True
 
 
 async def _end_when_lost(service: Service, server: uvicorn.Server) -> None:
-    """End the server once no engine will come any more: whoever started it may know better."""
+    """End the server once the engine is gone for good. Its process manager may restart it."""
     await service.client.wait_until_lost()
     server.should_exit = True
 
 
 def announce(service: Service, listener: socket.socket) -> None:
-    """Say where everything is, on standard output if there is one."""
+    """Print the server's URLs to standard output, if it is open."""
     config, url = service.server_config, service.server_config.url
     if config.uds is None:
         url = url.replace(f":{config.port}", f":{listener.getsockname()[1]}", 1)
@@ -192,16 +192,16 @@ def announce(service: Service, listener: socket.socket) -> None:
             f"  page  {url}/",
             flush=True,
         )
-    except OSError as error:  # a full disk, a reader that has left: no reason not to serve
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would fail
+    except OSError as error:  # a full disk or a reader that has left: serve anyway
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit would fail
         logger.warning("Serving at %s; standard output cannot be written to: %s", url, error)
 
 
 class StopSignals:
-    """SIGTERM, SIGINT and SIGHUP: the first asks for an end, the second for one at once.
+    """SIGTERM, SIGINT and SIGHUP: the first requests a shutdown, the second an immediate one.
 
-    A terminal that closes may send SIGHUP twice, so that never urges; where it is ignored (nohup),
-    it stays so.
+    A closing terminal may send SIGHUP twice, so SIGHUP is never urgent. If SIGHUP is ignored
+    (nohup), it stays ignored.
     """
 
     def __init__(self) -> None:
@@ -219,7 +219,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """0 for an orderly end, what the shell expects of a killed process for the other."""
+        """0 after a clean shutdown, 128 + signal after an immediate one."""
         return 128 + self._last if self.is_urgent else 0
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -232,7 +232,7 @@ class StopSignals:
         self._last = number
 
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `work`, or None if a signal comes first."""
+        """Return the result of `work`, or None if a signal arrives first."""
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(self.requested.wait())
         try:
@@ -242,4 +242,4 @@ class StopSignals:
             stopped.cancel()
             if not task.done():
                 task.cancel()
-                self.urgent.set()  # nothing runs yet that could finish
+                self.urgent.set()  # there is nothing to drain yet

@@ -1,4 +1,4 @@
-"""Service: what the endpoints share. It turns prepared requests into outputs and keeps limits."""
+"""Service: decides which requests are admitted, and runs them. All endpoints share it."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ from penstock.text.frontend import Frontend, PreparedRequest
 if TYPE_CHECKING:
     from penstock.server.responses.tool_servers import ToolServers
 
-# So many compute at once. There are more threads: one that waits for a confined process lets
-# another compute.
+# How many threads compute at once. There are more threads, because a thread that waits for a
+# confined process releases its slot.
 NUM_TEXT_SLOTS = 4
 NUM_TEXT_THREADS = 160
-# Requests above this size have slots of their own: millions of characters take seconds.
+# Requests above this size have separate slots: millions of characters take seconds.
 LARGE_BODY_BYTES = 256 * 1024
 NUM_LARGE_SLOTS = 2
-MAX_COUNTED_TOKENS = 2**20  # of a text that is only tokenized or counted
-MAX_FIELDS_BYTES = 64 * 1024 * 1024  # of all completions of a request, their prompts aside
+MAX_COUNTED_TOKENS = 2**20  # in a text that is only tokenized or counted
+MAX_FIELDS_BYTES = 64 * 1024 * 1024  # of all completions of a request, without their prompts
 T = TypeVar("T")
 
 current_body_bytes: ContextVar[int] = ContextVar("current_body_bytes", default=0)
-"""The size of the request that is being handled, stored items that it continues included."""
+"""The size of the current request, including the stored items that it continues."""
 
 
 def is_large_request() -> bool:
-    """Whether the request that is being handled is one for the threads of large ones."""
+    """Whether the current request uses the threads for large requests."""
     return current_body_bytes.get() > LARGE_BODY_BYTES
 
 
 class Service:
-    """A model that is being served. One for each app; belongs to one event loop."""
+    """The served model. There is one per app. Use it from one event loop."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Service:
         self.frontend = frontend
         self.text_pool = None if frontend is None else frontend.pool
         self.tool_servers = tool_servers
-        self.fingerprint = fingerprint  # of what answers: another one may answer otherwise
+        self.fingerprint = fingerprint  # see `system_fingerprint` in run.py
         self.model_names = config.model.names
         self.created = int(time.time())
         self.is_draining = False
@@ -83,12 +83,12 @@ class Service:
         if self.text_pool is not None:
             self.text_pool.close()
 
-    # -- what may come in
+    # -- admission
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; NotFound for one that is not served here.
+        """Return the model name for the reply. Raises NotFound for an unknown name.
 
-        Where the model has no names of the operator's choice, what it was given as is an alias.
+        Without `served_model_name`, the value of `model` is also accepted.
         """
         model = self.config.model
         if name is None or (name == model.model and not model.served_model_name):
@@ -99,9 +99,9 @@ class Service:
         return name
 
     def admit(self, model: str | None) -> str:
-        """The model's name to answer with, if there is room for a request of it.
+        """Return the model name for the reply, if there is capacity for a request.
 
-        Refuses a request for text where the model gives vectors.
+        Refuses a request for text if the model pools.
         """
         name = self.check_model(model)
         if self.frontend.pooling is not None:
@@ -115,7 +115,7 @@ class Service:
         return name
 
     def check_pools(self) -> None:
-        """Refuse a request for vectors where the model generates."""
+        """Refuse a request for vectors if the model generates."""
         if self.frontend.pooling is None:
             raise InputError(
                 "this model generates text and gives no vectors: use /v1/completions or "
@@ -124,13 +124,13 @@ class Service:
             )
 
     def shows_token_ids(self, asked: bool | None) -> bool:
-        """Whether a request's logprobs have token ids in place of texts."""
+        """Whether logprobs show token ids instead of texts."""
         return self.server_config.return_tokens_as_token_ids if asked is None else asked
 
     def check_capacity(self) -> None:
-        """Refuse new work if none can be done any more, or too much is waiting already.
+        """Refuse new requests if the server is shutting down or the queue is full.
 
-        While the engine is started again, requests wait for it.
+        While the engine restarts, requests wait for it.
         """
         self._check_not_over()
         self.check_queue(num_new=1)
@@ -141,12 +141,12 @@ class Service:
 
     @property
     def _capacity(self) -> int:
-        """Completions that may be running or queued at once."""
+        """Maximum completions that are running or queued."""
         assert self.client.info is not None
         return self.client.info.limits.max_num_seqs + self.server_config.max_queued_requests
 
     def check_queue(self, num_new: int) -> None:
-        """Refuse completions that find no room now: each one of each prompt takes a place."""
+        """Refuse `num_new` completions if the queue is full. Each completion takes one place."""
         if self._is_fair:
             self._check_share(num_new)
         if len(self.client.records) + num_new > (capacity := self._capacity):
@@ -164,12 +164,12 @@ class Service:
 
     @property
     def share(self) -> int:
-        """Of these, how many may be one client's."""
+        """Maximum completions of one client."""
         num_keys = len(self.server_config.api_key) if self._is_fair else 1
         return max(self._capacity // max(num_keys, 1), 1)
 
     def _check_share(self, num_new: int) -> None:
-        """Where keys take turns, none may fill the queue: each has as many places as another."""
+        """With fair scheduling, each API key gets an equal share of the queue."""
         tenant, share = tenant_label(), self.share
         num_own = self.client.ledger.num_by_tenant[tenant]
         if num_own + num_new > share:
@@ -179,7 +179,7 @@ class Service:
             )
 
     def check_size(self, num_new: int, field: str) -> None:
-        """Refuse for good what would find no room on an idle server either."""
+        """Refuse a request that would not fit even on an idle server."""
         if num_new > (limit := self.share):
             whose = ", shared by the API keys" if limit < self._capacity else ""
             raise InputError(
@@ -189,18 +189,18 @@ class Service:
             )
 
     def check_health(self) -> None:
-        """Raise if nothing runs now."""
+        """Raise if the engine cannot run requests now."""
         self._check_not_over()
         if not self.client.is_healthy:
             raise EngineDeadError("the engine is being started again; requests wait for it")
 
-    # -- how it is run
+    # -- running requests
 
     async def in_thread(self, work: Callable[..., T], *arguments: object) -> T:
-        """Do work on text (tokenizing, rendering) without holding up the event loop.
+        """Run work on text (tokenizing, rendering) without blocking the event loop.
 
-        Large requests wait for each other, never small ones for them. Whoever cancels this ends
-        the confined job that the work waits for.
+        Large requests wait for each other. Small requests never wait for large ones. Cancelling
+        this also cancels the confined job that the work waits for.
         """
         is_large = is_large_request()
         threads = self._large_threads if is_large else self._threads
@@ -212,39 +212,39 @@ class Service:
             scope.cancel()
             raise
         except InputError as error:
-            # The frames that it came through would keep the client's texts until they are
-            # collected, and nobody is shown them.
+            # The traceback's frames would keep the client's texts in memory until the next
+            # garbage collection.
             error.__context__ = error.__cause__ = None
             raise error.with_traceback(None) from None
 
     @property
     def max_counted_tokens(self) -> int:
-        """Of a text that is tokenized for its own sake."""
+        """Maximum tokens of a text that is only tokenized or counted."""
         return max(MAX_COUNTED_TOKENS, self.frontend.max_model_len)
 
     async def in_thread_if_large(self, work: Callable[..., T], *arguments: object) -> T:
-        """Do work whose cost grows with the request: at once, or in a thread for a large one."""
+        """Run work directly, or in a thread if the request is large."""
         if is_large_request():
             return await self.in_thread(work, *arguments)
         return work(*arguments)
 
     def engine_id(self, request_id: str) -> str:
-        """An id for the engine: no two are the same, whatever ids clients choose."""
+        """Make an id for the engine. It is unique even if clients repeat their ids."""
         return f"{request_id}-{next(self._numbers)}"
 
     async def outputs(
         self, requests: Sequence[PreparedRequest], timeout_s: float | None = None
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Outputs of several requests as they come, each with its request's index.
+        """Stream the outputs of several requests, each with its request's index.
 
-        Whoever stops iterating must close the generator, which aborts what is left. Raises
-        `RequestFault` if one of them fails, `InputError` if it did so by itself or if they are too
-        many at once, `Overloaded`, `RequestTimeout` and `EngineDeadError`.
+        A caller that stops early must close the generator. That aborts unfinished requests. Raises
+        `RequestFault` if a request fails, `InputError` if a request is invalid or there are too
+        many, and `Overloaded`, `RequestTimeout` and `EngineDeadError`.
         """
         children = [child for request in requests for child in request.children]
         field = "prompt" if len(requests) > 1 else "n"
         self.check_size(len(children), field)
-        self.check_queue(len(children))  # again: now it is known how many they are
+        self.check_queue(len(children))  # again, now with the real number
         check_weight(children[0], len(children), field)
         stream = self.client.submit([self._as_tenants(child) for child in children])
         timer = self._start_timer(stream.fail, timeout_s)
@@ -261,9 +261,9 @@ class Service:
     async def run_to_end(
         self, requests: Sequence[EngineRequest], timeout_s: float | None
     ) -> list[EngineDelta]:
-        """What each of these pooling requests ends with, in their order.
+        """Run pooling requests. Returns the last delta of each, in order.
 
-        Whoever cancels this aborts them. Raises as `outputs` does.
+        Cancelling this aborts them. Raises the same errors as `outputs`.
         """
         stream = self.client.submit([self._as_tenants(request) for request in requests])
         timer = self._start_timer(stream.fail, timeout_s)
@@ -285,7 +285,7 @@ class Service:
         return [done[request.request_id] for request in requests]
 
     def _as_tenants(self, child: EngineRequest) -> EngineRequest:
-        """The request as that of the current tenant: in the queue, and in the prefix cache."""
+        """Return the request with the current tenant's label and cache salt."""
         tenant = tenant_label()
         cache_salt = child.cache_salt
         if not self.server_config.share_prefix_cache:
@@ -307,7 +307,7 @@ class Service:
 
 
 def check_weight(child: EngineRequest, num: int, field: str) -> None:
-    """Refuse long fields of many completions: each goes to the engine with all of the fields."""
+    """Refuse long fields with many completions: the engine gets all fields with each of them."""
     if num == 1:
         return
     num_bytes = len(messages.encode(msgspec.structs.replace(child, prompt_token_ids=[]))) * num
@@ -320,7 +320,7 @@ def check_weight(child: EngineRequest, num: int, field: str) -> None:
 
 
 def _error_of(output: RequestOutput | EngineDelta) -> PenstockError:
-    """What ended a request: its own fault if that names a field, else the server's."""
+    """Convert a request's error: the client's fault if it names a field, else the server's."""
     assert output.error is not None
     if output.can_retry:
         return Overloaded(output.error)

@@ -1,15 +1,15 @@
-"""A turn on the server: what every chat API stands on.
+"""Turn: runs one turn of a conversation on the engine. All chat APIs use it.
 
-Each API turns its body into a `TurnRequest`, calls `prepare_turn` in a thread, and writes what
-comes out of the `Turn` in its own words:
+Each API converts its body to a `TurnRequest`, calls `prepare_turn` in a thread, and writes the
+results of the `Turn` in its own format:
 
     turn = await service.in_thread(prepare_turn, service, request, request_id)
-    async with contextlib.aclosing(turn.steps()) as steps:   # as pieces come
+    async with contextlib.aclosing(turn.steps()) as steps:   # streaming
         async for step in steps: ...
-    answers = await turn.whole()                              # or all at the end
+    answers = await turn.whole()                              # or everything at the end
     turn.usage                                                # counts so far; final at the end
 
-Set `params.output_kind` to DELTA for pieces as they come, to FINAL_ONLY for `whole`.
+Set `params.output_kind` to DELTA for streaming, to FINAL_ONLY for `whole`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from penstock.server.service import Service, check_weight
 
 
 def prepare_turn(service: Service, request: TurnRequest, request_id: str) -> Turn:
-    """Check, render and tokenize. `InputError` says what is wrong. Call it in a thread."""
+    """Check, render and tokenize a turn. Raises `InputError`. Slow: call it in a thread."""
     prepared = prepare.prepare_turn(service.frontend, request, service.engine_id(request_id))
     return Turn(service, prepared, request.options.timeout_s)
 
 
 class Turn:
-    """One request on its way through the engine. `steps` or `whole` may be called once."""
+    """One prepared turn. Call either `steps` or `whole`, once."""
 
     def __init__(
         self, service: Service, prepared: prepare.PreparedTurn, timeout_s: float | None
@@ -43,7 +43,7 @@ class Turn:
         self.prompt_token_ids = prepared.request.children[0].prompt_token_ids
 
     def check_weight(self, num: int, field: str) -> None:
-        """Refuse to run `num` turns with the fields of this one, if those are too long for that."""
+        """Raise `InputError` if this turn's fields are too long to run it `num` times."""
         check_weight(self._request.children[0], num, field)
 
     @property
@@ -56,7 +56,7 @@ class Turn:
         return self._reader.prompt_logprobs
 
     async def steps(self) -> AsyncGenerator[TurnStep, None]:
-        """Pieces of every choice as they come. Close it when leaving early: that aborts."""
+        """Stream the steps of every choice. Close it when leaving early: that aborts the turn."""
         outputs = self._service.outputs([self._request], self._timeout_s)
         async with contextlib.aclosing(outputs):
             async for _, output in outputs:
@@ -64,7 +64,7 @@ class Turn:
                     yield step
 
     async def whole(self) -> list[TurnAnswer]:
-        """Every choice, when all are finished."""
+        """Wait until all choices are finished and return them."""
         by_choice: dict[int, list[TurnStep]] = {}
         async with contextlib.aclosing(self.steps()) as steps:
             async for step in steps:

@@ -1,1 +1,1 @@
-"""HTTP itself: from a socket to a checked body, and from a reply back to the socket."""
+"""HTTP: sockets, protocols, middleware, request bodies, replies and errors."""

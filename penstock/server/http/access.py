@@ -1,7 +1,7 @@
-"""Whose request it is: the server's keys, operators' routes, and who shares with whom.
+"""Decides who may use a route, and to which tenant a request belongs.
 
-Keys are compared and told apart by a keyed digest, whose secret is drawn at the server's start: no
-key is kept, logged or passed on, nor anything that a guessed key could be checked against.
+Keys are compared by a keyed digest with a random secret per server start. No key is stored, logged
+or passed on, and neither is anything against which a guessed key could be checked.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ADMIN_REFUSAL = (
     "Bearer KEY'"
 )
 PUBLIC_PATHS = frozenset({"/", "/docs", "/docs/", "/health", "/ready", "/ping", "/favicon.ico"})
-PUBLIC_PREFIX = "/static/"  # of the pages' files
+PUBLIC_PREFIX = "/static/"  # files of the web pages
 REFUSAL = "send one of the server's API keys as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
 
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
-"""Whose request is being handled: the digest of its key; empty where there are no keys."""
+"""The tenant of the current request: the digest of its key, or empty without keys."""
 
-MAX_LABEL_LENGTH = 16  # of a tenant's name in the engine
+MAX_LABEL_LENGTH = 16  # of a tenant's label in the engine
 
 
 def route_path(scope: Scope) -> str:
-    """The path of a request below `root_path`, which a proxy may have left in front of it."""
+    """The path of a request without `root_path`, which a proxy may not have removed."""
     path, root = str(scope["path"]), str(scope.get("root_path", ""))
     below = path.removeprefix(root)
     return below if root and below[:1] in ("", "/") else path
@@ -43,7 +43,7 @@ def is_admin_path(path: str) -> bool:
 
 
 def is_private_path(path: str) -> bool:
-    """All but the pages and the health checks."""
+    """Whether the path is neither a web page nor a health check."""
     return path not in PUBLIC_PATHS and not path.startswith(PUBLIC_PREFIX)
 
 
@@ -55,14 +55,14 @@ class KeyRing:
         self._digests = [self._digest(key.encode()) for key in keys]
 
     def owner(self, scope: Scope) -> str:
-        """The digest of the one of these keys that a client sends; nothing if it sends none.
+        """Return the digest of the client's key, or "" if it sends no valid key.
 
-        Every key is compared, each in constant time: the time tells nothing about any. Others that
-        are sent beside a right one count for nothing: a client could make up any number.
+        Every key is compared in constant time, so that timing reveals nothing. Invalid keys beside
+        a valid one do not change the tenant: a client could make up any number of them.
         """
         sent = [
             self._digest(key.encode("latin-1")) for key in _sent_keys(scope)
-        ]  # the bytes that came
+        ]  # latin-1 restores the bytes of the header
         known = [ours for key in sent for ours in self._digests if hmac.compare_digest(key, ours)]
         return known[0].hex() if known else ""
 
@@ -71,7 +71,7 @@ class KeyRing:
 
 
 class KeyGuard:
-    """Lets in who brings one of `keys`, and anyone to paths that need none."""
+    """Requires one of `keys` on paths for which `needs_key` is true."""
 
     def __init__(
         self, app: ASGIApp, keys: Sequence[str], needs_key: Callable[[str], bool], refusal: str
@@ -93,7 +93,7 @@ class KeyGuard:
 
 
 class TenantLabel:
-    """Notes whose request it is: all that come with the same one of `keys` are one tenant's."""
+    """Sets `current_tenant`. Requests with the same key belong to the same tenant."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
@@ -106,23 +106,23 @@ class TenantLabel:
 
 
 def _sent_keys(scope: Scope) -> list[str]:
-    """The keys that a client sends, in the ways that clients have."""
+    """The keys in a request's Authorization and x-api-key headers."""
     headers = Headers(scope=scope)
     scheme, _, key = headers.get("authorization", "").partition(" ")
     sent = [key] if scheme.lower() == "bearer" else []
-    sent += headers.getlist("x-api-key")[:1]  # as Anthropic's clients have it
+    sent += headers.getlist("x-api-key")[:1]  # used by Anthropic's clients
     return [key.strip() for key in sent]
 
 
 def tenant_label() -> str:
-    """The current tenant, as the engine knows it."""
+    """The current tenant's label in the engine."""
     return current_tenant.get()[:MAX_LABEL_LENGTH]
 
 
 def salt_by_tenant(cache_salt: str | None) -> str | None:
-    """`cache_salt` as the current tenant's own: no other tenant's is equal to it.
+    """Make `cache_salt` unique to the current tenant.
 
-    The digest has a fixed length, so salts of different parts differ as a whole.
+    The digest has a fixed length, so salts of different tenants never collide.
     """
     tenant = current_tenant.get()
     if not tenant:

@@ -1,4 +1,4 @@
-"""How bodies are read: small ones at once, large ones where they hold up nobody."""
+"""Decides how request bodies are parsed: small ones directly, large ones in a thread."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.protocol.errors import InputError
 from penstock.server.http.replies import ClientGone, unless_gone
 from penstock.server.service import Service, is_large_request
 
-# No request of good faith comes near this; millions of objects take Python's parser, and then its
-# garbage collector, seconds in which no other thread runs.
+# No legitimate request comes near this. Millions of objects block the parser and the garbage
+# collector for seconds, in which no other thread runs.
 MAX_JSON_PARTS = 512 * 1024
-MAX_JSON_VALUES = 2 * 1024 * 1024  # of any kind, at some 40 bytes each
+MAX_JSON_VALUES = 2 * 1024 * 1024  # of any kind, about 40 bytes each
 PIECE_LENGTH = 1024 * 1024
 
 
 class JsonRoute(APIRoute):
-    """Parses and checks the `body` of a large request in a thread for these."""
+    """A route that parses and validates the `body` of a large request in a thread."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -38,7 +38,7 @@ class JsonRoute(APIRoute):
             try:
                 return await handle(reader)
             except Exception:
-                if reader.refusal is not None:  # which the framework takes for broken JSON
+                if reader.refusal is not None:  # the framework would report invalid JSON
                     raise reader.refusal from None
                 raise
 
@@ -46,10 +46,10 @@ class JsonRoute(APIRoute):
 
 
 class JsonRequest(Request):
-    """A request whose body, if it is large, is read to the end before the framework sees it.
+    """A request whose large body is parsed before the framework sees it.
 
-    The framework would keep such a body for as long as the request lasts: it is given the finished
-    object, and something that stands for the bytes.
+    The framework would keep the bytes for as long as the request lasts. It gets the validated
+    object and a placeholder for the bytes.
     """
 
     def __init__(self, scope: Scope, receive: Receive, kind: type[BaseModel]) -> None:
@@ -59,7 +59,7 @@ class JsonRequest(Request):
         self.refusal: Exception | None = None
 
     async def body(self) -> bytes:
-        """All of it, or for large JSON something in its place: `json` has the rest."""
+        """The body, or a placeholder if it is large JSON. `json` then parses the real one."""
         if self._content is None:
             self._content = bytearray()
             async for chunk in self.stream():
@@ -67,13 +67,13 @@ class JsonRequest(Request):
         return b"{}" if is_large_request() and self._is_json() else bytes(self._content)
 
     def _is_json(self) -> bool:
-        """Whether the framework will ask for JSON."""
+        """Whether the framework will call `json`."""
         kind, _, _ = self.headers.get("content-type", "").lower().partition(";")
         main, _, sub = kind.strip().partition("/")
         return main == "application" and (sub == "json" or sub.endswith("+json"))
 
     async def json(self) -> Any:
-        """What the framework makes the body of: a finished one is left as it is."""
+        """The value that the framework validates. A validated object passes unchanged."""
         body = await self.body()
         if not is_large_request():
             return json.loads(body)
@@ -87,10 +87,10 @@ class JsonRequest(Request):
 
 
 def read_body(kind: type[BaseModel], body: bytearray) -> BaseModel:
-    """The request that `body` holds, which is emptied.
+    """Parse and validate `body`. Empties it.
 
-    Raises `InputError` if it has too many parts or values, what `json.loads` raises if it is not
-    JSON, and the framework's own error if it is no such request.
+    Raises `InputError` if it has too many parts or values, the error of `json.loads` if it is not
+    JSON, and the framework's validation error if it is not a valid `kind`.
     """
     text = body.decode(json.detect_encoding(body), "surrogatepass")  # as json.loads does
     body.clear()
@@ -104,7 +104,7 @@ def read_body(kind: type[BaseModel], body: bytearray) -> BaseModel:
             f"the body may hold at most {MAX_JSON_VALUES} values, such as token ids: send less at "
             "a time"
         )
-    # The parser lets other threads run when it calls Python.
+    # The callbacks into Python let other threads run.
     value = json.loads(text, object_hook=lambda made: made, parse_int=lambda digits: int(digits))
     try:
         return kind.model_validate(value, from_attributes=True)  # as the framework does
@@ -114,20 +114,20 @@ def read_body(kind: type[BaseModel], body: bytearray) -> BaseModel:
 
 
 def num_parts(body: str) -> int:
-    """How many objects, lists and fields of objects JSON has; what its texts hold does not count.
+    """Count the objects, lists and object fields in JSON. Text inside strings does not count.
 
-    Ends soon after `MAX_JSON_PARTS`.
+    Stops soon after `MAX_JSON_PARTS`.
     """
     return _count(body, "{[:", MAX_JSON_PARTS)
 
 
 def num_values(body: str) -> int:
-    """About how many values JSON has, numbers among them; ends soon after `MAX_JSON_VALUES`."""
+    """Estimate the number of values in JSON. Stops soon after `MAX_JSON_VALUES`."""
     return _count(body, ",", MAX_JSON_VALUES)
 
 
 def _count(body: str, characters: str, limit: int) -> int:
-    """How many of these stand outside of texts; more than `limit` are not counted to the end."""
+    """Count these characters outside strings. Stops soon after `limit`."""
 
     def count(text: str) -> int:
         return sum(map(text.count, characters))

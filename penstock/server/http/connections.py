@@ -1,7 +1,7 @@
-"""Connections that take too long: requests that do not arrive, answers that nobody reads.
+"""ConnectionWatch: decides which connections are too slow: requests not sent, answers not read.
 
-uvicorn waits for both without end. Here one task looks at all connections once in a while, which
-costs next to nothing and is the same for each of its HTTP parsers.
+uvicorn waits for both forever. Here one task checks all connections periodically. That is cheap
+and works with both of uvicorn's HTTP parsers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from penstock.server.http.protocols import MAX_WAITING_BYTES, raw_error
 
 logger = logging.getLogger(__name__)
 
-MIN_BYTES_READ = MAX_WAITING_BYTES  # of an answer, in the time that a reader has
-CHECKS_PER_LIMIT = 8  # how finely time is measured
-NUM_SPARE_FILES = 64  # for the server itself, and to start another engine with
+MIN_BYTES_READ = MAX_WAITING_BYTES  # that a client must read within the write timeout
+CHECKS_PER_LIMIT = 8  # checks per timeout
+NUM_SPARE_FILES = 64  # for the server itself and for starting another engine
 
 
 def usable_connections(num_asked: int) -> int:
-    """As many as may be open: whoever takes all files would keep a dead engine from its successor.
+    """Return how many connections may be open. Some files are reserved for an engine restart.
 
-    Raises this process's limit on open files as far as it has to and may.
+    Raises this process's limit on open files if necessary and allowed.
     """
     try:
         import resource
@@ -37,7 +37,7 @@ def usable_connections(num_asked: int) -> int:
     if soft == resource.RLIM_INFINITY or soft >= num_files:
         return num_asked
     raised = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
-    with contextlib.suppress(ValueError, OSError):  # it stays as it is, then
+    with contextlib.suppress(ValueError, OSError):  # then the limit stays the same
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         soft = raised
     num_usable = max(min(num_asked, soft - NUM_SPARE_FILES), 1)
@@ -52,7 +52,7 @@ def usable_connections(num_asked: int) -> int:
 
 @dataclass
 class _Wait:
-    """What a connection is waiting for: a phase that began with `cycle`."""
+    """A phase in which the server waits for a connection."""
 
     cycle: Any  # uvicorn's last request on this connection, or None
     since: float
@@ -62,11 +62,11 @@ class _Wait:
 
 
 class ConnectionWatch:
-    """Ends connections that keep the server waiting.
+    """Closes connections that keep the server waiting.
 
-    read_timeout_s: for the whole of a request, head and body, from when the connection is opened
-    or the request's first byte has come. write_timeout_s: for a reader to take `MIN_BYTES_READ` of
-    what waits for it. A connection between two requests is uvicorn's to end.
+    read_timeout_s: for a whole request, head and body, from the opening of the connection or the
+    request's first byte. write_timeout_s: for a client to read `MIN_BYTES_READ` of the waiting
+    bytes. uvicorn closes idle connections between two requests.
     """
 
     def __init__(self, read_timeout_s: float, write_timeout_s: float) -> None:
@@ -74,7 +74,7 @@ class ConnectionWatch:
         self._write_timeout_s = write_timeout_s
         self._interval_s = min(read_timeout_s, write_timeout_s) / CHECKS_PER_LIMIT
         self._last_look: float | None = None
-        self._elapsed_s = 0.0  # what `check` takes for the time
+        self._elapsed_s = 0.0  # the clock of `check`
         self._waits: WeakKeyDictionary[Any, _Wait] = WeakKeyDictionary()
 
     async def run(self, connections: Iterable[Any]) -> None:
@@ -85,7 +85,7 @@ class ConnectionWatch:
             self.look(connections, loop.time())
 
     def look(self, connections: Iterable[Any], now: float) -> None:
-        """Look at all connections. Time in which this process stood still is no client's fault."""
+        """Check all connections. Time in which this process was stopped does not count."""
         if self._last_look is not None:
             self._elapsed_s += min(now - self._last_look, 2 * self._interval_s)
         self._last_look = now
@@ -93,7 +93,7 @@ class ConnectionWatch:
             self.check(connection, self._elapsed_s)
 
     def check(self, connection: Any, now: float) -> None:
-        """End a connection whose time is up."""
+        """Close a connection that exceeded its timeout."""
         transport = connection.transport
         num_unsent = transport.get_write_buffer_size()
         is_writing = connection.flow.write_paused or (transport.is_closing() and num_unsent > 0)
@@ -122,7 +122,7 @@ class ConnectionWatch:
 
 
 def end_arrivals(connections: Iterable[Any]) -> None:
-    """Refuse the requests that have not come as a whole: the server is about to end."""
+    """Refuse requests that have not fully arrived: the server is shutting down."""
     for connection in list(connections):
         if _awaits_request(connection):
             message = "the server is shutting down"
@@ -130,7 +130,7 @@ def end_arrivals(connections: Iterable[Any]) -> None:
 
 
 def drop_all(connections: Iterable[Any]) -> None:
-    """End connections whatever is left to send on them."""
+    """Abort connections, even with unsent data."""
     for connection in list(connections):
         connection.transport.abort()
 
@@ -144,12 +144,12 @@ def _refuse(connection: Any, answer: bytes) -> None:
 
 
 def _awaits_request(connection: Any) -> bool:
-    """Whether a request's head or body is due that has not come."""
+    """Whether the rest of a request's head or body has not arrived yet."""
     cycle = connection.cycle
     if cycle is None:
-        return True  # its first
+        return True  # the first request of the connection
     if getattr(connection, "pipeline", None):
-        return False  # more came than is asked for
-    if cycle.response_complete:  # a part of the next one, or what is left of this one's body
+        return False  # the client has sent more requests already
+    if cycle.response_complete:  # a part of the next request, or the rest of this one's body
         return connection.timeout_keep_alive_task is None
     return bool(cycle.more_body and not cycle.response_started)

@@ -1,4 +1,4 @@
-"""Every error that a client sees has one shape: which one an exception becomes is decided here."""
+"""Decides which status and body an exception becomes. All errors have one format."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
-CONTEXT_OVERFLOW = "context_length_exceeded"  # OpenAI's code, by which clients know it
+CONTEXT_OVERFLOW = "context_length_exceeded"  # OpenAI's code, which clients check
 RETRY_AFTER_S = 1
 MAX_COMPLAINTS = 5  # about one field
 
@@ -55,11 +55,11 @@ class ErrorResponse(BaseModel):
 
 
 class Overloaded(PenstockError):
-    """The queue is full; a later attempt may succeed."""
+    """The queue is full. A later attempt may succeed."""
 
 
 class NotFound(PenstockError):
-    """There is nothing of the name that the client gave in `field`."""
+    """The name that the client gave in `field` does not exist."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class NotFound(PenstockError):
 
 
 class RequestTimeout(PenstockError):
-    """The request took longer than it was allowed to."""
+    """The request exceeded its timeout."""
 
 
 STATUS_OF: tuple[tuple[type[PenstockError], int], ...] = (
@@ -86,7 +86,7 @@ STATUS_OF: tuple[tuple[type[PenstockError], int], ...] = (
 def describe_errors(
     *statuses: int, model: type[BaseModel] = ErrorResponse, types: Mapping[int, str] = TYPES
 ) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that may answer with these errors, for the OpenAPI document."""
+    """Return the `responses` of a route with these errors, for the OpenAPI document."""
     described: dict[int | str, dict[str, Any]] = {
         status: {"model": model, "description": types[status]} for status in statuses
     }
@@ -102,7 +102,7 @@ def error_body(
 
 
 def encode_error(body: Mapping[str, Any]) -> bytes:
-    """As ASCII: a message may quote what the client sent, which need not be valid Unicode."""
+    """Encode as ASCII: a message may quote client input that is not valid Unicode."""
     return json.dumps(body, ensure_ascii=True).encode()
 
 
@@ -121,7 +121,7 @@ def status_of(error: Exception) -> int:
 
 
 def body_of(error: Exception, request_id: str) -> dict[str, Any]:
-    """What a client is told about `error`; what it is not told is logged."""
+    """Return the error body for the client. Logs errors whose details the client must not see."""
     if isinstance(error, tuple(kind for kind, _ in STATUS_OF)):
         code = CONTEXT_OVERFLOW if isinstance(error, ContextOverflow) else None
         param = error.field if isinstance(error, (InputError, NotFound)) else None
@@ -139,7 +139,7 @@ def response_of(error: Exception, request_id: str) -> Response:
 
 
 def install(app: FastAPI) -> None:
-    """Give the framework's own errors the same shape."""
+    """Give the framework's errors the same format."""
 
     def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -166,10 +166,10 @@ def install(app: FastAPI) -> None:
 
 
 def explain(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
-    """The first thing wrong with a body, and the path of the field.
+    """Return the first error of a body as a message, and the path of its field.
 
-    A value that fits no member of a union is reported for each member: the complaints about one
-    field, and about what is in it, are joined.
+    A value that matches no member of a union is reported once per member. The messages about one
+    field and its contents are joined.
     """
     first = errors[0]
     if first["type"] == "json_invalid":
@@ -188,7 +188,7 @@ def explain(errors: Sequence[Mapping[str, Any]]) -> tuple[str, str | None]:
 
 
 def _field_path(location: Sequence[int | str]) -> str | None:
-    """``("body", "messages", 0, "content", "str")`` as ``messages[0].content``."""
+    """Convert ``("body", "messages", 0, "content", "str")`` to ``messages[0].content``."""
     path = ""
     for part in location[1:]:
         if isinstance(part, int):
@@ -198,5 +198,5 @@ def _field_path(location: Sequence[int | str]) -> str | None:
     return path or None
 
 
-# How the validator names the members of a union: they are no part of a path.
+# The validator's names for members of a union. They are not part of a path.
 _UNION_MEMBERS = {"str", "int", "float", "bool"}

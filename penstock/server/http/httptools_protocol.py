@@ -1,4 +1,4 @@
-"""The faster one of uvicorn's HTTP parsers, see `protocols.py`; needs httptools."""
+"""The faster of uvicorn's two HTTP parsers, see `protocols.py`. Needs httptools."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ UPGRADE_NAMES = (b"upgrade", b"http2-settings")
 
 
 class JsonHttpToolsProtocol(HttpToolsProtocol):
-    """Also limits heads, chunk headers and trailers: httptools by itself keeps whatever comes.
+    """Limits heads, chunk headers and trailers. httptools itself has no limit.
 
     Trailers are dropped. uvicorn would add them to the headers of a request that is already being
-    handled, where a proxy in front has not seen them.
+    handled, and a proxy in front would not have seen them.
 
-    A client may offer an upgrade (to HTTP/2, say) along with its request, and is answered without
-    one. httptools would stop at the head of such a request and drop its body: it is parsed again
-    as if nothing had been offered.
+    A client may offer an upgrade (such as to HTTP/2) with its request. It is answered without one.
+    httptools would stop after the head of such a request and drop its body. So the request is
+    parsed again without the offer.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = True
-        self._num_head_bytes = 0  # of what is no body: a head, chunk headers, trailers
-        self._data = b""  # that is being parsed
+        self._num_head_bytes = 0  # bytes outside the body: head, chunk headers, trailers
+        self._data = b""  # being parsed
 
     def data_received(self, data: bytes) -> None:
         self._num_head_bytes += len(data)
@@ -50,7 +50,7 @@ class JsonHttpToolsProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEAD_BYTES:
             self._num_head_bytes = size
-            raise ValueError("the head is too large")  # the parser stops, and we answer
+            raise ValueError("the head is too large")  # stops the parser; we send the answer
         self._in_head, self._num_head_bytes = False, 0
         super().on_headers_complete()
 
@@ -66,13 +66,13 @@ class JsonHttpToolsProtocol(HttpToolsProtocol):
         refuse(self.transport, self.cycle, self._num_head_bytes > MAX_HEAD_BYTES)
 
     def _should_upgrade(self) -> bool:
-        return True  # asked where one is offered: keeps uvicorn from starting on the request
+        return True  # keeps uvicorn from handling a request that offers an upgrade
 
     def handle_websocket_upgrade(self) -> None:
-        """Called where the parser stopped, whatever the upgrade that was offered."""
+        """Called where the parser stopped, for any kind of upgrade."""
         stop = sys.exc_info()[1]
         assert isinstance(stop, httptools.HttpParserUpgrade)
-        if self.scope["method"] == "CONNECT":  # which is an upgrade by itself, and there is none
+        if self.scope["method"] == "CONNECT":  # an upgrade by itself, not supported
             self.send_400_response("")
             return
         rest = self._data[stop.args[0] :]

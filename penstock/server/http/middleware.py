@@ -1,6 +1,6 @@
-"""What every HTTP request passes: its id, the last resort for errors, the size limit.
+"""Middleware that every HTTP request passes: request id, error handling, CORS, size limit.
 
-Plain ASGI, so that a client that leaves is seen by whoever handles its request.
+It is plain ASGI, so that handlers notice when a client disconnects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAGES = frozenset({"", "/", "/docs"})
 
 
 class RequestContext:
-    """Gives each request an id, the client's own if it sent one, and answers any failure."""
+    """Gives each request an id (the client's if it sent one) and turns exceptions into errors."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -46,13 +46,13 @@ class RequestContext:
         try:
             await self.app(scope, receive, send_with_id)
         except Exception as error:
-            response = response_of(error, request_id)  # logs it, too
+            response = response_of(error, request_id)  # also logs it
             if not has_started:
                 await response(scope, receive, send_with_id)
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, with refusals in the shape of all errors."""
+    """Starlette's CORS middleware, with refusals in the format of all errors."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_preflight = (
@@ -84,7 +84,7 @@ class Cors(CORSMiddleware):
 
 
 class BodyLimit:
-    """Refuses bodies that are too large, as soon as that is known; notes how large others are."""
+    """Refuses a body that is too large as early as possible. Sets `current_body_bytes`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self.app = app
@@ -97,7 +97,7 @@ class BodyLimit:
         message = f"the body must have at most {self._max_bytes} bytes; send less at a time"
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
-            close = {"Connection": "close"}  # rather than read what is not wanted
+            close = {"Connection": "close"}  # do not read the body
             await error_response(413, message, headers=close)(scope, receive, send)
             return
         num_bytes = 0
@@ -115,10 +115,10 @@ class BodyLimit:
 
 
 class TrailingSlash:
-    """Takes a path that ends with a slash for the one without, before anybody looks at it.
+    """Removes a trailing slash from the path before routing.
 
-    A redirect would lose the body with many clients. Pages alone keep it: what they load is named
-    relative to where they are.
+    A redirect would lose the body with many clients. Web pages keep the slash, because their links
+    are relative.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -133,7 +133,7 @@ class TrailingSlash:
 
 
 class HeadAsGet:
-    """Answers HEAD wherever there is a GET: the same head, and the server leaves the body out."""
+    """Handles HEAD as GET. The server omits the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

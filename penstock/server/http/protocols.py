@@ -1,8 +1,9 @@
-"""What is not HTTP gets an answer in the shape of every other error, rather than a plain text.
+"""HTTP protocol classes: decide how invalid HTTP is answered, and limit connections.
 
-uvicorn parses requests before there is an app to answer them. It does so with httptools where that
-is installed, else with h11, and both are changed here in the same few places. These are not part
-of uvicorn's interface, so its version is fixed (`tests/server/test_uvicorn_parts.py`).
+uvicorn parses requests before the app sees them, with httptools if it is installed, else with h11.
+Both protocols are changed here in the same places: invalid HTTP gets an error in the format of all
+errors. These places are not part of uvicorn's public interface, so its version is pinned
+(`tests/server/test_uvicorn_parts.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.server.http.errors import encode_error, error_body
 
-MAX_HEAD_BYTES = 64 * 1024  # of a request line and its headers
-MAX_WAITING_BYTES = 16 * 1024  # of an answer, in this process; whoever sends more waits
+MAX_HEAD_BYTES = 64 * 1024  # of the request line and headers
+MAX_WAITING_BYTES = 16 * 1024  # unsent bytes of an answer in this process; then senders wait
 
 
 def raw_error(status: int, message: str, headers: str = "") -> bytes:
-    """A whole response, after which the connection is closed."""
+    """Return a complete error response that closes the connection."""
     body = encode_error(error_body(status, message))
     head = (
         f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
@@ -38,7 +39,7 @@ def raw_error(status: int, message: str, headers: str = "") -> bytes:
 
 
 def refuse(transport: asyncio.Transport, cycle: Any, is_too_large: bool) -> None:
-    """Answer what cannot be parsed. In the middle of an earlier answer there is no place for it."""
+    """Answer a request that cannot be parsed, unless an earlier answer is being sent. Close."""
     if transport.is_closing():
         return
     if cycle is None or cycle.response_complete or not cycle.response_started:
@@ -53,16 +54,16 @@ def refuse(transport: asyncio.Transport, cycle: Any, is_too_large: bool) -> None
 
 class JsonH11Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
-        error = sys.exc_info()[1]  # uvicorn calls this where it caught it
+        error = sys.exc_info()[1]  # uvicorn calls this in its except block
         is_too_large = isinstance(error, h11.RemoteProtocolError) and error.error_status_hint == 431
         refuse(self.transport, self.cycle, is_too_large)
 
     def _unsupported_upgrade_warning(self) -> None:
-        pass  # whoever offers an upgrade is answered without one
+        pass  # a request that offers an upgrade is answered without one
 
 
 def protocol_class(max_connections: int) -> type[asyncio.Protocol]:
-    """How uvicorn is to speak HTTP, on so many connections at once."""
+    """Return the protocol class for uvicorn, limited to `max_connections` connections."""
     base: Any = JsonH11Protocol
     with contextlib.suppress(ImportError):
         from penstock.server.http.httptools_protocol import JsonHttpToolsProtocol
@@ -70,7 +71,7 @@ def protocol_class(max_connections: int) -> type[asyncio.Protocol]:
         base = JsonHttpToolsProtocol
 
     class LimitedProtocol(base):  # type: ignore[misc]
-        num_resumes = 0  # times that a client has taken all that waited for it
+        num_resumes = 0  # how often the client has read everything that waited
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             transport.set_write_buffer_limits(high=MAX_WAITING_BYTES, low=0)

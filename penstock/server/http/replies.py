@@ -1,8 +1,8 @@
-"""How answers go out: as one JSON object, or as server-sent events; never to a client that left.
+"""Decides how answers are sent: as one JSON object or as server-sent events.
 
-A stream that has to wait, for its turn or for a long prompt, must not look dead to proxies. So its
-headers are sent after `stream_start_timeout_s` even if there is no token yet, and from then on it
-is never silent for longer than `stream_keep_alive_s`.
+Work for a client that disconnects is cancelled. A stream that waits in the queue or for a long
+prompt must not look dead to proxies. So its headers are sent after `stream_start_timeout_s` even
+without a token. From then on it is never silent for longer than `stream_keep_alive_s`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from penstock.server.http.errors import body_of, encode_error
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MAX_BYTES_A_TURN = 64 * 1024  # of one stream, before the event loop does something else
-CLIENT_CLOSED_REQUEST = 499  # what proxies log; nobody is there to read it
+MAX_BYTES_A_TURN = 64 * 1024  # that one stream writes before it yields to the event loop
+CLIENT_CLOSED_REQUEST = 499  # as in proxies' logs; the client does not see it
 
 
 def json_response(content: BaseModel | bytes | str) -> Response:
-    """JSON as it is written, or a reply: the fields that were set, or all if it shows nulls."""
+    """Make a response from JSON or a reply. Unset fields are omitted unless it shows nulls."""
     if isinstance(content, BaseModel):
         only_set = not getattr(content, "shows_nulls", False)
         content = content.model_dump_json(exclude_unset=only_set)
@@ -37,14 +37,14 @@ def json_response(content: BaseModel | bytes | str) -> Response:
 
 
 class ClientGone(HTTPException):
-    """The client has left: nobody is there to read an answer."""
+    """The client has disconnected."""
 
     def __init__(self) -> None:
         super().__init__(CLIENT_CLOSED_REQUEST, "the client has left")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. `ClientGone` if the client leaves first: then it is cancelled."""
+    """Return the result of `work`. If the client leaves first, cancel it and raise `ClientGone`."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -54,11 +54,11 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         await cancel(task, leaving)
-        del task, leaving  # else an error, this frame and the task keep each other
+        del task, leaving  # breaks the cycle of error, frame and task
 
 
 class Answer(Protocol):
-    """An answer on its way out, whole or in pieces: one of the two is asked for, once."""
+    """An answer to send, either whole or in chunks. Only one of the two is called, once."""
 
     async def whole(self) -> BaseModel: ...
 
@@ -68,7 +68,7 @@ class Answer(Protocol):
 async def send_answer(
     request: Request, answer: Answer, stream: bool | None, frame: StreamFrame | None = None
 ) -> Response:
-    """Send an answer as the client asked for it."""
+    """Send an answer, streamed if `stream` is true."""
     if stream:
         return await event_stream(request, answer.chunks(), frame)
     return json_response(await unless_gone(request, answer.whole()))
@@ -80,18 +80,18 @@ class StreamFrame(Protocol):
     def event(self, chunk: str) -> str: ...
 
     def error(self, error: Exception) -> str:
-        """What a client is told that had been promised an answer. Logs what it is not told."""
+        """The event for an error in the stream. Logs details that the client must not see."""
 
     def end(self) -> str:
-        """What comes last, after an error too."""
+        """The last event, also after an error."""
 
     def keep_alive(self) -> str:
-        """Something that clients ignore."""
+        """A comment that clients ignore."""
         return ": keep-alive\n\n"
 
 
 class OpenAIFrame(StreamFrame):
-    """Each chunk a `data:` line, then ``[DONE]``."""
+    """Writes each chunk as a `data:` line, then ``[DONE]``."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -107,10 +107,10 @@ class OpenAIFrame(StreamFrame):
 
 
 class EventStream(Response):
-    """Server-sent events, as `frame` writes them.
+    """Server-sent events, formatted by `frame`.
 
-    A failure on the way is an event with the error, and the end of the stream. `chunks` goes on
-    after `first`, which may not be there yet, and is closed whatever happens.
+    An error is sent as an event and ends the stream. `first` is the first chunk, which may not be
+    ready yet. `chunks` yields the others. It is always closed.
     """
 
     media_type = "text/event-stream"
@@ -144,7 +144,7 @@ class EventStream(Response):
     async def _pump(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
 
-        num_bytes = 0  # since others had a turn: what waits for a slow reader comes all at once
+        num_bytes = 0  # since the last yield; chunks pile up while a client reads slowly
 
         async def write(text: str) -> None:
             nonlocal num_bytes
@@ -161,7 +161,7 @@ class EventStream(Response):
         keeping_alive = asyncio.ensure_future(self._keep_alive(write))
         try:
             if not self._first.done():
-                await write(self._frame.keep_alive())  # some proxies pass on no head alone
+                await write(self._frame.keep_alive())  # some proxies hold back a bare head
             chunk = await self._first
             if chunk is not None:
                 await write(self._frame.event(chunk))
@@ -175,7 +175,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _keep_alive(self, write: Callable[[str], Awaitable[None]]) -> None:
-        """Write something whenever nothing has been written for long enough."""
+        """Write a keep-alive whenever nothing was written for `keep_alive_s`."""
         clock = asyncio.get_running_loop().time
         self._written_at = clock()
         while True:
@@ -187,14 +187,14 @@ class EventStream(Response):
 async def event_stream(
     request: Request, chunks: AsyncGenerator[str, None], frame: StreamFrame | None = None
 ) -> Response:
-    """Wait a little for the first chunk: a request that fails meanwhile gets a proper status."""
+    """Start a stream. Waits a little for the first chunk, so that an early error gets a status."""
     config: ServerConfig = request.app.state.service.server_config
     first = asyncio.ensure_future(_first(chunks))
     waiting = asyncio.wait({first}, timeout=config.stream_start_timeout_s)
     try:
         await unless_gone(request, waiting)
         if first.done():
-            first.result()  # or the error
+            first.result()  # raises an early error
     except BaseException:
         await _close(first, chunks)
         raise
@@ -209,7 +209,7 @@ async def _first(chunks: AsyncGenerator[str, None]) -> str | None:
 
 
 async def _close(first: asyncio.Future[Any], chunks: AsyncGenerator[str, None]) -> None:
-    await cancel(first)  # which may be using the generator
+    await cancel(first)  # it may be using the generator
     await chunks.aclose()
 
 
@@ -219,7 +219,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel what is not done, and wait until it has cleaned up."""
+    """Cancel tasks and wait until they have cleaned up."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The socket that the server listens on, and what the kernel does for its connections."""
+"""Opens the listening socket and sets the kernel's options for its connections."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from penstock.config import ServerConfig
 from penstock.protocol.errors import ConfigError
 
-MAX_UNSENT_BYTES = 16 * 1024  # of a connection, that the kernel holds and may not send yet
-MAX_SEND_BUFFER_BYTES = 256 * 1024  # where it can only be told how much it holds in all
-PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 30, 10, 3  # of clients that nothing is heard of
+MAX_UNSENT_BYTES = 16 * 1024  # per connection, in the kernel, not sent yet
+MAX_SEND_BUFFER_BYTES = 256 * 1024  # where the kernel can only limit the whole send buffer
+PROBE_AFTER_S, PROBE_EVERY_S, NUM_PROBES = 30, 10, 3  # TCP keep-alive
 
 
 @contextlib.contextmanager
 def listening_socket(config: ServerConfig) -> Iterator[socket.socket]:
-    """A bound socket, taken before the model is loaded; ConfigError if it is not to be had."""
+    """Bind a socket, before the model is loaded. Raises ConfigError if that fails."""
     if config.uds is not None:
         listener = _unix_socket(Path(config.uds))
     else:
@@ -44,12 +44,12 @@ def listening_socket(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def _notice_vanished_clients(listener: socket.socket, slow_reader_timeout_s: float) -> None:
-    """Have the kernel end connections to machines that are gone without a word.
+    """Make the kernel close connections to machines that vanished.
 
-    Else their requests would be computed to the end for nobody. Connections inherit this.
+    Otherwise their requests would be computed to the end for nobody. Connections inherit this.
     """
     patience_s = PROBE_AFTER_S + NUM_PROBES * PROBE_EVERY_S
-    unread_s = max(slow_reader_timeout_s, patience_s)  # who does not read may be there
+    unread_s = max(slow_reader_timeout_s, patience_s)  # a client that does not read may be alive
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", PROBE_AFTER_S),
@@ -62,10 +62,10 @@ def _notice_vanished_clients(listener: socket.socket, slow_reader_timeout_s: flo
 
 
 def _bound_unsent(listener: socket.socket) -> None:
-    """Have the kernel take little more of an answer than its client does. Connections inherit this.
+    """Limit how much of an answer the kernel buffers. Connections inherit this.
 
-    Else it takes megabytes for a client that never reads, which nobody would notice meanwhile.
-    What is on its way to a client does not count, so a long way is not slower.
+    Otherwise it buffers megabytes for a client that never reads, and the server would not notice.
+    Bytes in flight do not count, so a long round trip is not slower.
     """
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
@@ -74,7 +74,7 @@ def _bound_unsent(listener: socket.socket) -> None:
 
 
 def _unix_socket(path: Path) -> socket.socket:
-    """Bound to `path`, in place of what a server that was killed may have left there."""
+    """Bind a Unix socket. Replaces a socket that a killed server left behind."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         if path.exists():
