@@ -40,7 +40,7 @@ class SamplingGraphs:
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens | None:
         """Choose one token per row and append it to the tables; None if a graph does not suffice.
 
-        Each row belongs to another request. Results are valid until the next step.
+        Each row belongs to a different request. Results are valid until the next step.
         """
         kind = self._sampler.kind_of(rows)
         size = at_least(self._sizes, len(rows))

@@ -1,4 +1,4 @@
-"""`OutputCollector` turns the deltas of many requests into the news of each."""
+"""`OutputCollector` turns the deltas of many requests into the new output of each."""
 
 from __future__ import annotations
 

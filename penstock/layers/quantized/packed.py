@@ -252,7 +252,7 @@ def _weight(
 
 
 def order_columns(weight: W4Weight, groups: torch.Tensor, group_size: int) -> W4Weight:
-    """Sort columns by quantization group; `groups` [in] gives each column's, as scale columns.
+    """Sort columns by quantization group. `groups` [in] is the scale column of each column.
 
     A shard may hold any number of a group's columns. They are padded with zero columns to small
     groups of equal size.
@@ -281,7 +281,7 @@ def order_columns(weight: W4Weight, groups: torch.Tensor, group_size: int) -> W4
     is_real = torch.zeros(len(owners), dtype=torch.bool, device=groups.device)
     is_real[places] = True
     numbers = unpack_nibbles(weight.packed) if weight.bits == 4 else weight.packed
-    kept = owners[::size]  # the group that each small group belongs to
+    kept = owners[::size]  # original group of each small group
     scales = weight.scales[:, kept]
     zeros = None if weight.zeros is None else weight.zeros[:, kept]
     half = torch.tensor(1 << (weight.bits - 1), dtype=torch.uint8, device=groups.device)

@@ -25,7 +25,7 @@ class GGUFArchitecture:
     settings: Settings = field(default=lambda _: {})  # config.json keys beyond the common ones
     eps_key: str = "rms_norm_eps"  # in config.json
     mlp: Literal["gated", "fused", "plain", "experts", "mixed", "none"] = "gated"
-    attention: Literal["heads", "gated", "latent", "none"] = "heads"  # gated: with its queries
+    attention: Literal["heads", "gated", "latent", "none"] = "heads"  # gated: q has gates, too
     tables: tuple[str, ...] = (ROPE_FREQS,)  # tensors that become settings, not parameters
     partly_rotated: bool = False  # only the first dimensions of a head rotate
     truncates_yarn: bool = True  # whether its YaRN rounds the dimensions between which it blends

@@ -69,7 +69,7 @@ def _experts_kernel(
     SORTED: tl.constexpr, EVEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     QUADS: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """One token block of an expert, times ROWS rows of its matrix.
+    """A token block of one expert, times ROWS rows of its matrix.
 
     SORTED: x is in block order; the result is multiplied by the routing weight and stored at its
     pair. Otherwise x is in token order, and the result in block order.

@@ -173,7 +173,7 @@ class Blocks(NamedTuple):
 
     pairs: torch.Tensor  # [num_blocks * rows] int32: token * top_k + slot; undefined in padding
     experts: torch.Tensor  # [num_blocks] int32
-    rows: torch.Tensor  # [num_blocks] int32: valid rows; 0 for unused blocks
+    rows: torch.Tensor  # [num_blocks] int32: valid rows; 0 for unused token blocks
 
 
 def align(ids: torch.Tensor, num_experts: int, rows: int) -> Blocks:

@@ -2,9 +2,9 @@
 
 A row of logits is long (150,000 tokens) and rows may be few. Therefore each row is split into
 chunks for different programs, and a last small kernel compares the chunks' winners. Truncation
-(top_k, top_p, min_p) is a cutoff, found without sorting. A survey of the row finds a threshold that
-the cutoff is not below, out of a few. Among the tokens above it, the cutoff is found digit by
-digit. `penstock.ops.sampling` defines the result.
+(top_k, top_p, min_p) is a cutoff, found without sorting. A survey of the row picks, out of a few
+thresholds, one that the cutoff is not below. Among the tokens above it, the cutoff is found digit
+by digit. `penstock.ops.sampling` defines the result.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def tensor_plan(group: int, out_features: int, in_features: int) -> TensorPlan:
 
 
 class ExpertsPlan(NamedTuple):
-    """One expert's rows by a block of its tokens, quads per step, adjacent token blocks."""
+    """One expert's rows by a token block, quads per step, adjacent token blocks."""
 
     rows: int
     tokens: int
