@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: answers that are kept, conversations that go on, tools that run here."""
+"""OpenAI's Responses API: stored responses, conversations, and calls to tool servers."""

@@ -1,4 +1,4 @@
-"""/v1/conversations: items that are kept under one id, and that responses add to."""
+"""/v1/conversations: stores the items of conversations. Responses append to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Metadata = Annotated[Entries[MetadataKey, MetadataValue], Field(max_length=16)]
 
 
 class Conversations:
-    """The conversations in a store. A change is made to what is there when it is made."""
+    """The conversations in a store. Changes are serialized, so that none is lost."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -49,7 +49,7 @@ class Conversations:
         return made
 
     async def find(self, owner: str, conversation_id: str) -> StoredConversation:
-        """NotFound if there is none."""
+        """Return a conversation. Raises NotFound."""
         found = await self._store.get(owner, conversation_id)
         if not isinstance(found, StoredConversation):
             raise NotFound(
@@ -65,14 +65,14 @@ class Conversations:
         conversation_id: str,
         change: Callable[[StoredConversation], StoredConversation],
     ) -> StoredConversation:
-        """The conversation as it is then. NotFound, or InputError if it is too large."""
+        """Apply a change and return the result. Raises NotFound, or InputError if too large."""
         async with self._changing:
             changed = change(await self.find(owner, conversation_id))
             await self._put(owner, changed)
             return changed
 
     async def add(self, owner: str, conversation_id: str, items: StoredItems) -> StoredItems:
-        """Add items at the end: as they are in it, each with an id of its own. As `change`."""
+        """Append items. Returns them with unique ids. Raises the same errors as `change`."""
         added = items
 
         def append(found: StoredConversation) -> StoredConversation:
@@ -220,7 +220,7 @@ async def delete_item(conversation_id: str, item_id: str, request: Request) -> C
 
 
 def _new_items(given: list[Any], known_ids: tuple[str, ...]) -> StoredItems:
-    """Items as a conversation keeps them. Takes time for many."""
+    """Convert items for storage. Slow for many items."""
     items = input_items(given, known_ids)
     for item in items:
         if item["type"] == "message":

@@ -1,4 +1,4 @@
-"""From a request's body to the turn that it asks for; what cannot be done is refused by name."""
+"""Converts a request's body to a turn. Refuses unsupported fields by name."""
 
 from __future__ import annotations
 
@@ -35,21 +35,24 @@ from penstock.text.parsing.formats import Tool
 from penstock.text.tokenizer import TooManyTokens
 
 LOGPROBS = "message.output_text.logprobs"
-# How fields are called here that have other names in every other place.
+# This API's names for fields that have other names elsewhere.
 FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "logprobs": "top_logprobs",
     "messages": "input",
     "prompt": "input",
 }
-# Older names of built-in tools, by those that tool servers may have tools of.
+# Current names of built-in tools, by their older names. Tool servers use the current ones.
 CURRENT_NAMES = {"web_search_preview": "web_search", "computer_use_preview": "computer"}
 
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """What the model may call; `servers` has those that are run here, by name, and `custom` the
-    names of those that take a text."""
+    """The tools that the model may call.
+
+    `servers` maps the names of tools that run on tool servers. `custom` holds the names of tools
+    that take plain text.
+    """
 
     tools: tuple[Tool, ...]
     servers: dict[str, ToolServer]
@@ -57,7 +60,7 @@ class OfferedTools:
 
 
 def check_body(body: ResponseRequest) -> None:
-    """Say plainly what is not done here, rather than ignore that it was asked for."""
+    """Raise InputError for unsupported or conflicting fields instead of ignoring them."""
     if body.prompt is not None:
         raise InputError("prompt is not supported here: use instructions", "prompt")
     if body.conversation is not None and body.previous_response_id is not None:
@@ -72,14 +75,14 @@ def check_body(body: ResponseRequest) -> None:
         raise InputError("background needs store: leave store out or make it true", "background")
     if body.background and body.stream:
         raise InputError("background and stream exclude each other here: leave one out", "stream")
-    for name in ("tools", "text"):  # which are kept and echoed
+    for name in ("tools", "text"):  # these are stored and echoed
         with plain_json(name):
             json.dumps(body.model_dump(include={name}), allow_nan=False)
 
 
 @contextlib.contextmanager
 def plain_json(name: str) -> Iterator[None]:
-    """Refuse the field `name` if what is in it cannot be written as JSON."""
+    """Raise InputError for the field `name` if its value cannot be written as JSON."""
     try:
         yield
     except (ValueError, RecursionError) as error:
@@ -164,7 +167,7 @@ def _built_in(
 
 
 def _allowed(body: ResponseRequest, offered: OfferedTools) -> OfferedTools:
-    """What `tool_choice` of type allowed_tools leaves of the tools."""
+    """Return the tools that a `tool_choice` of type allowed_tools allows."""
     choice = body.tool_choice
     if not isinstance(choice, AllowedChoice):
         return offered
@@ -200,7 +203,7 @@ def _tool_choice(body: ResponseRequest, offered: OfferedTools) -> ToolChoice:
 def turn_request(
     service: Service, body: ResponseRequest, items: Sequence[Item], offered: OfferedTools
 ) -> TurnRequest:
-    """The first turn of a response to a conversation of `items`."""
+    """Make the first turn of a response to a conversation of `items`."""
     renderer = service.frontend.renderer
     knows_developers = renderer is not None and "developer" in renderer.source
     return TurnRequest(
@@ -219,8 +222,8 @@ def _params(body: ResponseRequest, defaults: SamplingParams) -> SamplingParams:
     own: dict[str, Any] = {"max_tokens": body.max_output_tokens}
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         own["logprobs"] = body.top_logprobs or 0
-    # Of an answer that comes whole it would not be known which tokens are its text's, nor when it
-    # has begun.
+    # An answer that arrives at once does not tell which tokens belong to its text, nor when it
+    # began.
     if body.background or "logprobs" in own:
         own["output_kind"] = OutputKind.DELTA
     if body.text is not None and body.text.format is not None:
@@ -240,7 +243,7 @@ def _structured(given: TextFormat) -> StructuredOutputsParams | None:
 def prepare(
     service: Service, request: TurnRequest, request_id: str, leave_out_oldest: bool
 ) -> tuple[Turn, TurnRequest]:
-    """The turn, and what it was asked for in the end. Takes time: call it in a thread."""
+    """Prepare a turn. Returns it and the request it was made from. Slow: call it in a thread."""
     with renamed_fields():
         if leave_out_oldest:
             request = _fit(service, request)
@@ -248,7 +251,7 @@ def prepare(
 
 
 def _fit(service: Service, request: TurnRequest) -> TurnRequest:
-    """Without as many of the oldest messages as it takes to leave room for the answer."""
+    """Drop as many of the oldest messages as needed to leave room for the answer."""
     frontend = service.frontend
     if frontend.tokenizer is None:
         return request
@@ -260,7 +263,7 @@ def _fit(service: Service, request: TurnRequest) -> TurnRequest:
         kept = list(request.messages)
         del kept[first : first + num_dropped]
         while len(kept) > first + 1 and kept[first]["role"] == "tool":
-            del kept[first]  # the result of a call that is gone
+            del kept[first]  # the result of a call that was dropped
         return replace(request, messages=kept)
 
     def fits(candidate: TurnRequest) -> bool:
@@ -282,7 +285,7 @@ def _fit(service: Service, request: TurnRequest) -> TurnRequest:
 
 @contextlib.contextmanager
 def renamed_fields() -> Iterator[None]:
-    """Gives errors the names that fields have in this API."""
+    """Replace field names in errors by this API's names."""
     try:
         yield
     except ContextOverflow as error:

@@ -1,4 +1,4 @@
-"""The items of a conversation: from what clients send to messages, and back again."""
+"""Converts the items of a conversation: from client input, and to chat messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def new_item_id(kind: str) -> str:
 def input_items(
     given_input: str | Sequence[Body] | None, known_ids: Iterable[str] = ()
 ) -> list[Item]:
-    """What a request adds to a conversation: each item with a type, and an id that no other has."""
+    """Convert a request's input to items. Each item gets a type and a unique id."""
     if isinstance(given_input, str):
         part = {"type": "input_text", "text": given_input}
         return [{"type": "message", "id": new_id("msg"), "role": "user", "content": [part]}]
@@ -45,15 +45,15 @@ def input_items(
 def as_messages(
     instructions: str | None, items: Iterable[Item], knows_developers: bool
 ) -> list[dict[str, Any]]:
-    """A conversation in the form of OpenAI's chat.
+    """Convert a conversation to OpenAI's chat format.
 
-    Reasoning, text and calls in a row are one message of the assistant. What stands before the
-    first of the others is one system message, since many templates take only one.
+    Consecutive reasoning, text and calls become one assistant message. All system messages at the
+    beginning become one, because many templates allow only one.
     """
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    results: list[dict[str, Any]] = []  # of calls that this server made, until all are known
+    results: list[dict[str, Any]] = []  # of tool-server calls, to follow the message
 
     def add(message: dict[str, Any]) -> None:
         messages.extend(results)
@@ -65,7 +65,7 @@ def as_messages(
             messages.append(message)
 
     def assistant(*full: str) -> dict[str, Any]:
-        """The assistant's message that is being told, a new one if it has any of `full`."""
+        """Return the current assistant message, or a new one if it already has any of `full`."""
         last = messages[-1] if messages else {}
         if last.get("role") != "assistant" or any(last.get(name) for name in full):
             add({"role": "assistant", "content": ""})

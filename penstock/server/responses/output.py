@@ -1,4 +1,4 @@
-"""The output of a response: items that grow as a model writes, and the events that tell of it."""
+"""Output: builds the output items of a response as the model writes, and their events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.text.parsing.deltas import (
 
 Event = dict[str, Any]
 CUSTOM = "custom_tool_call"
-# What events say of a call's arguments, by the item's type.
+# Event names for a call's arguments, by the item's type.
 ARGUMENT_EVENTS = {
     "function_call": "function_call_arguments",
     "mcp_call": "mcp_call_arguments",
@@ -34,9 +34,9 @@ ARGUMENT_EVENTS = {
 class Output:
     """All output items of one response, over all rounds of calls.
 
-    Methods give events in the order in which clients expect them. `servers` has the tools that are
-    called here, by name; calls of other tools are the client's. `custom` names those that take a
-    text.
+    Methods yield events in the order that clients expect. `servers` maps the names of tools that
+    this server calls. The client calls all others. `custom` holds the names of tools that take
+    plain text.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ class Output:
     ) -> None:
         self._servers = servers
         self._custom = custom
-        self._input = InputReader()  # of the custom call that grows
+        self._input = InputReader()  # of the open custom call
         self._logprobs = logprobs
         self._items: list[Item] = []
         self._broken: list[Item] = []
-        self._open: Item | None = None  # the last item, while it grows
+        self._open: Item | None = None  # the last item, while it is being written
         self._round_start = 0
-        # Of tokens whose text was held back: it is not known yet what they belong to.
+        # Logprobs of tokens whose text is held back: their item is not known yet.
         self._held: list[LogprobsAtPosition] = []
 
     @property
     def items(self) -> list[Item]:
-        """Without calls that turned out to be none."""
+        """All items except revoked calls."""
         return [item for item in self._items if not any(item is bad for bad in self._broken)]
 
     def round_items(self) -> list[Item]:
-        """What the model said since the last `begin_round`."""
+        """The items since the last `begin_round`."""
         return [item for item in self.items if self._index(item) >= self._round_start]
 
     def begin_round(self) -> None:
@@ -70,7 +70,7 @@ class Output:
         self._held = []
 
     def list_tools(self, server: ToolServer) -> Iterator[Event]:
-        """Say which tools a server has."""
+        """Add an item that lists a server's tools."""
         tools = [
             {
                 "name": tool.name,
@@ -96,7 +96,7 @@ class Output:
     def take(
         self, deltas: Sequence[Delta], logprobs: Sequence[LogprobsAtPosition] | None
     ) -> Iterator[Event]:
-        """Add what a model wrote."""
+        """Add the model's new output."""
         self._held += logprobs or ()
         if not deltas:
             return
@@ -120,9 +120,9 @@ class Output:
                     yield from self.close()
 
     def end_round(self, is_cut_off: bool) -> Iterator[Event]:
-        """The model has ended, or was at its limit."""
+        """The model finished, or reached its limit."""
         if self._open is not None:
-            if self._open["type"] == "message":  # of the token that ended it, if it came alone
+            if self._open["type"] == "message":  # logprobs of an end token without text
                 self._add_logprobs(self._held)
             yield from self.close("incomplete" if is_cut_off else "completed")
         elif not self.round_items() and not is_cut_off:
@@ -130,14 +130,14 @@ class Output:
             yield from self.close()
 
     def finish_call(self, item: Item, result: ToolResult) -> Iterator[Event]:
-        """What came of a call that was made here."""
+        """Add the result of a call to a tool server."""
         item["output"], item["error"] = result.output, result.error
         item["status"] = "completed" if result.error is None else "failed"
         yield self._event(f"response.mcp_call.{item['status']}", item)
         yield self._done(item)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
-        """End the item that grows, if one does. Calls that are made here stay open."""
+        """End the open item, if there is one. Calls to tool servers stay in progress."""
         item, self._open = self._open, None
         if item is None:
             return
@@ -166,7 +166,7 @@ class Output:
         else:
             item["status"] = "in_progress"
 
-    # -- one kind of item each
+    # -- kinds of items
 
     def _think(self, text: str) -> Iterator[Event]:
         if self._open is None or self._open["type"] != "reasoning":
@@ -198,7 +198,7 @@ class Output:
             )
 
     def _add_logprobs(self, positions: Sequence[LogprobsAtPosition]) -> list[dict[str, Any]]:
-        """Note them with the message that grows; as they are noted."""
+        """Add logprobs to the open message. Returns them as they are stored."""
         assert self._open is not None
         entries = [entry.model_dump() for entry in self._logprobs.chat(positions).content]
         self._open["content"][0]["logprobs"] += entries
@@ -236,7 +236,7 @@ class Output:
             yield self._event("response.mcp_call.in_progress", item)
 
     def _go_on_with_call(self, text: str, is_end: bool = False) -> Iterator[Event]:
-        """Add a piece of a call's arguments, or of what they say to a custom tool."""
+        """Add a piece of a call's arguments, or of a custom tool's input."""
         item = self._open
         assert item is not None
         key = "arguments"
@@ -248,7 +248,7 @@ class Output:
             yield self._event(f"{_arguments_event(item)}.delta", item, delta=text)
 
     def _break_call(self) -> Iterator[Event]:
-        """End a call that is none. Who has seen its beginning sees that it is incomplete."""
+        """Revoke a call. Clients that saw its beginning see it as incomplete."""
         if self._open is not None and self._open["type"] in ARGUMENT_EVENTS:
             self._broken.append(self._open)
             if self._open["type"] == "mcp_call":
@@ -273,7 +273,7 @@ class Output:
         return {"type": kind, **where, **fields}
 
     def _index(self, item: Item) -> int:
-        """Among all items, those that are broken included: it does not change."""
+        """The index among all items, including revoked ones, so that it never changes."""
         at = len(self._items) - 1
         while self._items[at] is not item:
             at -= 1

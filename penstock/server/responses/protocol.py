@@ -1,4 +1,4 @@
-"""Bodies of the Responses endpoints. Fields that are not declared are ignored."""
+"""Bodies and replies of the Responses endpoints. Undeclared fields are ignored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _kind_of_part(value: Any) -> str | None:
     return "a text" if kind in ("input_text", "output_text", "text") else None
 
 
-# Tags are no identifiers: so they are left out of the path in an error, see `errors.explain`.
+# Tags are not identifiers, so errors leave them out of a field's path, see `errors.explain`.
 Part = Annotated[
     Annotated[InputTextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
     Discriminator(

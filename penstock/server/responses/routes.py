@@ -30,13 +30,13 @@ COMMON_ERRORS = (400, 401, 404, 500, 503)
 
 
 class ResponsesFrame(StreamFrame):
-    """Events have names: those of their types. The last one says how the response ended."""
+    """Writes events with their type as the event name. The last one tells how it ended."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
     def event(self, chunk: str) -> str:
-        kind = chunk.removeprefix('{"type": "').partition('"')[0]  # which stands first
+        kind = chunk.removeprefix('{"type": "').partition('"')[0]  # the type is the first field
         return f"event: {kind}\ndata: {chunk}\n\n"
 
     def error(self, error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""One response on its way: rounds of what the model says and of the calls that are made for it."""
+"""ResponseRun: runs one response: rounds of model output and calls to tool servers."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from penstock.server.turn import Turn
 
 @dataclass
 class ResponseJob:
-    """What a response is made from. `items` are the conversation that it answers."""
+    """The input of a response. `items` are the conversation that it answers."""
 
     body: ResponseRequest
     model: str
     items: list[Item]
     offered: OfferedTools
     turn: Turn
-    request: TurnRequest  # that `turn` was made from
+    request: TurnRequest  # from which `turn` was made
     conversation_id: str | None
     is_stored: bool
 
 
 class ResponseRun:
-    """Runs one response. `events` or `steps` may be called once. Takes time to make."""
+    """Runs one response. Call either `events` or `steps`, once. The constructor is slow."""
 
     def __init__(
         self, service: Service, tool_servers: ToolServers, job: ResponseJob, request_id: str
@@ -55,7 +55,7 @@ class ResponseRun:
         self._completed_at: int | None = None
         self.status = "queued" if job.body.background else "in_progress"
         self._error: dict[str, Any] | None = None
-        self._turns = [job.turn]  # one a round; the last one runs
+        self._turns = [job.turn]  # one per round; the last one is running
         self._num_calls = 0
         self._echo = _echo(job)
         num_top = job.body.top_logprobs or 0
@@ -66,9 +66,9 @@ class ResponseRun:
         )
 
     async def events(self) -> AsyncGenerator[Event, None]:
-        """What happens, numbered; the last one says how it ended.
+        """Stream numbered events. The last one tells how the response ended.
 
-        Raises what goes wrong before the model has begun. Afterwards, the response has failed.
+        An error before the first event is raised. A later error makes the response fail.
         """
         number = 0
         try:
@@ -87,7 +87,7 @@ class ResponseRun:
         }
 
     def fail(self, error: Exception) -> None:
-        """End it with an error."""
+        """End the response with an error."""
         told = body_of(error, self._request_id)["error"]
         self.status = "failed"
         self._error = {"code": error_code(error), "message": told["message"]}
@@ -96,9 +96,9 @@ class ResponseRun:
         self.status = "cancelled"
 
     async def steps(self) -> AsyncGenerator[Event, None]:
-        """Everything that happens between the first token and the last.
+        """Stream the events between the first token and the last.
 
-        Raises what keeps it from getting to the end.
+        Raises the error if the response fails.
         """
         request, has_begun, is_cut_off = self._job.request, False, False
         for num_left in reversed(range(self._service.server_config.max_tool_rounds + 1)):
@@ -149,7 +149,7 @@ class ResponseRun:
     # -- calls to tool servers
 
     async def _make_calls(self) -> AsyncGenerator[Event, None]:
-        """Make those of this round that are ours, all at once."""
+        """Make this round's calls to tool servers, concurrently."""
         calls = [
             item
             for item in self._output.round_items()
@@ -169,14 +169,16 @@ class ResponseRun:
         return await self._tool_servers.call(server, item["name"], item["arguments"])
 
     def _next_request(self, request: TurnRequest, num_left: int) -> TurnRequest | None:
-        """What the model is asked after its calls; None if there were none of ours, or others
-        that the client has to make first."""
+        """Return the request for the next round, or None if there is none.
+
+        There is none without calls to tool servers, or if the client must make other calls first.
+        """
         said = self._output.round_items()
         kinds = {item["type"] for item in said}
         if "mcp_call" not in kinds or kinds & {"function_call", "custom_tool_call"}:
             return None
-        # A call that was demanded has been made. From here on the model decides, as far as this
-        # one can; in the last round it has to answer.
+        # A required call has been made. From now on the model decides, if it can. In the last round
+        # it must answer.
         can_choose = (
             self._service.frontend.parsers.tools is not None
             and self._service.config.chat.enable_auto_tool_choice
@@ -194,10 +196,10 @@ class ResponseRun:
             tool_choice="auto" if can_choose and not is_last else "none",
         )
 
-    # -- what is told
+    # -- the response object
 
     def _usage(self) -> TurnUsage:
-        """Of all rounds: each reads the conversation anew, mostly from the cache."""
+        """The usage of all rounds. Each round reads the conversation again, mostly cached."""
         total = TurnUsage()
         for turn in self._turns:
             total.add(turn.usage)
@@ -216,7 +218,7 @@ class ResponseRun:
         return self._output.items
 
     def snapshot(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """The current state of the response."""
         body, params = self._job.body, self._job.request.params
         incomplete = {"reason": "max_output_tokens"} if self.status == "incomplete" else None
         reasoning = body.reasoning
@@ -258,12 +260,12 @@ class ResponseRun:
 
 
 def is_open(status: str) -> bool:
-    """Whether a response of this status has yet to end."""
+    """Whether a response with this status has not ended yet."""
     return status in ("queued", "in_progress")
 
 
 def _echo(job: ResponseJob) -> dict[str, Any]:
-    """Those fields of the request that may be long, as the response repeats them."""
+    """Return the request's long fields as the response echoes them."""
     body = job.body
     text = body.text.model_dump(exclude_unset=True, by_alias=True) if body.text else {}
     text["format"] = text.get("format") or {"type": "text"}
@@ -276,7 +278,7 @@ def _echo(job: ResponseJob) -> dict[str, Any]:
 
 
 def error_code(error: Exception) -> str:
-    """What the API calls it."""
+    """The API's code for an error."""
     if isinstance(error, Overloaded):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, InputError) else "server_error"
@@ -304,5 +306,5 @@ def _usage_reply(usage: TurnUsage) -> dict[str, Any]:
 
 
 def encode(event: Event) -> str:
-    """As ASCII: what clients sent and get back need not be valid Unicode."""
+    """Encode as ASCII: echoed client input may not be valid Unicode."""
     return json.dumps(event)

@@ -1,4 +1,4 @@
-"""ResponseRunner: prepares responses, runs and keeps them, and cancels those in the background."""
+"""ResponseRunner: prepares, runs and stores responses, and cancels background ones."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class History:
-    """What a request continues: the items before its own, and the conversation that has them."""
+    """What a request continues: the earlier items, and their conversation if there is one."""
 
     items: StoredItems = StoredItems()
     conversation_id: str | None = None
 
 
 class ResponseRunner:
-    """One for each app. Whatever it is asked for belongs to an owner, the key that is sent.
+    """There is one per app. Every response belongs to an owner: the API key of its request.
 
-    Where anyone may use the API, all are one.
+    Without API keys, all requests have the same owner.
     """
 
     def __init__(self, service: Service, store: ResponseStore | None = None) -> None:
@@ -60,7 +60,7 @@ class ResponseRunner:
     async def prepare(
         self, owner: str, body: ResponseRequest, model: str, request_id: str, history: History
     ) -> OwnedRun:
-        """Make a request ready to run; InputError says what is wrong with it."""
+        """Prepare a request. Raises InputError."""
         return await self.service.in_thread(self._prepare, owner, body, model, request_id, history)
 
     def _prepare(
@@ -82,7 +82,7 @@ class ResponseRunner:
         return OwnedRun(self, run, owner, history, added)
 
     async def count(self, owner: str, body: ResponseRequest) -> int:
-        """How many tokens the model would read."""
+        """Count the input tokens of a request."""
         service = self.service
         history = await self.history(owner, body)
 
@@ -96,8 +96,8 @@ class ResponseRunner:
         return await service.in_thread(count)
 
     async def history(self, owner: str, body: ResponseRequest) -> History:
-        """Check a request; what it continues, which counts as a part of the request's size."""
-        await self.service.in_thread(check_body, body)  # it may hold a great deal to look at
+        """Check a request. Returns what it continues, which counts toward the request's size."""
+        await self.service.in_thread(check_body, body)  # it may be large
         history = History()
         if body.conversation is not None:
             given = body.conversation
@@ -128,7 +128,7 @@ class ResponseRunner:
         return stored.input + stored.output
 
     def _is_stored(self, body: ResponseRequest, history: History, added: StoredItems) -> bool:
-        """Whether the response is to be kept; InputError if it must be and cannot."""
+        """Whether to store the response. Raises InputError if it must be stored but cannot."""
         items = history.items + added
         refusal = self.store.refusal(items.num_bytes, len(items))
         if refusal is None:
@@ -145,7 +145,7 @@ class ResponseRunner:
         return stored if isinstance(stored, StoredResponse) else None
 
     async def response(self, owner: str, response_id: str) -> StoredResponse:
-        """NotFound if there is none."""
+        """Return a stored response. Raises NotFound."""
         stored = await self.find(owner, response_id)
         if stored is None:
             raise NotFound(
@@ -156,7 +156,7 @@ class ResponseRunner:
         return stored
 
     async def start(self, owned: OwnedRun) -> bytes:
-        """Run in the background; the response as it is at first."""
+        """Run a response in the background. Returns its initial state."""
         queued = await owned.save()
         if await self.find(owned.owner, owned.run.id) is None:
             raise InputError(
@@ -170,17 +170,17 @@ class ResponseRunner:
         return queued
 
     async def stop(self, owner: str, response_id: str) -> None:
-        """End a response that runs in the background, if it does."""
+        """Cancel a response if it runs in the background."""
         owned, task = self._background.get((owner, response_id), (None, None))
         if owned is None or task is None:
             return
-        if is_open(owned.run.status):  # else it is about to be kept
+        if is_open(owned.run.status):  # otherwise it is about to be stored
             task.cancel()
         await asyncio.wait({task})
 
 
 class OwnedRun:
-    """A run whose end is kept for its owner, and told to the conversation that it belongs to."""
+    """A run whose result is stored for its owner and added to its conversation."""
 
     def __init__(
         self,
@@ -194,17 +194,17 @@ class OwnedRun:
         self.owner = owner
         self._runner = runner
         self._history = history
-        self._added = added  # by the request
+        self._added = added  # the request's own items
 
     async def whole(self) -> bytes:
-        """Run to the end; the response as JSON. Raises what keeps it from getting there."""
+        """Run to the end and return the response as JSON. Raises the error if it fails."""
         async with contextlib.aclosing(self.run.steps()) as steps:
             async for _ in steps:
                 pass
         return await self._finish()
 
     async def events(self) -> AsyncGenerator[str, None]:
-        """Events as JSON. The response is kept before the client hears that it has ended."""
+        """Stream events as JSON. The response is stored before its last event is sent."""
         async with contextlib.aclosing(self.run.events()) as events:
             async for event in events:
                 if "response" not in event:
@@ -215,7 +215,7 @@ class OwnedRun:
                 yield await self._runner.service.in_thread_if_large(encode, event)
 
     async def run_to_end(self) -> None:
-        """In the background, where nobody is there to be told of errors."""
+        """Run in the background. Errors are stored in the response, not raised."""
         try:
             async with contextlib.aclosing(self.run.steps()) as steps:
                 async for event in steps:
@@ -230,7 +230,7 @@ class OwnedRun:
             await self._finish()
 
     async def save(self) -> bytes:
-        """Keep the response as it is now, if it is to be kept; the response as JSON."""
+        """Store the current state if the response is stored. Returns it as JSON."""
         run, items = self.run, self._history.items + self._added
 
         def write() -> StoredResponse:
@@ -245,7 +245,7 @@ class OwnedRun:
 
         stored = await self._runner.service.in_thread_if_large(write)
         if run.is_stored and not await self._runner.store.put(self.owner, stored):
-            await self._runner.store.delete(self.owner, run.id)  # else it would never seem to end
+            await self._runner.store.delete(self.owner, run.id)  # else it would stay in progress
         return stored.response
 
     async def _finish(self) -> bytes:
@@ -256,7 +256,7 @@ class OwnedRun:
                 await self._runner.conversations.add(self.owner, conversation_id, said)
             except NotFound:
                 pass  # it was deleted meanwhile
-            except InputError as error:  # the answer made it too large: that stands, at least
+            except InputError as error:  # the answer made it too large; the response is still sent
                 logger.warning("Response %s is not in its conversation: %s", self.run.id, error)
         return await self.save()
 

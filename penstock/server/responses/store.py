@@ -1,6 +1,6 @@
-"""Where responses and conversations are kept, so that they can be read again and go on.
+"""ResponseStore: decides which responses and conversations are kept, and which are evicted.
 
-Everything is kept as it is sent: a page of items is cut and joined, never parsed.
+Items are stored as JSON. A page of items is sliced and joined without parsing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.server.responses.items import Item, new_item_id
 logger = logging.getLogger(__name__)
 
 Order = Literal["asc", "desc"]
-# What Python takes for an item besides its JSON and its id: two objects and a place in two tuples.
+# Python's overhead per item beside its JSON and id: two objects and a place in two tuples.
 ITEM_OVERHEAD_BYTES = 112
 
 
@@ -36,7 +36,7 @@ class Page:
 
 @dataclass(frozen=True)
 class StoredItems:
-    """Items of a conversation, each as JSON, and their ids."""
+    """Items of a conversation as JSON, and their ids."""
 
     ids: tuple[str, ...] = ()
     encoded: tuple[bytes, ...] = ()
@@ -44,9 +44,9 @@ class StoredItems:
 
     @classmethod
     def of(cls, items: Sequence[Item], allow_nan: bool = True) -> StoredItems:
-        """Takes time for many items, but lets other threads run between two of them.
+        """Encode items. Slow for many, but lets other threads run between items.
 
-        Raises what `json.dumps` raises for what JSON does not have.
+        Raises the errors of `json.dumps`.
         """
         ids = tuple(item["id"] for item in items)
         encoded = tuple(json.dumps(item, allow_nan=allow_nan).encode() for item in items)
@@ -66,11 +66,11 @@ class StoredItems:
         )
 
     def read(self) -> list[Item]:
-        """All of them. Takes time for many, but lets other threads run between two."""
+        """Decode all items. Slow for many, but lets other threads run between items."""
         return [json.loads(item) for item in self.encoded]
 
     def find(self, item_id: str) -> bytes | None:
-        """One item as JSON."""
+        """Return one item as JSON, or None."""
         return self.encoded[self.ids.index(item_id)] if item_id in self.ids else None
 
     def without(self, item_id: str) -> StoredItems:
@@ -80,7 +80,7 @@ class StoredItems:
         )
 
     def apart_from(self, taken: Sequence[str]) -> StoredItems:
-        """The same, with new ids where theirs are taken: of items that came at the same time."""
+        """Replace ids that are taken, such as by items that were added concurrently."""
         clashes = set(taken).intersection(self.ids)
         if not clashes:
             return self
@@ -91,16 +91,16 @@ class StoredItems:
         return StoredItems.of(items)
 
     def page(self, page: Page) -> bytes:
-        """The items of a page, in the form in which APIs list them."""
+        """Return a page of items in the API's list format."""
         order, after = page.order, page.after
-        places = range(len(self.ids))  # which is cut and turned without looking at any
+        places = range(len(self.ids))  # slicing and reversing a range is O(1)
         if order == "desc":
             places = places[::-1]
         if after is not None:
             if after not in self.ids:
                 raise InputError(f"there is no item {after!r:.100} in this conversation", "after")
             at = self.ids.index(after)
-            if order == "asc":  # if it is there twice, behind the last one, or a list never ends
+            if order == "asc":  # after the last of equal ids, or paging would never end
                 with contextlib.suppress(ValueError):
                     while True:
                         at = self.ids.index(after, at + 1)
@@ -119,8 +119,8 @@ class StoredItems:
 class StoredResponse:
     """One response as JSON, and the items of the conversation that it answers.
 
-    These are all of them, from the conversation's first on: a response can be continued whether or
-    not those before it are still there.
+    It holds all items from the beginning, so that it can be continued even if earlier responses
+    were evicted.
     """
 
     id: str
@@ -161,29 +161,29 @@ Stored = StoredResponse | StoredConversation
 
 
 class ResponseStore(Protocol):
-    """Keeps things by owner: what one owner put, no other can find, whatever ids it tries."""
+    """Stores entries by owner. No owner can find another's entries, even with their ids."""
 
     num_entries: int
     num_bytes: int
 
     def refusal(self, num_bytes: int, num_items: int) -> str | None:
-        """Why something of this size cannot be kept, or None if it can."""
+        """Why an entry of this size cannot be stored, or None if it can."""
 
     async def put(self, owner: str, stored: Stored) -> bool:
-        """Keep it, in place of an earlier one of the same id. It may be dropped at any time.
+        """Store an entry. Replaces one with the same id. It may be evicted at any time.
 
-        False if it is too large for that; an earlier one then stays.
+        Returns False if it is too large. An earlier entry with the same id then stays.
         """
 
     async def get(self, owner: str, stored_id: str) -> Stored | None: ...
 
     async def delete(self, owner: str, stored_id: str) -> bool:
-        """Whether there was one."""
+        """Delete an entry. Returns whether it existed."""
 
 
 @dataclass(frozen=True)
 class StoreLimits:
-    """How much a store keeps: in all, of one owner, and items in one response or conversation."""
+    """Limits of a store: in total, per owner, and items per response or conversation."""
 
     max_entries: int
     max_bytes: int
@@ -193,17 +193,17 @@ class StoreLimits:
 
 @dataclass
 class _Shelf:
-    """What one owner has, the least recently used first."""
+    """One owner's entries, least recently used first."""
 
     entries: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     num_bytes: int = 0
 
 
 class MemoryStore(ResponseStore):
-    """In this process's memory. Where it gets full, what was not used for longest makes room.
+    """Stores entries in this process's memory. Evicts the least recently used ones when full.
 
-    An owner with too much loses its own. Where all owners together have too much, whoever has the
-    most loses some: nobody can push out those who have little.
+    An owner above its own limit loses its own entries. If all owners together exceed the limit, the
+    owner with the most loses entries. So heavy owners cannot push out light ones.
     """
 
     def __init__(self, limits: StoreLimits) -> None:
@@ -256,7 +256,7 @@ class MemoryStore(ResponseStore):
         return self._drop(owner, stored_id)
 
     def _heaviest(self, owner: str, size: int, weigh: Callable[[_Shelf], int]) -> str:
-        """Who would have the most if `owner` had `size` more; the owner itself if others tie."""
+        """The owner with the most if `owner` had `size` more. `owner` itself wins a tie."""
 
         def key(name: str) -> tuple[int, bool, str]:
             is_own = name == owner

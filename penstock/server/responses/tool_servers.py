@@ -1,7 +1,7 @@
-"""Tool servers: processes whose tools this server lets models call, over the MCP protocol.
+"""Tool servers: MCP servers whose tools this server calls for models.
 
-Only the servers that the operator names are ever connected to. Their tools are listed once, at the
-start; each call has a connection of its own, so a tool server may be restarted in between.
+It connects only to servers that the operator configured. Tools are listed once, at the start. Each
+call uses a new connection, so a tool server may be restarted in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_TOOL_PAGES = 100
 
 @dataclass(frozen=True)
 class ToolServer:
-    """`label` is the name that the server gives itself."""
+    """One tool server. `label` is the name that it reports."""
 
     label: str
     url: str
@@ -36,19 +36,19 @@ class ToolServer:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What came of a call: `error` in the form of the API if it failed, else `output`."""
+    """The result of a call: `output`, or `error` in the API's format if it failed."""
 
     output: str | None
     error: dict[str, Any] | None = None
 
     @classmethod
     def failed(cls, message: str) -> ToolResult:
-        """A call that no tool answered."""
+        """The result of a call that reached no tool."""
         return cls(None, {"type": "mcp_protocol_error", "code": -32000, "message": message})
 
 
 class ToolServers:
-    """Every tool server of this process, and the limits of their calls."""
+    """All configured tool servers and the limits of their calls."""
 
     def __init__(
         self, servers: Sequence[ToolServer], call_timeout_s: float, max_output_bytes: int
@@ -58,7 +58,7 @@ class ToolServers:
         self._max_output_bytes = max_output_bytes
 
     def find(self, label: str, url: str | None) -> ToolServer | None:
-        """By its address if that is given, else by its name."""
+        """Find a server by its URL if given, else by its label."""
         for server in self.servers:
             if (server.label == label) if url is None else (server.url == url.rstrip("/")):
                 return server
@@ -72,14 +72,14 @@ class ToolServers:
         return None
 
     async def call(self, server: ToolServer, name: str, arguments: str) -> ToolResult:
-        """Call a tool. Never raises for what the tool or its server does."""
+        """Call a tool. Errors of the tool or its server are results, not exceptions."""
         limit_s = self._call_timeout_s
         try:
             given = json.loads(arguments or "{}")
             return await asyncio.wait_for(self._call(server, name, given), limit_s)
         except (asyncio.TimeoutError, TimeoutError):
             return ToolResult.failed(f"{name} took longer than {limit_s:g} s")
-        except Exception as error:  # whatever a foreign server makes its client run into
+        except Exception as error:  # a foreign server can cause any error in its client
             return ToolResult.failed(f"{name} could not be called: {_cause(error)}")
 
     async def _call(self, server: ToolServer, name: str, arguments: dict[str, Any]) -> ToolResult:
@@ -99,7 +99,7 @@ class ToolServers:
 
 
 async def connect_tool_servers(config: ServerConfig) -> ToolServers:
-    """Ask every tool server for its tools; ConfigError for one that cannot be reached."""
+    """List the tools of every tool server. Raises ConfigError if one cannot be reached."""
     entries = [entry.strip() for given in config.tool_server for entry in given.split(",")]
     servers: list[ToolServer] = []
     for entry in filter(None, entries):
@@ -113,7 +113,7 @@ async def connect_tool_servers(config: ServerConfig) -> ToolServers:
 
 
 def _url_of(entry: str) -> str:
-    """``host:port`` is short for the address of a server that speaks SSE."""
+    """Convert an entry to a URL. ``host:port`` means a server with SSE at /sse."""
     url = (entry if "://" in entry else f"http://{entry}").rstrip("/")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -155,7 +155,7 @@ async def _list_tools(url: str) -> ToolServer:
         raise ConfigError(
             f"the tool server at {url} did not answer within {START_TIMEOUT_S:g} s"
         ) from error
-    except Exception as error:  # whatever a foreign server makes its client run into
+    except Exception as error:  # a foreign server can cause any error in its client
         raise ConfigError(
             f"the tool server at {url} cannot be used: {_cause(error)}. Start it first, or leave "
             "it out of --tool-server"
@@ -164,7 +164,7 @@ async def _list_tools(url: str) -> ToolServer:
 
 @contextlib.asynccontextmanager
 async def _connect(url: str) -> AsyncGenerator[Client, None]:
-    """SSE where the address says so, else streamable HTTP."""
+    """Connect with SSE if the URL ends in /sse, else with streamable HTTP."""
     from mcp import Client
     from mcp.client.sse import sse_client
 
@@ -179,7 +179,7 @@ def _text_of(part: Any) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """The first error within groups of errors, in words."""
+    """Describe the first error inside exception groups."""
     while inner := getattr(error, "exceptions", None):
         error = inner[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
