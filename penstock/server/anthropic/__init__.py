@@ -1,1 +1,1 @@
-"""Anthropic's API: `/v1/messages`."""
+"""Anthropic's Messages API: `/v1/messages`."""

@@ -1,4 +1,4 @@
-"""From Anthropic's messages to a turn."""
+"""Converts a body of Anthropic's Messages API to a turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.text.parsing.formats import Tool
 
 
 def turn_request(service: Service, body: CountTokensRequest) -> TurnRequest:
-    """The turn that a body asks for; InputError says what is wrong with it."""
+    """Convert a body to a turn. Raises InputError."""
     tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())]
     check_tools(tools)
     messages = list(_messages(body))
@@ -65,7 +65,7 @@ def _params(service: Service, body: CountTokensRequest) -> SamplingParams:
         )
     thinking = body.thinking
     budget = thinking.budget_tokens if thinking and thinking.type != "disabled" else None
-    # For a model whose reasoning is not known there is nothing to limit.
+    # Without a reasoning parser there is nothing to limit.
     if budget is not None and service.frontend.parsers.reasoning is not None:
         own["thinking_token_budget"] = budget
     try:
@@ -99,7 +99,7 @@ def _tool_choice(choice: ToolChoiceParam | None) -> ToolChoice:
 
 
 def _messages(body: CountTokensRequest) -> Iterator[dict[str, Any]]:
-    """The conversation in the form of OpenAI's chat."""
+    """Yield the conversation's messages in OpenAI's chat format."""
     if body.system:
         yield {"role": "system", "content": _text(body.system)}
     for message in body.messages:

@@ -1,4 +1,4 @@
-"""Errors in the shape that Anthropic's clients know."""
+"""Formats errors for Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def error_body(status: int, message: str, request_id: str | None) -> dict[str, A
 
 
 class AnthropicFrame(StreamFrame):
-    """Events have names: those of their types."""
+    """Writes events with their type as the event name."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -62,7 +62,7 @@ class AnthropicFrame(StreamFrame):
 
 
 class AnthropicErrors:
-    """Gives every error of Anthropic's endpoints its shape, wherever it came from."""
+    """Converts every error of Anthropic's endpoints to Anthropic's format."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -96,7 +96,7 @@ def _reshape(start: Message, body: bytes) -> tuple[Message, bytes]:
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, TypeError, KeyError):
-        return start, body  # nothing that our handlers wrote
+        return start, body  # not written by our handlers
     content = encode_error(error_body(start["status"], message, headers.get("x-request-id")))
     headers["content-length"] = str(len(content))
     return {**start, "headers": headers.raw}, content

@@ -56,7 +56,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
     def prepare() -> Turn:
         try:
             return prepare_turn(service, turn_request(service, body), message_id)
-        except ContextOverflow as error:  # in the words that Anthropic's clients recognize
+        except ContextOverflow as error:  # Anthropic's clients recognize this text
             longest = error.max_model_len - 1
             message = f"prompt is too long: {error.num_tokens} tokens > {longest} maximum"
             raise InputError(message, "messages") from error
@@ -85,7 +85,7 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
 
 
 class MessageAnswer:
-    """One conversation's answer on its way out."""
+    """Formats the answer to one conversation."""
 
     def __init__(self, body: MessagesRequest, turn: Turn, model: str, message_id: str) -> None:
         self._turn = turn
@@ -94,13 +94,13 @@ class MessageAnswer:
         self._shows_thinking = body.thinking is None or body.thinking.type != "disabled"
 
     async def whole(self) -> MessageReply:
-        """Everything at once, when it is finished."""
+        """The complete answer."""
         (answer,) = await self._turn.whole()
         reason, sequence = _stop(answer.finish_reason, answer.stop_reason)
         return self._message(self._blocks(answer.parts), reason, sequence)
 
     async def chunks(self) -> AsyncGenerator[str, None]:
-        """The events of a stream, each as JSON whose type is the event's name."""
+        """Stream events as JSON. An event's type is also its name."""
         blocks = _BlockEvents(self._shows_thinking)
         has_begun = False
         async with contextlib.aclosing(self._turn.steps()) as steps:
@@ -163,12 +163,12 @@ def _block(part: Part) -> OutputBlock:
 
 
 class _BlockEvents:
-    """Events of content blocks: one is open at a time, and a delta of another kind ends it."""
+    """Makes events of content blocks. One is open at a time. A delta of another kind ends it."""
 
     def __init__(self, shows_thinking: bool) -> None:
         self._shows_thinking = shows_thinking
         self._index = -1
-        self._open: str | None = None  # the kind of the block that is open
+        self._open: str | None = None  # the kind of the open block
 
     def take(self, deltas: list[Delta]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
@@ -189,7 +189,7 @@ class _BlockEvents:
         return events
 
     def end(self) -> list[dict[str, Any]]:
-        """End the block that is open, if one is."""
+        """End the open block, if there is one."""
         if self._open is None:
             return []
         events = []
@@ -214,7 +214,7 @@ class _BlockEvents:
 
 
 def _stop(finish_reason: str, stop_reason: int | str | None) -> tuple[str, str | None]:
-    """Why an answer ended, in Anthropic's words, and at which of the stop sequences."""
+    """Return Anthropic's stop reason, and the stop sequence if one was hit."""
     if finish_reason == "stop" and isinstance(stop_reason, str):
         return "stop_sequence", stop_reason
     return STOP_REASONS.get(finish_reason, "end_turn"), None

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's endpoints. Fields that are not declared are ignored."""
+"""Bodies and replies of Anthropic's endpoints. Undeclared fields are ignored."""
 
 from __future__ import annotations
 

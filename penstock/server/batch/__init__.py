@@ -1,1 +1,1 @@
-"""Batch files: a request a line in, a result a line out, through the same app."""
+"""Batch files: runs one request per line through the app and writes one result per line."""

@@ -1,4 +1,4 @@
-"""The files of a batch, in OpenAI's format: a request a line in, a result a line out."""
+"""Reads and writes batch files in OpenAI's format: one request or result per line."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ URLS = (
     "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank",
     "/v2/rerank", "/v2/embed",
 )  # fmt: skip
-MAX_LINE_BYTES = 64 * 2**20  # above the largest body that the API takes
+MAX_LINE_BYTES = 64 * 2**20  # above the API's limit for bodies
 _ID_PREFIX = "batch_req_"
 OFF = (None, False, "false", "f", "0", "off", "no", "n")  # as the API reads booleans
 
 
-# -- in
+# -- requests
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class BatchRequest:
 
 
 class BadLine(PenstockError):
-    """A line that is no request; it fails alone."""
+    """A line that is not a valid request. Only this line fails."""
 
     def __init__(
         self, code: str, message: str, custom_id: str | None = None, param: str | None = None
@@ -51,9 +51,9 @@ class _ModeFields(msgspec.Struct):
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank, numbered from 1, never more than one of them in memory.
+    """Yield lines that are not blank, numbered from 1. Holds one line in memory at a time.
 
-    Of a line longer than `MAX_LINE_BYTES` comes that much and one byte.
+    A line longer than `MAX_LINE_BYTES` is cut to that length plus one byte.
     """
     with path.open("rb") as file:
         number = 0
@@ -63,13 +63,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
             while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
                 rest = file.readline(MAX_LINE_BYTES + 1)
             if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")  # as some editors begin a file
+                line = line.removeprefix(b"\xef\xbb\xbf")  # some editors write a BOM
             if not line.isspace():
                 yield number, line
 
 
 def parse_line(line: bytes) -> BatchRequest:
-    """The request on a line. `BadLine` says what is wrong with it."""
+    """Parse the request on a line. Raises `BadLine`."""
     if len(line) > MAX_LINE_BYTES:
         raise BadLine("line_too_long", f"a line must have at most {MAX_LINE_BYTES} bytes")
     try:
@@ -123,11 +123,11 @@ def _required(fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) 
     return fields[name]
 
 
-# -- out
+# -- results
 
 
 class LineResponse(msgspec.Struct):
-    """What the API answered."""
+    """The API's answer."""
 
     status_code: int
     request_id: str
@@ -144,7 +144,7 @@ class LineError(msgspec.Struct):
 
 
 class Result(msgspec.Struct):
-    """One line of the output: `response` or `error` is null."""
+    """One line of the output. Either `response` or `error` is null."""
 
     id: str
     custom_id: str | None
@@ -171,22 +171,22 @@ _decode_result = msgspec.json.Decoder(Result).decode
 
 
 class OutputError(PenstockError):
-    """Results can no longer be written."""
+    """The output file cannot be written any more."""
 
 
 class BatchOutput:
-    """The output file, open for results to be added, with what an earlier run has left in it.
+    """The output file, opened for appending, and the results of earlier runs in it.
 
-    Each result is written at once and whole: `OutputError` if it does not fit, and nothing after
-    that. A last line that a crash cut short is removed. Refuses, with `ConfigError`, a file that
-    holds anything but results.
+    Each result is written at once and completely. If that fails, raises `OutputError`, and nothing
+    more is written. A last line that a crash cut short is removed. Raises `ConfigError` for a file
+    that holds anything but results.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.answered: set[str] = set()  # custom_ids
-        self.failed_lines: set[int] = set()  # numbers of lines that were no requests
-        self.num_completed = 0  # of those answered, how many without an error
+        self.failed_lines: set[int] = set()  # numbers of lines that were not requests
+        self.num_completed = 0  # answered without an error
         self._failure: OutputError | None = None
         try:
             self._file = path.open("ab+", buffering=0)
@@ -215,19 +215,19 @@ class BatchOutput:
             raise self._failure
         end = self._file.seek(0, os.SEEK_END)
         try:
-            while data:  # an unbuffered file may take less than all
+            while data:  # an unbuffered write may be partial
                 data = data[self._file.write(data) :]
         except OSError as error:  # such as a full disk
             self._failure = OutputError(
                 f"cannot write {self.path}: {error.strerror}. The results in it are whole: make "
                 "room, then run the same command again to continue"
             )
-            with contextlib.suppress(OSError):  # else the next run does it
+            with contextlib.suppress(OSError):  # otherwise the next run removes it
                 self._file.truncate(end)
             raise self._failure from error
 
     def _read_results(self) -> None:
-        end, last = 0, b"\n"  # of the whole lines so far
+        end, last = 0, b"\n"  # of the complete lines so far
         with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if self._remember(line):
@@ -242,7 +242,7 @@ class BatchOutput:
             self._append(b"\n")
 
     def _remember(self, line: bytes) -> bool:
-        """Whether the line is a result."""
+        """Record the result on a line. Returns False if the line is not a result."""
         try:
             result = _decode_result(line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -256,6 +256,6 @@ class BatchOutput:
 
 
 def _may_be_cut_short(line: bytes) -> bool:
-    """Only what we began to write is ever removed."""
+    """Whether the line is a partial result. Nothing else is ever removed."""
     start = f'{{"id":"{_ID_PREFIX}'.encode()
     return line.startswith(start) or start.startswith(line)

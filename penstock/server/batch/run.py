@@ -17,7 +17,7 @@ NUM_ERRORS_KEPT = 5
 
 @dataclass
 class BatchSummary:
-    """How the lines of a batch fared; `num_skipped` had results before."""
+    """Counts of a batch's lines. `num_skipped` lines had results from an earlier run."""
 
     num_completed: int = 0
     num_failed: int = 0
@@ -33,7 +33,7 @@ class BatchSummary:
 
 
 class _UsageFields(msgspec.Struct):
-    """Under the names of chat completions, and of the other APIs."""
+    """The names of chat completions and of the other APIs."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -47,16 +47,16 @@ class _Error(msgspec.Struct):
 
 
 class _Body(msgspec.Struct):
-    """What is read of an answer's body."""
+    """The fields that are read from an answer's body."""
 
     usage: _UsageFields | None = None
     error: _Error | None = None
 
 
 class Batch:
-    """One run over a batch: at most `max_concurrency` requests at a time, `on_line` after each.
+    """Runs a batch with at most `max_concurrency` requests at a time. Calls `on_line` per line.
 
-    Results are written as they come, in any order. Lines that have one already are skipped.
+    Results are written as they finish, in any order. Lines that already have one are skipped.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class Batch:
         self._output = output
         self._max_concurrency = max_concurrency
         self._on_line = on_line
-        self._custom_ids: set[str] = set()  # that this run has come across
+        self._custom_ids: set[str] = set()  # seen in this run
 
     async def run(self, lines: Iterator[tuple[int, bytes]]) -> None:
         """Handle every line. Raises `EngineDeadError` if the engine dies.
 
-        Lines without a result by then can be run by another `Batch` with the same output.
+        Another `Batch` with the same output can then run the remaining lines.
         """
 
         async def work() -> None:
-            for number, line in lines:  # shared: whoever is free takes the next
+            for number, line in lines:  # the workers share this iterator
                 await self._handle(number, line)
                 self._on_line()
 
@@ -105,7 +105,7 @@ class Batch:
         if request.custom_id in self._output.answered:
             self._output.answered.remove(request.custom_id)  # `_custom_ids` has it now
             self.summary.num_skipped += 1
-            await asyncio.sleep(0)  # others have a turn, however many are skipped
+            await asyncio.sleep(0)  # let other tasks run while many lines are skipped
             return
         await self._answer(request)
 
@@ -121,7 +121,7 @@ class Batch:
         status, request_id, content = await call(self._app, request.url, request.body)
         body = msgspec.json.decode(content, type=_Body)
         message = "" if body.error is None else body.error.message
-        if status == 503:  # no fault of the request: another run may answer it
+        if status == 503:  # not the request's fault: another run may answer it
             raise EngineDeadError(message)
         self._output.write(Result.of_answer(request.custom_id, status, request_id, content))
         if status != 200:
@@ -137,7 +137,7 @@ class Batch:
 
 
 async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:
-    """POST JSON to an app in this process: the status, the request's id and the answer's body."""
+    """POST JSON to an app in this process. Returns the status, the request id and the body."""
     unread = [body]
     status, request_id = 0, ""
     parts: list[bytes] = []
@@ -145,7 +145,7 @@ async def call(app: ASGIApp, path: str, body: bytes) -> tuple[int, str, bytes]:
     async def receive() -> Message:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        # Whoever asks again waits for the client to leave, and this one never does.
+        # A second call waits for a disconnect, which never comes.
         never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         return await never
 

@@ -1,1 +1,1 @@
-"""The API that OpenAI's clients speak."""
+"""OpenAI's API: chat completions, completions, models, tokenizer."""

@@ -1,5 +1,4 @@
-"""What calls look like in chat completions: of functions, of custom tools, and as they did before
-there were tools, in `function_call`."""
+"""Formats tool calls in chat completions: functions, custom tools and the older `function_call`."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class ToolCallDelta(Reply):
 
 
 class CallFormat:
-    """Writes the calls of one answer. `custom` names the custom tools."""
+    """Formats the calls of one answer. `custom` holds the names of the custom tools."""
 
     def __init__(self, custom: Collection[str], is_named: bool, is_legacy: bool) -> None:
         self._custom = custom
@@ -56,11 +55,11 @@ class CallFormat:
 
     @property
     def is_legacy(self) -> bool:
-        """Whether calls stand in `function_call`."""
+        """Whether calls are written as `function_call`."""
         return self._is_legacy
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """OpenAI's API says "stop" after the call of a tool that the request named."""
+        """Convert the finish reason. OpenAI's is "stop" after a call of a named tool."""
         if reason != "tool_calls":
             return reason
         if self._is_named:
@@ -79,7 +78,7 @@ class CallFormat:
         return made
 
     def pieces(self, choice: int, deltas: Sequence[Delta]) -> list[ToolCallDelta]:
-        """What `deltas` of a choice say of calls; neighbouring pieces of a call are one."""
+        """Convert a choice's deltas to call deltas. Adjacent pieces of one call are merged."""
         made: list[ToolCallDelta] = []
         for delta in deltas:
             piece = self._piece(choice, delta)

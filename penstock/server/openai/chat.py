@@ -52,7 +52,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 
 
 class ChatAnswer:
-    """One conversation's answer on its way out."""
+    """Formats the answer to one conversation."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class ChatAnswer:
         self._echo = last.content if continues and isinstance(last.content, str) else ""
 
     async def whole(self) -> ChatCompletion:
-        """Everything at once, when it is finished."""
+        """The complete answer."""
         answers = await self._turn.whole()
         completion = ChatCompletion(
             id=self._id,
@@ -97,9 +97,9 @@ class ChatAnswer:
         return completion
 
     async def chunks(self) -> AsyncGenerator[str, None]:
-        """Pieces as they come: who speaks, what is said, and at the end the usage."""
+        """Stream chunks: the role, then the content, and at the end the usage."""
         opened: set[int] = set()
-        before = replace(self._turn.usage)  # the step that opens a choice
+        before = replace(self._turn.usage)  # as it is before a choice's first step
         async with contextlib.aclosing(self._turn.steps()) as steps:
             async for step in steps:
                 if step.index not in opened:
@@ -151,13 +151,13 @@ class ChatAnswer:
         return self._make_chunk([choice], usage)
 
     def _says_something(self, step: TurnStep) -> bool:
-        """Whether a client would miss the chunk: text may be held back until more is known."""
+        """Whether the chunk has content. A step may have none while text is held back."""
         shows_tokens = self._body.return_token_ids or step.logprobs is not None
         shows_tokens = shows_tokens or self._usage.in_every_chunk
         return bool(step.deltas or step.finish_reason or shows_tokens)
 
     def _only_text(self, step: TurnStep) -> str | None:
-        """The content, where that is all there is to say."""
+        """The text of a step that has nothing but content, else None."""
         if len(step.deltas) != 1 or not isinstance(delta := step.deltas[0], ContentDelta):
             return None
         says_more = step.finish_reason is not None or step.logprobs is not None
@@ -202,7 +202,7 @@ class ChatAnswer:
     def _make_chunk(
         self, choices: list[ChatChunkChoice], usage: TurnUsage | None = None
     ) -> ChatCompletionChunk:
-        """A chunk, with `usage` or the present one where every chunk has it."""
+        """Make a chunk. If every chunk has usage, it is `usage` or the current one."""
         chunk = ChatCompletionChunk(
             id=self._id,
             object="chat.completion.chunk",
@@ -228,7 +228,7 @@ class ChatAnswer:
             choice.routed_experts = encode_routed_experts(item.routed_experts)
 
     def _add_prompt(self, reply: ChatCompletion | ChatCompletionChunk) -> None:
-        """What was asked to be said about the prompt."""
+        """Add the prompt's logprobs and token ids, if requested."""
         asked = self._turn.prompt_logprobs
         reply.prompt_logprobs = None if asked is None else prompt_logprobs(asked)
         reply.prompt_token_ids = (

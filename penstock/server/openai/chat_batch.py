@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions/batch: several conversations, one answer."""
+"""POST /v1/chat/completions/batch: several conversations in one request."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _check(service: Service, body: ChatBatchRequest) -> None:
 
 
 def _single_bodies(body: ChatBatchRequest) -> Sequence[ChatCompletionRequest]:
-    """What each conversation would be asked by itself."""
+    """Split the batch into one body per conversation."""
     common = {name: value for name, value in body if name != "messages"}
     names = body.model_fields_set
     return [
@@ -71,7 +71,7 @@ def _single_bodies(body: ChatBatchRequest) -> Sequence[ChatCompletionRequest]:
 async def _prepare_all(
     service: Service, bodies: Sequence[ChatCompletionRequest], request_id: str
 ) -> list[Turn]:
-    """One by one: each takes as long as a request of its own, and others have their turn."""
+    """Prepare the turns one by one, so that other requests get their turn in between."""
     first: Turn = await service.in_thread(prepare_chat, service, bodies[0], request_id)
     first.check_weight(len(bodies), "messages")
     others = [
@@ -81,7 +81,7 @@ async def _prepare_all(
 
 
 async def _run_all(answers: Sequence[ChatAnswer]) -> list[ChatCompletion]:
-    """All at once; the first that fails ends the others."""
+    """Run all conversations concurrently. The first failure cancels the others."""
     tasks = [asyncio.ensure_future(answer.whole()) for answer in answers]
     try:
         return await asyncio.gather(*tasks)

@@ -44,7 +44,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 class CompletionAnswer:
-    """The completions of one request's prompts on their way out."""
+    """Formats the completions of one request's prompts."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class CompletionAnswer:
         self._created = int(time.time())
         self._shows_usage = UsageOptions.of(body.stream_options, service.server_config)
         self._usage = UsageCounter(self._shows_usage)
-        # A prompt's logprobs come once, and each of its completions echoes them.
+        # A prompt's logprobs arrive once, but each of its completions echoes them.
         self._prompt_logprobs: dict[int, list[LogprobsAtPosition | None]] = {}
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
-        self._begun: set[int] = set()  # choices of which a piece is sent
-        self._offsets: dict[int, TextOffsets] = {}  # by choice, if logprobs are asked for
+        self._begun: set[int] = set()  # choices whose first chunk was made
+        self._offsets: dict[int, TextOffsets] = {}  # by choice, if logprobs are requested
         self._texts = TextChunks()
         self._logprobs = LogprobFormat(
             service.frontend.tokenizer,
@@ -75,7 +75,7 @@ class CompletionAnswer:
         )
 
     async def whole(self) -> Completion:
-        """Everything at once, when all prompts are completed."""
+        """The complete answer."""
         finals: dict[int, RequestOutput] = {}
         outputs = self._service.outputs(self._prepared, self._body.timeout)
         async with contextlib.aclosing(outputs):
@@ -89,7 +89,7 @@ class CompletionAnswer:
         return self._reply(choices, usage_now=True)
 
     async def chunks(self) -> AsyncGenerator[str, None]:
-        """Pieces as they come, and at the end the usage."""
+        """Stream chunks, and at the end the usage."""
         outputs = self._service.outputs(self._prepared, self._body.timeout)
         async with contextlib.aclosing(outputs):
             async for index, raw in outputs:
@@ -116,7 +116,7 @@ class CompletionAnswer:
         return self._reply([self._choice(index, output, replace(item, text=text))])
 
     def _visible(self, output: RequestOutput) -> RequestOutput:
-        """Without the token that an echo of the prompt alone had to compute."""
+        """Remove the one generated token if only the prompt's echo was requested."""
         if self._prompt_only:
             for item in output.outputs:
                 item.text, item.token_ids = "", []
@@ -124,13 +124,13 @@ class CompletionAnswer:
         return output
 
     def _number(self, index: int, item: CompletionOutput) -> int:
-        """A choice's index: completions of one prompt stand together."""
+        """The index of a choice. Completions of one prompt are adjacent."""
         return index * (self._body.n or 1) + item.index
 
     def _choice(
         self, index: int, output: RequestOutput, item: CompletionOutput
     ) -> CompletionChoice:
-        """A choice, or a piece of one: what concerns the prompt goes into the first."""
+        """Make a choice or a chunk of one. The first chunk includes the prompt's data."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index] = output.prompt_logprobs
         number = self._number(index, item)
@@ -166,7 +166,7 @@ class CompletionAnswer:
     def _logprobs_of(
         self, index: int, output: RequestOutput, item: CompletionOutput, echo: str | None
     ) -> CompletionLogprobs | None:
-        """`echo` is the text of the prompt, if the choice begins with it."""
+        """Format logprobs. `echo` is the prompt's text if the choice begins with it."""
         if item.logprobs is None:
             return None
         token_ids = item.token_ids

@@ -1,7 +1,7 @@
-"""Custom tools, whose input is a text: to the model they are functions with one argument.
+"""Custom tools, whose input is plain text. The model sees functions with one argument.
 
 OpenAI's chat completions and Responses both have them. A call's arguments, `{"input": "..."}`, are
-turned back into the text as they come.
+converted back to the text while they stream.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.text.parsing.formats import Tool
 
 ARGUMENT = "input"
 _HEAD = re.compile(rf'\s*\{{\s*"{ARGUMENT}"\s*:\s*"')
-# As much of a JSON string as can be decoded: neither half an escape nor half a pair of them.
+# The part of a JSON string that can be decoded: no partial escape and no lone surrogate.
 _STRING = re.compile(
     r'(?:[^"\\]|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
     r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*"
@@ -37,8 +37,10 @@ class InputFormat(Body):
 
 
 def custom_tool(name: str, description: str | None, grammar: InputGrammar | None) -> Tool:
-    """The function that stands for a custom tool. A regular expression is enforced with the call,
-    a Lark grammar is described to the model."""
+    """Convert a custom tool to a function.
+
+    A regular expression is enforced in the call. A Lark grammar is only described to the model.
+    """
     argument = {"type": "string"}
     about = [description] if description else []
     if grammar is not None and grammar.syntax == "regex":
@@ -61,7 +63,7 @@ def arguments_of(text: str) -> str:
 
 
 class InputReader:
-    """The input of one call, from its arguments as they come in pieces."""
+    """Extracts the input of one call from its streamed arguments."""
 
     def __init__(self) -> None:
         self._pending = ""
@@ -69,7 +71,7 @@ class InputReader:
         self._is_over = False
 
     def feed(self, arguments: str) -> str:
-        """As much more of the input as is certain."""
+        """Add a piece of the arguments. Returns the new text that can be decoded."""
         self._pending += arguments
         if not self._has_begun:
             head = _HEAD.match(self._pending)
@@ -86,7 +88,7 @@ class InputReader:
         return _decode(string[0])
 
     def finish(self) -> str:
-        """What is left, as the call is whole. Arguments of another form are all the input."""
+        """Return the rest when the call is complete. Malformed arguments become the input."""
         rest = "" if self._has_begun else self._pending
         return rest.encode(errors="replace").decode()
 

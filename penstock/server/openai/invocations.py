@@ -1,4 +1,4 @@
-"""POST /invocations: what SageMaker sends to a container, by what the body holds."""
+"""POST /invocations: SageMaker's route. The body decides which API answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.server.openai.stream import ANSWERS
 
 router = APIRouter(tags=["Operations"], route_class=JsonRoute)
 
-# No part of the path of a field that is wrong, since they are no names.
+# Not identifiers, so that errors leave them out of a field's path.
 CHAT, TEXT = "chat-completion", "text-completion"
 
 

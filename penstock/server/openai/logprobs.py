@@ -1,4 +1,4 @@
-"""Log-probabilities in the formats of both APIs, and usage."""
+"""Formats logprobs for chat completions and completions, and usage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST = -9999.0  # JSON has no infinity
 
 
 class LogprobFormat:
-    """How one request wants its log-probabilities written."""
+    """Formats the logprobs of one request."""
 
     def __init__(self, tokenizer: Tokenizer | None, num_top: int, as_token_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -58,27 +58,27 @@ class LogprobFormat:
         positions: Sequence[LogprobsAtPosition | None],
         text_offsets: list[int],
     ) -> CompletionLogprobs:
-        """`text_offsets` are where the tokens begin in the text."""
+        """Format logprobs for completions. `text_offsets` are the tokens' offsets in the text."""
         made = CompletionLogprobs(
             tokens=[], token_logprobs=[], top_logprobs=[], text_offset=text_offsets
         )
         for token_id, position in zip(token_ids, positions, strict=True):
             chosen = Logprob(0.0, None, self._decode(token_id))
-            if position is None:  # nothing comes before a prompt's first token
+            if position is None:  # a prompt's first token has no logprob
                 made.token_logprobs.append(None)
                 made.top_logprobs.append(None)
             else:
                 chosen = position[token_id]
                 made.token_logprobs.append(_finite(chosen))
                 top = {self._text(token_id, chosen): _finite(chosen)}
-                for other_id, other in self._top(position):  # several may read the same
+                for other_id, other in self._top(position):  # several tokens may have the same text
                     top.setdefault(self._text(other_id, other), _finite(other))
                 made.top_logprobs.append(top)
             made.tokens.append(self._text(token_id, chosen))
         return made
 
     def _top(self, position: LogprobsAtPosition) -> list[tuple[int, Logprob]]:
-        """The most likely tokens, the most likely first."""
+        """The top tokens, the most likely first."""
         if self._num_top == 0:
             return []
         ranked = sorted(position.items(), key=lambda item: (-item[1].logprob, item[1].rank or 0))
@@ -97,10 +97,10 @@ class LogprobFormat:
 
 
 class TextOffsets:
-    """Where the tokens of a text begin in it, in characters, as they come.
+    """Computes the offsets of tokens in a streamed text, in characters.
 
-    Tokens that are parts of one character begin where it does; one that is not shown begins where
-    the next one does. `detokenizer` is None where there is no text.
+    Tokens that are parts of one character begin where the character does. A token that is not shown
+    begins where the next one does. `detokenizer` is None if there is no text.
     """
 
     def __init__(self, detokenizer: Detokenizer | None, start: int = 0) -> None:
@@ -117,7 +117,7 @@ class TextOffsets:
 
 
 def prompt_offsets(tokenizer: Tokenizer | None, token_ids: Sequence[int], text: str) -> list[int]:
-    """The same for a prompt. Tokens that were added in front of its text begin where it does."""
+    """Return the offsets of a prompt's tokens. Special tokens before its text have offset 0."""
     counted = TextOffsets(tokenizer.detokenizer((), False) if tokenizer is not None else None)
     offsets = counted.take(token_ids)
     num_added = counted.num_chars - len(text)

@@ -1,4 +1,4 @@
-"""From a request's body to sampling parameters; what cannot be done is refused by name."""
+"""Converts a request's body to sampling parameters. Refuses unsupported fields by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.server.openai.protocol import (
 from penstock.server.openai.structured import structured_outputs
 
 STRUCTURED = "use structured_outputs: {}"
-# What to do in place of a field that other servers know and that would change the answer.
+# Alternatives to fields of other servers that would change the answer.
 REMEDIES = {
     "guided_json": STRUCTURED.format('{"json": SCHEMA}'),
     "guided_regex": STRUCTURED.format('{"regex": PATTERN}'),
@@ -42,7 +42,7 @@ def completion_params(
         if body.logprobs is not None and body.prompt_logprobs is None:
             own["prompt_logprobs"] = body.logprobs
         if body.max_tokens == 0:
-            own["max_tokens"] = 1  # computed, since a request must sample, but not shown
+            own["max_tokens"] = 1  # a request must sample; the token is not shown
     return body.sampling_params(defaults, **own)
 
 
@@ -59,7 +59,7 @@ def chat_params(
 
 
 def _own_fields(body: CompletionBody, limits: ServerConfig) -> dict[str, Any]:
-    """The parameters that depend on the form of the reply."""
+    """Return the parameters that depend on the API's reply format."""
     _refuse_unsupported(body)
     if body.n is not None and body.n > limits.max_n:
         raise InputError(f"n must be at most {limits.max_n} here, got {body.n}", "n")
@@ -75,7 +75,7 @@ def _own_fields(body: CompletionBody, limits: ServerConfig) -> dict[str, Any]:
 
 
 def _refuse_unsupported(body: CompletionBody) -> None:
-    """Say plainly what this server does not do, rather than ignore that it was asked for."""
+    """Raise InputError for unsupported fields instead of ignoring them."""
     for name, value in (body.model_extra or {}).items():
         if name in REMEDIES and value is not None:
             raise InputError(f"{name} is not supported here: {REMEDIES[name]}", name)

@@ -1,4 +1,4 @@
-"""From a body to requests for the engine. Called in a thread, since tokenizing takes time."""
+"""Converts request bodies to engine requests. Called in a thread: tokenizing is slow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.server.turn import Turn, prepare_turn
 from penstock.text.frontend import PreparedRequest
 from penstock.text.parsing.formats import Tool
 
-MAX_PROMPT_LOGPROBS = 1024 * 1024  # in an answer with several completions of a prompt
+MAX_PROMPT_LOGPROBS = 1024 * 1024  # per answer with several completions of a prompt
 
 
 def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str) -> Turn:
@@ -39,7 +39,7 @@ def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str)
     except ContextOverflow as error:
         raise error.of_field("messages") from error
     except InputError as error:
-        if error.field == "logprobs":  # which is how many of them, in every other place
+        if error.field == "logprobs":  # in this API the number is in top_logprobs
             raise InputError(f"top_{error}", "top_logprobs") from error
         if error.field == "max_tokens" and body.max_completion_tokens is not None:
             name = "max_completion_tokens"
@@ -50,7 +50,7 @@ def prepare_chat(service: Service, body: ChatCompletionRequest, request_id: str)
 def turn_request(
     body: ChatTemplateBody, messages: Sequence[ChatMessage], params: SamplingParams
 ) -> TurnRequest:
-    """The turn that a body asks for; of one that generates nothing, what its prompt depends on."""
+    """Convert a body to a turn. A body that generates nothing sets only what affects the prompt."""
     asks = body if isinstance(body, ChatCompletionRequest) else None
     choice, tools = _tools(body)
     parallel = asks is None or (asks.parallel_tool_calls is not False and not asks.functions)
@@ -72,7 +72,7 @@ def turn_request(
 
 
 def _tools(body: ChatTemplateBody) -> tuple[ToolChoice, list[Tool]]:
-    """The choice of tools and those to choose from, also in the older form of functions."""
+    """Return the tool choice and the tools. Also reads the older `functions`."""
     if not isinstance(body, ChatCompletionRequest):
         return read_tool_choice(None, read_tools(body.tools))
     if body.functions is None and body.function_call is None:
@@ -98,7 +98,7 @@ def prepare_completions(
             f"prompt may hold at most {most} prompts here, got {len(prompts)}", "prompt"
         )
     field = "prompt" if len(prompts) > 1 else "n"
-    service.check_size(len(prompts) * params.n, field)  # before each is made ready
+    service.check_size(len(prompts) * params.n, field)  # before each is tokenized
     options = _run_options(body, add_special_tokens=body.add_special_tokens is not False)
     try:
         prepared = [
@@ -108,7 +108,7 @@ def prepare_completions(
             for prompt in prompts
         ]
     except InputError as error:
-        if error.field == "prompt_token_ids":  # which are a prompt, too, in this API
+        if error.field == "prompt_token_ids":  # this API calls them prompt
             raise InputError(
                 str(error).replace("prompt_token_ids", "prompt", 1), "prompt"
             ) from error
@@ -124,7 +124,7 @@ def prepare_completions(
 def _check_prompt_logprobs(
     name: str, num_at_position: int, prepared: Sequence[PreparedRequest]
 ) -> None:
-    """Every completion repeats those of its prompt: a small request could ask for gigabytes."""
+    """Limit prompt logprobs: every completion repeats them, which can add up to gigabytes."""
     if all(len(request.children) == 1 for request in prepared):
         return
     prompts = [child.prompt_token_ids for request in prepared for child in request.children]
@@ -138,7 +138,7 @@ def _check_prompt_logprobs(
 
 
 def as_prompts(prompt: Prompt | list[str] | list[list[int]]) -> Sequence[str | list[int]]:
-    """A list of prompts, whichever of the four forms they came in."""
+    """Convert any of the four forms of a prompt to a list of prompts."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:

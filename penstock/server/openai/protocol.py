@@ -1,7 +1,7 @@
-"""Bodies of the OpenAI endpoints, checked for types here and for sense where they are used.
+"""Bodies and replies of the OpenAI endpoints. Types are checked here, values where they are used.
 
-Fields that are not declared are ignored, as OpenAI's clients send new ones all the time. Those of
-other servers that would change the answer are refused by name, see `params.py`.
+Undeclared fields are ignored, because OpenAI's clients often send new ones. Fields of other servers
+that would change the answer are refused by name, see `params.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.server.schema.request import RequestBody
 # -- requests
 
 Prompt = Text | Items[TokenId]
-# What X-Request-Id may be, too: it is written to the log.
+# The same characters as in X-Request-Id: it is written to the log.
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
 
 

@@ -1,4 +1,4 @@
-"""Arrays in JSON: the experts that a completion's tokens went to."""
+"""Encodes the routed experts of a completion's tokens for JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def encode_routed_experts(ids: npt.NDArray[np.int16]) -> str:
-    """[tokens, layers, top_k] as the base64 of a .npy file: ``numpy.load`` reads it."""
-    import numpy as np  # for those who ask only
+    """Encode [tokens, layers, top_k] as the base64 of a .npy file, for ``numpy.load``."""
+    import numpy as np  # imported only when requested
 
     file = io.BytesIO()
     np.save(file, ids, allow_pickle=False)

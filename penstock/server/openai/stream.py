@@ -1,4 +1,4 @@
-"""What completions and chat completions share: how they are answered, streamed and counted."""
+"""Shared by completions and chat completions: answering, streaming and counting usage."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def complete(
     prepare: Callable[[Service, BodyT, str], T],
     make_answer: Callable[[Service, BodyT, T, str, str], Answer],
 ) -> Response:
-    """Answer a request: `prepare` makes it ready in a thread, `make_answer` writes what comes."""
+    """Answer a request. `prepare` runs in a thread. `make_answer` formats the result."""
     service: Service = request.app.state.service
     model = service.admit(body.model)
     request_id = id_prefix + (body.request_id or request.state.request_id)
@@ -50,19 +50,19 @@ async def complete(
 
 
 class TextChunks:
-    """Writes chunks that differ in nothing but their text: all but the first of a choice.
+    """Writes the chunks of a choice that differ only in their text.
 
-    Most chunks are like that, and making and writing objects for each would take longer than all
-    else that is done for a token here.
+    Most chunks do. Building and serializing an object for each would take longer than everything
+    else that this process does for a token.
     """
 
-    _TEXT = "\0text\0"  # in its place, where the chunk is written once
+    _TEXT = "\0text\0"  # placeholder for the text in the template chunk
 
     def __init__(self) -> None:
-        self._around: dict[int, tuple[str, str]] = {}  # what stands around the text, by choice
+        self._around: dict[int, tuple[str, str]] = {}  # JSON before and after the text, by choice
 
     def write(self, index: int, text: str, make: Callable[[str], Reply]) -> str:
-        """The JSON of the chunk of choice `index` that `make` would make of `text`."""
+        """Return the JSON of `make(text)` for choice `index`. Calls `make` once per choice."""
         around = self._around.get(index)
         if around is None:
             written = make(self._TEXT).model_dump_json(exclude_unset=True)
@@ -77,7 +77,7 @@ def _as_json(text: str) -> str:
 
 @dataclass(frozen=True)
 class UsageOptions:
-    """When a stream shows its usage; `with_details`: of the prompt's tokens, here and elsewhere."""
+    """When a stream includes usage. `with_details` adds details of the prompt's tokens."""
 
     at_end: bool
     in_every_chunk: bool
@@ -91,7 +91,7 @@ class UsageOptions:
 
 
 class UsageCounter:
-    """Counts tokens as deltas pass."""
+    """Counts the tokens of outputs."""
 
     def __init__(self, options: UsageOptions) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""From a request's body to what its output must match."""
+"""Reads from a request's body which format its output must match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIELD = "response_format"
 
 
 def structured_outputs(body: CompletionBody) -> StructuredOutputsParams | None:
-    """What `response_format` or `structured_outputs` asks for; None: nothing."""
+    """Read `response_format` or `structured_outputs`. Returns None if neither constrains."""
     asked = _from_response_format(body.response_format)
     if body.structured_outputs is None:
         return asked
@@ -39,6 +39,9 @@ def _from_response_format(given: ResponseFormat | None) -> StructuredOutputsPara
 
 
 def schema_params(given: JsonSchemaFormat, field: str) -> StructuredOutputsParams:
-    """JSON of a schema, any JSON without one; `field` is what the client calls it."""
+    """Params for JSON that matches a schema, or any JSON without one.
+
+    `field` is the client's name for it.
+    """
     schema = {} if given.schema_ is None else given.schema_
     return StructuredOutputsParams(json=schema, lenient=not given.strict, field=field)

@@ -25,7 +25,7 @@ from penstock.text.renderers.base import FamilyRenderer
 from penstock.text.tokenizer import Tokenizer, read_json_if_there
 
 router = APIRouter(tags=["Tokenizer"], route_class=JsonRoute)
-info_router = APIRouter(tags=["Tokenizer"])  # where the operator leaves it open
+info_router = APIRouter(tags=["Tokenizer"])  # only if the operator enables it
 
 
 @router.post(
@@ -35,7 +35,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokenize a prompt, or a conversation as rendered by the chat template."""
     service: Service = request.app.state.service
     service.check_model(body.model)
-    # Written here, in the thread: millions of tokens would hold up whoever else asks for something.
+    # Serialized in the thread: millions of tokens would block the event loop.
     writing = service.in_thread(lambda: _tokenize(service, body).model_dump_json())
     return json_response(await unless_gone(request, writing))
 

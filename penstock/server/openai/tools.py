@@ -1,4 +1,4 @@
-"""Tools in the form of OpenAI's chat: what requests say about them."""
+"""Reads tools, tool choices and earlier calls in OpenAI's chat format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.text.parsing.formats import Tool
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
 
-# No request of good faith comes near these; a prompt with more in it fits no context.
+# No legitimate request comes near these limits: such a prompt would exceed any context.
 MAX_TOOLS = 1024
 MAX_TOOLS_LENGTH = 1024 * 1024  # characters of all names, descriptions and schemas
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class MessageToolCall(Body):
 def read_tools(
     given: Sequence[FunctionToolDefinition | CustomToolDefinition] | None,
 ) -> list[Tool]:
-    """The tools of a request; InputError for what `check_tools` refuses."""
+    """Read the tools of a request. Raises InputError as `check_tools` does."""
     tools = []
     for index, definition in enumerate(given or ()):
         if isinstance(definition, CustomToolDefinition):
@@ -151,7 +151,7 @@ def _custom(given: CustomDefinition, where: str) -> Tool:
 
 
 def read_functions(given: Sequence[FunctionDefinition]) -> list[Tool]:
-    """Functions as requests named them before there were tools."""
+    """Read the older `functions` as tools."""
     tools = [_function(function) for function in given]
     check_tools(tools)
     return tools
@@ -163,8 +163,11 @@ def _function(function: FunctionDefinition) -> Tool:
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """InputError if they are too many, too large or named alike, or one does not take an object
-    or is not Unicode."""
+    """Raise InputError for invalid tools.
+
+    There may be too many, they may be too large, or two may have the same name. A tool must take an
+    object and be valid Unicode.
+    """
     if len(tools) > MAX_TOOLS:
         raise InputError(f"tools may be at most {MAX_TOOLS}, got {len(tools)}", "tools")
     length = sum(len(tool.name) + len(tool.description) + _length(tool) for tool in tools)
@@ -204,8 +207,7 @@ def _length(tool: Tool) -> int:
 
 
 def read_tool_choice(given: Any, tools: Sequence[Tool]) -> tuple[ToolChoice, list[Tool]]:
-    """What is chosen, and the tools that it leaves. By default the model decides, if there is
-    anything to decide."""
+    """Return the tool choice and the tools that it allows. The default is "auto" with tools."""
     match given:
         case NamedToolChoice():
             return NamedTool(given.function.name), list(tools)
@@ -237,7 +239,7 @@ def _allowed(allowed: AllowedTools, tools: Sequence[Tool]) -> list[Tool]:
 
 
 def read_function_call(given: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """`function_call`, the choice of a function before there were tools."""
+    """Read the older `function_call` as a tool choice."""
     if isinstance(given, ToolReference):
         names = [tool.name for tool in tools]
         if given.name not in names:
@@ -253,9 +255,9 @@ def read_function_call(given: Any, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages in which every call is a function's in `tool_calls`, and every result a tool's."""
+    """Convert older and custom calls and their results to function calls and tool results."""
     plain: list[dict[str, Any]] = []
-    last_id: str | None = None  # of the last call that had none, since functions have no ids
+    last_id: str | None = None  # of the last `function_call`, which has no id of its own
     for index, given in enumerate(messages):
         message = dict(given)
         if message.get("tool_calls"):

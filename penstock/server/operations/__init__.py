@@ -1,1 +1,1 @@
-"""What operators and load balancers use: health, load, metrics, the throughput log."""
+"""For operators and load balancers: health, load, metrics and the throughput log."""

@@ -1,4 +1,4 @@
-"""What operators and load balancers ask for: health, version, load, a fresh cache."""
+"""Routes for operators and load balancers: health, version, load, cache reset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /metrics, and the observer that keeps its numbers."""
+"""GET /metrics, and the observer that updates the metrics."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def metrics(request: Request) -> PlainTextResponse:
 
 
 def observe(service: Service) -> MetricsObserver:
-    """Keep metrics of all that the service does from now on, and log its throughput."""
+    """Attach the metrics and the throughput log to a service."""
     observer = MetricsObserver(service.config, service.model_names[0])
     if service.client.info is not None:
         observer.on_ready(service.client.info)
@@ -58,15 +58,15 @@ def observe(service: Service) -> MetricsObserver:
 
 
 class MetricsObserver(Observer):
-    """Turns what happens to requests into metrics."""
+    """Updates the metrics from events of requests and the engine."""
 
     def __init__(self, config: EngineConfig, model_name: str) -> None:
         self.metrics = Metrics(model_name)
         self._cache_config = config.cache
-        self._stats = NO_STATS  # the engine's latest; its counters begin at 0 with it
-        # Tokens that are not counted yet, since a counter takes longer than all else of a token.
+        self._stats = NO_STATS  # the engine's latest; its counters restart with it
+        # Not in the metrics yet: updating a counter per token would be too slow.
         self._num_tokens = 0
-        self._gaps = Counter[float]()  # seconds between tokens: those of one step are equal
+        self._gaps = Counter[float]()  # seconds between tokens; equal for the tokens of a step
         self._ended = {
             reason: self.metrics.counter("request_success", finished_reason=reason.value)
             for reason in FinishReason
@@ -74,7 +74,7 @@ class MetricsObserver(Observer):
 
     def on_ready(self, info: EngineInfo) -> None:
         self._stats = NO_STATS
-        self.show(NO_STATS)  # an engine without work sends none, whatever the last one left
+        self.show(NO_STATS)  # clears the last engine's values: an idle engine sends no stats
         self.metrics.gauge(
             "cache_config_info",
             block_size=str(self._cache_config.block_size),
@@ -142,7 +142,7 @@ class MetricsObserver(Observer):
                 )
 
     def _count_pooled(self, record: RequestRecord, latency_s: float) -> None:
-        """A request that ends with a vector has no tokens of its own."""
+        """Count a pooling request, which generates no tokens."""
         num_tokens = len(record.request.prompt_token_ids)
         self.metrics.counter("prompt_tokens").inc(num_tokens)
         self.metrics.histogram("request_prompt_tokens").observe(num_tokens)
@@ -168,7 +168,7 @@ class MetricsObserver(Observer):
             self.metrics.counter(name).inc(count)
 
     def count_tokens(self) -> None:
-        """Bring the metrics of tokens up to date."""
+        """Add the pending token counts to the metrics."""
         self.metrics.counter("generation_tokens").inc(self._num_tokens)
         for gap_s, count in self._gaps.items():
             self.metrics.histogram("inter_token_latency_seconds").observe_many(gap_s, count)

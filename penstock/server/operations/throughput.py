@@ -1,4 +1,4 @@
-"""A line in the log every few seconds while there is work: what goes in, what comes out."""
+"""ThroughputLog: logs throughput every few seconds while there is work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def call_later(delay_s: float, work: Callable[[], None]) -> None:
 
 
 class ThroughputLog(Observer):
-    """Observes requests; says nothing, and does nothing, while there are none."""
+    """Observes requests. It does nothing while there are none."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class ThroughputLog(Observer):
     ) -> None:
         self._clock = clock
         self._call_later = call_later
-        self._since: float | None = None  # when the interval began; None: no work
+        self._since: float | None = None  # start of the interval; None without work
         self._num_unfinished = 0
-        self._num_prompt_tokens = 0  # in this interval, as the next one
+        self._num_prompt_tokens = 0  # in this interval, like the next field
         self._num_generated_tokens = 0
         self._stats: EngineStats | None = None
         self._prefix_counts = (0, 0)  # queries and hits before this interval

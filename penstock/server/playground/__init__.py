@@ -1,7 +1,7 @@
-"""The pages in plain files: at ``/`` a chat playground and a live dashboard, at ``/docs`` the API.
+"""The web pages: a chat playground and dashboard at ``/``, the API reference at ``/docs``.
 
-The files need no key; what they fetch does. They are small, so they are read once and served from
-memory, which stays quick however busy the server is.
+The files need no API key, but the data they fetch does. The files are small: they are read once and
+served from memory, so they stay fast on a busy server.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TYPES = {
     "svg": "image/svg+xml",
 }
 HEADERS = {
-    # Nothing but these files is ever loaded, and nothing but this server is ever asked.
+    # Pages load only these files and connect only to this server.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # ask each time whether it has changed
+    "Cache-Control": "no-cache",  # revalidate every time
 }
 
 
@@ -44,7 +44,7 @@ class File:
 
 @cache
 def load_files() -> dict[str, File]:
-    """The pages' files by name."""
+    """Read the pages' files. Returns them by name."""
     files = {}
     for entry in resources.files(__name__).joinpath("static").iterdir():
         extension = entry.name.rpartition(".")[2]

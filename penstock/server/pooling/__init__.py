@@ -1,1 +1,1 @@
-"""The endpoints of models that pool: embeddings, classes, scores, reranking."""
+"""Endpoints of pooling models: embeddings, classification, scores, reranking."""

@@ -1,4 +1,4 @@
-"""POST /v2/embed: embeddings in the shape of Cohere's API."""
+"""POST /v2/embed: embeddings in the format of Cohere's API."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.text.pooling import PoolingPrompt, Truncation, pooling_info, prepa
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
 TYPES = ("float", "base64", "binary", "ubinary")
-# What models call the prompts of Cohere's types of input.
+# Models' prompt names for Cohere's input types.
 PROMPT_NAMES = {
     "search_query": ("query", "search_query"),
     "search_document": ("document", "passage", "search_document"),
@@ -81,7 +81,7 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
 
 
 def _prompt_name(info: PoolingInfo, input_type: str | None) -> str | None:
-    """The model's prompt for this type of input, if it has one."""
+    """The name of the model's prompt for this input type, or None."""
     names = PROMPT_NAMES.get(input_type or "", (input_type or "",))
     return next((name for name in names if name in info.prompts), None)
 
@@ -111,7 +111,7 @@ def _write(
 
 
 def _as_type(vector: Any, kind: str) -> Any:
-    import numpy as np  # for those who ask only
+    import numpy as np  # imported only when requested
 
     if kind == "float":
         return vector.tolist()

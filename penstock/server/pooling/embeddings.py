@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling and /classify: inputs in, a vector for each out."""
+"""POST /v1/embeddings, /pooling and /classify: one vector per input."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ async def _answer(
         prompt_name=getattr(body, "prompt_name", None),
     )
     field = "task" if isinstance(body, PoolingRequest) else "model"
-    pooling_info(service.frontend).check(params, field)  # before a thousand texts are tokenized
+    pooling_info(service.frontend).check(params, field)  # fail before tokenizing many texts
     request_id = f"{kind}-{body.request_id or request.state.request_id}"
     inputs = read_inputs(body)
 
@@ -108,7 +108,7 @@ async def _answer(
             prompts = [await service.in_thread(render_messages, service, body)]
         prepare = input_prepare(service, body, params, request_id)
         requests, deltas = await pool_all(service, prepare, prompts, params, body.timeout)
-        # In a thread: millions of numbers would hold up whoever else asks for something.
+        # In a thread: formatting millions of numbers would block the event loop.
         return await service.in_thread(_write, request_id, model, requests, deltas, write)
 
     return json_response(await unless_gone(request, work()))

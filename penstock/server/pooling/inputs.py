@@ -1,4 +1,4 @@
-"""From bodies to pooling requests for the engine. Called in threads: tokenizing takes time."""
+"""Converts bodies to pooling requests for the engine. Called in threads: tokenizing is slow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Prepare = Callable[[PoolingPrompt], list[EngineRequest]]
 
 
 def read_inputs(body: InputBody, field: str = "input") -> Sequence[PoolingPrompt]:
-    """The inputs of a request that has no messages."""
+    """Read and check the inputs. Returns [] if the request has messages instead."""
     given = body.input
     if (given is None) == (body.messages is None):
         raise InputError(f"give either {field} or messages", field)
@@ -40,7 +40,7 @@ def read_inputs(body: InputBody, field: str = "input") -> Sequence[PoolingPrompt
 def input_prepare(
     service: Service, body: InputBody, params: PoolingParams, request_id: str
 ) -> Prepare:
-    """What makes an engine request of one of the body's inputs."""
+    """Return a function that converts one input to engine requests."""
     side: Literal["first", "last"] = "last" if body.truncation_side == "left" else "first"
     truncation = Truncation(body.truncate_prompt_tokens, side)
     is_chat = body.messages is not None
@@ -64,7 +64,7 @@ def input_prepare(
 
 
 def render_messages(service: Service, body: InputBody) -> str:
-    """The text of the body's conversation."""
+    """Render the body's conversation."""
     assert body.messages is not None
     turn = turn_request(
         body.model_copy(update={"add_generation_prompt": bool(body.add_generation_prompt)}),
@@ -77,7 +77,7 @@ def render_messages(service: Service, body: InputBody) -> str:
 def pair_prepare(
     service: Service, body: PairBody, params: PoolingParams, request_id: str, field: str
 ) -> Prepare:
-    """What makes an engine request of a pair, or of one text of it."""
+    """Return a function that converts a pair, or one text of it, to engine requests."""
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
         value = getattr(body, name)
         if value is not None and value < 0:

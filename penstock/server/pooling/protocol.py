@@ -1,4 +1,4 @@
-"""Bodies and replies of the pooling endpoints, under the names of OpenAI, Cohere, Jina and vLLM."""
+"""Bodies and replies of the pooling endpoints, with the names of OpenAI, Cohere, Jina and vLLM."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Runs the inputs of one HTTP request: thousands of them, in turn with those of others.
+"""Decides how many inputs of one HTTP request are on the engine at a time.
 
-An engine takes requests in order. So that a client with thousands of texts does not keep one with
-a single text waiting for all of them, no more than two steps' worth of a request's inputs are on
-the engine at a time.
+The engine runs requests in order. A client with thousands of texts must not block one with a single
+text. So at most two steps' worth of a request's inputs are on the engine at a time.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from penstock.protocol.request import EngineRequest
 from penstock.server.service import Service
 from penstock.text.pooling import join_pieces, pooling_info
 
-TEXTS_AT_ONCE = 64  # that one thread tokenizes before others have a turn
-NUM_TOKENIZERS = 2  # threads for one request
-GROUPS_AT_ONCE = 2  # so that the engine need not wait for the next
+TEXTS_AT_ONCE = 64  # that one thread tokenizes before other requests get a turn
+NUM_TOKENIZERS = 2  # threads per request
+GROUPS_AT_ONCE = 2  # so that the engine never waits for the next one
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,8 +34,11 @@ async def pool_all(
     params: PoolingParams,
     timeout_s: float | None = None,
 ) -> tuple[list[EngineRequest], list[EngineDelta]]:
-    """All that the engine computed, and what each of the items ends with. `prepare` makes one
-    request of an item, or several of a long one. Raises as `Service.outputs` does."""
+    """Run all items. Returns the engine requests, and the last delta of each item.
+
+    `prepare` converts an item to one request, or to several if it is long. Raises the same errors
+    as `Service.outputs`.
+    """
     prepared = await _prepare_all(service, prepare, items)
     requests = [request for pieces in prepared for request in pieces]
     deltas = await _run_all(service, requests, timeout_s)
@@ -51,7 +53,7 @@ async def pool_all(
 async def _prepare_all(
     service: Service, prepare: Callable[[T], list[EngineRequest]], items: Sequence[T]
 ) -> list[list[EngineRequest]]:
-    """Tokenize and check every input, in a few threads. Raises for the first that is wrong."""
+    """Tokenize and check every input in a few threads. Raises for the first invalid one."""
 
     def work(part: Sequence[T]) -> list[list[EngineRequest]]:
         return [prepare(item) for item in part]
@@ -68,7 +70,7 @@ async def _prepare_all(
 async def _run_all(
     service: Service, requests: Sequence[EngineRequest], timeout_s: float | None
 ) -> list[EngineDelta]:
-    """What each request ends with, in their order."""
+    """Run requests in groups. Returns the last delta of each, in order."""
     groups = list(_groups(service, requests))
     service.check_queue(min(sum(map(len, groups[:GROUPS_AT_ONCE])), service.share))
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -82,7 +84,7 @@ async def _run_all(
 
 
 def _groups(service: Service, requests: Sequence[EngineRequest]) -> Iterator[list[EngineRequest]]:
-    """At most a step's worth of requests each."""
+    """Split requests into groups of at most one step's worth."""
     assert service.client.info is not None
     limits = service.client.info.limits
     most = max(min(limits.max_num_seqs, service.share // GROUPS_AT_ONCE), 1)
@@ -102,12 +104,12 @@ def _groups(service: Service, requests: Sequence[EngineRequest]) -> Iterator[lis
 async def _in_turn(
     starts: Sequence[Callable[[], Awaitable[list[R]]]], at_once: int
 ) -> list[list[R]]:
-    """Results of all jobs, of which so many run at a time; the first error ends them all."""
+    """Run jobs, `at_once` at a time, and return all results. The first error cancels the rest."""
     results: list[list[R]] = [[] for _ in starts]
     waiting = iter(enumerate(starts))
 
     async def work() -> None:
-        for index, start in waiting:  # shared: whoever is free takes the next
+        for index, start in waiting:  # the workers share this iterator
             results[index] = await start()
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(at_once, len(starts)))]

@@ -1,4 +1,4 @@
-"""POST /score and /rerank, under all of their names: how well texts go together."""
+"""POST /score and /rerank, with all of their aliases: scores of text pairs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def _score(
     request_id: str,
     field: str,
 ) -> tuple[list[float], list[EngineRequest]]:
-    """The score of each pair, and what was computed for them."""
+    """Return the score of each pair, and the engine requests."""
     service.check_pools()
     service.check_capacity()
     kind = score_kind(pooling_info(service.frontend))

@@ -1,4 +1,4 @@
-"""How vectors are written: as numbers of JSON, or as bytes in base64."""
+"""Formats vectors: as JSON numbers or as base64 bytes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def write_vector(
 
 
 def as_bytes(vector: Any, dtype: EmbedDtype) -> bytes:
-    """Little-endian, in C order."""
-    import numpy as np  # for those who ask only
+    """Convert a vector to little-endian bytes in C order."""
+    import numpy as np  # imported only when requested
 
-    if dtype == "bfloat16":  # numpy has none: the upper half of a float32, rounded to even
+    if dtype == "bfloat16":  # not in numpy: the upper half of a float32, rounded to even
         bits = np.ascontiguousarray(vector, np.float32).view(np.uint32).astype(np.uint64)
         return (((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")).tobytes()
     return np.ascontiguousarray(vector).astype("<f2" if dtype == "float16" else "<f4").tobytes()

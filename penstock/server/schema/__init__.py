@@ -1,1 +1,1 @@
-"""What the bodies and replies of all APIs are made of."""
+"""Base classes and field types for the bodies and replies of all APIs."""

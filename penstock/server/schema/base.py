@@ -1,4 +1,4 @@
-"""What all bodies and replies are made of."""
+"""Base classes and field types of bodies and replies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 Seconds = Annotated[float, Field(allow_inf_nan=False)]
 T = TypeVar("T")
-# Ends at the first item that is wrong: millions of complaints would take minutes to write down.
+# Stops at the first invalid item: formatting millions of errors would take minutes.
 Items = Annotated[list[T], Field(fail_fast=True)]
 
 
@@ -29,7 +29,7 @@ def _check_one_by_one(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
 
 
 K = TypeVar("K")
-# The same for objects; pydantic before 2.14 has no fail_fast for these.
+# The same for objects. pydantic before 2.14 has no fail_fast for these.
 Entries = Annotated[dict[K, T], WrapValidator(_check_one_by_one)]
 
 
@@ -41,7 +41,7 @@ class Body(BaseModel):
 
 class Reply(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
-    shows_nulls: ClassVar[bool] = False  # sent whole, fields that have no value are null
+    shows_nulls: ClassVar[bool] = False  # whether fields without a value are sent as null
 
 
 class NullsReply(Reply):
@@ -51,15 +51,15 @@ class NullsReply(Reply):
 
 
 def type_of(value: Any) -> Any:
-    """What an object calls itself, whether it is checked yet or not: to choose from a union.
+    """Return an object's `type`, validated or not, to select a member of a union.
 
-    Tags of a union that are no identifiers are left out of the path in an error.
+    Tags of a union that are not identifiers are left out of the path in an error.
     """
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
 def _check_unicode(text: str) -> str:
-    """JSON can spell halves of characters, which nothing behind this can encode."""
+    """Refuse lone surrogates, which JSON allows and nothing else can encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

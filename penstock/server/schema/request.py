@@ -1,6 +1,6 @@
-"""What a request of every API may ask for. Sampling fields are derived, none is listed here.
+"""RequestBody: the fields of every generating API. Sampling fields are derived, not listed.
 
-A field of `SamplingParams` is a field of all APIs, under its name and with its help.
+A field of `SamplingParams` becomes a field of all APIs, with the same name and help.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.server.schema.base import Body, Entries, Items, Seconds, Text
 
-# What depends on the form of an API's reply: each API says by itself how it is asked for.
+# These depend on an API's reply format. Each API reads them itself.
 OF_THE_REPLY = frozenset(
     {
         "n", "max_tokens", "logprobs", "prompt_logprobs", "logprob_token_ids", "detokenize",
@@ -34,7 +34,7 @@ SAMPLING_FIELDS = {
 
 
 def _body_type(kind: Any) -> Any:
-    """A field's type as bodies have it: texts are Unicode, and lists end at the first mistake."""
+    """Convert a field's type for bodies: texts must be Unicode, lists stop at the first error."""
     arguments = get_args(kind)
     match get_origin(kind):
         case origin if origin is list:
@@ -75,7 +75,7 @@ class RequestBody(SamplingBody):
     )
 
     def sampling_params(self, defaults: SamplingParams, **own: Any) -> SamplingParams:
-        """What is asked for, over `defaults`; `own` are those that the API reads by itself."""
+        """Return `defaults` with the request's fields. `own` are those the API reads itself."""
         sent = {name: getattr(self, name) for name in SAMPLING_FIELDS}
         sent = {name: value for name, value in sent.items() if value is not None}
         if "logit_bias" in sent:
