@@ -25,6 +25,7 @@ from penstock.observability.docs import render
 from penstock.observability.metrics import DECLARED, PREFIX, Metrics
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.limits import StepLimits
+from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.scheduler.scheduler import SchedulerStats
@@ -281,9 +282,14 @@ def test_registries_are_apart() -> None:
     assert b'prompt_tokens_total{model_name="one"} 5.0' in one.render()
 
 
-def record(num_prompt: int = 10) -> RequestRecord:
+def record(
+    num_prompt: int = 10, params: SamplingParams | PoolingParams | None = None
+) -> RequestRecord:
     request = EngineRequest(
-        request_id="r", prompt_token_ids=[1] * num_prompt, params=SamplingParams(), seed=0
+        request_id="r",
+        prompt_token_ids=[1] * num_prompt,
+        params=params or SamplingParams(),
+        seed=0,
     )
     return RequestRecord(request, submitted_at=0.0)
 
@@ -314,6 +320,24 @@ def test_the_throughput_log_is_silent_without_work(caplog: pytest.LogCaptureFixt
     assert "prompt 0.0 tok/s, generation 0.0 tok/s" in second
     log.on_submit(record())
     assert len(timers) == 1
+
+
+def test_the_throughput_log_counts_what_is_pooled(caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    timers: list[Callable[[], None]] = []
+    log = ThroughputLog(lambda: now, lambda delay_s, work: timers.append(work))
+    with caplog.at_level(logging.INFO, "penstock.server.operations.throughput"):
+        for reason in (FinishReason.STOP, FinishReason.STOP, FinishReason.ABORT):
+            ours = record(10, PoolingParams())
+            log.on_submit(ours)
+            ours.finish_reason = reason
+            log.on_finish(ours)
+        log.on_stats(stats())
+        now = 5.0
+        timers.pop()()
+    assert not timers
+    (line,) = caplog.messages
+    assert line.startswith("Throughput: prompt 4.0 tok/s, pooling 0.4 inputs/s; 0 running, ")
 
 
 @pytest.mark.parametrize("is_off", [False, True])

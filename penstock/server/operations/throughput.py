@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.observer import Observer, RequestRecord
+from penstock.protocol.delta import FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ class ThroughputLog(Observer):
         self._num_unfinished = 0
         self._num_prompt_tokens = 0  # in this interval, like the next field
         self._num_generated_tokens = 0
+        self._num_pooled = 0
+        self._pools = False  # an engine either generates or pools
         self._stats: EngineStats | None = None
         self._prefix_counts = (0, 0)  # queries and hits before this interval
 
@@ -42,6 +45,7 @@ class ThroughputLog(Observer):
 
     def on_submit(self, record: RequestRecord) -> None:
         self._num_unfinished += 1
+        self._pools = record.request.pools
         if self._since is None:
             self._begin()
 
@@ -52,13 +56,16 @@ class ThroughputLog(Observer):
 
     def on_finish(self, record: RequestRecord) -> None:
         self._num_unfinished -= 1
+        if record.request.pools and record.finish_reason is FinishReason.STOP:
+            self._num_pooled += 1
+            self._num_prompt_tokens += len(record.request.prompt_token_ids)
 
     def on_stats(self, stats: EngineStats) -> None:
         self._stats = stats
 
     def _begin(self) -> None:
         self._since = self._clock()
-        self._num_prompt_tokens = self._num_generated_tokens = 0
+        self._num_prompt_tokens = self._num_generated_tokens = self._num_pooled = 0
         self._call_later(INTERVAL_S, self._on_time)
 
     def _on_time(self) -> None:
@@ -75,11 +82,15 @@ class ThroughputLog(Observer):
         counts = (state.num_prefix_queries, state.num_prefix_hits)
         queries, hits = (new - old for new, old in zip(counts, self._prefix_counts, strict=True))
         self._prefix_counts = counts
+        if self._pools:
+            made = f"pooling {self._num_pooled / elapsed_s:.1f} inputs/s"
+        else:
+            made = f"generation {self._num_generated_tokens / elapsed_s:.1f} tok/s"
         logger.info(
-            "Throughput: prompt %.1f tok/s, generation %.1f tok/s; %d running, %d waiting; "
-            "KV cache %.1f %% used; prefix hits %s",
+            "Throughput: prompt %.1f tok/s, %s; %d running, %d waiting; KV cache %.1f %% used; "
+            "prefix hits %s",
             self._num_prompt_tokens / elapsed_s,
-            self._num_generated_tokens / elapsed_s,
+            made,
             state.num_running,
             state.num_waiting,
             100 * state.kv_cache_usage,
