@@ -36,7 +36,7 @@ from penstock.text.pooling import (
     prepare_pieces,
     prepare_pooling,
 )
-from penstock.text.scoring import pair_up, score_kind, score_params, similarity
+from penstock.text.scoring import PromptedText, pair_up, score_kind, similarity, with_prompts
 
 
 class PoolingMethods:
@@ -142,12 +142,15 @@ class PoolingMethods:
         """Score pairs of texts: one text with each of several, or two lists pairwise.
 
         A cross-encoder reads both texts at once. For an embedding model the score is the cosine
-        similarity of the embeddings. `instruction` is for rerankers whose template uses one.
+        similarity of the embeddings: that of `data_1` with the model's prompt for queries, those of
+        `data_2` with its prompt for documents. `instruction` is for rerankers whose template uses
+        one.
         """
-        kind = score_kind(pooling_info(self.frontend))
-        params, truncation = score_params(kind, use_activation), Truncation(truncate_prompt_tokens)
+        info, truncation = pooling_info(self.frontend), Truncation(truncate_prompt_tokens)
+        kind = score_kind(info)
         pairs = pair_up(_texts("data_1", data_1), _texts("data_2", data_2))
         if kind == "cross-encoder":
+            params = PoolingParams(task="classify", use_activation=use_activation)
             requests = [
                 self._prepare_pooling(Pair(query, document, instruction), params, truncation)
                 for query, document in pairs
@@ -157,18 +160,21 @@ class PoolingMethods:
                 _output(request, delta, ScoringOutput(_score(delta)))
                 for request, delta in zip(requests, deltas, strict=True)
             ]
-        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        by_text = {text: self._prepare_pooling(text, params, truncation) for text in texts}
+        compared = with_prompts(info, pairs)
+        texts = list(dict.fromkeys(text for pair in compared for text in pair))
+        by_text = {
+            item: self._prepare_pooling(item.text, item.params, truncation) for item in texts
+        }
         ran = run_pooled(self.engine, list(by_text.values()), use_tqdm)
         delta_of = dict(zip(texts, ran, strict=True))
-        return [self._compare(by_text, delta_of, *pair) for pair in pairs]
+        return [self._compare(by_text, delta_of, *pair) for pair in compared]
 
     def _compare(
         self,
-        requests: Mapping[str, EngineRequest],
-        deltas: Mapping[str, EngineDelta],
-        first: str,
-        second: str,
+        requests: Mapping[PromptedText, EngineRequest],
+        deltas: Mapping[PromptedText, EngineDelta],
+        first: PromptedText,
+        second: PromptedText,
     ) -> ScoringRequestOutput:
         both = [deltas[first], deltas[second]]
         vectors = [_vector(delta) for delta in both]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import msgspec
@@ -12,6 +13,9 @@ from penstock.protocol.sampling import check_int
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 PoolingType = Literal["CLS", "LAST", "MEAN", "ALL"]  # ALL: every token has a vector of its own
 TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
+# What models call their prompts for search, first choice first.
+QUERY_PROMPTS = ("query", "search_query")
+DOCUMENT_PROMPTS = ("document", "passage", "corpus", "search_document")
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="pooling"):
@@ -86,6 +90,10 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         prompt = self._prompt(params)
         text = prompt + text
         return text.lower() if self.lower_case else text
+
+    def first_prompt(self, names: Iterable[str]) -> str | None:
+        """The first of these names that the model has a prompt for."""
+        return next((name for name in names if name in self.prompts), None)
 
     def _prompt(self, params: PoolingParams) -> str:
         name = params.prompt_name

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from penstock.protocol.errors import InputError
-from penstock.protocol.pooling import PoolingInfo, PoolingParams
+from penstock.protocol.pooling import (
+    DOCUMENT_PROMPTS,
+    QUERY_PROMPTS,
+    PoolingInfo,
+    PoolingParams,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,10 +44,27 @@ def score_kind(info: PoolingInfo) -> ScoreKind:
     return "cross-encoder"
 
 
-def score_params(kind: ScoreKind, use_activation: bool | None = None) -> PoolingParams:
-    if kind == "bi-encoder":
-        return PoolingParams(task="embed")
-    return PoolingParams(task="classify", use_activation=use_activation)
+class PromptedText(NamedTuple):
+    """A text that an embedding model compares with others, and the prompt before it."""
+
+    text: str
+    prompt_name: str | None
+
+    @property
+    def params(self) -> PoolingParams:
+        return PoolingParams(task="embed", prompt_name=self.prompt_name)
+
+
+def with_prompts(
+    info: PoolingInfo, pairs: Sequence[tuple[str, str]]
+) -> list[tuple[PromptedText, PromptedText]]:
+    """Queries with the model's prompt for queries, documents with that for documents; where it has
+    none, with its default."""
+    of_query, of_document = map(info.first_prompt, (QUERY_PROMPTS, DOCUMENT_PROMPTS))
+    return [
+        (PromptedText(query, of_query), PromptedText(document, of_document))
+        for query, document in pairs
+    ]
 
 
 def pair_up(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:

@@ -102,6 +102,18 @@ def test_texts_are_lowered_and_get_the_prompt_that_is_named(folder: Path) -> Non
             embed(llm, {"prompt_token_ids": [2, 9, 3]}, prompt_name="query")
 
 
+def test_a_score_compares_a_query_with_documents_by_their_own_prompts(folder: Path) -> None:
+    path = folder / "config_sentence_transformers.json"
+    write(path, {"prompts": {"query": "w5 w6 ", "document": "w7 "}})
+    with open_model(folder) as llm:
+        scores = llm.score(TEXT, [TEXT, "w1 w2"], use_tqdm=False)
+    query = expected(folder, f"w5 w6 {TEXT}")
+    for score, text in zip(scores, (TEXT, "w1 w2"), strict=True):
+        document = expected(folder, f"w7 {text}")
+        cosine = query @ document / (np.linalg.norm(query) * np.linalg.norm(document))
+        assert score.outputs.score == pytest.approx(cosine, abs=1e-5)
+
+
 def test_the_default_prompt_stands_before_every_text(folder: Path) -> None:
     path = folder / "config_sentence_transformers.json"
     write(path, {**json.loads(path.read_text()), "default_prompt_name": "query"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
@@ -161,6 +162,34 @@ def test_an_embedder_scores_by_the_cosine(
         assert item["score"] == pytest.approx(expected[TEXTS[0]] @ expected[text], abs=1e-5)
     pairs = post(embedder, path, queries=TEXTS[:2], documents=TEXTS[2:])
     assert len(pairs["data"]) == 2
+
+
+def test_an_embedder_puts_its_prompts_before_queries_and_documents(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [
+        {"idx": index, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "1_Pooling").mkdir()
+    files = {
+        "modules.json": modules,
+        "1_Pooling/config.json": {"pooling_mode_lasttoken": True},
+        "config_sentence_transformers.json": {"prompts": {"query": "find ", "passage": "see "}},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    with contextlib.closing(ServerProcess(str(folder), *DUMMY)) as server:
+        written = [f"find {TEXTS[0]}", *(f"see {text}" for text in TEXTS)]
+        data = post(server, "/v1/embeddings", input=written)["data"]
+        query, *documents = (np.array(item["embedding"]) for item in data)
+        lengths = np.linalg.norm(documents, axis=1) * np.linalg.norm(query)
+        expected = np.array(documents) @ query / lengths
+        scores = post(server, "/score", text_1=TEXTS[0], text_2=TEXTS)["data"]
+        assert_same([item["score"] for item in scores], expected)
+        ranked = post(server, "/rerank", query=TEXTS[0], documents=TEXTS)["results"]
+        for result in ranked:
+            assert_same(result["relevance_score"], expected[result["index"]])
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])

@@ -11,7 +11,12 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import InputError
-from penstock.protocol.pooling import PoolingInfo, PoolingParams
+from penstock.protocol.pooling import (
+    DOCUMENT_PROMPTS,
+    QUERY_PROMPTS,
+    PoolingInfo,
+    PoolingParams,
+)
 from penstock.protocol.request import EngineRequest
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.replies import json_response, unless_gone
@@ -26,10 +31,7 @@ router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
 TYPES = ("float", "base64", "binary", "ubinary")
 # Models' prompt names for Cohere's input types.
-PROMPT_NAMES = {
-    "search_query": ("query", "search_query"),
-    "search_document": ("document", "passage", "search_document"),
-}
+PROMPT_NAMES = {"search_query": QUERY_PROMPTS, "search_document": DOCUMENT_PROMPTS}
 
 
 @router.post("/v2/embed", response_model=CohereEmbeddings, responses=ERRORS)
@@ -83,7 +85,7 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
 def _prompt_name(info: PoolingInfo, input_type: str | None) -> str | None:
     """The name of the model's prompt for this input type, or None."""
     names = PROMPT_NAMES.get(input_type or "", (input_type or "",))
-    return next((name for name in names if name in info.prompts), None)
+    return info.first_prompt(names)
 
 
 def _write(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.errors import InputError
+from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.replies import json_response, unless_gone
@@ -27,7 +28,7 @@ from penstock.server.pooling.run import pool_all
 from penstock.server.pooling.vectors import usage_of, vector_of
 from penstock.server.service import Service
 from penstock.text.pooling import Pair, pooling_info
-from penstock.text.scoring import pair_up, score_kind, score_params, similarity
+from penstock.text.scoring import pair_up, score_kind, similarity, with_prompts
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
@@ -105,17 +106,28 @@ async def _score(
     """Return the score of each pair, and the engine requests."""
     service.check_pools()
     service.check_capacity()
-    kind = score_kind(pooling_info(service.frontend))
-    params = score_params(kind, body.use_activation)
-    prepare = pair_prepare(service, body, params, request_id, field)
-    if kind == "cross-encoder":
+    info = pooling_info(service.frontend)
+    if score_kind(info) == "cross-encoder":
+        params = PoolingParams(task="classify", use_activation=body.use_activation)
+        prepare = pair_prepare(service, body, params, request_id, field)
         prompts = [Pair(query, document, body.instruction) for query, document in pairs]
         requests, deltas = await pool_all(service, prepare, prompts, params, body.timeout)
         return [float(vector_of(delta)[0]) for delta in deltas], requests
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    requests, deltas = await pool_all(service, prepare, texts, params, body.timeout)
+    compared = with_prompts(info, pairs)
+    texts = list(dict.fromkeys(text for pair in compared for text in pair))
+    by_prompt = {
+        text.prompt_name: pair_prepare(service, body, text.params, request_id, field)
+        for text in compared[0]
+    }
+    requests, deltas = await pool_all(
+        service,
+        lambda item: by_prompt[item.prompt_name](item.text),
+        texts,
+        PoolingParams(task="embed"),
+        body.timeout,
+    )
     vectors = {text: vector_of(delta) for text, delta in zip(texts, deltas, strict=True)}
-    return [similarity(vectors[first], vectors[second]) for first, second in pairs], requests
+    return [similarity(vectors[first], vectors[second]) for first, second in compared], requests
 
 
 def _texts(body: ScoreRequest, names: Sequence[str]) -> list[str]:
