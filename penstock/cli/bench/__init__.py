@@ -1,4 +1,4 @@
-"""`penstock bench`: how fast an engine is, each question a file."""
+"""`penstock bench`: measures an engine's performance. One module per benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their flags, running a workload once, and the report."""
+"""Shared by the benchmarks: flags, running a workload once, and the report."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ def add_batch_arguments(
     num_iters: int,
     warmup: int,
 ) -> None:
-    """``--workload``, or lengths and a count of requests under the name `count_flag`; how to
-    measure them, and on which engine."""
+    """Add the flags of a batch benchmark.
+
+    They are ``--workload``, or lengths and a number of requests (`count_flag`), then the flags of
+    the measurement and the engine.
+    """
     parser.add_argument(
         "--workload", choices=NAMES, help="Reference workload; not with lengths and counts."
     )
@@ -70,7 +73,7 @@ def add_batch_arguments(
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, num_iters: int, warmup: int) -> None:
-    """How often to measure, and where the JSON report goes."""
+    """Add the flags for the number of runs and the JSON report."""
     parser.add_argument(
         "--num-iters",
         type=positive_int,
@@ -110,9 +113,9 @@ def natural_int(text: str) -> int:
 
 
 def benchmark_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine options given, prefix caching off unless asked for.
+    """Return the engine options from the flags, with prefix caching off by default.
 
-    Every run sends the same prompts: with a warm cache it would measure something else.
+    Every run sends the same prompts, so a warm prefix cache would change the result.
     """
     return {"enable_prefix_caching": False, **engine_options_from_args(args)}
 
@@ -141,7 +144,7 @@ def workload_from_args(args: argparse.Namespace) -> Workload:
 def params_for(
     llm: LLM, args: argparse.Namespace, workload: Workload
 ) -> list[SamplingParams] | None:
-    """How the model samples the workload's outputs; None for a pooling model."""
+    """Return the workload's sampling parameters, or None for a pooling model."""
     if llm.frontend.pooling is None:
         return workload.sampling_params(detokenize=llm.frontend.tokenizer is not None)
     if args.output_len is not None:
@@ -150,7 +153,7 @@ def params_for(
 
 
 def timed_run(llm: LLM, workload: Workload, params: list[SamplingParams] | None) -> float:
-    """Seconds to run all requests at once; `RequestFault` if one gave fewer tokens than asked."""
+    """Return the seconds to run all requests at once. Raises `RequestFault` on missing tokens."""
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
     start = time.perf_counter()
     if params is None:
@@ -174,7 +177,7 @@ def timed_run(llm: LLM, workload: Workload, params: list[SamplingParams] | None)
 def profile_run(
     args: argparse.Namespace, llm: LLM, workload: Workload, params: list[SamplingParams] | None
 ) -> None:
-    """One more run under torch's profiler, where ``--profile`` asks for it."""
+    """Run once more under torch's profiler if ``--profile`` is given."""
     if args.profile is None:
         return
     import torch
@@ -208,14 +211,14 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def percentile(ordered: list[float], share: float) -> float:
-    """The value that `share` of the sorted values lie below; linear between neighbours."""
+    """The percentile `share` (0 to 1) of sorted values, with linear interpolation."""
     place = share * (len(ordered) - 1)
     below, above = math.floor(place), math.ceil(place)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def peak_memory_mib() -> float | None:
-    """Most memory this process has had resident so far, where the system keeps count."""
+    """Peak resident memory of this process, or None if the system does not report it."""
     try:
         import resource
     except ImportError:
@@ -227,7 +230,7 @@ def peak_memory_mib() -> float | None:
 def report(
     benchmark: str, args: argparse.Namespace, setting: dict[str, Any], results: dict[str, Any]
 ) -> None:
-    """Print the table, and write JSON where ``--json`` says."""
+    """Print the table, and write JSON as ``--json`` says."""
     document = {
         "benchmark": benchmark,
         "penstock": penstock.__version__,
@@ -239,7 +242,7 @@ def report(
 
 
 def write_report(table: str, document: dict[str, Any], json_target: str | None) -> None:
-    """Print the table, and write `document` to a file or, for ``-``, to standard output."""
+    """Print the table. Write `document` to a file, or to standard output for ``-``."""
     print(table, file=sys.stderr if json_target == "-" else sys.stdout)
     text = json.dumps(document, indent=2)
     if json_target == "-":
@@ -252,7 +255,7 @@ def write_report(table: str, document: dict[str, Any], json_target: str | None) 
 
 
 def _table(rows: dict[str, Any]) -> str:
-    """One line for each number; a spread takes one line for all of its columns."""
+    """Format one line per number. A spread has all of its columns on one line."""
     width = max(map(len, rows))
     lines = []
     for name, value in rows.items():
@@ -260,7 +263,7 @@ def _table(rows: dict[str, Any]) -> str:
             case dict():
                 shown = "  ".join(f"{key} {_number(item)}" for key, item in value.items()) or "none"
             case list() | None:
-                continue  # single measurements are for the JSON
+                continue  # single measurements are only in the JSON
             case _:
                 shown = _number(value)
         lines.append(f"{name:<{width}}  {shown}")

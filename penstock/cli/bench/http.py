@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client for measuring: bytes are seen, and timed, the moment they arrive.
+"""A small HTTP/1.1 client for measuring: it times bytes the moment they arrive.
 
-Its user is called back from the event loop, so that a token costs no task switch: one core keeps
-up with hundreds of streams. The parsing is httptools', the same as the server's.
+It calls back from the event loop, so that a token costs no task switch. One core keeps up with
+hundreds of streams. It parses with httptools, like the server.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.protocol.errors import ConfigError, PenstockError
 
 
 class HttpError(PenstockError):
-    """No proper response came: the connection failed, broke or was not HTTP."""
+    """There was no valid response: the connection failed, broke or was not HTTP."""
 
 
 class Receiver(Protocol):
-    """Whoever takes a response in as it arrives."""
+    """Receives a response as it arrives."""
 
     def on_status(self, status: int) -> None: ...
 
@@ -32,7 +32,7 @@ class Receiver(Protocol):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server is: a host and port, or a Unix socket; `prefix` begins every path."""
+    """A server's address: host and port, or a Unix socket. Every path begins with `prefix`."""
 
     host: str
     port: int
@@ -42,7 +42,7 @@ class Address:
 
     @staticmethod
     def parse(url: str) -> Address:
-        """``http://host[:port][/prefix]``, https, or ``unix:///path``; a final /v1 is ignored."""
+        """Parse ``http(s)://host[:port][/prefix]`` or ``unix:///path``. A final /v1 is ignored."""
         parts = urlsplit(url)
         if parts.scheme == "unix" and parts.path:
             return Address("localhost", 0, "", False, uds=parts.netloc + parts.path)
@@ -58,9 +58,9 @@ class Address:
 
 
 class HttpClient:
-    """Sends requests to one server, each on a connection of its own while it lasts.
+    """Sends requests to one server. Concurrent requests use separate connections.
 
-    Connections are kept and used again. Belongs to one event loop.
+    Idle connections are reused. Use it from one event loop.
     """
 
     def __init__(self, address: Address, api_key: str | None = None) -> None:
@@ -77,7 +77,7 @@ class HttpClient:
         await self._exchange(f"GET {self.address.prefix}{path}", "", b"", receiver)
 
     async def post(self, path: str, body: bytes, receiver: Receiver) -> None:
-        """Send JSON; returns when the response has ended. `HttpError` if it does not come whole."""
+        """POST JSON and wait for the response to end. Raises `HttpError` if it is incomplete."""
         headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         await self._exchange(f"POST {self.address.prefix}{path}", headers, body, receiver)
 
@@ -131,11 +131,11 @@ class HttpClient:
 
 
 class _StaleConnection(HttpError):
-    """A connection that was used before closed without a byte of response."""
+    """A reused connection closed before the first byte of the response."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection; one exchange at a time. The `on_*` methods are httptools' callbacks."""
+    """One connection with one exchange at a time. The `on_*` methods are httptools' callbacks."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -165,12 +165,12 @@ class _Connection(asyncio.Protocol):
     # -- from the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
         if self._receiver is None:
-            self.abort()  # nobody asked
+            self.abort()  # no request is pending
             return
         try:
             self._parser.feed_data(data)

@@ -1,4 +1,4 @@
-"""`penstock bench latency`: how long one batch takes, to its first token and for each after."""
+"""`penstock bench latency`: measures one batch: time to first token and time per token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarize(workload: Workload, first_ms: list[float], total_ms: list[float]) -> dict[str, Any]:
-    """Spreads over the iterations; the batch's longest output counts its steps."""
+    """Summarize the iterations. The number of steps is the batch's longest output."""
     num_steps = max(workload.output_lens)
     results: dict[str, Any] = {
         "batch_size": len(workload.prompts),
@@ -74,7 +74,7 @@ def summarize(workload: Workload, first_ms: list[float], total_ms: list[float]) 
 
 
 def summarize_pooling(workload: Workload, total_ms: list[float]) -> dict[str, Any]:
-    """The spread over the iterations; every prompt is one text."""
+    """Summarize the iterations of a pooling model. Every prompt is one text."""
     return {
         "batch_size": len(workload.prompts),
         "num_tokens": workload.num_input_tokens,

@@ -1,4 +1,4 @@
-"""Load: when each request is sent, how many at once, and the run itself."""
+"""Load: decides when each request is sent and how many run at once. Runs the load."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from penstock.cli.bench.workloads import VOCAB
 from penstock.protocol.errors import RequestFault
 
 _TRIAL = BenchRequest([1, 2, 3, 4], 1)
-_REFUSALS = (400, 422)  # with these a server may object to how a request is written
+_REFUSALS = (400, 422)  # statuses by which a server may refuse a request's fields
 
 
 @dataclass(frozen=True)
 class Load:
     """How requests are sent.
 
-    Open loop: at `request_rate` a second on average, whatever comes back; the gaps are gamma
-    distributed, with `burstiness` 1 exponential (a Poisson process), below it burstier, above it
-    more even. An infinite rate sends all at once. Closed loop: never more than `max_concurrency`
-    in flight; requests that become due wait for a place.
+    Open loop: `request_rate` requests per second on average, independent of the answers. The gaps
+    are gamma distributed: `burstiness` 1 is a Poisson process, less is burstier, more is more even.
+    An infinite rate sends all requests at once. Closed loop: at most `max_concurrency` requests are
+    in flight. Further requests wait.
     """
 
     request_rate: float = math.inf
@@ -38,7 +38,7 @@ class Load:
     timeout_s: float = 600.0
 
     def due_times(self, num_requests: int, seed: int) -> list[float]:
-        """Seconds from the start at which each request is to be sent; the first at once."""
+        """The send time of each request, in seconds from the start. The first is 0."""
         if math.isinf(self.request_rate):
             return [0.0] * num_requests
         rng = random.Random(f"arrivals {seed}")
@@ -49,7 +49,7 @@ class Load:
 
 @dataclass
 class LoadResult:
-    records: list[StreamRecord]  # in the order in which they were due
+    records: list[StreamRecord]  # by due time
     started: float
     ended: float
     max_in_flight: int
@@ -82,7 +82,7 @@ async def run_load(
     records, sending = [], []
     for request, due in zip(requests, due_times, strict=True):
         while (wait_s := started + due - time.perf_counter()) > 0:
-            await asyncio.sleep(wait_s)  # which may end a little early
+            await asyncio.sleep(wait_s)  # may end a little early
         await places.acquire()
         records.append(dialect.new_record(started + due))
         sending.append(asyncio.ensure_future(send(request, records[-1])))
@@ -98,9 +98,10 @@ async def warm_up(
     load: Load,
     seed: int,
 ) -> None:
-    """Send `count` requests that are not measured, as long as the measured ones.
+    """Send `count` requests that are not measured, with the lengths of the measured ones.
 
-    Prompts of token ids are other ones, so that no prefix cache knows those that are measured.
+    Prompts of token ids are replaced by others, so that the prefix cache does not hold the measured
+    ones.
     """
     rng = random.Random(f"warm-up {seed}")
     sent = []
@@ -116,7 +117,7 @@ async def warm_up(
 
 
 async def first_model(client: HttpClient, timeout_s: float) -> str:
-    """The first name in the server's list of models."""
+    """Return the first name in the server's list of models."""
     content = Content()
     try:
         await asyncio.wait_for(client.get("/v1/models", content), timeout_s)
@@ -132,9 +133,9 @@ async def first_model(client: HttpClient, timeout_s: float) -> str:
 
 
 async def agree(client: HttpClient, dialect: Dialect, timeout_s: float) -> Dialect:
-    """`dialect` with what the server does not take left out, found by requests of one token.
+    """Return `dialect` without the features that the server refuses. Tries one-token requests.
 
-    Raises `RequestFault`, with the server's first objection, if it takes none of them.
+    Raises `RequestFault` with the server's first error if it refuses all of them.
     """
     objection = ""
     for takes_token_ids, takes_usage in itertools.product(

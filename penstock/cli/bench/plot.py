@@ -1,4 +1,4 @@
-"""The picture of a run: when each request ran, and how its latencies are distributed."""
+"""Plots a run: a timeline of the requests and the distributions of their latencies."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WAIT, DECODE, FAILED, MARK = "#f2a65a", "#3b7ea1", "#c8102e", "#333333"
-MAX_ROWS_SHOWN_APART = 60  # below, bars of the timeline have gaps between them
+MAX_ROWS_SHOWN_APART = 60  # up to this, the timeline's bars have gaps between them
 
 
 def require_matplotlib() -> None:
-    """`ConfigError` where it is missing: better before the run than after it."""
+    """Raise `ConfigError` if matplotlib is missing. Called before the run."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -27,7 +27,7 @@ def require_matplotlib() -> None:
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """Draw a report of `penstock bench serve` into a PNG."""
+    """Plot a report of `penstock bench serve` as a PNG."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     done = [row for row in document["requests"] if "error" not in row]
@@ -66,7 +66,7 @@ def _title(document: Mapping[str, Any]) -> str:
 
 
 def _timeline(axes: Axes, rows: Sequence[Mapping[str, Any]], duration_s: float) -> None:
-    """A bar for each request: waiting for the first token, then tokens coming; failures crossed."""
+    """Draw a bar per request: time to first token, then decoding. Failures are crosses."""
     height = 0.8 if len(rows) <= MAX_ROWS_SHOWN_APART else 1.0
     ordered = sorted(rows, key=lambda row: float(row["start_s"]))
     done = [(y, row) for y, row in enumerate(ordered) if "error" not in row]
@@ -90,14 +90,14 @@ def _timeline(axes: Axes, rows: Sequence[Mapping[str, Any]], duration_s: float) 
         axes.scatter(failed_starts, failed_ys, marker="x", s=24, color=FAILED, label="failed")
     axes.set(xlim=(0, duration_s), ylim=(len(rows) - 0.5, -0.5))
     axes.set(title="Requests", xlabel="seconds from the start", ylabel="in the order sent")
-    above = (1.0, 1.0)  # the axes, where no bar can be
+    above = (1.0, 1.0)  # above the axes, where there are no bars
     axes.legend(loc="lower right", bbox_to_anchor=above, ncols=3, fontsize=9, frameon=False)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
 
 
 def _distribution(axes: Axes, title: str, values_ms: Sequence[float], color: str) -> None:
-    """A histogram, with the median and the 99th percentile marked."""
+    """Draw a histogram with the median and the 99th percentile."""
     axes.set(title=title, xlabel="ms")
     axes.set_yticks([])
     if not values_ms:
@@ -105,7 +105,7 @@ def _distribution(axes: Axes, title: str, values_ms: Sequence[float], color: str
         return
     ordered = sorted(values_ms)
     median, p99 = percentile(ordered, 0.5), percentile(ordered, 0.99)
-    # A single outlier must not squeeze all else into one bar: what lies beyond joins the last one.
+    # A single outlier must not squeeze the rest into one bar: outliers go into the last one.
     end = min(ordered[-1], max(3 * p99, 1e-3))
     shown = [min(value, end) for value in values_ms]
     axes.hist(shown, bins=40, color=color)
@@ -116,7 +116,7 @@ def _distribution(axes: Axes, title: str, values_ms: Sequence[float], color: str
 
 
 def _output_tokens(done: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """When chunks came, and their tokens: each counts for its share, as it may hold several."""
+    """Return the time and the tokens of each chunk. Tokens are split evenly over the chunks."""
     counts = []
     for row in done:
         at = row["start_s"] + row["ttft_ms"] / 1e3
@@ -135,7 +135,7 @@ def _rate(
     done: Sequence[Mapping[str, Any]],
     duration_s: float,
 ) -> None:
-    """What came when, a second, and requests in flight, over the run."""
+    """Draw the rate per second and the requests in flight over the run."""
     num_bins = 30
     width = duration_s / num_bins
     bins = [0.0] * num_bins

@@ -1,4 +1,4 @@
-"""The prompts that a server is measured with: drawn at random, a reference workload, or a file."""
+"""Selects the prompts of a server benchmark: random, a reference workload, or a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.protocol.errors import ConfigError
 
 DEFAULT_NUM_PROMPTS = 100
 
-# What stands in for token ids where a server takes only text: to most models, a token each.
+# Words that replace token ids for servers that take only text: one token each for most models.
 _TEXT = (
     "the of and to in is that for it was on are as with they be at one have this from or had by "
     "hot but some what there we can out other were all your when up use word how said an each she "
@@ -28,13 +28,13 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One prompt, as token ids or text, and how many tokens to ask for."""
+    """One prompt, as token ids or text, and the number of tokens to generate."""
 
     prompt: list[int] | str
     output_len: int
 
     def text(self) -> str:
-        """The prompt for a server that takes no token ids: words, one for each of them."""
+        """The prompt as text. Token ids become one word each."""
         if isinstance(self.prompt, str):
             return self.prompt
         return " ".join(_WORDS[token_id % len(_WORDS)] for token_id in self.prompt)
@@ -42,7 +42,7 @@ class BenchRequest:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """What to send, and how it is meant to be sampled unless the user says otherwise."""
+    """The requests to send and their default sampling."""
 
     name: str
     requests: list[BenchRequest]
@@ -57,7 +57,7 @@ class PromptSet:
 
 
 def prompts_from_args(args: argparse.Namespace) -> PromptSet:
-    """Refuses, with `ConfigError`, flags that contradict each other and files that hold nothing."""
+    """Read the prompts. Raises `ConfigError` for conflicting flags and empty files."""
     if args.workload is not None:
         _refuse(args, f"workload {args.workload}", ["num_prompts", "input_len", "output_len"])
         _refuse(args, f"workload {args.workload}", ["range_ratio", "dataset", "dataset_path"])
@@ -97,7 +97,7 @@ class _Line(msgspec.Struct):
 
 
 def read_prompts(path: Path, default_output_len: int) -> list[BenchRequest]:
-    """One JSON object a line: ``prompt``, a text or token ids, and maybe ``output_len``."""
+    """Read one JSON object per line: ``prompt`` (text or token ids), optional ``output_len``."""
     requests = []
     try:
         lines = path.read_bytes().splitlines()

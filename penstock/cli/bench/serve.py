@@ -1,4 +1,4 @@
-"""`penstock bench serve`: how fast any OpenAI-compatible server is, as its clients see it."""
+"""`penstock bench serve`: measures any OpenAI-compatible server from the client's side."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def refuse_generation_flags(args: argparse.Namespace) -> None:
-    """`ConfigError` for flags that say how to generate."""
+    """Raise `ConfigError` for flags that only apply to generation."""
     names = ("output_len", "temperature", "ignore_eos")
     extra = [name for name in names if getattr(args, name) is not None]
     extra += [f"goodput {name}" for name, _ in args.goodput if name != "e2el"]
@@ -227,7 +227,7 @@ def run(args: argparse.Namespace) -> int:
 async def measure(
     client: HttpClient, args: argparse.Namespace, prompts: PromptSet, load: Load
 ) -> tuple[Dialect, LoadResult]:
-    """Find out how to talk to the server, warm it up, and run the load."""
+    """Find out what the server supports, warm it up, and run the load."""
     from tqdm import tqdm
 
     from penstock.cli.bench.load import agree, first_model, run_load, warm_up
@@ -258,7 +258,7 @@ async def measure(
 def report(
     args: argparse.Namespace, prompts: PromptSet, load: Load, dialect: Dialect, result: LoadResult
 ) -> int:
-    """Show the numbers as asked; the exit code is 1 if nothing completed."""
+    """Write the report. Returns the exit code: 1 if no request completed."""
     from penstock.cli.bench.plot import plot
     from penstock.cli.bench.serve_report import render, summarize, summarize_embeddings
 
@@ -285,11 +285,11 @@ def report(
 
 
 def raise_open_files_limit() -> None:
-    """Every stream is an open file; the usual limit is lower than what the system allows."""
+    """Raise the limit on open files: every stream is one, and the default limit is low."""
     try:
         import resource
     except ImportError:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # as it was, then
+    with contextlib.suppress(ValueError, OSError):  # then the limit stays the same
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2**16)), hard))

@@ -1,4 +1,4 @@
-"""The report of `penstock bench serve`: numbers from records, and the table that shows them."""
+"""The report of `penstock bench serve`: computes the numbers and formats the table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LATENCIES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 
 
 def summarize(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, Any]:
-    """Every number of a run. Rates count what completed, over the time of the whole run."""
+    """Compute all numbers of a run. Rates count completed requests over the whole run."""
     done = [record for record in result.records if record.error is None]
     elapsed = result.ended - result.started
     num_input = sum(record.num_input_tokens or 0 for record in done)
@@ -42,7 +42,7 @@ def summarize(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, An
 
 
 def summarize_embeddings(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, Any]:
-    """The numbers of a run in which each request is one text and each answer one vector."""
+    """Compute the numbers of a run in which each request is one text and each answer a vector."""
     done = [record for record in result.records if record.error is None]
     elapsed = result.ended - result.started
     num_input = sum(record.num_input_tokens or 0 for record in done)
@@ -86,7 +86,7 @@ def _goodput(
 
 
 def spread_ms(seconds: list[float]) -> dict[str, float] | None:
-    """In milliseconds; None where nothing was measured."""
+    """Summarize times in milliseconds, or None if nothing was measured."""
     if not seconds:
         return None
     ordered = sorted(value * 1e3 for value in seconds)
@@ -106,7 +106,7 @@ def _grouped_errors(records: list[StreamRecord]) -> list[dict[str, Any]]:
 
 
 def _source_of_counts(done: list[StreamRecord]) -> str:
-    """Who counted: input tokens are known from the server's usage alone."""
+    """How tokens were counted. Input tokens are known only from the server's usage."""
     num_reported = sum(record.usage is not None for record in done)
     if num_reported == len(done):
         return "usage"
@@ -119,7 +119,7 @@ def _meets(record: StreamRecord, goals_ms: Mapping[str, float]) -> bool:
 
 
 def _row(record: StreamRecord, started: float) -> dict[str, Any]:
-    """One request; times from the start of the run."""
+    """The JSON of one request. Times are from the start of the run."""
     row = _embedding_row(record, started)
     if record.error is not None:
         return row
@@ -131,7 +131,7 @@ def _row(record: StreamRecord, started: float) -> dict[str, Any]:
 
 
 def _embedding_row(record: StreamRecord, started: float) -> dict[str, Any]:
-    """One request whose answer comes in one piece."""
+    """The JSON of one request that is not streamed."""
     row: dict[str, Any] = {"due_s": record.due - started, "start_s": record.sent - started}
     if record.error is not None:
         return row | {"error": record.error}
@@ -142,7 +142,7 @@ def _embedding_row(record: StreamRecord, started: float) -> dict[str, Any]:
 
 
 def render(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    """The table for people."""
+    """Format the table."""
     rows = [
         ("server", f"{setting['base_url']}, {setting['model']}"),
         ("requests", f"{setting['workload']}: {setting['prompts']} over {setting['backend']}"),

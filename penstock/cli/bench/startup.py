@@ -1,4 +1,4 @@
-"""`penstock bench startup`: from the start of a fresh process to its first token."""
+"""`penstock bench startup`: measures the time from a fresh process to its first token."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.sampling import SamplingParams
 
 PROMPT = "The capital of France is"
-PROMPT_TOKEN_IDS = [1, 2, 3, 4]  # where there is no tokenizer
-MARK = "penstock-startup "  # the line that a measured process writes at its first token
+PROMPT_TOKEN_IDS = [1, 2, 3, 4]  # without a tokenizer
+MARK = "penstock-startup "  # begins the line that the measured process prints at its first token
 
 
 HELP = (
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_once(options: dict[str, Any]) -> dict[str, float]:
-    """Start a process, wait for its first token, and say where the seconds went."""
+    """Start a process and wait for its first token. Returns the time of each phase."""
     probe = f"from {__name__} import main; main()"
     command = [sys.executable, "-c", probe, json.dumps(options)]
     with tempfile.TemporaryFile("w+") as stderr:
@@ -55,7 +55,7 @@ def measure_once(options: dict[str, Any]) -> dict[str, float]:
                 if line.startswith(MARK):
                     elapsed = time.perf_counter() - start
                     parts: dict[str, float] = json.loads(line.removeprefix(MARK))
-                    process.stdout.read()  # let it shut down in peace
+                    process.stdout.read()  # wait for a clean shutdown
                     return {"first_token_s": elapsed, **parts}
         stderr.seek(0)
         lines = stderr.read().strip().splitlines() or ["it said nothing"]
@@ -66,10 +66,10 @@ def measure_once(options: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    """The measured process: its one argument holds engine options as JSON."""
+    """The measured process. Its only argument is the engine options as JSON."""
     options = json.loads(sys.argv[1])
     start = time.perf_counter()
-    import penstock.llm  # noqa: F401  torch comes with it
+    import penstock.llm  # noqa: F401  imports torch
 
     imported = time.perf_counter()
     with open_llm(options) as llm:

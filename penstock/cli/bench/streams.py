@@ -1,4 +1,4 @@
-"""What a benchmark asks of a server, and what it sees of each answer as it streams in."""
+"""Writes the requests of a server benchmark and records each answer as it streams in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_ERROR_CHARS = 300
 
 @dataclass(frozen=True)
 class Dialect:
-    """How requests are written: what is the same for all of them."""
+    """How requests are written. The same for all requests of a run."""
 
     backend: Backend
     model: str
@@ -38,7 +38,7 @@ class Dialect:
         return PATHS[self.backend]
 
     def prompt_kind(self, requests: Sequence[BenchRequest]) -> str:
-        """What the prompts are sent as, in words."""
+        """Describe how the prompts are sent."""
         if all(isinstance(request.prompt, str) for request in requests):
             return "text"
         sends_ids = self.takes_token_ids and self.backend != "openai-chat"
@@ -48,7 +48,7 @@ class Dialect:
         prompt = request.prompt if self.takes_token_ids else request.text()
         body: dict[str, Any] = {"model": self.model}
         if self.backend == "openai-embeddings":
-            # base64, as openai's client asks for
+            # base64 is the default of OpenAI's client
             body |= {"input": prompt, "encoding_format": "base64"}
         else:
             body |= {"max_tokens": request.output_len, "stream": True}
@@ -62,11 +62,11 @@ class Dialect:
         return msgspec.json.encode({k: v for k, v in body.items() if v is not None})
 
     def new_record(self, due: float) -> StreamRecord:
-        """What takes in the answer of a request that is due then."""
+        """Make the record of a request that is due at `due`."""
         return EmbeddingRecord(due) if self.backend == "openai-embeddings" else StreamRecord(due)
 
 
-# -- what is read of the answers; the rest is skipped
+# -- the fields that are read from answers; others are skipped
 
 
 class _PromptDetails(msgspec.Struct):
@@ -98,7 +98,7 @@ class _Choice(msgspec.Struct):
 
     @property
     def has_token(self) -> bool:
-        """Some tokens have no text; but who speaks, and an end without text, are none."""
+        """Whether the choice holds a token. The opening role and an end without text are none."""
         if self.text or (self.delta is not None and self.delta.says_something):
             return True
         is_opening = self.delta is not None and self.delta.role is not None
@@ -109,7 +109,7 @@ class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
-    message: str | None = None  # of an error without a wrapping
+    message: str | None = None  # of an error that is not wrapped in `error`
 
 
 class _Embedding(msgspec.Struct):
@@ -126,24 +126,24 @@ _decode_embeddings = msgspec.json.Decoder(_Embeddings).decode
 
 
 class StreamRecord:
-    """One request: when it was due, sent and answered, and why it failed if it did.
+    """One request: when it was due, sent and answered, and its error if it failed.
 
-    Times are seconds of `clock`. It takes the response in as the HTTP client's receiver.
+    Times are seconds of `clock`. It is the HTTP client's receiver.
     """
 
     def __init__(self, due: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.due = due
         self.sent = due
-        self.token_times: list[float] = []  # of each chunk that held tokens
+        self.token_times: list[float] = []  # of each chunk with tokens
         self.last: float | None = None  # the end of the answer
         self.status = 0
         self.usage: _Usage | None = None
         self.error: str | None = None
         self._clock = clock
-        self._rest = b""  # a line that is not complete yet
+        self._rest = b""  # an incomplete line
         self._has_ended = False
 
-    # -- as it comes
+    # -- while the answer arrives
 
     def on_status(self, status: int) -> None:
         self.status = status
@@ -152,7 +152,7 @@ class StreamRecord:
         now = self._clock()
         self._rest += data
         if self.status != 200:
-            return  # an error in one piece
+            return  # an error is parsed at the end
         *lines, self._rest = self._rest.split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -178,7 +178,7 @@ class StreamRecord:
             self.last = now
 
     def end(self) -> None:
-        """The response is over: was it a whole answer?"""
+        """The response has ended. Checks that the answer is complete."""
         if self.status != 200:
             self.fail(f"HTTP {self.status}: {_explain(self._rest)}")
         elif not self._has_ended:
@@ -187,7 +187,7 @@ class StreamRecord:
             self.fail("the stream held no tokens")
 
     def fail(self, error: str) -> None:
-        """The first reason counts."""
+        """Record an error. Only the first one is kept."""
         if self.error is None:
             self.error = error[:MAX_ERROR_CHARS]
 
@@ -195,7 +195,7 @@ class StreamRecord:
 
     @property
     def num_output_tokens(self) -> int:
-        """As the server counts, or by chunks where it does not."""
+        """From the server's usage, or the number of chunks without usage."""
         return len(self.token_times) if self.usage is None else self.usage.completion_tokens
 
     @property
@@ -219,19 +219,19 @@ class StreamRecord:
 
     @property
     def tpot(self) -> float | None:
-        """Time for each token after the first; None where there is none."""
+        """Time per output token after the first, or None if there is only one."""
         if self.num_output_tokens < 2:
             return None
         return (self.e2e - self.ttft) / (self.num_output_tokens - 1)
 
     @property
     def itls(self) -> list[float]:
-        """Times between chunks, each of which holds a token or, from a busy server, more."""
+        """Times between chunks. A chunk of a busy server may hold several tokens."""
         return [b - a for a, b in itertools.pairwise(self.token_times)]
 
 
 class EmbeddingRecord(StreamRecord):
-    """A request whose answer comes in one piece: the vector of a text."""
+    """An embedding request. Its answer is not streamed."""
 
     def on_body(self, data: bytes) -> None:
         self.last = self._clock()
@@ -252,7 +252,7 @@ class EmbeddingRecord(StreamRecord):
 
 
 def _explain(content: bytes) -> str:
-    """The message in an error's body, or the body."""
+    """Return the message in an error's body, or the whole body."""
     try:
         return _message_of(_decode_chunk(content))
     except msgspec.MsgspecError:
@@ -272,7 +272,7 @@ async def ask(
     record: StreamRecord,
     timeout_s: float,
 ) -> StreamRecord:
-    """Send a request and record its answer; never raises for a server's fault."""
+    """Send a request and record its answer. A server's error is recorded, not raised."""
     body = dialect.body(request)
     record.sent = time.perf_counter()
     try:
@@ -286,7 +286,7 @@ async def ask(
 
 
 class Content:
-    """A response taken in whole."""
+    """Collects a whole response."""
 
     def __init__(self) -> None:
         self.status = 0

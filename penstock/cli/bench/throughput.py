@@ -1,4 +1,4 @@
-"""`penstock bench throughput`: all requests at once, tokens or texts a second."""
+"""`penstock bench throughput`: runs all requests at once, measures tokens or texts per second."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarize(workload: Workload, times: list[float]) -> dict[str, Any]:
-    """Rates from the median run."""
+    """Compute the rates of the median run."""
     elapsed = statistics.median(times)
     num_output_tokens = sum(workload.output_lens)
     return {
@@ -64,7 +64,7 @@ def summarize(workload: Workload, times: list[float]) -> dict[str, Any]:
 
 
 def summarize_pooling(workload: Workload, times: list[float]) -> dict[str, Any]:
-    """Rates of the median run: every prompt is one text."""
+    """Compute the rates of the median run of a pooling model. Every prompt is one text."""
     elapsed = statistics.median(times)
     return {
         "num_texts": len(workload.prompts),

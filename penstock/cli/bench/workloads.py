@@ -1,8 +1,8 @@
-"""The work that benchmarks do: reference workloads by name, or random prompts of given lengths.
+"""Workloads of the benchmarks: reference workloads by name, or random prompts of given lengths.
 
-Prompts are token ids and end-of-text is ignored, so lengths are exact and the same for every
-engine that is compared. The reference workloads are a fixed drawing: their seeds, their order
-and the order of the draws within each may never change.
+Prompts are token ids and end-of-text is ignored. So lengths are exact and the same for every
+engine that is compared. The reference workloads are fixed: their seeds, their order and the order
+of the draws within each must never change.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from penstock.protocol.sampling import SamplingParams
 
-VOCAB = 10_000  # the largest token id that is drawn; small enough for every model
+VOCAB = 10_000  # the largest token id drawn; small enough for every model
 
 Length = int | tuple[int, int]  # exact, or drawn from low to high, both included
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How many requests, how long, and how hot."""
+    """The number of requests, their lengths and the temperature."""
 
     num_requests: int
     input_len: Length
@@ -29,7 +29,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests to run; `prompts[i]` gives exactly `output_lens[i]` tokens."""
+    """Requests to run. `prompts[i]` generates exactly `output_lens[i]` tokens."""
 
     name: str
     prompts: list[list[int]]
@@ -52,7 +52,7 @@ class Workload:
         ]
 
 
-# By seed: the workloads that are drawn from one generator, in this order.
+# By seed: the workloads drawn from one generator, in this order.
 _DRAWINGS: dict[int, dict[str, Shape]] = {
     0: {"nano": Shape(256, (100, 1024), (100, 1024), temperature=0.6)},
     1: {
@@ -76,7 +76,7 @@ def named_workload(name: str) -> Workload:
     for seed, shapes in _DRAWINGS.items():
         if name in shapes:
             rng = random.Random(seed)
-            for drawn, shape in shapes.items():  # those before it advance the generator
+            for drawn, shape in shapes.items():  # earlier workloads advance the generator
                 workload = _draw(drawn, shape, rng)
                 if drawn == name:
                     return workload
@@ -84,7 +84,7 @@ def named_workload(name: str) -> Workload:
 
 
 def random_workload(shape: Shape, seed: int = 0) -> Workload:
-    """Random prompts of this shape, the same every time for a seed."""
+    """Draw random prompts of this shape. The same seed gives the same prompts."""
     return _draw("random", shape, random.Random(seed))
 
 
