@@ -49,7 +49,7 @@ async def create_embedding(body: EmbeddingRequest, request: Request) -> Response
 
 @router.post("/pooling", response_model=PoolingList, responses=ERRORS)
 async def create_pooling(body: PoolingRequest, request: Request) -> Response:
-    """What the model makes of inputs, whatever it is: a vector, or one for each token."""
+    """Run the model's pooling task: one vector per input, or one per token."""
 
     def write(index: int, delta: EngineDelta) -> dict[str, Any]:
         vector = write_vector(delta, body.encoding_format, body.embed_dtype)

@@ -22,12 +22,14 @@ class PoolingBody(Body):
 
     model: Text | None = Field(None, description="A name from /v1/models; the first by default.")
     truncate_prompt_tokens: int | None = Field(
-        None, description="Keep so many tokens of each input; -1: as many as the model takes."
+        None, description="Truncate each input to this many tokens; -1: the model's maximum."
     )
     priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
-    cache_salt: Text | None = Field(None, description="Share cached prefixes under this salt only.")
-    request_id: RequestId | None = Field(None, description="Part of the answer's id.")
-    timeout: Seconds | None = Field(None, description="Most seconds that the request may take.")
+    cache_salt: Text | None = Field(
+        None, description="Prefix-cache salt: only requests with the same salt share entries."
+    )
+    request_id: RequestId | None = Field(None, description="Included in the response's ID.")
+    timeout: Seconds | None = Field(None, description="Timeout of the request in seconds.")
     user: Text | None = Field(None, description="Ignored.")
 
 
@@ -35,13 +37,13 @@ class InputBody(PoolingBody, ChatTemplateBody):
     """A request about inputs, each for itself: texts, tokens, or one conversation."""
 
     input: Input | None = Field(
-        None, description="A text, several, or the same as token ids; or else `messages`."
+        None, description="One or more texts, as strings or token IDs. Exclusive with `messages`."
     )
     messages: Messages | None = Field(
-        None, description="A conversation, which the model's chat template makes a text of."
+        None, description="A conversation, rendered with the model's chat template."
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Where tokens are cut off; right by default."
+        None, description="Side that truncation removes tokens from; right by default."
     )
     add_generation_prompt: bool | None = Field(None, description="Off by default.")
     add_special_tokens: bool | None = Field(
@@ -52,32 +54,42 @@ class InputBody(PoolingBody, ChatTemplateBody):
 class EmbeddingRequest(InputBody):
     encoding_format: EncodingFormat | None = Field(None, description="float by default.")
     embed_dtype: EmbedDtype | None = Field(
-        None, description="Of the numbers in base64; float32 by default."
+        None, description="Data type of base64 output; float32 by default."
     )
     dimensions: int | None = Field(
-        None, description="Cut to so many numbers, of models that were trained for it."
+        None, description="Size of the embedding; needs a matryoshka model."
     )
-    use_activation: bool | None = Field(None, description="Off: do not normalize.")
+    use_activation: bool | None = Field(None, description="Set to false to skip normalization.")
     prompt_name: Text | None = Field(
-        None, description="Which of the model's prompts stands before each text."
+        None, description="Name of the model's prompt to prepend to each text."
     )
 
 
 class PoolingRequest(EmbeddingRequest):
-    task: PoolingTask | None = Field(None, description="What the model is for, by default.")
+    task: PoolingTask | None = Field(None, description="Pooling task; the model's own by default.")
 
 
 class ClassifyRequest(InputBody):
-    use_activation: bool | None = Field(None, description="Off: logits in place of probabilities.")
+    use_activation: bool | None = Field(
+        None, description="Set to false for logits instead of probabilities."
+    )
 
 
 class PairBody(PoolingBody):
     """A request about pairs of texts."""
 
-    max_tokens_per_query: int | None = Field(None, description="Cut queries; 0: no limit.")
-    max_tokens_per_doc: int | None = Field(None, description="Cut documents; 0: no limit.")
-    instruction: Text | None = Field(None, description="For models whose template has a place.")
-    use_activation: bool | None = Field(None, description="Off: logits in place of scores.")
+    max_tokens_per_query: int | None = Field(
+        None, description="Truncate queries to this many tokens; 0: no limit."
+    )
+    max_tokens_per_doc: int | None = Field(
+        None, description="Truncate documents to this many tokens; 0: no limit."
+    )
+    instruction: Text | None = Field(
+        None, description="Task instruction, for models whose template takes one."
+    )
+    use_activation: bool | None = Field(
+        None, description="Set to false for logits instead of scores."
+    )
 
 
 Texts = Text | Items[Text]
@@ -90,7 +102,7 @@ class ScoreRequest(PairBody):
     text_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
-    items: Texts | None = Field(None, description="The same as documents.")
+    items: Texts | None = Field(None, description="Alias of `documents`.")
     data_1: Texts | None = None
     data_2: Texts | None = None
 
@@ -102,7 +114,7 @@ class RerankDocument(Body):
 class RerankRequest(PairBody):
     query: Text
     documents: Items[Text | RerankDocument]
-    top_n: int | None = Field(None, description="The best so many; 0 or none: all of them.")
+    top_n: int | None = Field(None, description="Number of results to return; 0 or null: all.")
     return_documents: bool | None = Field(None, description="On by default.")
 
 
@@ -110,14 +122,16 @@ class CohereEmbedRequest(Body):
     model: Text | None = None
     texts: Items[Text] | None = None
     input_type: Text | None = Field(
-        None, description="search_query, search_document, ...: chooses the model's own prompt."
+        None, description="search_query, search_document, ...: selects the model's prompt."
     )
     embedding_types: Items[Text] | None = Field(
         None, description="float, base64, binary and ubinary; float by default."
     )
-    output_dimension: int | None = Field(None, description="As dimensions of /v1/embeddings.")
+    output_dimension: int | None = Field(
+        None, description="Same as `dimensions` of /v1/embeddings."
+    )
     truncate: Literal["NONE", "START", "END"] | None = Field(
-        None, description="What a text that is too long loses; END by default."
+        None, description="Side to truncate when a text is too long; END by default."
     )
     priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
 

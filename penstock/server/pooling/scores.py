@@ -39,7 +39,7 @@ SECOND_NAMES = ("text_2", "documents", "items", "data_2")
 @router.post("/score", response_model=ScoreList, responses=ERRORS)
 @router.post("/v1/score", response_model=ScoreList, responses=ERRORS)
 async def create_score(body: ScoreRequest, request: Request) -> Response:
-    """Score pairs of texts: one with each of several, or each with its own."""
+    """Score text pairs: one text against several, or pairwise."""
     service: Service = request.app.state.service
     model = service.check_model(body.model)
     request_id = f"score-{body.request_id or request.state.request_id}"
@@ -70,7 +70,7 @@ async def create_score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/v1/rerank", response_model=RerankReply, responses=ERRORS)
 @router.post("/v2/rerank", response_model=RerankReply, responses=ERRORS)
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Sort documents by how relevant they are to a query, in the shapes of Jina and Cohere."""
+    """Rerank documents by relevance to a query (Jina and Cohere formats)."""
     service: Service = request.app.state.service
     model = service.check_model(body.model)
     request_id = f"rerank-{body.request_id or request.state.request_id}"

@@ -77,7 +77,7 @@ class MessageItem(ItemBody):
 
 
 class CallBody(ItemBody):
-    """A call of one of the client's tools, or what came of it."""
+    """A call of one of the client's tools, or its output."""
 
     call_id: Text
 
