@@ -6,19 +6,25 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from penstock.config import EngineConfig
 from penstock.engine.async_client import AsyncEngineClient
+from penstock.engine.ledger import DeltaStream
 from penstock.engine.outputs import outputs_of, start_engine
+from penstock.engine.pooled import pooling_output
 from penstock.observability.logs import setup_logging
-from penstock.protocol.errors import ConfigError, EngineDeadError, InputError
-from penstock.protocol.outputs import RequestOutput
+from penstock.protocol.delta import EngineDelta, FinishReason
+from penstock.protocol.errors import ConfigError, EngineDeadError, InputError, RequestFault
+from penstock.protocol.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from penstock.protocol.pooling import PoolingParams
+from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt
+from penstock.text.pooling import Truncation, join_pieces, pooling_info, prepare_pieces
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -129,31 +135,79 @@ class AsyncLLM:
             async for output in outputs:
                 yield output
 
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        priority: int = 0,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """Pool one prompt with a pooling model, as `LLM.encode` does.
+
+        Cancelling it aborts the request. Raises `InputError` for an invalid request, and
+        `RequestFault` if it was aborted. An output that failed has an `error`.
+        """
+        params = pooling_params or PoolingParams()
+        options: dict[str, Any] = {"truncation": Truncation(truncate_prompt_tokens)}
+        text, options["cache_salt"] = read_prompt(prompt)
+        options["priority"] = priority
+        frontend = self.frontend
+        with self._registered(request_id) as (request_id, own_id):
+            pieces = await asyncio.to_thread(
+                prepare_pieces, frontend, own_id, text, params, **options
+            )
+            ended: dict[str, EngineDelta] = {}
+            with contextlib.closing(self._submit(request_id, pieces)) as stream:
+                async for deltas in stream:
+                    ended |= {item.request_id: item for item in deltas if item.finish_reason}
+        ordered = [ended[piece.request_id] for piece in pieces if piece.request_id in ended]
+        if len(ordered) < len(pieces) or any(
+            item.finish_reason is FinishReason.ABORT for item in ordered
+        ):
+            raise RequestFault(f"request {request_id} was aborted")
+        delta = join_pieces(pooling_info(frontend), params, pieces, ordered)
+        output = pooling_output(pieces, delta)
+        output.request_id = request_id
+        return output
+
     async def _run(
         self, prepare: Callable[[Frontend, str], PreparedRequest], request_id: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        frontend, number = self.frontend, next(self._ids)
+        frontend = self.frontend
+        with self._registered(request_id) as (request_id, own_id):
+            prepared = await asyncio.to_thread(prepare, frontend, own_id)
+            with contextlib.closing(self._submit(request_id, prepared.children)) as stream:
+                async for _, output in outputs_of(stream, [prepared]):
+                    output.request_id = request_id
+                    yield output
+
+    @contextlib.contextmanager
+    def _registered(self, request_id: str | None) -> Iterator[tuple[str, str]]:
+        """Keep a request abortable meanwhile. Yields the caller's id for it and the engine's."""
+        number = next(self._ids)
         if request_id is None:
             request_id = f"request-{uuid.uuid4().hex}"
         if request_id in self._children:
             raise InputError(f"request_id {request_id!r} is running already", "request_id")
-        # The engine never sees an id twice: late outputs of an aborted request must not reach a
-        # new request with the same id.
-        own_id = f"{request_id}@{number}"
         self._children[request_id] = []
         try:
-            prepared = await asyncio.to_thread(prepare, frontend, own_id)
-            children = [child.request_id for child in prepared.children]
-            with contextlib.closing(self._client.submit(prepared.children)) as stream:
-                self._children[request_id] = children
-                if request_id in self._early_aborts:
-                    self._client.abort(children)
-                async for _, output in outputs_of(stream, [prepared]):
-                    output.request_id = request_id
-                    yield output
+            # The engine never sees an id twice: late outputs of an aborted request must not reach
+            # a new request with the same id.
+            yield request_id, f"{request_id}@{number}"
         finally:
             del self._children[request_id]
             self._early_aborts.discard(request_id)
+
+    def _submit(self, request_id: str, requests: Sequence[EngineRequest]) -> DeltaStream:
+        """Send what a request consists of to the engine; the caller closes the stream."""
+        stream = self._client.submit(requests)
+        children = [request.request_id for request in requests]
+        self._children[request_id] = children
+        if request_id in self._early_aborts:
+            self._client.abort(children)
+        return stream
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its generator ends after the outputs so far. Unknown ids are ignored."""

@@ -287,6 +287,13 @@ def _output(
     )
 
 
+def pooling_output(
+    pieces: Sequence[EngineRequest], delta: EngineDelta
+) -> PoolingRequestOutput[PoolingOutput]:
+    """The output of an input that was computed in these pieces and ended so."""
+    return _output(_as_one(pieces), delta, PoolingOutput(_vector(delta)))
+
+
 def _as_one(pieces: Sequence[EngineRequest]) -> EngineRequest:
     """Join the pieces of one input into one request with all tokens."""
     if len(pieces) == 1:

@@ -9,13 +9,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from faults.saboteur import Fault, Gate, seed_of
 from tiny_engine import OPTIONS
 from tiny_models import make_checkpoint
 
-from penstock import LLM, AsyncLLM, RequestOutput, SamplingParams
-from penstock.protocol.errors import ConfigError, EngineDeadError, InputError, ModelError
+from penstock import LLM, AsyncLLM, PoolingParams, RequestOutput, SamplingParams
+from penstock.protocol.errors import (
+    ConfigError,
+    EngineDeadError,
+    InputError,
+    ModelError,
+    RequestFault,
+)
 from penstock.text.frontend import PreparedRequest
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -58,6 +65,31 @@ def test_requests_side_by_side_give_what_the_offline_engine_gives(model: str) ->
     found = asyncio.run(run())
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+
+
+def test_vectors_are_those_of_the_offline_engine(model: str) -> None:
+    with LLM(model, runner="pooling", **OPTIONS) as llm:
+        expected = llm.encode(PROMPTS, use_tqdm=False)
+
+    async def run() -> None:
+        async with AsyncLLM(model, runner="pooling", **OPTIONS) as llm:
+            found = await asyncio.gather(*(llm.encode(prompt) for prompt in PROMPTS))
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours.prompt_token_ids == theirs.prompt_token_ids
+                np.testing.assert_allclose(ours.outputs.data, theirs.outputs.data, atol=1e-6)
+            with pytest.raises(InputError, match="dimensions"):
+                await llm.encode(PROMPTS[0], PoolingParams(dimensions=3))
+            aborted = asyncio.ensure_future(llm.encode(PROMPTS[0], request_id="mine"))
+            await asyncio.sleep(0)  # it is being prepared
+            await llm.abort("mine")
+            with pytest.raises(RequestFault, match="request mine was aborted"):
+                await aborted
+            again = await llm.encode(PROMPTS[0], request_id="mine")
+            assert again.request_id == "mine"
+            with pytest.raises(InputError, match="pool"):
+                await last(llm, PROMPTS[0])
+
+    asyncio.run(run())
 
 
 def test_a_request_outlives_its_engine(model: str, gate: Gate) -> None:
