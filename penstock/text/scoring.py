@@ -44,6 +44,15 @@ def score_kind(info: PoolingInfo) -> ScoreKind:
     return "cross-encoder"
 
 
+def served_tasks(info: PoolingInfo) -> list[str]:
+    """The model's tasks, and "score" if it can score pairs."""
+    try:
+        score_kind(info)
+    except InputError:
+        return [*info.tasks]
+    return [*info.tasks, "score"]
+
+
 class PromptedText(NamedTuple):
     """A text that an embedding model compares with others, and the prompt before it."""
 

@@ -214,6 +214,19 @@ def test_classes_have_probabilities_and_names(ranker: ServerProcess) -> None:
     assert item["probs"][0] == pytest.approx(1 / (1 + np.exp(-logit["probs"][0])), abs=1e-6)
 
 
+def test_the_list_of_models_says_what_a_model_does(
+    ranker: ServerProcess, embedder: ServerProcess
+) -> None:
+    def card(server: ServerProcess) -> tuple[list[str], list[str] | None]:
+        (found,) = server.get("/v1/models").json()["data"]
+        return found["tasks"], found["labels"]
+
+    assert card(embedder) == (["embed", "token_embed", "score"], None)
+    tasks, labels = card(ranker)
+    assert {"classify", "score"} <= set(tasks)
+    assert labels == ["good"]
+
+
 def test_coheres_client_reranks_and_embeds(
     ranker: ServerProcess, embedder: ServerProcess, expected: dict[str, Any]
 ) -> None:

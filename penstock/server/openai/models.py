@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from penstock.server.http.errors import describe_errors
 from penstock.server.openai.protocol import ModelCard, ModelList
 from penstock.server.service import Service
+from penstock.text.scoring import served_tasks
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -26,6 +27,7 @@ async def get_model(model_id: str, request: Request) -> ModelCard:
 
 
 def _card(service: Service, name: str) -> ModelCard:
+    pooling = service.frontend.pooling
     return ModelCard(
         id=name,
         created=service.created,
@@ -33,4 +35,6 @@ def _card(service: Service, name: str) -> ModelCard:
         root=service.config.model.model,
         parent=None,
         max_model_len=service.frontend.max_model_len,
+        tasks=["generate"] if pooling is None else served_tasks(pooling),
+        labels=pooling.labels or None if pooling is not None else None,
     )

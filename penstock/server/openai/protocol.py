@@ -378,6 +378,13 @@ class ModelCard(Reply):
     root: str
     parent: str | None
     max_model_len: int
+    tasks: list[str] = Field(
+        description="generate, or what a pooling model is served for: embed, classify, "
+        "token_embed, token_classify; and score, if /score and /rerank work."
+    )
+    labels: list[str] | None = Field(
+        None, description="A classifier's labels, in the order of the probabilities."
+    )
 
 
 class ModelList(Reply):

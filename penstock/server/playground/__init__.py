@@ -1,4 +1,4 @@
-"""The web pages: a chat playground and dashboard at ``/``, the API reference at ``/docs``.
+"""The web pages: a playground and dashboard at ``/``, the API reference at ``/docs``.
 
 The files need no API key, but the data they fetch does. The files are small: they are read once and
 served from memory, so they stay fast on a busy server.

@@ -43,14 +43,19 @@ async function errorMessage(response) {
   }
 }
 
+/** The JSON that answers a JSON body. */
+export async function post(path, body, signal) {
+  return (await send(path, body, signal)).json();
+}
+
+function send(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  return request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+}
+
 /** Each event's JSON as it comes. Ends at [DONE]; an error event becomes an ApiError. */
 export async function* streamEvents(path, body, signal) {
-  const response = await request(path, {
-    method: "POST",
-    headers: { "Content-Type": "application/json" },
-    body: JSON.stringify(body),
-    signal,
-  });
+  const response = await send(path, body, signal);
   for await (const data of eventData(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);

@@ -14,9 +14,9 @@ const duration = (value) => (value < 1 ? [(1000 * value).toFixed(0), "ms"] : [va
 const CHARTS = [
   { title: "Requests", keys: ["running", "waiting"], format: (value, key) => [value.toFixed(0), key], limit: 4 },
   { title: "KV cache", keys: ["kv"], format: share, limit: 0.1 },
-  { title: "Generated", keys: ["generation"], format: (value) => count(value, "tokens/s") },
+  { title: "Generated", keys: ["generation"], format: (value) => count(value, "tokens/s"), isOfText: true },
   { title: "Prompts", keys: ["prompt"], format: (value) => count(value, "tokens/s") },
-  { title: "First token", keys: ["firstToken"], format: duration, sticky: true },
+  { title: "First token", keys: ["firstToken"], format: duration, sticky: true, isOfText: true },
   { title: "Prefix hits", keys: ["prefix"], format: share, limit: 1, sticky: true },
 ];
 

@@ -4,6 +4,7 @@ import { request } from "./api.js";
 import { Chat } from "./chat.js";
 import { Dashboard } from "./dashboard.js";
 import { KeyDialog } from "./key.js";
+import { Pooling } from "./pooling.js";
 
 const $ = (id) => document.getElementById(id);
 const OPTIONS = "penstock-options";
@@ -44,6 +45,17 @@ async function loadModels() {
   $("model").replaceChildren(...data.map((model) => new Option(model.id)));
   $("model").disabled = data.length < 2;
   document.title = `${data[0].id} · Penstock`;
+  if (!data[0].tasks.includes("generate")) showPooling(data[0]);
+}
+
+/** A pooling model has no chat and no sampling settings, and its charts none of generation. */
+function showPooling({ tasks, labels }) {
+  document.body.classList.add("pools");
+  $("main-button").textContent = "Playground";
+  for (const id of ["chat", "settings", "settings-button"]) $(id).hidden = true;
+  pooling.show(tasks, labels ?? []);
+  $("skip").textContent = "Skip to the playground";
+  $("skip").href = "#pooling";
 }
 
 function onError(error) {
@@ -81,12 +93,14 @@ function send() {
 
 restoreOptions();
 const chat = new Chat({ readOptions, onError });
+const pooling = new Pooling({ getModel: () => $("model").value || undefined, onError });
 const dashboard = new Dashboard({ onState: showState });
 const keyDialog = new KeyDialog({
   check: loadModels,
   onAccepted: () => {
     dashboard.look();
-    prompt.focus();
+    if ($("pooling").hidden) prompt.focus();
+    else pooling.focus();
   },
 });
 loadModels().catch(onError);
