@@ -14,7 +14,7 @@ from page_actions import a_browser, give_keys, pages_of
 from playwright.sync_api import Browser, Locator, Page, expect
 from server_process import DUMMY, ServerProcess, make_tiny_model
 
-LINES = ["a river", "a stream of water", "the <b>price</b> of bread", "bread & butter"]
+LINES = ["a river", "a stream of water", "the <b>price</b> of bread", "bread & butter!"]
 LABELS = ["bad", "neither", "good"]
 KEY = "open-sesame"
 PHONE = {"width": 390, "height": 844}
@@ -120,6 +120,7 @@ def test_lines_are_compared_in_a_matrix_that_can_be_read(
     cells = expect_matrix(similarity, LINES)
     expected = cosines(embedder, LINES).ravel()
     np.testing.assert_allclose(numbers(cells), expected, atol=0.0051)
+    assert expected.min() < 0
     shares = cells.evaluate_all("all => all.map((cell) => cell.style.getPropertyValue('--share'))")
     np.testing.assert_allclose([float(share) for share in shares], np.abs(expected), atol=1e-5)
     expect(similarity.locator("td.negative")).to_have_count(int((expected < 0).sum()))
