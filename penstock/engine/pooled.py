@@ -24,7 +24,7 @@ from penstock.protocol.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from penstock.protocol.pooling import PoolingParams, PoolingTask
+from penstock.protocol.pooling import NAMED, PoolingParams, PoolingTask
 from penstock.protocol.request import EngineRequest
 from penstock.text.frontend import Frontend, Prompt, read_prompt
 from penstock.text.pooling import (
@@ -66,7 +66,7 @@ class PoolingMethods:
             prompts, pooling_params, pooling_task, use_tqdm, truncate_prompt_tokens, priority
         )
         return [
-            _output(request, delta, PoolingOutput(_vector(delta)))
+            _output(request, delta, PoolingOutput(_vector(delta), _named(request, delta)))
             for request, delta in zip(requests, deltas, strict=True)
         ]
 
@@ -304,6 +304,21 @@ def _as_one(pieces: Sequence[EngineRequest]) -> EngineRequest:
 
 def _vector(delta: EngineDelta) -> Any:
     return None if delta.payload is None else delta.payload.to_numpy()
+
+
+def _named(request: EngineRequest, delta: EngineDelta) -> dict[str, Any]:
+    """The vectors that a request asked for by name."""
+    params = request.params
+    if not isinstance(params, PoolingParams) or delta.payload is None:
+        return {}
+    found: dict[str, Any] = {}
+    for name in params.vectors or ():
+        arrays = [delta.named[part].to_numpy() for part in NAMED[name]]
+        if name == "sparse":
+            found[name] = dict(zip(*(array.tolist() for array in arrays), strict=True))
+        else:
+            found[name] = arrays[0] if arrays else _vector(delta)
+    return found
 
 
 def _score(delta: EngineDelta) -> float | None:

@@ -15,6 +15,8 @@ Snapshot = Callable[[str, str | None, Sequence[str], str | None], str]
 
 TEXT_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt")
 _TENSOR_PATTERNS = {"pt": ("*.bin", "*.pt", "*.pth"), "dummy": ()}
+# bge-m3's layers, which its repositories have as pickles only: see models/vector_heads.py.
+_VECTOR_HEADS = ("sparse_linear.pt", "colbert_linear.pt")
 # Copies of the weights for other programs.
 _IGNORE_PATTERNS = ["original/*", "onnx/*", "openvino/*", "consolidated*", "*/*.bin", "*/*.pth"]
 
@@ -40,7 +42,10 @@ def fetch_from_hub(
             f"load_format gguf needs one file, but {repo_id!r} is a repository: download the "
             ".gguf file that you want and pass its path"
         )
-    patterns = [*TEXT_PATTERNS, *_TENSOR_PATTERNS.get(load_format, ("*.safetensors",))]
+    patterns = [
+        *TEXT_PATTERNS,
+        *_TENSOR_PATTERNS.get(load_format, ("*.safetensors", *_VECTOR_HEADS)),
+    ]
     try:
         return Path((snapshot or _snapshot)(repo_id, revision, patterns, download_dir))
     except Exception as error:  # the hub's client and its transport may raise anything

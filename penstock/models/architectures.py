@@ -169,7 +169,7 @@ ENCODERS: dict[str, Architecture] = {
     **_encoder(
         "XLMRoberta",
         "bert:RobertaModel",
-        "XLM-RoBERTa; bge-m3 (dense), bge-reranker-v2-m3, multilingual-e5",
+        "XLM-RoBERTa; bge-m3, bge-reranker-v2-m3, multilingual-e5",
         ("xlm_roberta",),
     ),
     **_encoder(

@@ -28,10 +28,11 @@ from penstock.loading.tasks import Task, label_tokens
 from penstock.models.base import Model
 from penstock.models.config import read_num_labels
 from penstock.models.decoder import DecoderLM
+from penstock.models.vector_heads import NO_IDS, VectorHeads, load_vector_heads
 from penstock.ops.blocks import BlockTensor, Weight, take_rows
 from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import ConfigError, ModelError
-from penstock.protocol.pooling import PoolingInfo, PoolingTask, PoolingType
+from penstock.protocol.pooling import PoolingInfo, PoolingTask, PoolingType, VectorName
 from penstock.text.scoring import QWEN3_RERANKER
 from penstock.text.tokenizer import load_tokenizer
 
@@ -194,6 +195,7 @@ class Pooler:
         activation: Activation,
         step_tag_id: int | None = None,
         dense: Sequence[nn.Module] = (),
+        vector_heads: VectorHeads | None = None,
     ) -> None:
         self.info = info
         self.classifier = model.classifier
@@ -202,6 +204,8 @@ class Pooler:
         self.activation = activation
         self.step_tag_id = step_tag_id  # of a process reward model: marks the tokens with rewards
         self.dense = dense
+        self._heads = vector_heads.layers if vector_heads else {}
+        self.unweighted_ids = vector_heads.unweighted_ids if vector_heads else NO_IDS
 
     def __call__(
         self,
@@ -225,6 +229,20 @@ class Pooler:
         if use_activation is None:
             use_activation = self.info.normalizes
         return nn.functional.normalize(pooled, dim=-1) if use_activation else pooled
+
+    def token_vectors(
+        self,
+        name: VectorName,
+        rows: torch.Tensor,  # [n, hidden_size] float32
+        use_activation: bool | None,
+    ) -> torch.Tensor:
+        """[n, 1] (sparse) or [n, numbers] (colbert) float32"""
+        found: torch.Tensor = self._heads[name](rows)
+        if name == "sparse":
+            return found.relu()
+        if use_activation is None:
+            use_activation = self.info.normalizes
+        return nn.functional.normalize(found, dim=-1) if use_activation else found
 
 
 class Dense(nn.Module):
@@ -305,11 +323,17 @@ def make_pooler(
     for file in files.dense if files else ():
         dense.append(Dense(file, size, next(model.parameters()).device))
         size = file.out_features
+    heads = None
+    if "embed" in tasks and source.path.is_dir():
+        heads = load_vector_heads(
+            source, config, model.hidden_size, next(model.parameters()).device
+        )
     normalizes = given.get("use_activation", files.normalize if files else True)
     info = PoolingInfo(
         tasks=tasks,
         pooling_type=pooling_type,
         embedding_size=size,
+        vectors=["dense", *heads.layers] if heads else [],
         dimensions=[n for n in sizes if isinstance(n, int) and 0 < n <= size],
         any_dimension=not sizes and raw.get("is_matryoshka") is True,
         reads_prefix_cache=pooling_type == "LAST",
@@ -319,7 +343,7 @@ def make_pooler(
         prompts=dict(files.prompts) if files else {},
         default_prompt_name=files.default_prompt_name if files else None,
     )
-    return Pooler(model, info, "identity", dense=dense)
+    return Pooler(model, info, "identity", dense=dense, vector_heads=heads)
 
 
 def _activation(raw: Mapping[str, Any], num_labels: int) -> Activation:

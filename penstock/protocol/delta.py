@@ -26,6 +26,7 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prompt_logprobs: PromptLogprobs | None = None
     routed_experts: RoutedExperts | None = None
     payload: Payload | None = None  # what a pooling request ends with
+    named: dict[str, Payload] = {}  # and what else it asked for, by name: see `NAMED`
     num_cached_tokens: int = 0  # prompt tokens served by the prefix cache; 0 where said before
     prefill_s: float = 0.0  # from the plan of its first step; comes with its first token
     finish_reason: FinishReason | None = None

@@ -65,6 +65,8 @@ class PoolingOutput:
     """What a pooling request ended with; None where it failed."""
 
     data: npt.NDArray[np.float32] | None  # [numbers], or [tokens, numbers] token-wise
+    # What `PoolingParams.vectors` asked for: sparse ones as weights by token ID.
+    vectors: dict[str, npt.NDArray[np.float32] | dict[int, float]] = field(default_factory=dict)
 
 
 @dataclass

@@ -12,10 +12,14 @@ from penstock.protocol.sampling import check_int
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 PoolingType = Literal["CLS", "LAST", "MEAN", "ALL"]  # ALL: every token has a vector of its own
+# Of models with several kinds: one for the prompt, a weight for each token that occurs in it, one
+# for each token.
+VectorName = Literal["dense", "sparse", "colbert"]
 TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 # What models call their prompts for search, first choice first.
 QUERY_PROMPTS = ("query", "search_query")
 DOCUMENT_PROMPTS = ("document", "passage", "corpus", "search_document")
+VECTORS: tuple[VectorName, ...] = get_args(VectorName)
 
 
 class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="pooling"):
@@ -30,6 +34,9 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="pooli
     """Normalize embeddings, turn logits into probabilities; None: as the model says."""
     prompt_name: str | None = None
     """Which of the model's prompts to put before the text; None: its default, if it has one."""
+    vectors: list[VectorName] | None = None
+    """Which vectors to return, of models with several kinds (bge-m3): dense, sparse, colbert;
+    None: the dense one."""
 
     def __post_init__(self) -> None:
         self.validate()
@@ -46,10 +53,19 @@ class PoolingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="pooli
             raise InputError(
                 f"prompt_name must be a string, got {self.prompt_name!r:.80}", "prompt_name"
             )
+        if self.vectors is not None:
+            self._check_vectors(self.vectors)
         if self.use_activation not in (None, True, False):
             raise InputError(
                 f"use_activation must be True or False, got {self.use_activation!r:.80}",
                 "use_activation",
+            )
+
+    def _check_vectors(self, names: object) -> None:
+        is_list = isinstance(names, (list, tuple)) and len(names) > 0
+        if not is_list or not all(name in VECTORS for name in names):  # type: ignore[attr-defined]
+            raise InputError(
+                f"vectors must be a list of {', '.join(VECTORS)}, got {names!r:.80}", "vectors"
             )
 
 
@@ -67,12 +83,21 @@ class Payload(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
+# What a request's `vectors` come as, beside the dense one. Sparse: weights of token IDs.
+NAMED: dict[VectorName, tuple[str, ...]] = {
+    "dense": (),
+    "sparse": ("sparse_token_ids", "sparse_weights"),  # int32 [n], ascending; float32 [n]
+    "colbert": ("colbert",),  # [tokens, numbers]
+}
+
+
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What an engine's pooling model can do, once it is loaded."""
 
     tasks: list[PoolingTask]  # the first is what the model is for
     pooling_type: PoolingType
     embedding_size: int = 0  # 0: no embeddings
+    vectors: list[VectorName] = []  # that one request may ask for, where there are several kinds
     num_labels: int = 0  # 0: no classifier
     labels: list[str] = []  # what they are called, where the model's files say so
     dimensions: list[int] = []  # that embeddings may be cut to
@@ -118,6 +143,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
                 f"{', '.join(self.tasks)} (--convert chooses between embed and classify)",
                 field,
             )
+        self._check_vectors(params, task)
         wanted = params.dimensions
         if wanted is None:
             return task
@@ -147,3 +173,16 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
                 "dimensions",
             )
         return task
+
+    def _check_vectors(self, params: PoolingParams, task: PoolingTask) -> None:
+        if params.vectors is None:
+            return
+        if task != "embed":
+            raise InputError(f"vectors is for task 'embed', not for {task!r}", "vectors")
+        known = self.vectors or ["dense"]
+        for name in params.vectors:
+            if name not in known:
+                raise InputError(
+                    f"vectors: this model has no {name} vectors, only {', '.join(known)}",
+                    "vectors",
+                )

@@ -109,6 +109,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_logprobs: PromptLogprobs | None = None
     routed_experts: RoutedExperts | None = None  # of all the step's tokens; the start is not known
     payload: Payload | None = None  # what a pooling request ends with
+    named: dict[str, Payload] = {}  # and what else it asked for, by name: see `NAMED`
     fault: str | None = None  # this request failed; its blocks are never published
     drafts: list[int] = []  # proposed to come next, where the request has a grammar
 

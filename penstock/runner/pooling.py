@@ -7,14 +7,16 @@ preemption or on another engine, restarts at its first token and resets the colu
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.models.base import Hidden
 from penstock.models.pooler import Pooler
-from penstock.protocol.pooling import Payload, PoolingTask
+from penstock.protocol.pooling import Payload, PoolingTask, VectorName
 from penstock.protocol.step import NewRequest, RequestResult, StepMasks
 from penstock.runner.forward import StepBatch
 from penstock.runner.layout import StepLayout
@@ -22,6 +24,8 @@ from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import IntArray, RequestTables
 
 FAULT = "the vector is not returned: the model gave NaN or infinite numbers for this input"
+WHOLE = ""  # the name of vectors that are a request's only ones
+Pieces = dict[str, list[torch.Tensor]]
 
 
 @dataclass
@@ -31,12 +35,20 @@ class _Wish:
     task: PoolingTask
     dimensions: int | None
     use_activation: bool | None
-    pieces: list[torch.Tensor] = field(default_factory=list)  # token-wise: rows of earlier chunks
+    vectors: tuple[VectorName, ...] = ()  # further ones, which come of every token
+    token_ids: IntArray | None = None  # of the prompt, where sparse vectors are wanted
+    # Token-wise: rows of earlier chunks, by the name of the vectors.
+    pieces: Pieces = field(default_factory=lambda: defaultdict(list))
     places: IntArray | None = None  # token-wise: positions to return; None: all
 
     @property
     def by_token(self) -> bool:
+        """Whether there is no vector for the whole prompt."""
         return self.task in ("token_embed", "token_classify")
+
+    @property
+    def keeps_tokens(self) -> bool:
+        return self.by_token or bool(self.vectors)
 
 
 @dataclass
@@ -44,7 +56,8 @@ class PooledVectors:
     """A step's vectors, being copied to the host."""
 
     whole: list[tuple[list[int], torch.Tensor]]  # request indexes, and a row for each
-    by_token: dict[int, list[torch.Tensor]]  # by request index: rows of its tokens, chunk by chunk
+    by_token: dict[int, Pieces]  # by request index: rows of its tokens, chunk by chunk
+    token_ids: dict[int, IntArray]  # of requests with sparse vectors
 
 
 class PoolingHead:
@@ -54,7 +67,7 @@ class PoolingHead:
         self.pooler = pooler
         self.tables = tables
         self._wishes: dict[int, _Wish] = {}  # by slot
-        self._num_by_token = 0  # token-wise requests among them
+        self._num_by_token = 0  # requests among them that want vectors of tokens
         self._kind = pooler.info.pooling_type
         # By slot: the sum of the rows so far, or the first row.
         self._sums: torch.Tensor | None = None
@@ -70,12 +83,17 @@ class PoolingHead:
         tag = self.pooler.step_tag_id
         if wish.by_token and tag is not None:
             wish.places = np.nonzero(np.array(request.token_ids) == tag)[0]
+        wish.vectors = tuple(
+            name for name in dict.fromkeys(params.vectors or ()) if name != "dense"
+        )
+        if "sparse" in wish.vectors:
+            wish.token_ids = np.array(request.token_ids, dtype=np.int64)
         self._wishes[slot] = wish
-        self._num_by_token += wish.by_token
+        self._num_by_token += wish.keeps_tokens
 
     def remove(self, slot: int) -> None:
         wish = self._wishes.pop(slot, None)
-        self._num_by_token -= wish is not None and wish.by_token
+        self._num_by_token -= wish is not None and wish.keeps_tokens
 
     def begin(
         self, hidden: Hidden, batch: StepBatch, logits: torch.Tensor | None = None
@@ -84,13 +102,18 @@ class PoolingHead:
         layout = batch.layout
         states = hidden.states[: layout.num_rows]
         by_token = self._take_tokens(states, layout) if self._num_by_token else {}
+        token_ids = {
+            index: ids
+            for index in by_token
+            if (ids := self._wish(layout, index).token_ids) is not None
+        }
         done = layout.sampling
         if self._num_by_token:
             done = np.array(
                 [i for i in done.tolist() if not self._wish(layout, i).by_token], dtype=np.int64
             )
         if self._kind == "ALL":
-            return PooledVectors([], by_token)
+            return PooledVectors([], by_token, token_ids)
         pooled = self._pool(states, batch, done)
         whole = []
         if len(done):
@@ -98,7 +121,7 @@ class PoolingHead:
                 (rows, self._project(pooled, done, rows, wish))
                 for rows, wish in self._alike(layout, done)
             ]
-        return PooledVectors(whole, by_token)
+        return PooledVectors(whole, by_token, token_ids)
 
     def finish(
         self, pending: PooledVectors, batch: StepBatch, masks: StepMasks | None
@@ -106,7 +129,11 @@ class PoolingHead:
         """Start the copies to the host."""
         return PooledVectors(
             [(indexes, _to_host(vectors)) for indexes, vectors in pending.whole],
-            {i: [_to_host(piece) for piece in pieces] for i, pieces in pending.by_token.items()},
+            {
+                index: {name: [_to_host(piece) for piece in found] for name, found in rows.items()}
+                for index, rows in pending.by_token.items()
+            },
+            pending.token_ids,
         )
 
     def results(self, output: PooledVectors, layout: StepLayout) -> list[RequestResult]:
@@ -115,26 +142,35 @@ class PoolingHead:
         The copies to the host must be complete.
         """
         payloads: dict[int, Payload] = {}
+        named: dict[int, dict[str, Payload]] = {}
         faults: dict[int, str] = {}
         for indexes, vectors in output.whole:
             matrix = vectors.numpy()
             is_good = np.isfinite(matrix).all(axis=1).tolist()
             for index, row, good in zip(indexes, matrix, is_good, strict=True):
                 if good:
-                    payloads[index] = Payload(list(row.shape), row.tobytes())
+                    payloads[index] = _payload(row)
                 else:
                     faults[index] = FAULT
         for index, pieces in output.by_token.items():
-            matrix = torch.cat(pieces).numpy()
-            if np.isfinite(matrix).all():
-                payloads[index] = Payload(list(matrix.shape), matrix.tobytes())
-            else:
+            found = {name: torch.cat(rows).numpy() for name, rows in pieces.items()}
+            if not all(np.isfinite(matrix).all() for matrix in found.values()):
                 faults[index] = FAULT
+                continue
+            if WHOLE in found:
+                payloads[index] = _payload(found.pop(WHOLE))
+            if "sparse" in found:
+                ids, weights = _merge(
+                    output.token_ids[index], found.pop("sparse")[:, 0], self.pooler.unweighted_ids
+                )
+                found |= {"sparse_token_ids": ids, "sparse_weights": weights}
+            named[index] = {name: _payload(matrix) for name, matrix in found.items()}
         return [
             RequestResult(
                 request_id=item.request_id,
                 incarnation=item.incarnation,
-                payload=payloads.get(index),
+                payload=payloads.get(index) if index not in faults else None,
+                named=named.get(index, {}),
                 fault=faults.get(index),
             )
             for index, item in enumerate(layout.requests)
@@ -193,16 +229,14 @@ class PoolingHead:
 
     # -- a vector for each token
 
-    def _take_tokens(
-        self, states: torch.Tensor, layout: StepLayout
-    ) -> dict[int, list[torch.Tensor]]:
+    def _take_tokens(self, states: torch.Tensor, layout: StepLayout) -> dict[int, Pieces]:
         """Collect the rows of token-wise requests. They are kept until the prompt is complete."""
         found = {}
         starts = layout.starts.tolist()
         firsts = (layout.seq_lens - layout.counts).tolist()  # positions
         for index, item in enumerate(layout.requests):
             wish = self._wish(layout, index)
-            if not wish.by_token:
+            if not wish.keeps_tokens:
                 continue
             rows = states[starts[index] : starts[index + 1]]
             if wish.places is not None:
@@ -210,11 +244,30 @@ class PoolingHead:
                 own = own[(own >= 0) & (own < len(rows))]
                 rows = rows[to_device(own, rows.device)]
             rows = rows.to(torch.float32, copy=True)  # the next step may overwrite these rows
-            piece = self.pooler(rows, wish.task, wish.dimensions, wish.use_activation)
-            wish.pieces.append(piece)
+            if wish.by_token:
+                piece = self.pooler(rows, wish.task, wish.dimensions, wish.use_activation)
+                wish.pieces[WHOLE].append(piece)
+            for name in wish.vectors:
+                # ColBERT's begin behind the first token, whose state is the dense vector.
+                own_rows = rows[1:] if name == "colbert" and firsts[index] == 0 else rows
+                vectors = self.pooler.token_vectors(name, own_rows, wish.use_activation)
+                wish.pieces[name].append(vectors)
             if item.samples:
                 found[index] = wish.pieces
         return found
+
+
+def _payload(array: Any) -> Payload:
+    return Payload(list(array.shape), array.tobytes(), array.dtype.name)
+
+
+def _merge(token_ids: IntArray, weights: Any, unweighted_ids: IntArray) -> tuple[Any, Any]:
+    """The largest weight of each token ID, of those that have one above 0; by ascending ID."""
+    is_kept = (weights > 0) & ~np.isin(token_ids, unweighted_ids)
+    ids, inverse = np.unique(token_ids[is_kept], return_inverse=True)
+    merged = np.zeros(len(ids), np.float32)
+    np.maximum.at(merged, inverse, weights[is_kept])
+    return ids.astype(np.int32), merged
 
 
 def _segment_sums(states: torch.Tensor, layout: StepLayout) -> torch.Tensor:

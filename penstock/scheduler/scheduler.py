@@ -377,6 +377,7 @@ class Scheduler:
             prompt_logprobs=result.prompt_logprobs,
             routed_experts=routed_experts,
             payload=result.payload,
+            named=result.named,
             num_cached_tokens=state.num_cached_tokens,
             prefill_s=state.take_prefill_s() if token_ids or result.payload else 0.0,
             finish_reason=state.finish_reason,

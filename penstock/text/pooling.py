@@ -95,8 +95,12 @@ def prepare_pooling(
         priority=priority,
         arrival_time=time.monotonic(),
         cache_salt=cache_salt,
-        # A cached prefix lacks the vectors of its tokens, so other tasks do not read it.
-        read_prefix_cache=info.reads_prefix_cache and params.task in ("embed", "classify"),
+        # Where a token's own vector is wanted, or the sum of all, a cached prefix lacks them.
+        read_prefix_cache=(
+            info.reads_prefix_cache
+            and params.task in ("embed", "classify")
+            and params.vectors is None
+        ),
         second_segment=second_segment,
     )
 
@@ -121,7 +125,8 @@ def prepare_pieces(
     whole = {**options, "truncation": truncation, "add_special_tokens": add_special_tokens}
     info = pooling_info(frontend)
     may_cut = info.max_embed_len > frontend.max_model_len and truncation.num_tokens is None
-    if not may_cut or isinstance(prompt, Pair) or info.check(params) != "embed":
+    may_cut = may_cut and not isinstance(prompt, Pair) and params.vectors is None
+    if not may_cut or info.check(params) != "embed":
         return [prepare_pooling(frontend, request_id, prompt, params, **whole)]
     try:
         return [prepare_pooling(frontend, request_id, prompt, params, **whole)]

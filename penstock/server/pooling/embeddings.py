@@ -26,7 +26,7 @@ from penstock.server.pooling.protocol import (
     PoolingRequest,
 )
 from penstock.server.pooling.run import pool_all
-from penstock.server.pooling.vectors import usage_of, vector_of, write_vector
+from penstock.server.pooling.vectors import usage_of, vector_of, write_named, write_vector
 from penstock.server.service import Service
 from penstock.text.pooling import PoolingPrompt, pooling_info
 
@@ -42,7 +42,9 @@ async def create_embedding(body: EmbeddingRequest, request: Request) -> Response
 
     def write(index: int, delta: EngineDelta) -> dict[str, Any]:
         vector = write_vector(delta, body.encoding_format, body.embed_dtype)
-        return {"object": "embedding", "index": index, "embedding": vector}
+        further = write_named(delta, body.vectors or (), body.encoding_format, body.embed_dtype)
+        further.pop("dense", None)
+        return {"object": "embedding", "index": index, "embedding": vector, **further}
 
     return await _answer(request, body, "embd", "embed", write, body.dimensions)
 
@@ -52,8 +54,12 @@ async def create_pooling(body: PoolingRequest, request: Request) -> Response:
     """Run the model's pooling task: one vector per input, or one per token."""
 
     def write(index: int, delta: EngineDelta) -> dict[str, Any]:
-        vector = write_vector(delta, body.encoding_format, body.embed_dtype)
-        return {"object": "pooling", "index": index, "data": vector}
+        data: object
+        if body.vectors:
+            data = write_named(delta, body.vectors, body.encoding_format, body.embed_dtype)
+        else:
+            data = write_vector(delta, body.encoding_format, body.embed_dtype)
+        return {"object": "pooling", "index": index, "data": data}
 
     return await _answer(request, body, "pool", body.task, write, body.dimensions)
 
@@ -96,6 +102,7 @@ async def _answer(
         dimensions=dimensions,
         use_activation=use_activation,
         prompt_name=getattr(body, "prompt_name", None),
+        vectors=getattr(body, "vectors", None),
     )
     field = "task" if isinstance(body, PoolingRequest) else "model"
     pooling_info(service.frontend).check(params, field)  # fail before tokenizing many texts

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from penstock.protocol.pooling import PoolingTask
+from penstock.protocol.pooling import PoolingTask, VectorName
 from penstock.server.openai.protocol import ChatTemplateBody, Messages, RequestId
 from penstock.server.schema.base import Body, Items, Reply, Seconds, Text, TokenId
 
@@ -62,6 +62,9 @@ class EmbeddingRequest(InputBody):
     use_activation: bool | None = Field(None, description="Set to false to skip normalization.")
     prompt_name: Text | None = Field(
         None, description="Name of the model's prompt to prepend to each text."
+    )
+    vectors: Items[VectorName] | None = Field(
+        None, description="Of models with several kinds: which to return; dense by default."
     )
 
 
@@ -144,10 +147,23 @@ class PoolingUsage(Reply):
     total_tokens: int
 
 
+class SparseVector(Reply):
+    token_ids: list[int]
+    weights: list[float]
+
+
 class EmbeddingData(Reply):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
+    sparse: SparseVector | None = None
+    colbert: list[list[float]] | str | None = None
+
+
+class NamedVectors(Reply):
+    dense: list[float] | str | None = None
+    sparse: SparseVector | None = None
+    colbert: list[list[float]] | str | None = None
 
 
 class EmbeddingList(Reply):
@@ -162,7 +178,7 @@ class EmbeddingList(Reply):
 class PoolingData(Reply):
     object: Literal["pooling"]
     index: int
-    data: list[float] | list[list[float]] | str
+    data: list[float] | list[list[float]] | str | NamedVectors
 
 
 class PoolingList(Reply):

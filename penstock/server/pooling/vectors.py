@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.protocol.delta import EngineDelta
+from penstock.protocol.pooling import NAMED, VectorName
 from penstock.protocol.request import EngineRequest
 from penstock.server.pooling.protocol import EmbedDtype, EncodingFormat, PoolingUsage
 
@@ -19,7 +20,30 @@ def vector_of(delta: EngineDelta) -> Any:
 def write_vector(
     delta: EngineDelta, encoding: EncodingFormat | None, dtype: EmbedDtype | None
 ) -> list[Any] | str:
-    vector = vector_of(delta)
+    return _write(vector_of(delta), encoding, dtype)
+
+
+def write_named(
+    delta: EngineDelta,
+    names: Sequence[VectorName],
+    encoding: EncodingFormat | None,
+    dtype: EmbedDtype | None,
+) -> dict[str, Any]:
+    """The vectors of these names. Sparse ones are numbers in any encoding."""
+    written: dict[str, Any] = {}
+    for name in names:
+        parts = [delta.named[part].to_numpy() for part in NAMED[name]]
+        if name == "sparse":
+            token_ids, weights = (part.tolist() for part in parts)
+            written[name] = {"token_ids": token_ids, "weights": weights}
+        else:
+            written[name] = _write(parts[0] if parts else vector_of(delta), encoding, dtype)
+    return written
+
+
+def _write(
+    vector: Any, encoding: EncodingFormat | None, dtype: EmbedDtype | None
+) -> list[Any] | str:
     if encoding != "base64":
         numbers: list[Any] = vector.tolist()
         return numbers
