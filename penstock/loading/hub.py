@@ -13,7 +13,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 # (repository, revision, patterns of files, cache folder) -> folder
 Snapshot = Callable[[str, str | None, Sequence[str], str | None], str]
 
-TEXT_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt")
+TEXT_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt", "*/vocab.txt")
 _TENSOR_PATTERNS = {"pt": ("*.bin", "*.pt", "*.pth"), "dummy": ()}
 # bge-m3's layers, which its repositories have as pickles only: see models/vector_heads.py.
 _VECTOR_HEADS = ("sparse_linear.pt", "colbert_linear.pt")

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.loading.source import read_json, read_json_value
+from penstock.loading.source import MODULES_FILE, read_json, read_json_value
 from penstock.protocol.errors import ModelError
 
-MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 # Settings of the transformer; the first is the name of older versions.
 TEXT_FILES = (
@@ -65,6 +64,7 @@ class SentenceTransformer:
     """What comes before and after the transformer."""
 
     pooling: PoolingName
+    include_prompt: bool  # whether a prompt's tokens are pooled, too
     normalize: bool
     dense: tuple[DenseFile, ...]
     max_seq_length: int | None  # tokens, including special ones; longer texts are truncated
@@ -82,7 +82,8 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformer | None:
     if not path.exists():
         return None
     pooling: PoolingName | None = None
-    normalize, dense = False, []
+    include_prompt, normalize, dense = True, False, []
+    text_folder = folder
     for index, (kind, module_folder) in enumerate(_modules(path)):
         if (kind == "Transformer") != (index == 0) or (kind == "Pooling") != (index == 1):
             raise ModelError(
@@ -90,13 +91,9 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformer | None:
                 f"but number {index} is {kind}"
             )
         if index == 0:
-            if module_folder != folder:
-                raise ModelError(
-                    f"{path}: the Transformer must be in the model's own folder, not in "
-                    f"{module_folder.name!r}: move its files up"
-                )
+            text_folder = module_folder
         elif index == 1:
-            pooling = _pooling(module_folder / "config.json")
+            pooling, include_prompt = _pooling(module_folder / "config.json")
         elif kind == "Normalize":
             normalize = True
         elif kind == "Dense":
@@ -110,10 +107,17 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformer | None:
             )
     if pooling is None:
         raise ModelError(f"{path}: there is no Pooling module")
-    max_seq_length, lower_case = _text_settings(folder)
+    max_seq_length, lower_case = _text_settings(text_folder)
     prompts, default_prompt_name = _prompts(folder / PROMPTS_FILE)
     return SentenceTransformer(
-        pooling, normalize, tuple(dense), max_seq_length, lower_case, prompts, default_prompt_name
+        pooling,
+        include_prompt,
+        normalize,
+        tuple(dense),
+        max_seq_length,
+        lower_case,
+        prompts,
+        default_prompt_name,
     )
 
 
@@ -139,7 +143,8 @@ def _object(path: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def _pooling(path: Path) -> PoolingName:
+def _pooling(path: Path) -> tuple[PoolingName, bool]:
+    """The mode, and whether a prompt's tokens are pooled."""
     content = _object(path)
     given = content.get("pooling_mode")
     if given is None:
@@ -150,11 +155,10 @@ def _pooling(path: Path) -> PoolingName:
         raise ModelError(
             f"{path}: the pooling must be one of {', '.join(_POOLING)}, got {modes!r:.120}"
         )
-    if content.get("include_prompt", True) is not True:
-        raise ModelError(
-            f"{path}: include_prompt=false, a prompt whose tokens are not pooled, is not supported"
-        )
-    return _POOLING[modes[0]]
+    include_prompt = content.get("include_prompt", True) is True
+    if not include_prompt and modes[0] == "cls":  # versions differ: the first token, or the text's
+        raise ModelError(f"{path}: include_prompt=false is not supported with cls pooling")
+    return _POOLING[modes[0]], include_prompt
 
 
 def _dense(folder: Path) -> DenseFile:

@@ -21,6 +21,7 @@ from penstock.loading.hub import Snapshot, fetch_from_hub, is_hub_id
 from penstock.loading.text_config import text_settings
 from penstock.protocol.errors import ModelError
 
+MODULES_FILE = "modules.json"  # of sentence-transformers
 # Files beside config.json, and the quant_method of each.
 _QUANTIZATION_FILES = {
     "hf_quant_config.json": "modelopt",
@@ -46,6 +47,7 @@ class ModelSource:
     # tensor file's name, size and 256 samples of its bytes. It excludes paths and times, so a
     # copied model keeps it. A fine-tune of the same shape changes it.
     fingerprint: str
+    modules_folder: Path | None = None  # the one with sentence-transformers' modules.json
 
 
 def resolve_source(
@@ -123,6 +125,9 @@ def _from_gguf(name: str, path: Path, dummy: bool = False) -> ModelSource:
 
 
 def _from_folder(name: str, folder: Path, load: LoadConfig) -> ModelSource:
+    modules_folder = folder if (folder / MODULES_FILE).exists() else None
+    if modules_folder is not None:
+        folder = _transformer_folder(folder)
     config_path = folder / "config.json"
     if not config_path.exists():
         raise ModelError(
@@ -142,7 +147,18 @@ def _from_folder(name: str, folder: Path, load: LoadConfig) -> ModelSource:
         tensor_files=tuple(files),
         gguf=None,
         fingerprint=_fingerprint(config, files),
+        modules_folder=modules_folder,
     )
+
+
+def _transformer_folder(folder: Path) -> Path:
+    """Where modules.json has the transformer: often in a folder of its own, 0_Transformer."""
+    modules = read_json_value(folder / MODULES_FILE)
+    first = modules[0] if isinstance(modules, list) and modules else None
+    inner = first.get("path") if isinstance(first, dict) else None
+    if not isinstance(inner, str) or inner.startswith("/") or ".." in Path(inner).parts:
+        return folder  # which sentence-transformers' reader refuses
+    return folder / inner
 
 
 def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from penstock.loading.source import ModelSource
 
 GENERATING = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 CLASSIFYING = ("ForSequenceClassification", "ForTokenClassification", "RewardModel")
-MODULES_FILE = "modules.json"  # of sentence-transformers
 
 Task = Literal["generate", "embed", "classify"]
 
@@ -48,7 +47,7 @@ def is_qwen3_reranker(source: ModelSource) -> bool:
 
 
 def _is_pooling_model(source: ModelSource, names: list[str]) -> bool:
-    if source.path.is_dir() and (source.path / MODULES_FILE).exists():
+    if source.modules_folder is not None:
         return True
     if is_qwen3_reranker(source):
         return True

@@ -275,8 +275,9 @@ class Dense(nn.Module):
 
 
 def sentence_files(source: ModelSource) -> SentenceTransformer | None:
-    """The sentence-transformers settings of a model's folder; None if there are none."""
-    return read_sentence_transformers(source.path) if source.path.is_dir() else None
+    """The sentence-transformers settings of a model; None if there are none."""
+    folder = source.modules_folder
+    return None if folder is None else read_sentence_transformers(folder)
 
 
 def make_pooler(
@@ -328,6 +329,12 @@ def make_pooler(
         heads = load_vector_heads(
             source, config, model.hidden_size, next(model.parameters()).device
         )
+    pools_prompt = files is None or files.include_prompt or pooling_type != "MEAN"
+    if not pools_prompt and "max_embed_len" in given:
+        raise ConfigError(
+            "pooler_config: max_embed_len is not supported by this model, whose prompts are not "
+            "pooled (include_prompt=false)"
+        )
     normalizes = given.get("use_activation", files.normalize if files else True)
     info = PoolingInfo(
         tasks=tasks,
@@ -340,6 +347,7 @@ def make_pooler(
         lower_case=files is not None and files.lower_case,
         normalizes=normalizes,
         max_embed_len=given.get("max_embed_len", 0),
+        pools_prompt=pools_prompt,
         prompts=dict(files.prompts) if files else {},
         default_prompt_name=files.default_prompt_name if files else None,
     )

@@ -107,18 +107,22 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     lower_case: bool = False  # texts are
     normalizes: bool = False  # embeddings, where a request does not say
     max_embed_len: int = 0  # tokens of an input that is embedded in pieces; 0: none is
+    pools_prompt: bool = True  # off: a mean leaves out the tokens of what stands before a text
     prompts: dict[str, str] = {}  # what may stand before a text, by name
     default_prompt_name: str | None = None
 
     def text_of(self, text: str, params: PoolingParams) -> str:
         """A text as the model was trained to read it."""
-        prompt = self._prompt(params)
-        text = prompt + text
+        text = self._prompt(params) + text
         return text.lower() if self.lower_case else text
 
     def first_prompt(self, names: Iterable[str]) -> str | None:
         """The first of these names that the model has a prompt for."""
         return next((name for name in names if name in self.prompts), None)
+
+    def unpooled_text(self, params: PoolingParams) -> str:
+        """What stands before a text and is not pooled."""
+        return "" if self.pools_prompt else self.text_of("", params)
 
     def _prompt(self, params: PoolingParams) -> str:
         name = params.prompt_name

@@ -45,6 +45,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     output_token_ids: list[int] = []
     has_run: bool = False  # on an engine that died: nobody may say that it waited for too long
     thinking: ThinkingFormat | None = None  # with params.thinking_token_budget
+    num_unpooled: int = 0  # tokens at the beginning that a mean leaves out
     second_segment: int | None = None  # where the second text of a pair begins, if that counts
 
     @property

@@ -22,6 +22,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     eos_token_ids: list[int] = []
     bad_words_token_ids: list[list[int]] = []
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs are delivered already
+    num_unpooled: int = 0  # see EngineRequest
     second_segment: int | None = None  # see EngineRequest
 
     @property

@@ -39,6 +39,7 @@ class _Wish:
     token_ids: IntArray | None = None  # of the prompt, where sparse vectors are wanted
     # Token-wise: rows of earlier chunks, by the name of the vectors.
     pieces: Pieces = field(default_factory=lambda: defaultdict(list))
+    num_unpooled: int = 0  # tokens at the beginning that a mean leaves out
     places: IntArray | None = None  # token-wise: positions to return; None: all
 
     @property
@@ -68,6 +69,7 @@ class PoolingHead:
         self.tables = tables
         self._wishes: dict[int, _Wish] = {}  # by slot
         self._num_by_token = 0  # requests among them that want vectors of tokens
+        self._num_cut = 0  # those whose first tokens are not pooled
         self._kind = pooler.info.pooling_type
         # By slot: the sum of the rows so far, or the first row.
         self._sums: torch.Tensor | None = None
@@ -88,12 +90,17 @@ class PoolingHead:
         )
         if "sparse" in wish.vectors:
             wish.token_ids = np.array(request.token_ids, dtype=np.int64)
+        if wish.task == "embed" and self._kind == "MEAN":
+            wish.num_unpooled = request.num_unpooled
+            self._num_cut += wish.num_unpooled > 0
         self._wishes[slot] = wish
         self._num_by_token += wish.keeps_tokens
 
     def remove(self, slot: int) -> None:
         wish = self._wishes.pop(slot, None)
-        self._num_by_token -= wish is not None and wish.keeps_tokens
+        if wish is not None:
+            self._num_by_token -= wish.keeps_tokens
+            self._num_cut -= wish.num_unpooled > 0
 
     def begin(
         self, hidden: Hidden, batch: StepBatch, logits: torch.Tensor | None = None
@@ -210,6 +217,9 @@ class PoolingHead:
         if self._kind == "CLS":
             rows = states[to_device(layout.starts[:-1], device)].float()
         else:
+            unpooled = self._unpooled(layout)
+            if self._num_cut:
+                states = _without(states, layout, unpooled - num_before)
             rows = _segment_sums(states, layout)
         if not is_whole:
             if self._sums is not None:  # prompts that are never chunked leave no state
@@ -224,8 +234,15 @@ class PoolingHead:
             rows = rows[to_device(done, device)]
         if self._kind == "CLS":
             return rows
-        lengths = to_device(layout.seq_lens[done].astype(np.float32), device)
+        lengths = to_device((layout.seq_lens - unpooled)[done].astype(np.float32), device)
         return rows / lengths[:, None]
+
+    def _unpooled(self, layout: StepLayout) -> IntArray:
+        """By request: how many of its first tokens are not pooled."""
+        if not self._num_cut:
+            return np.zeros_like(layout.seq_lens)
+        wishes = (self._wish(layout, index) for index in range(len(layout.requests)))
+        return np.array([wish.num_unpooled for wish in wishes], layout.seq_lens.dtype)
 
     # -- a vector for each token
 
@@ -268,6 +285,14 @@ def _merge(token_ids: IntArray, weights: Any, unweighted_ids: IntArray) -> tuple
     merged = np.zeros(len(ids), np.float32)
     np.maximum.at(merged, inverse, weights[is_kept])
     return ids.astype(np.int32), merged
+
+
+def _without(states: torch.Tensor, layout: StepLayout, counts: IntArray) -> torch.Tensor:
+    """float32, with 0 in place of so many first rows of each request (none if negative)."""
+    is_kept = np.ones((len(states), 1), np.float32)
+    for start, end, count in zip(layout.starts[:-1], layout.starts[1:], counts, strict=True):
+        is_kept[start : min(start + max(count, 0), end)] = 0
+    return states.float() * to_device(is_kept, states.device)
 
 
 def _segment_sums(states: torch.Tensor, layout: StepLayout) -> torch.Tensor:

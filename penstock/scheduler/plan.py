@@ -68,6 +68,7 @@ class PlannedStep:
                 eos_token_ids=request.eos_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
                 num_prompt_logprobs=state.num_prompt_logprobs,
+                num_unpooled=request.num_unpooled,
                 second_segment=request.second_segment,
             )
         )

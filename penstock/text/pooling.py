@@ -68,7 +68,7 @@ def prepare_pooling(
     check_int("priority", priority, -(2**63), 2**63 - 1)
     check_salt(cache_salt)
     limit = _limit(frontend, truncation)
-    second_segment = None
+    second_segment, num_unpooled = None, 0
     if isinstance(prompt, Pair):
         template = info.score_template
         encode = _encode_pair if template is None else partial(_encode_templated, template)
@@ -76,6 +76,9 @@ def prepare_pooling(
     elif isinstance(prompt, str):
         text = info.text_of(prompt, params)
         token_ids = _encode(frontend, text, truncation, limit, add_special_tokens, field)
+        if before := info.unpooled_text(params):
+            num_unpooled = _num_unpooled(frontend, before, add_special_tokens)
+            _check_cut(len(token_ids), num_unpooled, truncation, field)
     else:
         if params.prompt_name is not None:
             raise InputError("prompt_name is for texts, not for token ids", "prompt_name")
@@ -101,6 +104,7 @@ def prepare_pooling(
             and params.task in ("embed", "classify")
             and params.vectors is None
         ),
+        num_unpooled=num_unpooled,
         second_segment=second_segment,
     )
 
@@ -125,8 +129,8 @@ def prepare_pieces(
     whole = {**options, "truncation": truncation, "add_special_tokens": add_special_tokens}
     info = pooling_info(frontend)
     may_cut = info.max_embed_len > frontend.max_model_len and truncation.num_tokens is None
-    may_cut = may_cut and not isinstance(prompt, Pair) and params.vectors is None
-    if not may_cut or info.check(params) != "embed":
+    may_cut = may_cut and params.vectors is None
+    if not may_cut or isinstance(prompt, Pair) or info.check(params) != "embed":
         return [prepare_pooling(frontend, request_id, prompt, params, **whole)]
     try:
         return [prepare_pooling(frontend, request_id, prompt, params, **whole)]
@@ -237,6 +241,30 @@ def _encode(
     return tokenizer.encode_cut(
         text, limit, truncation.side, add_special_tokens, frontend.encode_piece
     )
+
+
+def _num_unpooled(frontend: Frontend, before: str, add_special_tokens: bool) -> int:
+    """The tokens of what stands before a text, with those in front of it, as
+    sentence-transformers counts them: it tokenizes the prompt alone."""
+    tokenizer = frontend.known_tokenizer()
+    token_ids = tokenizer.encode(before, add_special_tokens)
+    _, after = tokenizer.frame(add_special_tokens) or ([], [])
+    return len(token_ids) - (token_ids[-1] in {*tokenizer.special_ids, *after[-1:]})
+
+
+def _check_cut(num_tokens: int, num_unpooled: int, truncation: Truncation, field: str) -> None:
+    if truncation.num_tokens is not None and truncation.side == "last":
+        raise InputError(
+            "truncation_side must be right: left would cut off the prompt that stands before the "
+            "text",
+            "truncation_side",
+        )
+    if num_unpooled >= num_tokens:
+        raise InputError(
+            f"the model's prompt has {num_unpooled} tokens, which are not pooled, and leaves none "
+            "of the text: allow more tokens",
+            field,
+        )
 
 
 def _encode_pair(

