@@ -44,6 +44,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert_tanh": ("Bert", {**COMMON, "hidden_act": "gelu_new", "hidden_size": 48}),
     "roberta": ("Roberta", {**COMMON, "type_vocab_size": 1, "pad_token_id": 1}),
     "xlm_roberta": ("XLMRoberta", {**COMMON, "type_vocab_size": 1, "pad_token_id": 3}),
+    "jina_v3": ("JinaEmbeddingsV3", {**COMMON, "type_vocab_size": 1, "rope_parameters": ROPE}),
     "distilbert": ("DistilBert", DISTILBERT),
     "modernbert": ("ModernBert", MODERNBERT),
     "modernbert_biased": (

@@ -66,7 +66,7 @@ class PoolingMethods:
             prompts, pooling_params, pooling_task, use_tqdm, truncate_prompt_tokens, priority
         )
         return [
-            _output(request, delta, PoolingOutput(_vector(delta), _named(request, delta)))
+            pooling_output([request], delta)
             for request, delta in zip(requests, deltas, strict=True)
         ]
 
@@ -291,7 +291,8 @@ def pooling_output(
     pieces: Sequence[EngineRequest], delta: EngineDelta
 ) -> PoolingRequestOutput[PoolingOutput]:
     """The output of an input that was computed in these pieces and ended so."""
-    return _output(_as_one(pieces), delta, PoolingOutput(_vector(delta)))
+    request = _as_one(pieces)
+    return _output(request, delta, PoolingOutput(_vector(delta), _named(request, delta)))
 
 
 def _as_one(pieces: Sequence[EngineRequest]) -> EngineRequest:

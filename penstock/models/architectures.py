@@ -173,6 +173,12 @@ ENCODERS: dict[str, Architecture] = {
         ("xlm_roberta",),
     ),
     **_encoder(
+        "JinaEmbeddingsV3",
+        "bert:JinaEmbeddingsV3Model",
+        "jina-embeddings-v3-hf, as transformers saves it",
+        ("jina_v3",),
+    ),
+    **_encoder(
         "DistilBert", "bert:DistilBertModel", "DistilBERT; multi-qa-distilbert", ("distilbert",)
     ),
     **_encoder(

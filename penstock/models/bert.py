@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from penstock.models.config import read_int
-from penstock.models.encoder import EncoderHead, EncoderModel
+from penstock.models.encoder import EncoderHead, EncoderLayer, EncoderMLP, EncoderModel
 from penstock.protocol.errors import ModelError
 
 
@@ -50,6 +50,34 @@ class RobertaModel(BertModel):
     def head_names(self) -> Mapping[str, str]:
         by_token = self.classifier is not None and self.classifier.pooling == "ALL"
         return super().head_names() if by_token else {}
+
+
+class JinaEmbeddingsV3Model(RobertaModel):
+    """XLM-RoBERTa with rotary positions; no adapters, as transformers has it."""
+
+    renamed = {
+        r"^encoder\.layers\.": "layers.",
+        r"^emb_ln\.": "embeddings.LayerNorm.",
+        r"\.mixer\.Wqkv\.": ".self_attn.qkv_proj.",
+        r"\.mixer\.out_proj\.": ".self_attn.o_proj.",
+        r"\.mlp\.fc1\.": ".mlp.up_proj.",
+        r"\.mlp\.fc2\.": ".mlp.down_proj.",
+        r"\.norm1\.": ".post_attention_layernorm.",
+        r"\.norm2\.": ".post_mlp_layernorm.",
+    }
+
+    @classmethod
+    def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "rope_theta": 20_000.0, **raw}
+
+    def num_positions(self) -> int:
+        return 0
+
+    def layer(self, index: int) -> EncoderLayer:
+        attention = self.attention(index, rotary=self.rotary(self.config.raw))
+        return EncoderLayer(
+            attention, EncoderMLP(self.build, self.config), self.norm(), self.norm()
+        )
 
 
 class DistilBertModel(EncoderModel):

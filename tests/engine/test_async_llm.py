@@ -77,6 +77,8 @@ def test_vectors_are_those_of_the_offline_engine(model: str) -> None:
             for ours, theirs in zip(found, expected, strict=True):
                 assert ours.prompt_token_ids == theirs.prompt_token_ids
                 np.testing.assert_allclose(ours.outputs.data, theirs.outputs.data, atol=1e-6)
+            named = await llm.encode(PROMPTS[0], PoolingParams(vectors=["dense"]))
+            assert list(named.outputs.vectors) == ["dense"]
             with pytest.raises(InputError, match="dimensions"):
                 await llm.encode(PROMPTS[0], PoolingParams(dimensions=3))
             aborted = asyncio.ensure_future(llm.encode(PROMPTS[0], request_id="mine"))
