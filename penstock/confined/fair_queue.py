@@ -36,6 +36,10 @@ class FairQueue(Generic[T]):
         self._size += 1
         return None
 
+    def next_tenant(self) -> str | None:
+        """The tenant whose turn it is, or None."""
+        return next(iter(self._by_tenant), None)
+
     def pop(self) -> T | None:
         """Remove and return the next item of the tenant whose turn it is, or None."""
         if not self._by_tenant:

@@ -2,8 +2,9 @@
 
 A process starts when there is a job for it and ends when it is idle. A job that has used more than
 a quantum of CPU time is *slow*: its process gets a low priority and is replaced afterwards. A slow
-job is put off while jobs wait that are not slow yet. One slow job at a time is never put off, so
-that every job reaches its end or its limit.
+job is put off while jobs wait that are not slow yet, but never for a tenant that has as many jobs
+running as its own. One slow job at a time is never put off, so that every job reaches its end or
+its limit.
 
 If a process dies or stalls, its job is retried once in another process.
 """
@@ -197,10 +198,15 @@ class ConfinedPool:
                 self._num_idle -= 1
 
     def _next(self) -> Job | None:
-        """New jobs first, except that one slow job must always run if there is one."""
-        if len(self._put_off) and not any(each.is_slow for each in self._workers):
+        """New jobs first, unless no slow job runs or a put-off job's tenant has fewer running."""
+        if (late := self._put_off.next_tenant()) is None:
+            return self._queue.pop()
+        new = self._queue.next_tenant()
+        num_running = Counter(each.job.tenant for each in self._workers if each.job is not None)
+        has_slow = any(each.is_slow for each in self._workers)
+        if new is None or not has_slow or num_running[late] < num_running[new]:
             return self._put_off.pop()
-        return self._queue.pop() or self._put_off.pop()
+        return self._queue.pop()
 
     def _run(self, worker: _Worker, job: Job) -> None:
         try:
@@ -320,16 +326,28 @@ class ConfinedPool:
             worker.kill("abandoned")
 
     def _make_room(self, running: list[tuple[_Worker, Job]]) -> None:
-        """Put off a slow job of the tenant with the most slow jobs. The oldest one stays."""
+        """Put off a slow job for the next queued one: of its own tenant, or of one with more jobs.
+
+        The tenant with the most slow jobs loses one. The oldest slow job stays.
+        """
         slow = sorted(
             ((worker, job) for worker, job in running if worker.is_slow),
             key=lambda pair: pair[0].started,
         )
         if len(slow) < 2 or any(worker.killed_for for worker, _ in running):
             return  # a killed process makes room soon
-        num_by_tenant = Counter(job.tenant for _, job in slow)
-        worker, _ = max(slow[1:], key=lambda pair: (num_by_tenant[pair[1].tenant], pair[0].started))
-        worker.kill("put off")
+        new = self._queue.next_tenant()
+        assert new is not None, "room is made for a queued job"
+        num_running = Counter(job.tenant for _, job in running)
+        may_go = [
+            (worker, job)
+            for worker, job in slow[1:]
+            if job.tenant == new or num_running[job.tenant] > num_running[new]
+        ]
+        if may_go:
+            num_slow = Counter(job.tenant for _, job in slow)
+            worker, _ = max(may_go, key=lambda pair: (num_slow[pair[1].tenant], pair[0].started))
+            worker.kill("put off")
 
 
 def _fail(job: Job, error: Exception) -> None:

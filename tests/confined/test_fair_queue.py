@@ -17,9 +17,11 @@ def test_tenants_take_turns() -> None:
     queue: FairQueue[Item] = FairQueue(10)
     for tenant, number in [("a", 1), ("a", 2), ("a", 3), ("b", 1)]:
         queue.push(tenant, Item(tenant, number))
+    assert queue.next_tenant() == "a"
     order = [queue.pop() for _ in range(4)]
     assert [(i.tenant, i.number) for i in order if i] == [("a", 1), ("b", 1), ("a", 2), ("a", 3)]
     assert queue.pop() is None
+    assert queue.next_tenant() is None
 
 
 def test_who_has_most_gives_way_when_it_is_full() -> None:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, wait
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,22 @@ def test_a_quick_job_never_waits_behind_slow_ones(make_pool: MakePool, tmp_path:
     assert not any(job.future.done() for job in slow)
     end.touch()
     assert [job.result() for job in slow] == [b"done"] * 6  # each gets to its end
+
+
+def test_a_slow_job_is_not_put_off_for_another_tenants_backlog(
+    make_pool: MakePool, tmp_path: Path
+) -> None:
+    """However many jobs the other tenant goes on to send."""
+    pool = make_pool(quantum_s=0.05)
+    end = tmp_path / "end"
+    endless = f"spin {end}".encode()
+    for _ in range(8):
+        pool.submit(endless, "greedy")
+    modest = pool.submit(b"count 20000000", "modest")
+    while not modest.future.done():
+        pool.submit(endless, "greedy")
+        wait([modest.future], timeout=0.02)
+    assert modest.result() == b"done"
 
 
 def test_slow_jobs_come_to_their_limit_one_after_the_other(make_pool: MakePool) -> None:
