@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 # confined process releases its slot.
 NUM_TEXT_SLOTS = 4
 NUM_TEXT_THREADS = 160
-# Requests above this size have separate slots: millions of characters take seconds.
-LARGE_BODY_BYTES = 256 * 1024
+# Requests above this size are parsed in threads and have separate slots: thousands of items take
+# tens of milliseconds, millions of characters take seconds.
+LARGE_BODY_BYTES = 32 * 1024
 NUM_LARGE_SLOTS = 2
 MAX_COUNTED_TOKENS = 2**20  # in a text that is only tokenized or counted
 MAX_FIELDS_BYTES = 64 * 1024 * 1024  # of all completions of a request, without their prompts
