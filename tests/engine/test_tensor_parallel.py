@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,15 @@ class InterruptedSocket:
         return getattr(self._end, name)
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_an_interrupt_repeats_nothing_that_was_sent(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "llama")
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:

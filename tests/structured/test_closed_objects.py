@@ -165,7 +165,10 @@ def test_what_is_closed_takes_less_and_not_nothing(root: Schema, one: Schema, tw
     schema = {"$defs": {"one": one, "two": two}, "allOf": [root]}
     try:
         before = taken(schema)
-    except RecursionError:  # it is a definition of itself
+    except BaseException as error:  # it is a definition of itself
+        # Where the stack ends inside of rpds, that panics instead.
+        if not isinstance(error, RecursionError) and type(error).__name__ != "PanicException":
+            raise
         return
     after = taken(closed(schema))
     assert all(value in before for value in after)
