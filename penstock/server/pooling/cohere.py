@@ -21,11 +21,12 @@ from penstock.protocol.request import EngineRequest
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.replies import json_response, unless_gone
 from penstock.server.pooling.embeddings import ERRORS
+from penstock.server.pooling.inputs import prepare_with
 from penstock.server.pooling.protocol import CohereEmbeddings, CohereEmbedRequest
 from penstock.server.pooling.run import pool_all
 from penstock.server.pooling.vectors import as_bytes, vector_of
 from penstock.server.service import Service
-from penstock.text.pooling import PoolingPrompt, Truncation, pooling_info, prepare_pieces
+from penstock.text.pooling import Truncation, pooling_info
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
@@ -63,17 +64,7 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
     truncation = Truncation(
         None if body.truncate == "NONE" else -1, "last" if body.truncate == "START" else "first"
     )
-
-    def prepare(prompt: PoolingPrompt) -> list[EngineRequest]:
-        return prepare_pieces(
-            service.frontend,
-            service.engine_id(request_id),
-            prompt,
-            params,
-            truncation=truncation,
-            priority=body.priority or 0,
-            field="texts",
-        )
+    prepare = prepare_with(service, request_id, params, truncation, "texts", priority=body.priority)
 
     async def work() -> bytes:
         requests, deltas = await pool_all(service, prepare, texts, params)

@@ -37,15 +37,18 @@ def read_inputs(body: InputBody, field: str = "input") -> Sequence[PoolingPrompt
     return items
 
 
-def input_prepare(
-    service: Service, body: InputBody, params: PoolingParams, request_id: str
+def prepare_with(
+    service: Service,
+    request_id: str,
+    params: PoolingParams,
+    truncation: Truncation,
+    field: str,
+    *,
+    priority: int | None,
+    cache_salt: str | None = None,
+    add_special_tokens: bool = True,
 ) -> Prepare:
-    """Return a function that converts one input to engine requests."""
-    side: Literal["first", "last"] = "last" if body.truncation_side == "left" else "first"
-    truncation = Truncation(body.truncate_prompt_tokens, side)
-    is_chat = body.messages is not None
-    special = body.add_special_tokens
-    special = (not is_chat) if special is None else special
+    """Return a function that converts one prompt to engine requests with these options."""
 
     def prepare(prompt: PoolingPrompt) -> list[EngineRequest]:
         return prepare_pieces(
@@ -54,13 +57,33 @@ def input_prepare(
             prompt,
             params,
             truncation=truncation,
-            add_special_tokens=special,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            field="messages" if is_chat else "input",
+            add_special_tokens=add_special_tokens,
+            priority=priority or 0,
+            cache_salt=cache_salt,
+            field=field,
         )
 
     return prepare
+
+
+def input_prepare(
+    service: Service, body: InputBody, params: PoolingParams, request_id: str
+) -> Prepare:
+    """Return a function that converts one input to engine requests."""
+    side: Literal["first", "last"] = "last" if body.truncation_side == "left" else "first"
+    truncation = Truncation(body.truncate_prompt_tokens, side)
+    is_chat = body.messages is not None
+    special = body.add_special_tokens
+    return prepare_with(
+        service,
+        request_id,
+        params,
+        truncation,
+        "messages" if is_chat else "input",
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        add_special_tokens=(not is_chat) if special is None else special,
+    )
 
 
 def render_messages(service: Service, body: InputBody) -> str:
@@ -85,17 +108,12 @@ def pair_prepare(
     truncation = Truncation(
         body.truncate_prompt_tokens, "first", body.max_tokens_per_query, body.max_tokens_per_doc
     )
-
-    def prepare(prompt: PoolingPrompt) -> list[EngineRequest]:
-        return prepare_pieces(
-            service.frontend,
-            service.engine_id(request_id),
-            prompt,
-            params,
-            truncation=truncation,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt,
-            field=field,
-        )
-
-    return prepare
+    return prepare_with(
+        service,
+        request_id,
+        params,
+        truncation,
+        field,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+    )
