@@ -82,16 +82,23 @@ class HangWatch:
 class EngineHandle:
     """Starts one engine process. Each engine process has its own handle.
 
-    So messages of different engines cannot be confused. `on_outputs` gets all outputs in order. It
-    is never called after `death` is done.
+    So messages of different engines cannot be confused. `on_ready` is called once the model is
+    loaded, before `on_outputs`, which gets all outputs in order. Neither is called after `death`
+    is done.
     """
 
-    def __init__(self, on_outputs: Callable[[Outputs], None], hang_watch: HangWatch) -> None:
+    def __init__(
+        self,
+        on_ready: Callable[[EngineInfo], None],
+        on_outputs: Callable[[Outputs], None],
+        hang_watch: HangWatch,
+    ) -> None:
         """Start the process. It imports its modules in the background.
 
         Raises OSError if the system has no process, memory or file descriptor left.
         """
         self.info: EngineInfo | None = None
+        self._on_ready = on_ready
         self._on_outputs = on_outputs
         self._hang_watch = hang_watch
         self._hang: str | None = None
@@ -206,6 +213,7 @@ class EngineHandle:
         elif isinstance(answer, messages.Ready):
             self.info, self._ready_at = answer.info, time.monotonic()
             self._ready.set_result(None)
+            self._on_ready(answer.info)
         else:
             self._failure = answer
 

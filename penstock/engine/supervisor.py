@@ -122,8 +122,8 @@ class Quarantine:
 class Supervisor:
     """Runs one engine at a time.
 
-    `on_outputs` gets the current engine's outputs. `on_death` decides what a death means.
-    `on_ready` is called when an engine is ready, `on_loss` when it will not be restarted.
+    `on_ready` is called when an engine is ready, before its first outputs go to `on_outputs`.
+    `on_death` decides what a death means. `on_loss` is called when it will not be restarted.
 
     A spare process stands by while an engine runs. It has imported all modules and waits for a
     model to load. Importing takes longer than loading a small model.
@@ -150,7 +150,7 @@ class Supervisor:
 
     def _start_engine(self) -> EngineHandle:
         watch = HangWatch(self._config.engine_heartbeat_timeout_s, self._config.step_timeout_s)
-        return EngineHandle(self._on_outputs, watch)
+        return EngineHandle(self._on_ready, self._on_outputs, watch)
 
     @property
     def num_failures(self) -> int:
@@ -168,7 +168,6 @@ class Supervisor:
         # A restarted engine must serve the same max_model_len.
         model = dataclasses.replace(config.model, max_model_len=info.limits.max_model_len)
         config = dataclasses.replace(config, model=model)
-        self._on_ready(info)
         self._running = asyncio.ensure_future(self._run(config))
         self._running.add_done_callback(self._on_end)
         return info
@@ -192,9 +191,7 @@ class Supervisor:
             self.engine = self._take_spare() or self._start_engine()
         except OSError as error:  # no process, memory or file descriptor left
             return Death(f"it cannot be started: {error}", None, frozenset(), None)
-        info = await self.engine.load(config)
-        if info is not None:
-            self._on_ready(info)
+        await self.engine.load(config)
         return await self._death_of_engine(0.0)
 
     async def _death_of_engine(self, spare_delay_s: float) -> Death:

@@ -303,9 +303,31 @@ async def test_an_engine_that_is_no_longer_listened_to_is_killed() -> None:
         def _take(self, frame: bytes) -> None:
             raise ValueError("a bug in whoever takes outputs in")
 
-    engine = Deaf(lambda outputs: None, HangWatch(60, 60))
+    engine = Deaf(lambda info: None, lambda outputs: None, HangWatch(60, 60))
     death = await asyncio.wait_for(engine.died(), 60)
     assert death.how == "signal 9"
+
+
+@on_a_loop
+async def test_an_engine_is_ready_before_the_outputs_that_came_with_that_message() -> None:
+    """A new engine's counters start at zero. `on_ready` tells that, so it must come first."""
+    seen: list[str] = []
+    ready = messages.Ready(INFO)
+    frames = [messages.encode(message) for message in (ready, Outputs())]
+
+    class Waiting(EngineHandle):
+        def _next_frame(self) -> bytes | None:
+            return frames.pop(0) if frames else None
+
+    engine = Waiting(
+        lambda info: seen.append("ready"),
+        lambda outputs: seen.append("outputs"),
+        HangWatch(60, 60),
+    )
+    engine._receive()
+    engine.kill()
+    await asyncio.wait_for(engine.died(), 60)
+    assert seen == ["ready", "outputs"]
 
 
 @on_a_loop
