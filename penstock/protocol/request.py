@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.protocol.adapter import Adapter
 from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.sampling import SamplingParams
 
@@ -47,6 +48,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     thinking: ThinkingFormat | None = None  # with params.thinking_token_budget
     num_unpooled: int = 0  # tokens at the beginning that a mean leaves out
     second_segment: int | None = None  # where the second text of a pair begins, if that counts
+    adapter: Adapter | None = None  # None: the base model
 
     @property
     def is_new(self) -> bool:

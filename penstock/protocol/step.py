@@ -6,8 +6,11 @@ import enum
 
 import msgspec
 
+from penstock.protocol.adapter import FinishedJob, Job
 from penstock.protocol.pooling import Payload, PoolingParams
 from penstock.protocol.sampling import SamplingParams
+
+NO_SLOT = -1  # the adapter slot of requests without one
 
 
 class NewRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,6 +27,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs are delivered already
     num_unpooled: int = 0  # see EngineRequest
     second_segment: int | None = None  # see EngineRequest
+    adapter_slot: int = NO_SLOT
 
     @property
     def sampling(self) -> SamplingParams:
@@ -58,6 +62,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_id: int
     scheduled: list[ScheduledRequest]
     new_requests: list[NewRequest] = []
+    jobs: list[Job] = []  # in order, before the new requests
     released_ids: list[str] = []  # finished, aborted or preempted: their rows may be reused
     masked: bool = False  # a request with a grammar samples: `StepMasks` come before the tokens
 
@@ -126,3 +131,4 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     results: list[RequestResult] = []
     failure: StepFailure | None = None  # nothing of the step counts
     metrics: dict[str, int] = {}  # what the worker counted since the last step: by counter
+    finished_jobs: list[FinishedJob] = []  # that ran beside the steps

@@ -1,0 +1,42 @@
+"""Adapters: how a request names a LoRA adapter, and what workers do with one."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter. Its digest covers its content: other weights are another adapter."""
+
+    name: str  # under which clients ask for it
+    digest: str
+    path: str  # a folder of PEFT's or a GGUF file, readable by all workers
+
+
+class FetchAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Begin to load an adapter into host memory, beside the steps. Ends as a `FinishedJob`."""
+
+    adapter: Adapter
+
+
+class PlaceAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Copy an adapter from host memory into a device slot, before the step."""
+
+    digest: str
+    slot: int
+
+
+class DropAdapter(msgspec.Struct, frozen=True, tag=True):
+    """Free an adapter's host memory. Its device slots stay valid."""
+
+    digest: str
+
+
+Job = FetchAdapter | PlaceAdapter | DropAdapter
+
+
+class FinishedJob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A job that ran beside the steps has ended."""
+
+    digest: str
+    error: str | None = None  # why it failed, for the client
