@@ -10,6 +10,7 @@ from penstock.config.engine import (
     SchedulerConfig,
     StructuredConfig,
 )
+from penstock.config.lora import LoRAConfig
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.pooling import PoolingConfig
 from penstock.config.server import ServerConfig
@@ -19,6 +20,7 @@ __all__ = [
     "ChatConfig",
     "DeviceConfig",
     "EngineConfig",
+    "LoRAConfig",
     "LoadConfig",
     "ModelConfig",
     "ObservabilityConfig",

@@ -40,7 +40,8 @@ def render() -> str:
     """The whole page as Markdown."""
     parts = [_INTRODUCTION]
     for section, options in all_options().items():
-        parts.append(f"## {section.capitalize()}\n\n{_table(options)}")
+        title = "LoRA" if section == "lora" else section.capitalize()
+        parts.append(f"## {title}\n\n{_table(options)}")
     parts.append(_SERVER + "\n" + _table(options_of(ServerConfig)))
     parts.append(_SAMPLING + "\n" + _table(sampling_options()))
     return "\n".join(parts)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
 from penstock.config.chat import ChatConfig
+from penstock.config.lora import LoRAConfig
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.options import Option, option, options_of, require
 from penstock.config.pooling import PoolingConfig
@@ -166,6 +167,7 @@ class EngineConfig:
     structured: StructuredConfig = field(default_factory=StructuredConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     def __post_init__(self) -> None:

@@ -46,6 +46,12 @@ def test_options_reach_their_sections() -> None:
     assert config.model.served_model_name == ["one"]
 
 
+def test_host_memory_holds_as_many_adapters_as_there_are_slots_or_as_many_as_asked() -> None:
+    assert EngineConfig.from_options({"max_loras": 3}).lora.num_host_adapters == 3
+    options = {"max_loras": 3, "max_cpu_loras": 200}
+    assert EngineConfig.from_options(options).lora.num_host_adapters == 200
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -55,6 +61,18 @@ def test_options_reach_their_sections() -> None:
         (
             {"dtype": "float8"},
             "dtype must be one of auto, float32, float, bfloat16, float16, half, got 'float8'",
+        ),
+        ({"max_loras": 0}, "max_loras must be at least 1, got 0"),
+        ({"max_lora_rank": 0}, "max_lora_rank must be at least 1, got 0"),
+        ({"max_lora_rank": 513}, "max_lora_rank must be at most 512, got 513"),
+        (
+            {"max_loras": 4, "max_cpu_loras": 3},
+            r"max_cpu_loras must be at least max_loras \(4\): the adapters of running requests "
+            "stay in host memory, got 3",
+        ),
+        (
+            {"lora_dtype": "int8"},
+            "lora_dtype must be one of auto, float32, bfloat16, float16, got 'int8'",
         ),
         ({"cpu_threads": 0}, "cpu_threads must be from 1 to 1024, got 0"),
         ({"cpu_threads": 10**12}, "cpu_threads must be from 1 to 1024, got 1000000000000"),
