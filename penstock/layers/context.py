@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.ops.attention import AttentionMetadata
+from penstock.ops.lora import AdapterStep
 from penstock.ops.recurrent import StateStep, state_step
 
 
@@ -24,6 +25,7 @@ class ForwardContext:
     # [max_num_seqs] int32, by slot: the position where the second text of a pair begins. None if
     # nothing is pooled.
     second_segments: torch.Tensor | None = None
+    adapters: AdapterStep | None = None  # None: no row uses an adapter
     _state_steps: dict[tuple[int, int], StateStep] = field(default_factory=dict)
 
     def state_step(self, name: str) -> StateStep:

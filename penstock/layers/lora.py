@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -33,3 +34,16 @@ class AdapterWeights:
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
     # By module of the experts, then by expert's part such as "experts.3.gate_proj".
     experts: dict[str, dict[str, PartDelta]] = field(default_factory=dict)
+
+
+class LayerSlots(Protocol):
+    """One layer's share of the adapter slots, which `runner/adapters.py` fills."""
+
+    def prepare(self, weights: AdapterWeights) -> Any:
+        """This rank's share of an adapter, for `place`; None if it does not change the layer.
+
+        Runs beside the steps, in another thread.
+        """
+
+    def place(self, slot: int, own: Any) -> None:
+        """Put what `prepare` returned into a slot, before the next step. All ranks do it."""

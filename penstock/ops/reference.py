@@ -11,6 +11,7 @@ from penstock.ops.delta_net import gated_delta_rule
 from penstock.ops.experts import experts, route
 from penstock.ops.gguf import gguf_embed, gguf_experts, gguf_linear, prepare_gguf, stack_gguf
 from penstock.ops.latent_attention import latent_attention, write_latent
+from penstock.ops.lora import lora_slots
 from penstock.ops.mamba2 import mamba2_scan
 from penstock.ops.quantized import (
     fp4_linear,
@@ -49,6 +50,7 @@ __all__ = [
     "latent_attention",
     "layer_norm",
     "linear",
+    "lora_slots",
     "mamba2_scan",
     "paged_attention",
     "prepare_gguf",
