@@ -36,6 +36,8 @@ class StepQueue:
     def launch(self, plan: StepPlan) -> None:
         step = _QueuedStep(plan, failure=StepFailure.SKIPPED if self._has_failed else None)
         self._steps.append(step)
+        if step.failure is not None:
+            self._runner.run_jobs(plan.jobs)
         self._run(step, self._launch)
 
     def sample(self, masks: StepMasks | None) -> None:
@@ -61,6 +63,8 @@ class StepQueue:
         try:
             part(step)
         except Exception as error:
+            if isinstance(error, EngineDeadError):
+                raise
             if isinstance(error, torch.AcceleratorError):  # all later calls fail, too
                 raise EngineDeadError(f"the device failed: {error}") from error
             logger.exception("Step %d failed", step.plan.step_id)

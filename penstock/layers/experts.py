@@ -270,6 +270,8 @@ class _Expert(nn.Module):
             build, config.hidden_size, {"gate_proj": size, "up_proj": size}, config.bias
         )
         self.down_proj = row_linear(build, size, config.hidden_size, config.bias)
+        for layer in (self.gate_up_proj, self.down_proj):
+            layer.takes_adapters = False  # they see only the rows of their expert
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate_up, down = self.gate_up_proj, self.down_proj

@@ -65,6 +65,7 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(build, config.kv_rank, NORM_EPS)
         up_size = config.num_heads * (config.nope_dim + config.value_dim)
         self.kv_b_proj = column_linear(build, config.kv_rank, {"": up_size})
+        self.kv_b_proj.takes_adapters = False  # the op multiplies with its matrix
         self.o_proj = row_linear(
             build, config.num_heads * config.value_dim, config.hidden_size, config.bias
         )
@@ -87,6 +88,7 @@ class LatentAttention(nn.Module):
             [*packed.parts.values()],
         )
         dense.weight.copy_(packed(identity).t())
+        dense.takes_adapters = False
         self.kv_b_proj = dense
 
     def forward(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:

@@ -60,15 +60,29 @@ class Linear(MatrixLayer):
         self.full_in_features = in_features
         self.parts = {part.name: part for part in parts}
         self.adapter: LinearAdapter | None = None
+        self.takes_adapters = True  # False: the matrix is also used other than by `forward`
         self.bias = build.empty(self.out_features) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # With split input, the bias must enter the sum over ranks only once.
-        bias = self.bias if not self.split_input or self.build.tp.rank == 0 else None
-        output = self.method.apply(self, x, bias)
+        output = self.method.apply(self, x, self.own_bias)
         if self.adapter is not None:
             output = self.adapter(x, output)
         return self.build.tp.all_reduce(output) if self.split_input else output
+
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The bias that this rank adds. With split input, it must enter the sum only once."""
+        return self.bias if not self.split_input or self.build.tp.rank == 0 else None
+
+    def shard_of(self, part: str) -> tuple[slice, slice]:
+        """This rank's rows and columns of a part."""
+        rank, rows = self.build.tp.rank, self.part_rows[part]
+        first_row = rank * self.parts[part].num_shards // self.build.tp.size * rows
+        first_column = rank * self.in_features if self.split_input else 0
+        return (
+            slice(first_row, first_row + rows),
+            slice(first_column, first_column + self.in_features),
+        )
 
     def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
         shapes: dict[tuple[str, str], Shape | Expected] = {}
@@ -81,17 +95,15 @@ class Linear(MatrixLayer):
         return shapes
 
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        rank, rows = self.build.tp.rank, self.part_rows[part]
-        first_row = rank * self.parts[part].num_shards // self.build.tp.size * rows
+        rows, columns = self.shard_of(part)
         if parameter == "bias":
-            own = take_rows(tensor, first_row, first_row + rows)
+            own = take_rows(tensor, rows.start, rows.stop)
             assert self.bias is not None
             assert not isinstance(own, BlockTensor)
             self.rows_of(self.bias, part).copy_(own)
             return
         shape = (self.parts[part].out_features, self.full_in_features)
-        first_column = rank * self.in_features if self.split_input else 0
-        shard = Shard(shape, first_row, rows, first_column, self.in_features)
+        shard = Shard(shape, rows.start, self.part_rows[part], columns.start, self.in_features)
         self.method.load(self, part, parameter, tensor, shard)
 
 

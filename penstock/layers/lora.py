@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+
+from penstock.layers.context import current_context
+from penstock.layers.linear import Linear
+from penstock.ops.lora import PartUpdate
 
 
 @dataclass(frozen=True)
@@ -47,3 +53,116 @@ class LayerSlots(Protocol):
 
     def place(self, slot: int, own: Any) -> None:
         """Put what `prepare` returned into a slot, before the next step. All ranks do it."""
+
+
+def make_slots(
+    model: nn.Module, num_slots: int, max_rank: int, dtype: torch.dtype, without: Iterable[str] = ()
+) -> dict[str, LayerSlots]:
+    """Give every layer that adapters can change its slots. Returns them by the module's name.
+
+    Modules whose names begin with a prefix in `without` get none.
+    """
+    slots: dict[str, LayerSlots] = {}
+    prefixes = tuple(without)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.takes_adapters and not name.startswith(prefixes):
+            module.adapter = slots[name] = LinearSlots(name, module, num_slots, max_rank, dtype)
+    return slots
+
+
+@dataclass(frozen=True)
+class _OwnPart:
+    """This rank's share of a `PartDelta`, on the host."""
+
+    a: torch.Tensor  # [rank, in_features]
+    b: torch.Tensor  # [rank, out_features]
+    magnitude: torch.Tensor | None
+    squared_norms: torch.Tensor | None  # [out_features]: of the rows of W + b a in these columns
+    bias: torch.Tensor | None
+
+
+class LinearSlots:
+    """The adapters of a linear layer (`Linear.adapter`)."""
+
+    def __init__(
+        self, name: str, layer: Linear, num_slots: int, max_rank: int, dtype: torch.dtype
+    ) -> None:
+        build = layer.build
+        self.name = name
+        self.layer = layer
+        self.dtype = dtype
+        self.is_pinned = build.device.type == "cuda"
+        self.slots = build.ops.lora_slots(
+            num_slots, layer.in_features, [*layer.part_rows.values()], max_rank, dtype, build.device
+        )
+
+    def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        step = current_context().adapters
+        if step is None:
+            return output
+        changed: torch.Tensor = self.slots.add(x, output, step)
+        return changed
+
+    def prepare(self, weights: AdapterWeights) -> list[_OwnPart | None] | None:
+        deltas = [weights.linear.get((self.name, part)) for part in self.layer.part_rows]
+        if not any(deltas):
+            return None
+        parts = zip(self.layer.part_rows, deltas, strict=True)
+        return [None if delta is None else self._own(part, delta) for part, delta in parts]
+
+    def place(self, slot: int, own: list[_OwnPart | None] | None) -> None:
+        if own is None:
+            self.slots.place(slot, ())
+            return
+        parts = zip(self.layer.part_rows, own, strict=True)
+        updates = [None if share is None else self._update(part, share) for part, share in parts]
+        self.slots.place(slot, updates)
+
+    def _own(self, part: str, delta: PartDelta) -> _OwnPart:
+        layer = self.layer
+        rows, columns = layer.shard_of(part)
+        magnitude = squared_norms = None
+        if delta.magnitude is not None:
+            magnitude = delta.magnitude[rows].float().clone()
+            a, b = delta.a[:, columns].float(), delta.b[rows].float()
+            base = layer.method.floats(layer, part)
+            update = b.to(base.device) @ a.to(base.device)
+            squared_norms = update.add_(base).square_().sum(1).cpu()
+        # With split input, a bias must enter the sum over ranks only once.
+        has_bias = delta.bias is not None and (not layer.split_input or layer.build.tp.rank == 0)
+        return _OwnPart(
+            self._copy(delta.a[:, columns]),
+            self._copy(delta.b[rows].T),
+            magnitude,
+            squared_norms,
+            delta.bias[rows].float().clone() if has_bias and delta.bias is not None else None,
+        )
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Contiguous, and independent of the file that the tensor may be mapped from."""
+        own = torch.empty(tensor.shape, dtype=self.dtype, pin_memory=self.is_pinned)
+        return own.copy_(tensor)
+
+    def _update(self, part: str, own: _OwnPart) -> PartUpdate:
+        layer = self.layer
+        multiplier, shift = None, own.bias
+        if own.magnitude is not None:
+            assert own.squared_norms is not None
+            device = layer.build.device
+            norms = own.squared_norms.to(device, copy=True)
+            if layer.split_input:
+                norms = layer.build.tp.all_reduce(norms)
+            multiplier = own.magnitude.to(device) / norms.sqrt()
+            bias = layer.own_bias
+            if bias is not None:  # it is in the output already, and must not be multiplied
+                kept = layer.rows_of(bias, part).float() * (1 - multiplier)
+                shift = kept if shift is None else kept + shift.to(device)
+        return PartUpdate(own.a, own.b, multiplier, shift)
+
+
+def is_hooked(layer: Linear) -> bool:
+    """Whether something changes or observes the layer's output in this step."""
+    adapter = layer.adapter
+    if isinstance(adapter, LinearSlots):
+        return current_context().adapters is not None
+    return adapter is not None

@@ -70,3 +70,6 @@ class NativeMethod(LinearMethod):
     def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
         (matrix,) = layer.native.parts.values()
         return matrix.embed(rows)
+
+    def floats(self, layer: MatrixLayer, part: str) -> torch.Tensor:
+        return layer.native.parts[part].embed(torch.arange(layer.part_rows[part]))

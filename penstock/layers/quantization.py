@@ -16,6 +16,7 @@ from penstock.protocol.errors import ModelError
 if TYPE_CHECKING:
     from penstock.layers.matrix import MatrixLayer
 
+FLOATS_COLUMNS = 256  # that are converted to floats at once
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -107,6 +108,18 @@ class LinearMethod:
         """Rows [n] of a matrix with one part -> [n, in]."""
         raise NotImplementedError
 
+    def floats(self, layer: MatrixLayer, part: str) -> torch.Tensor:
+        """A part's weights [out, in] in float32, as `apply` multiplies with them."""
+        build, columns = layer.build, layer.in_features
+        rows = torch.empty(columns, layer.part_rows[part], dtype=torch.float32, device=build.device)
+        identity = torch.zeros(FLOATS_COLUMNS, columns, dtype=build.dtype, device=build.device)
+        for first in range(0, columns, FLOATS_COLUMNS):
+            count = min(FLOATS_COLUMNS, columns - first)
+            identity.zero_()[:, first:].fill_diagonal_(1.0)
+            output = self.apply(layer, identity[:count], None)
+            rows[first : first + count] = layer.rows_of(output.T, part).T
+        return rows.T
+
 
 class DenseMethod(LinearMethod):
     """Plain floating-point weights, fused into one matrix."""
@@ -133,6 +146,9 @@ class DenseMethod(LinearMethod):
     def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
         embedded: torch.Tensor = layer.build.ops.embed(rows, layer.weight)
         return embedded
+
+    def floats(self, layer: MatrixLayer, part: str) -> torch.Tensor:
+        return layer.rows_of(layer.weight, part).float()
 
 
 class DeferredQuantization(LinearMethod):

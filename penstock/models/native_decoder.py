@@ -14,6 +14,7 @@ from torch import nn
 from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.context import current_context
 from penstock.layers.linear import Linear
+from penstock.layers.lora import is_hooked
 from penstock.layers.native import NativeMethod
 from penstock.layers.norm import RMSNorm
 from penstock.models.decoder import DecoderLayer
@@ -113,7 +114,7 @@ class NativeDecoderLayer:
 
     def applies(self) -> bool:
         """Whether no adapter hooks into the layer's parts now."""
-        return all(linear.adapter is None for linear in self._linears)
+        return not any(is_hooked(linear) for linear in self._linears)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles

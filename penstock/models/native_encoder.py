@@ -10,6 +10,7 @@ from torch import nn
 from penstock.layers.blocks import Angles, RotaryAttention
 from penstock.layers.context import current_context
 from penstock.layers.linear import Linear
+from penstock.layers.lora import is_hooked
 from penstock.layers.native import NativeMethod
 from penstock.layers.norm import LayerNorm
 from penstock.models.encoder import EncoderLayer
@@ -96,7 +97,7 @@ class NativeEncoderLayer:
 
     def applies(self) -> bool:
         """Whether no adapter hooks into the layer's parts now."""
-        return all(linear.adapter is None for linear in self._linears)
+        return not any(is_hooked(linear) for linear in self._linears)
 
     def __call__(self, x: torch.Tensor, angles: Angles | None) -> torch.Tensor:
         """Like the layer's forward. x [n, hidden] is changed in place."""

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from penstock.ops.attention import AttentionMetadata, HostLens
+from penstock.ops.lora import AdapterStep, adapter_step
 from penstock.ops.triton import inputs
 from penstock.protocol.kv import AttentionSpec
 from penstock.runner.forward import ForwardInputs, StepBatch
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout
 from penstock.runner.sampler import SamplingRows
-from penstock.runner.tables import RequestTables
+from penstock.runner.tables import IntArray, RequestTables
 
 WHOLE = 2**30  # a block size that no sequence exceeds
 
@@ -30,6 +31,7 @@ class Bucket:
     num_rows: int
     num_requests: int
     decode: bool  # every request computes one token
+    adapters: bool = False  # some rows may have an adapter
 
 
 class StepBuffers:
@@ -41,6 +43,7 @@ class StepBuffers:
         memory: KVMemory,
         max_num_batched_tokens: int,
         num_drafts: int = 0,
+        num_adapter_slots: int = 0,
     ) -> None:
         self.tables = tables
         self.memory = memory
@@ -77,12 +80,19 @@ class StepBuffers:
         self.sample_slots, self.sample_positions = torch.zeros(
             2, len(self.logits_rows), dtype=torch.int64, device=device
         )
+        # What an `AdapterStep` consists of: starts, slots, rows.
+        self.num_adapter_slots = num_adapter_slots
+        self._adapter_sections = np.cumsum([num_adapter_slots + 1, rows, rows]).tolist()
+        size = self._adapter_sections[-1] if num_adapter_slots else 0
+        self.adapters = torch.zeros(size, dtype=torch.int32, device=device)
 
     def null_step(self) -> None:
         """Describe a step that consists of padding only."""
         self.packed.zero_()
         self.slots.fill_(-1)
         self.logits_rows.fill_(-1)
+        self.adapters.fill_(-1)
+        self.adapters[: self._adapter_sections[0]] = 0
 
     def fill(self, bucket: Bucket) -> None:
         """Lay out the step that `packed` describes, and count its tokens as computed."""
@@ -147,8 +157,18 @@ class StepBuffers:
             )
         ]
         rows = bucket.num_rows
-        context = self.memory.context(attention, query_starts, self.token_slots[:rows])
+        adapters = self._adapter_step(rows) if bucket.adapters else None
+        context = self.memory.context(attention, query_starts, self.token_slots[:rows], adapters)
         return ForwardInputs(self.token_ids[:rows], self.positions[:rows], context)
+
+    def _adapter_step(self, num_rows: int) -> AdapterStep:
+        """The adapters of a bucket with so many rows."""
+        slots, rows, _ = self._adapter_sections
+        return AdapterStep(
+            slots=self.adapters[slots : slots + num_rows],
+            rows=self.adapters[rows : rows + num_rows],
+            starts=self.adapters[:slots],
+        )
 
     def batch(self, layout: StepLayout) -> StepBatch:
         """The tensors of a layout: views of the buffers, without padding.
@@ -156,7 +176,7 @@ class StepBuffers:
         Their contents are valid after `send` and `fill`.
         """
         num_logits = len(layout.logits_rows)
-        exact = Bucket(layout.num_rows, len(layout.requests), decode=False)
+        exact = exact_bucket(layout)
         return StepBatch(
             layout,
             self.inputs(
@@ -178,6 +198,8 @@ class StepBuffers:
 
     def send(self, layout: StepLayout) -> None:
         """Copy the host's decisions to the device without waiting."""
+        if layout.adapter_slots is not None:
+            self._send_adapters(layout.adapter_slots)
         staged = torch.empty(self._sections[-1], dtype=torch.int32, pin_memory=self.packed.is_cuda)
         view = staged.numpy()
         decided = (layout.starts, layout.slots, layout.logits_rows)
@@ -187,3 +209,24 @@ class StepBuffers:
             section[: len(values)] = values
             section[len(values) :] = rest
         self.packed.copy_(staged, non_blocking=True)
+
+    def _send_adapters(self, slots: IntArray) -> None:
+        """Copy the `AdapterStep` of these rows. The rows of padding have no slot."""
+        step = adapter_step(slots, self.num_adapter_slots)
+        staged = torch.empty(
+            len(self.adapters), dtype=torch.int32, pin_memory=self.adapters.is_cuda
+        )
+        staged.fill_(-1)
+        first = 0
+        for part, end in zip(
+            (step.starts, step.slots, step.rows), self._adapter_sections, strict=True
+        ):
+            staged[first : first + len(part)] = part
+            first = end
+        self.adapters.copy_(staged, non_blocking=True)
+
+
+def exact_bucket(layout: StepLayout) -> Bucket:
+    """The bucket of a step without padding."""
+    has_adapters = layout.adapter_slots is not None
+    return Bucket(layout.num_rows, len(layout.requests), decode=False, adapters=has_adapters)

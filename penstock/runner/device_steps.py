@@ -19,7 +19,7 @@ from collections import Counter
 import torch
 
 from penstock.models.base import Hidden, Model
-from penstock.runner.device_batch import Bucket, StepBuffers
+from penstock.runner.device_batch import Bucket, StepBuffers, exact_bucket
 from penstock.runner.forward import ForwardInputs, StepBatch, forward
 from penstock.runner.graphs import MIXED_SIZES, GraphPool, at_least, decode_sizes
 from penstock.runner.kv_memory import KVMemory
@@ -41,10 +41,13 @@ class DeviceSteps:
         capture_graphs: bool,
         dtype: torch.dtype,  # of the logits
         has_logits: bool = True,
+        num_adapter_slots: int = 0,
     ) -> None:
         self.model = model
         self.metrics = Counter[str]()
-        self.buffers = StepBuffers(tables, memory, max_num_batched_tokens, num_drafts)
+        self.buffers = StepBuffers(
+            tables, memory, max_num_batched_tokens, num_drafts, num_adapter_slots
+        )
         self.pool = GraphPool(capture_graphs)
         self._decode_sizes = decode_sizes(self.buffers.max_num_seqs)
         # The host decides how recurrent layers split longer queries into chunks.
@@ -63,8 +66,7 @@ class DeviceSteps:
         if bucket is None:
             self.metrics["eager_steps"] += 1
             self.buffers.send(layout)
-            exact = Bucket(layout.num_rows, len(layout.requests), decode=False)
-            hidden = self._compute(exact, batch.inputs)
+            hidden = self._compute(exact_bucket(layout), batch.inputs)
         else:
             hidden = self._run_padded(bucket, layout)
         num_logits = len(layout.logits_rows)
@@ -77,13 +79,15 @@ class DeviceSteps:
 
     def _bucket_for(self, layout: StepLayout) -> Bucket | None:
         """The smallest bucket that holds the step; None if the step runs without padding."""
+        adapters = layout.adapter_slots is not None
         if layout.is_decode:
             size = at_least(self._decode_sizes, layout.num_rows)
-            return None if size is None else Bucket(size, size, decode=True)
+            return None if size is None else Bucket(size, size, decode=True, adapters=adapters)
         size = at_least(self._mixed_sizes, layout.num_rows)
         if size is None:
             return None
-        return Bucket(size, min(size, self.buffers.max_num_seqs), decode=False)
+        num_requests = min(size, self.buffers.max_num_seqs)
+        return Bucket(size, num_requests, decode=False, adapters=adapters)
 
     def _run_padded(self, bucket: Bucket, layout: StepLayout) -> Hidden:
         if bucket not in self._captured and self.pool.is_due(bucket):

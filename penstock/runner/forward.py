@@ -15,6 +15,7 @@ import torch
 from penstock.layers.context import ForwardContext, forward_context
 from penstock.models.base import Hidden, Model
 from penstock.ops.attention import AttentionMetadata
+from penstock.ops.lora import adapter_step
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout
 from penstock.runner.sampler import SamplingRows
@@ -63,10 +64,13 @@ class HostSteps:
     fraction of torch's time.
     """
 
-    def __init__(self, model: Model, tables: RequestTables, memory: KVMemory) -> None:
+    def __init__(
+        self, model: Model, tables: RequestTables, memory: KVMemory, num_adapter_slots: int = 0
+    ) -> None:
         self.model = model
         self.tables = tables
         self.memory = memory
+        self.num_adapter_slots = num_adapter_slots
         self.metrics = Counter[str]()
 
     def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
@@ -84,6 +88,9 @@ class HostSteps:
         starts = torch.from_numpy(layout.starts.astype(np.int32))
         seq_lens = torch.from_numpy(computed + counts.astype(np.int32))
         max_query_len, max_seq_len = layout.max_query_len, layout.max_seq_len
+        adapters = None
+        if layout.adapter_slots is not None:
+            adapters = adapter_step(layout.adapter_slots, self.num_adapter_slots)
         attention = []
         for group, table in zip(tables.groups, tables.block_tables, strict=True):
             size, blocks = group.block_size, table.numpy()
@@ -104,7 +111,9 @@ class HostSteps:
             ForwardInputs(
                 token_ids=torch.from_numpy(tables.token_ids.numpy()[token_slots, positions]),
                 positions=torch.from_numpy(positions),
-                context=self.memory.context(attention, starts, torch.from_numpy(token_slots)),
+                context=self.memory.context(
+                    attention, starts, torch.from_numpy(token_slots), adapters
+                ),
             ),
             logits_rows=torch.from_numpy(layout.logits_rows),
             sampling_rows=SamplingRows(

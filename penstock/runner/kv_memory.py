@@ -10,6 +10,7 @@ import torch
 
 from penstock.layers.context import ForwardContext
 from penstock.ops.attention import AttentionMetadata
+from penstock.ops.lora import AdapterStep
 from penstock.protocol.kv import (
     DTYPE_BYTES,
     AttentionSpec,
@@ -58,6 +59,7 @@ class KVMemory:
         groups: Sequence[AttentionMetadata],
         query_starts: torch.Tensor,
         token_slots: torch.Tensor,
+        adapters: AdapterStep | None = None,
     ) -> ForwardContext:
         """The context of a forward pass over these caches."""
         attention = {
@@ -71,6 +73,7 @@ class KVMemory:
             self.states,
             self._state_block_sizes,
             second_segments=self.second_segments,
+            adapters=adapters,
         )
 
 

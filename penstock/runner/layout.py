@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.protocol.step import ScheduledRequest, StepPlan
+from penstock.protocol.step import NO_SLOT, ScheduledRequest, StepPlan
 from penstock.runner.tables import IntArray, RequestTables
 
 # A step's requests are ordered: decodes, new prompts, then later chunks and drafts.
@@ -29,6 +29,7 @@ class StepLayout:
     rows_per_sample: IntArray  # logits rows of each sampling request: 1 + drafts
     logits_rows: IntArray  # [num_logits_rows]: the last rows of each sampling request
     sample_slots: IntArray  # [num_logits_rows]
+    adapter_slots: IntArray | None = None  # [num_rows]: NO_SLOT without one; None: no row has one
 
     @property
     def num_rows(self) -> int:
@@ -87,7 +88,16 @@ def lay_out(plan: StepPlan, tables: RequestTables) -> StepLayout:
         rows_per_sample=rows_per_sample,
         logits_rows=logits_rows,
         sample_slots=slots[np.repeat(sampling, rows_per_sample)],
+        adapter_slots=_adapter_slots(slots, counts, tables) if tables.num_with_adapters else None,
     )
+
+
+def _adapter_slots(slots: IntArray, counts: IntArray, tables: RequestTables) -> IntArray | None:
+    """The adapter slot of each row, or None if no row has one."""
+    by_request = tables.adapter_slots[slots]
+    if by_request.max() == NO_SLOT:
+        return None
+    return np.repeat(by_request, counts)
 
 
 def _logits_rows(

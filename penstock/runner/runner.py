@@ -10,10 +10,12 @@ import torch
 
 from penstock.models.base import Hidden, Model
 from penstock.models.pooler import Pooler
+from penstock.protocol.adapter import Job
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import NewRequest, RequestResult, StepMasks, StepPlan, StepResult
+from penstock.runner.adapters import AdapterStore
 from penstock.runner.drafter import Drafter
 from penstock.runner.forward import HostSteps, StepBatch, Steps
 from penstock.runner.generation import GenerationHead
@@ -69,6 +71,7 @@ class ModelRunner:
         dtype: torch.dtype = torch.float32,
         routed_experts: RoutedExpertsRecorder | None = None,
         pooler: Pooler | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         if drafter is not None and layout.is_recurrent:
             raise ConfigError(
@@ -77,6 +80,8 @@ class ModelRunner:
             )
         self.model = model
         self.routed_experts = routed_experts
+        self.adapters = adapters
+        num_adapter_slots = adapters.num_slots if adapters is not None else 0
         self.memory = KVMemory(layout, device)
         seqs, length = limits.max_num_seqs, limits.max_model_len
         sizes = (seqs, length, layout.groups, device, limits.num_drafts)
@@ -91,11 +96,11 @@ class ModelRunner:
             self.steps = steps = DeviceSteps(
                 model, vocab_size, self.tables, self.memory,
                 limits.max_num_batched_tokens, limits.num_drafts, capture_graphs, dtype,
-                has_logits=pooler is None,
+                has_logits=pooler is None, num_adapter_slots=num_adapter_slots,
             )  # fmt: skip
         else:
             self.tables = RequestTables(*sizes)
-            self.steps = HostSteps(model, self.tables, self.memory)
+            self.steps = HostSteps(model, self.tables, self.memory, num_adapter_slots)
         self.head: Head
         if pooler is not None:
             self.memory.second_segments = self.tables.mark_segments()
@@ -132,8 +137,9 @@ class ModelRunner:
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Wait for the step and bring its results to the host."""
+        finished = self.adapters.take_finished() if self.adapters is not None else []
         if handle.batch is None:
-            return StepResult(step_id=handle.step_id)
+            return StepResult(step_id=handle.step_id, finished_jobs=finished)
         if handle.done is not None:
             handle.done.synchronize()
         results = self.head.results(handle.output, handle.batch.layout)
@@ -143,10 +149,18 @@ class ModelRunner:
             )
         metrics = dict(self.steps.metrics)
         self.steps.metrics.clear()
-        return StepResult(step_id=handle.step_id, results=results, metrics=metrics)
+        return StepResult(
+            step_id=handle.step_id, results=results, metrics=metrics, finished_jobs=finished
+        )
+
+    def run_jobs(self, jobs: Sequence[Job]) -> None:
+        """Run a plan's jobs, which count even if its step is skipped or fails."""
+        if jobs:
+            assert self.adapters is not None, "jobs need enable_lora"
+            self.adapters.run(jobs)
 
     def reset(self) -> None:
-        """Forget every request."""
+        """Forget every request. Adapters stay."""
         self._release(self.tables.request_ids)
 
     def _release(self, request_ids: Sequence[str]) -> None:
@@ -157,6 +171,7 @@ class ModelRunner:
 
     def _apply(self, plan: StepPlan) -> None:
         self._release(plan.released_ids)
+        self.run_jobs(plan.jobs)
         for request in plan.new_requests:
             slot = self.tables.add(request)
             self.head.add(slot, request)

@@ -15,7 +15,7 @@ import torch
 
 from penstock.kvcache.groups import rules_for
 from penstock.protocol.kv import KVCacheGroup
-from penstock.protocol.step import NewRequest, ScheduledRequest
+from penstock.protocol.step import NO_SLOT, NewRequest, ScheduledRequest
 
 IntArray = npt.NDArray[np.int64]
 NO_SEGMENT = 2**30  # larger than any position
@@ -59,6 +59,8 @@ class RequestTables:
         self.computed_bound: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
         self.second_segments: torch.Tensor | None = None  # by slot: see ForwardContext
         self.tenancies: IntArray = np.zeros(max_num_seqs, dtype=np.int64)  # requests a slot has had
+        self.adapter_slots: IntArray = np.full(max_num_seqs, NO_SLOT, dtype=np.int64)
+        self.num_with_adapters = 0  # requests
 
     def mark_segments(self) -> torch.Tensor:
         """Start to record where the second text of each request's pair begins."""
@@ -85,6 +87,8 @@ class RequestTables:
         self.tenancies[slot] += 1
         self.computed_bound[slot] = request.num_computed_tokens
         self._num_blocks[:, slot] = 0
+        self.adapter_slots[slot] = request.adapter_slot
+        self.num_with_adapters += request.adapter_slot != NO_SLOT
         if self.second_segments is not None:
             second = request.second_segment
             self.second_segments[slot] = NO_SEGMENT if second is None else second
@@ -95,6 +99,7 @@ class RequestTables:
         slot = self._slots.pop(request_id, None)
         if slot is not None:
             self._free.append(slot)
+            self.num_with_adapters -= int(self.adapter_slots[slot] != NO_SLOT)
         return slot
 
     @property

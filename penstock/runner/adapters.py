@@ -1,0 +1,145 @@
+"""AdapterStore: owns a worker's LoRA adapters, in host memory and in the device's slots."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock.layers.lora import AdapterWeights, LayerSlots
+from penstock.platforms.platform import is_out_of_memory
+from penstock.protocol.adapter import (
+    Adapter,
+    DropAdapter,
+    FetchAdapter,
+    FinishedJob,
+    Job,
+    PlaceAdapter,
+)
+from penstock.protocol.errors import EngineDeadError, ModelError, PenstockError
+
+logger = logging.getLogger(__name__)
+
+Shares = dict[str, Any]  # this rank's share of an adapter, by layer; see `LayerSlots.prepare`
+
+
+class AdapterStore:
+    """Runs the jobs of plans, in order.
+
+    Adapters are read in a thread, beside the steps. A failure there becomes a text for the client.
+    Steps and placements run in one thread and on one stream, so a placed slot is read by the steps
+    after it and by none before.
+    """
+
+    def __init__(
+        self,
+        slots: Mapping[str, LayerSlots],  # by layer
+        num_slots: int,
+        read: Callable[[Adapter], AdapterWeights],
+    ) -> None:
+        self.num_slots = num_slots
+        self._slots = slots
+        self._read = read
+        self._lock = threading.Lock()  # held for all that follows
+        self._fetches: deque[Adapter] = deque()  # the first one is being read
+        self._shares: dict[str, Shares] = {}  # by digest
+        self._dropped: set[str] = set()  # while they were to be fetched
+        self._finished: list[FinishedJob] = []
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if isinstance(job, FetchAdapter):
+                self._fetch(job.adapter)
+            elif isinstance(job, PlaceAdapter):
+                self._place(job)
+            else:
+                assert isinstance(job, DropAdapter)
+                self._drop(job.digest)
+
+    def take_finished(self) -> list[FinishedJob]:
+        """The fetches that have ended since the last call."""
+        with self._lock:
+            finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def digests(self) -> set[str]:
+        """The adapters in host memory."""
+        with self._lock:
+            return set(self._shares)
+
+    def _fetch(self, adapter: Adapter) -> None:
+        with self._lock:
+            self._dropped.discard(adapter.digest)
+            self._fetches.append(adapter)
+            is_first = len(self._fetches) == 1
+        if is_first:
+            threading.Thread(target=self._serve, name="adapters", daemon=True).start()
+
+    def _place(self, job: PlaceAdapter) -> None:
+        try:
+            with self._lock:
+                shares = self._shares[job.digest]
+            for name, slots in self._slots.items():
+                slots.place(job.slot, shares.get(name))
+        except Exception as error:  # the slot is neither the old adapter nor the new one
+            raise EngineDeadError(
+                f"adapter slot {job.slot} could not be filled: {error}"
+            ) from error
+
+    def _drop(self, digest: str) -> None:
+        with self._lock:
+            self._shares.pop(digest, None)
+            if any(adapter.digest == digest for adapter in self._fetches):
+                self._dropped.add(digest)
+
+    def _serve(self) -> None:
+        """Fetch one adapter after the other, until none is left. Every fetch is reported once.
+
+        A thread that waited for more would keep the model alive after its engine has closed.
+        """
+        while True:
+            with self._lock:
+                if not self._fetches:
+                    return
+                adapter = self._fetches[0]
+                is_needed = adapter.digest not in (self._shares.keys() | self._dropped)
+            error, shares = None, None
+            if is_needed:
+                try:
+                    shares = self._load(adapter)
+                except Exception as failure:
+                    error = _text_of(adapter, failure)
+            with self._lock:
+                self._fetches.popleft()
+                if shares is not None and adapter.digest not in self._dropped:
+                    self._shares[adapter.digest] = shares
+                if all(other.digest != adapter.digest for other in self._fetches):
+                    self._dropped.discard(adapter.digest)
+                self._finished.append(FinishedJob(adapter.digest, error))
+
+    @torch.inference_mode()
+    def _load(self, adapter: Adapter) -> Shares:
+        weights = self._read(adapter)
+        changed = {name for name, _ in weights.linear}
+        changed.update(weights.embedding, weights.replaced, weights.experts)
+        if missing := sorted(changed.difference(self._slots)):
+            raise ModelError(
+                f"the adapter {adapter.name!r} changes {missing[0]}, which adapters cannot change "
+                "in this engine: serve it merged into the model instead (penstock merge)"
+            )
+        shares = {name: slots.prepare(weights) for name, slots in self._slots.items()}
+        return {name: share for name, share in shares.items() if share is not None}
+
+
+def _text_of(adapter: Adapter, failure: Exception) -> str:
+    """What a client is told of a failed fetch."""
+    if isinstance(failure, PenstockError):
+        return str(failure)
+    logger.error("The adapter %s could not be loaded", adapter.name, exc_info=failure)
+    reason = "out of memory" if is_out_of_memory(failure) else failure
+    return f"the adapter {adapter.name!r} could not be loaded: {reason}"
