@@ -12,6 +12,7 @@ from penstock.ops.triton.int8 import int8_linear
 from penstock.ops.triton.latent_attention import latent_attention
 from penstock.ops.triton.latent_rotary import norm_rotate_latent
 from penstock.ops.triton.linear import linear
+from penstock.ops.triton.lora import lora_slots
 from penstock.ops.triton.packed import fp4_linear, table_linear, w4_linear, w8_linear
 from penstock.ops.triton.packed_experts import fp4_experts, table_experts, w4_experts, w8_experts
 from penstock.ops.triton.packed_layout import prepare_fp4, prepare_table, prepare_w4
@@ -38,6 +39,7 @@ __all__ = [
     "int8_linear",
     "latent_attention",
     "linear",
+    "lora_slots",
     "mamba2_scan",
     "norm_rotate_latent",
     "norm_rotate_write",

@@ -176,3 +176,24 @@ def experts_plan(num_pairs: int, num_experts: int, element_size: int) -> Experts
     return ExpertsPlan(
         128, ExpertsTile(128, 64, False, 4, launch), ExpertsTile(256, 64, False, 4, launch)
     )
+
+
+def lora_rows(num_rows: int) -> int:
+    """Rows of one adapter in a tile."""
+    return 16 if num_rows <= 128 else 32 if num_rows <= 512 else 64
+
+
+def lora_splits(num_programs: int, num_steps: int) -> int:
+    """How many programs share a tile's inputs, which they read in `num_steps` loop steps."""
+    splits = 1
+    while splits < 16 and 2 * splits <= num_steps and num_programs * splits < 2 * PROCESSORS:
+        splits *= 2
+    return splits
+
+
+def lora_columns(num_outputs: int, ranks: int) -> int:
+    """Output columns per program, of a layer with this many outputs over all tiles of rows."""
+    columns = 64
+    while columns < (256 if ranks <= 32 else 128) and num_outputs // columns > 4 * PROCESSORS:
+        columns *= 2
+    return columns
