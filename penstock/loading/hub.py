@@ -17,6 +17,7 @@ TEXT_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "vocab.txt", "merges.tx
 _TENSOR_PATTERNS = {"pt": ("*.bin", "*.pt", "*.pth"), "dummy": ()}
 # bge-m3's layers, which its repositories have as pickles only: see models/vector_heads.py.
 _VECTOR_HEADS = ("sparse_linear.pt", "colbert_linear.pt")
+_ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model.safetensors", "*.gguf")
 # Copies of the weights for other programs.
 _IGNORE_PATTERNS = ["original/*", "onnx/*", "openvino/*", "consolidated*", "*/*.bin", "*/*.pth"]
 
@@ -46,6 +47,27 @@ def fetch_from_hub(
         *TEXT_PATTERNS,
         *_TENSOR_PATTERNS.get(load_format, ("*.safetensors", *_VECTOR_HEADS)),
     ]
+    return _fetch(repo_id, revision, patterns, download_dir, snapshot)
+
+
+def fetch_adapter_from_hub(
+    repo_id: str,
+    revision: str | None,
+    download_dir: str | None,
+    *,
+    snapshot: Snapshot | None = None,
+) -> Path:
+    """The local folder of a hub id, with the files of a LoRA adapter. Raises ModelError."""
+    return _fetch(repo_id, revision, _ADAPTER_PATTERNS, download_dir, snapshot)
+
+
+def _fetch(
+    repo_id: str,
+    revision: str | None,
+    patterns: Sequence[str],
+    download_dir: str | None,
+    snapshot: Snapshot | None,
+) -> Path:
     try:
         return Path((snapshot or _snapshot)(repo_id, revision, patterns, download_dir))
     except Exception as error:  # the hub's client and its transport may raise anything

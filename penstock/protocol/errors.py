@@ -68,6 +68,10 @@ class ModelError(PenstockError):
     """A model that cannot be found, read or understood."""
 
 
+class AdapterError(ModelError):
+    """A LoRA adapter that cannot be found, read or understood, or does not fit the model."""
+
+
 class RequestFault(PenstockError):
     """A request that failed while it ran. The engine and its other requests go on."""
 

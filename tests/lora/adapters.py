@@ -173,14 +173,22 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 class MergedReference(Reference):
-    """transformers' code on the weights that peft merged, in float32."""
+    """transformers' code on the weights that peft merged, in float32.
+
+    A tied embedding with an adapter stays unmerged: peft would add the delta twice, for the
+    embedding and for the head.
+    """
 
     def __init__(self, checkpoint: Path | str, adapter: Path | str) -> None:
         import peft
 
         super().__init__(checkpoint)
         wrapped = peft.PeftModel.from_pretrained(self.model, adapter)
-        self.model = wrapped.merge_and_unload(safe_merge=True).eval()
+        is_tied = self.model.config.tie_word_embeddings
+        if is_tied and any("lora_embedding_A" in name for name, _ in wrapped.named_parameters()):
+            self.model = wrapped.eval()
+        else:
+            self.model = wrapped.merge_and_unload(safe_merge=True).eval()
 
 
 def reference_tokens(

@@ -1,0 +1,1 @@
+"""LoRA adapters: finding, identifying, reading and merging them."""

@@ -1,0 +1,108 @@
+"""Reading adapters: their weights by the model's layers, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import FLAVOURS, SINGLE_EXPERTS, WRAPPED, MergedReference, make_adapter
+from conftest import MakeAdapter, MakeCheckpoint
+
+from penstock.config import LoadConfig, ModelConfig
+from penstock.layers.build import Build
+from penstock.loading.adapters.merge import MAX_RANK, Merger
+from penstock.loading.adapters.read import read_adapter, read_deltas
+from penstock.loading.adapters.source import adapter_digest
+from penstock.loading.checkpoint import open_checkpoint
+from penstock.loading.load import load_weights
+from penstock.loading.source import resolve_source
+from penstock.models.registry import build_model
+from penstock.ops.registry import Ops
+
+
+def build(checkpoint: Path, device: str = "meta") -> Any:
+    """The model of a checkpoint, without weights."""
+    source = resolve_source(ModelConfig(model=str(checkpoint)), LoadConfig())
+    return build_model(source.config, Build(torch.float32, torch.device(device), 512, Ops("cpu")))
+
+
+def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
+    source = resolve_source(ModelConfig(model=str(checkpoint)), LoadConfig())
+    return dict(open_checkpoint(source, LoadConfig()).tensors())  # type: ignore[arg-type]
+
+
+def load(checkpoint: Path) -> Any:
+    """The model of a checkpoint, with its weights."""
+    model, tensors = build(checkpoint, "cpu"), tensors_of(checkpoint)
+    converted = model.convert(tensors.items())
+    load_weights(model, model.weights, converted, len(tensors), show_progress=False)
+    return model
+
+
+def merged_by_penstock(checkpoint: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    model = build(checkpoint)
+    merger = Merger(read_deltas(adapter, model, MAX_RANK, torch.float32), model)
+    return dict(merger.merge(model.convert(tensors_of(checkpoint).items())))  # type: ignore[arg-type]
+
+
+def merged_by_peft(checkpoint: Path, adapter: Path, folder: Path) -> dict[str, torch.Tensor]:
+    MergedReference(checkpoint, adapter).model.save_pretrained(folder)
+    model = build(checkpoint)
+    return dict(model.convert(tensors_of(folder).items()))
+
+
+# peft cannot merge an adapter of a tied embedding: test_merge.py compares its tokens.
+MERGEABLE = [name for name in (*FLAVOURS, *SINGLE_EXPERTS) if name != "tied_embedding"]
+
+
+@pytest.mark.parametrize("name", MERGEABLE)
+def test_weights_with_an_adapter_are_those_that_peft_merges(
+    name: str, checkpoint_of: MakeCheckpoint, adapter_of: MakeAdapter, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of(FLAVOURS[name].variant if name in FLAVOURS else name)
+    adapter = adapter_of(name)
+    base = dict(build(checkpoint).convert(tensors_of(checkpoint).items()))
+    ours = merged_by_penstock(checkpoint, adapter)
+    theirs = merged_by_peft(checkpoint, adapter, tmp_path)
+    assert ours.keys() == theirs.keys()
+    assert any(not torch.equal(ours[tensor], base[tensor]) for tensor in ours)
+    for tensor, weight in theirs.items():
+        torch.testing.assert_close(ours[tensor], weight, rtol=1e-5, atol=1e-5, msg=tensor)
+
+
+@pytest.mark.parametrize("name", ["all_linear", "fused_layers", "stacked_experts", "patterns"])
+def test_deltas_have_the_scaling_in_b_and_the_model_s_names(
+    name: str, checkpoint_of: MakeCheckpoint, adapter_of: MakeAdapter
+) -> None:
+    checkpoint, adapter = checkpoint_of(FLAVOURS[name].variant), adapter_of(name)
+    model = load(checkpoint)
+    weights = read_adapter(adapter, model, 64, torch.float32, adapter_digest(adapter))
+    merged = merged_by_penstock(checkpoint, adapter)
+    base = tensors_of(checkpoint)
+    for (path, part), delta in weights.linear.items():
+        layer = model.get_submodule(path)
+        assert delta.a.shape == (delta.b.shape[1], layer.full_in_features)
+        assert len(delta.b) == layer.parts[part].out_features
+        name = f"{path.rpartition('.')[0]}.{part}.weight" if part else f"{path}.weight"
+        if name in base:
+            difference = merged[name] - base[name]
+            torch.testing.assert_close(delta.b @ delta.a, difference, rtol=1e-4, atol=1e-5)
+    for path, parts in weights.experts.items():
+        for part, delta in parts.items():
+            name = f"{path.rpartition('.')[0]}.{part}.weight"
+            difference = merged[name] - base[name]
+            torch.testing.assert_close(delta.b @ delta.a, difference, rtol=1e-4, atol=1e-5)
+    assert weights.rank == max(delta.a.shape[0] for delta in weights.linear.values())
+
+
+def test_an_adapter_of_a_text_model_inside_another_is_found(
+    checkpoint_of: MakeCheckpoint, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of(WRAPPED.variant)
+    make_adapter(tmp_path, checkpoint, **WRAPPED.settings)
+    weights = read_adapter(tmp_path, load(checkpoint), 8, torch.float32)
+    parts = {part for _, part in weights.linear}
+    assert parts == {"q_proj", "v_proj", ""}
+    assert len(weights.linear) == 9
