@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import Reference
+
+MakeCheckpoint = Callable[[str], Path]  # of a variant (fixture `checkpoint_of`)
+MakeAdapter = Callable[[str], Path]  # of a flavour (fixture `adapter_of`)
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

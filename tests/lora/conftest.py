@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from adapters import FLAVOURS, SINGLE_EXPERTS, make_flavour, make_single_experts
+from adapters import (
+    FLAVOURS,
+    SINGLE_EXPERTS,
+    MakeAdapter,
+    MakeCheckpoint,
+    make_flavour,
+    make_single_experts,
+)
 from tiny_models import make_checkpoint
-
-MakeCheckpoint = Callable[[str], Path]
-MakeAdapter = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import FLAVOURS, SINGLE_EXPERTS, WRAPPED, MergedReference, make_adapter
-from conftest import MakeAdapter, MakeCheckpoint
+from adapters import (
+    FLAVOURS,
+    SINGLE_EXPERTS,
+    WRAPPED,
+    MakeAdapter,
+    MakeCheckpoint,
+    MergedReference,
+    make_adapter,
+)
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.layers.build import Build
