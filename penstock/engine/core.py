@@ -13,7 +13,8 @@ from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import StepFailure, StepMasks, StepPlan
-from penstock.scheduler.scheduler import Scheduler, SchedulerStats
+from penstock.scheduler.scheduler import Scheduler
+from penstock.scheduler.stats import SchedulerStats
 from penstock.structured.manager import GrammarManager
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import RequestFault
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.pooling import PoolingInfo
-from penstock.scheduler.scheduler import SchedulerStats
+from penstock.scheduler.stats import SchedulerStats
 
 # Kinds of messages to the engine: the first frame.
 LOAD = b"load"  # an EngineConfig

@@ -35,6 +35,8 @@ class CacheableRequest(Protocol):
     @property
     def cache_salt(self) -> str | None: ...
     @property
+    def adapter_digest(self) -> str | None: ...
+    @property
     def read_prefix_cache(self) -> bool: ...
 
 
@@ -221,7 +223,7 @@ class KVCacheManager:
     def _holding(self, request: CacheableRequest) -> _Holding:
         holding = self._holdings.get(request.request_id)
         if holding is None:
-            root = self._hash_root(request.cache_salt)
+            root = self._hash_root(request.cache_salt, request.adapter_digest)
             holding = _Holding(HashChain(root, self._unit), len(self.groups))
             self._holdings[request.request_id] = holding
             self._count_slots(holding)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from penstock.protocol.step import NewRequest, RequestResult, ScheduledRequest, StepPlan
+from penstock.protocol.adapter import Job
+from penstock.protocol.step import NO_SLOT, NewRequest, RequestResult, ScheduledRequest, StepPlan
 from penstock.scheduler.request import RequestState
 
 
@@ -15,6 +16,7 @@ class PlannedStep:
         self.step_id = step_id
         self.budget = budget  # tokens left
         self.states: list[RequestState] = []
+        self.jobs: list[Job] = []
         self._rows: list[ScheduledRequest] = []  # one per state, sent to the runner
         self._planned: list[ScheduledRequest] = []  # same rows, but `decode_row` for plain decodes
         self._ids: list[str] = []
@@ -53,7 +55,13 @@ class PlannedStep:
         self._is_masked = self._is_masked or (samples and state.is_masked)
         self.budget -= num_tokens
 
-    def add_new(self, state: RequestState, num_tokens: int, block_ids: list[list[int]]) -> None:
+    def add_new(
+        self,
+        state: RequestState,
+        num_tokens: int,
+        block_ids: list[list[int]],
+        adapter_slot: int = NO_SLOT,
+    ) -> None:
         """Schedule a request that the runner does not hold yet."""
         request = state.request
         has_output = len(state.token_ids) > state.num_prompt_tokens
@@ -70,6 +78,7 @@ class PlannedStep:
                 num_prompt_logprobs=state.num_prompt_logprobs,
                 num_unpooled=request.num_unpooled,
                 second_segment=request.second_segment,
+                adapter_slot=adapter_slot,
             )
         )
         self.add(state, num_tokens, 0, block_ids)
@@ -79,6 +88,7 @@ class PlannedStep:
             step_id=self.step_id,
             scheduled=self._rows,
             new_requests=self._new_requests,
+            jobs=self.jobs,
             released_ids=released_ids,
             masked=self._is_masked,
         )

@@ -124,6 +124,10 @@ class WaitingQueue:
         self.remove(state)
         return state
 
+    def in_order(self) -> list[RequestState]:
+        """A copy, first served first."""
+        return sorted(self._members, key=lambda state: state.rank)
+
     def remove(self, state: RequestState) -> None:
         """Remove a request from any position. Unknown requests are ignored."""
         self._members.discard(state)

@@ -62,6 +62,7 @@ class RequestState(_EveryStep):
     """
 
     __slots__ = (
+        "adapter",
         "cache_salt",
         "entered_at",
         "finish_reason",
@@ -86,6 +87,7 @@ class RequestState(_EveryStep):
         self.request = request
         self.request_id = request.request_id
         self.cache_salt = request.cache_salt
+        self.adapter = request.adapter
         self.read_prefix_cache = request.read_prefix_cache
         self.sequence = sequence  # order of arrival at this engine
         self.rank: tuple[float, ...] = ()  # set by the policy
@@ -115,6 +117,10 @@ class RequestState(_EveryStep):
         self._forget_decoding()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+
+    @property
+    def adapter_digest(self) -> str | None:
+        return None if self.adapter is None else self.adapter.digest
 
     @property
     def output_token_ids(self) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -22,6 +21,7 @@ from penstock.protocol.step import (
     StepPlan,
     StepResult,
 )
+from penstock.scheduler.adapters import Adapters
 from penstock.scheduler.gates import Gate, Gatekeeper
 from penstock.scheduler.grammars import Grammars
 from penstock.scheduler.limits import check_length, chunk, share
@@ -30,19 +30,9 @@ from penstock.scheduler.policy import POLICIES, WaitingQueue
 from penstock.scheduler.queue_timeouts import QueueTimeouts
 from penstock.scheduler.request import RequestState, RequestStatus
 from penstock.scheduler.running import RunningRequests
+from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.step_retries import StepRetries
-from penstock.scheduler.stopping import StopRules
-
-
-@dataclass(frozen=True)
-class SchedulerStats:
-    num_running: int
-    num_waiting: int  # at a gate, in the queue, or held for a retry
-    num_steps_in_flight: int
-    num_preemptions: int  # since the start
-    kv_cache_usage: float  # 0 to 1
-    num_prefix_queries: int  # tokens, since the start
-    num_prefix_hits: int
+from penstock.scheduler.stopping import StopRules, delta_of
 
 
 class Scheduler:
@@ -64,6 +54,8 @@ class Scheduler:
         policy: str = "fcfs",
         queue_timeout_s: float | None = None,
         vocab_size: int = UNBOUNDED,
+        max_loras: int = 0,
+        max_cpu_loras: int = 0,
     ) -> None:
         if not kv_manager.can_ever_hold(limits.max_model_len):
             raise ConfigError(
@@ -75,6 +67,7 @@ class Scheduler:
         self._kv = kv_manager
         self._grammars = grammars
         self._policy = POLICIES[policy]()
+        self.adapters = Adapters(max_loras, max_cpu_loras, limits.max_num_seqs, self._policy)
         self._requests: dict[str, RequestState] = {}  # unfinished
         self._gatekeeper = Gatekeeper(gates if grammars is None else [grammars, *gates])
         self._waiting = WaitingQueue(self._policy)
@@ -98,6 +91,7 @@ class Scheduler:
         if request.request_id in self._requests:
             raise InputError(f"request_id {request.request_id!r} is in use", "request_id")
         check_length(request, self.limits.max_model_len)
+        self.adapters.check(request)
         state = RequestState(request, next(self._sequence), self.limits.max_model_len)
         self._requests[request.request_id] = state
         self._gatekeeper.push(state)
@@ -122,7 +116,8 @@ class Scheduler:
         self._kv.reset_prefix_cache()
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        """Whether there are requests, or jobs for workers."""
+        return bool(self._requests) or self.adapters.has_work
 
     @property
     def num_kv_blocks(self) -> int:
@@ -131,9 +126,10 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         num_held = sum(state.status is RequestStatus.WAITING for state in self._retries)
+        num_held += len(self._gatekeeper) + self.adapters.num_parked
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + len(self._gatekeeper) + num_held,
+            num_waiting=len(self._waiting) + num_held,
             num_steps_in_flight=len(self._in_flight),
             num_preemptions=self._num_preemptions,
             kv_cache_usage=self._kv.usage,
@@ -144,9 +140,11 @@ class Scheduler:
     # -- a step is planned
 
     def schedule(self) -> StepPlan | None:
-        """Plan a step. Returns None if there is nothing to compute now.
+        """Plan a step. Returns None if there is nothing to do now.
 
-        The runner drops the plan's `released_ids` before it adds its `new_requests`.
+        A plan may have jobs and no tokens. It may be empty, if results of jobs are awaited and no
+        step in flight can bring them. The runner drops the plan's `released_ids` before it adds
+        its `new_requests`.
         """
         self._pass_gates()
         self._end_long_waits()
@@ -156,7 +154,9 @@ class Scheduler:
             self._try_alone(step)
         elif self._continue_running(step):
             self._admit_waiting(step, self._waiting)
-        if not step.states:
+        step.jobs = self.adapters.take_jobs()
+        must_poll = not self._in_flight and self.adapters.must_poll
+        if not (step.states or step.jobs or must_poll):
             return None
         self._last_step_id = step.step_id
         self.num_scheduled_tokens += budget - step.budget
@@ -176,6 +176,7 @@ class Scheduler:
                 self._deltas.append(self._end(state, FinishReason.STOP))
             else:
                 self._waiting.push(state)
+                self.adapters.enqueue(state)
         for state, why in failed:
             delta = self._end(state, FinishReason.ERROR, None, why.error, why.field)
             self._deltas.append(msgspec.structs.replace(delta, can_retry=why.can_retry))
@@ -214,9 +215,23 @@ class Scheduler:
         return enough_blocks
 
     def _admit_waiting(self, step: PlannedStep, waiting: WaitingQueue) -> None:
-        """Admit waiting requests in order while the token budget and the KV blocks last."""
-        while waiting and step.budget > 0 and len(self._running) < self.limits.max_num_seqs:
+        """Admit waiting requests in order while the token budget and the KV blocks last.
+
+        A request that cannot have its adapter now is parked, and those behind it go on.
+        """
+        is_trial = waiting is not self._waiting
+        while step.budget > 0 and len(self._running) < self.limits.max_num_seqs:
+            if not is_trial:
+                for state in self.adapters.wake():
+                    waiting.put_back(state)
+            if not waiting:
+                break
             state = waiting.peek()
+            if is_trial and not self.adapters.demand(state):
+                break
+            if not is_trial and not self.adapters.can_admit(state):
+                self.adapters.park(waiting.pop())
+                continue
             if self._refused is state and self._kv.pool.num_free <= self._num_free_when_refused:
                 break  # it did not fit, and no block was freed since: skip the prefix lookup
             prefix = self._kv.match(state)
@@ -235,7 +250,8 @@ class Scheduler:
             state.enter(num_computed)
             new_block_ids = self._kv.allocate(state, num_tokens)
             assert new_block_ids is not None, "there was room for all of the request"
-            step.add_new(state, num_tokens, self._kv.block_ids(state))
+            slot = self.adapters.admit(state)
+            step.add_new(state, num_tokens, self._kv.block_ids(state), slot)
             self._make_ready(state)
 
     def _make_ready(self, state: RequestState) -> None:
@@ -268,10 +284,12 @@ class Scheduler:
     def _preempt(self, state: RequestState) -> None:
         self._take_back(state)
         self._waiting.push_preempted(state)
+        self.adapters.enqueue(state)
 
     def _take_back(self, state: RequestState) -> None:
         """Take a request's blocks and its place in the runner. The caller queues it again."""
         self._kv.free(state)
+        self.adapters.release(state)
         state.preempt()
         self._released_ids.append(state.request_id)
         self._num_preemptions += 1
@@ -287,7 +305,9 @@ class Scheduler:
         then no request is suspect.
         """
         deltas = []
-        if failure is not None:
+        if failure is not None and not self._in_flight[0].states:
+            deltas += self._end_failed(self.adapters.fail_fetches("the engine failed"))
+        elif failure is not None:
             failed = self._in_flight[0]
             suspects = [state for state in failed.states if not state.is_finished]
             out_of_memory = failure is StepFailure.OUT_OF_MEMORY
@@ -296,13 +316,16 @@ class Scheduler:
                 deltas = [self._end(state, FinishReason.ERROR, error=error) for state in suspects]
         for state in self._retries:
             self._waiting.remove(state)  # if it was preempted since
+            self.adapters.unpark(state)
         for state in reversed(self._running.in_order()):  # the first in order gets the lowest rank
             self._take_back(state)
             state.rank = self._policy.rank_preempted(state)
+            self.adapters.enqueue(state)
             if state not in self._retries:
                 self._waiting.put_back(state)
         self._running.clear()
         self._released_ids.clear()
+        self.adapters.reset([job for step in self._in_flight for job in step.jobs])
         while self._in_flight:
             self._kv.collect(self._in_flight.popleft().step_id)
         return deltas
@@ -325,6 +348,7 @@ class Scheduler:
         self._running.remove(state)
         self._take_back(state)
         self._waiting.put_back(state)
+        self.adapters.enqueue(state)
 
     # -- a step is done
 
@@ -340,6 +364,8 @@ class Scheduler:
                 deltas.append(delta)
             elif state.incarnation == planned.incarnation and not state.is_finished:
                 deltas += self._apply(state, planned, item)
+        for job in result.finished_jobs:
+            deltas += self._end_failed(self.adapters.finish(job))
         self._end_trial(step)
         if result.results:
             self._retries.count_good_step()
@@ -367,29 +393,19 @@ class Scheduler:
             self._retire(state, stop.reason, stop.stop_reason)
         elif not token_ids and result.prompt_logprobs is None and result.routed_experts is None:
             return []
-        routed_experts = result.routed_experts
-        if routed_experts is not None:  # positions of rejected drafts are sent again later
-            routed_experts = msgspec.structs.replace(routed_experts, start=first)
-        delta = EngineDelta(
-            request_id=state.request_id,
-            token_ids=token_ids,
-            logprobs=result.logprobs[: len(token_ids)],
-            prompt_logprobs=result.prompt_logprobs,
-            routed_experts=routed_experts,
-            payload=result.payload,
-            named=result.named,
-            num_cached_tokens=state.num_cached_tokens,
-            prefill_s=state.take_prefill_s() if token_ids or result.payload else 0.0,
-            finish_reason=state.finish_reason,
-            stop_reason=state.stop_reason,
-            ends_in_text=stop is not None and stop.ends_in_text,
-        )
-        return [delta]
+        return [delta_of(state, result, token_ids, first, stop)]
 
     # -- a request ends
 
     def _known(self, request_ids: Iterable[str]) -> list[RequestState]:
         return [self._requests[i] for i in dict.fromkeys(request_ids) if i in self._requests]
+
+    def _end_failed(self, failed: Iterable[tuple[RequestState, str]]) -> list[EngineDelta]:
+        """End requests whose adapter cannot be loaded."""
+        return [
+            self._end(state, FinishReason.ERROR, None, error, error_field="model")
+            for state, error in failed
+        ]
 
     def _end(
         self,
@@ -422,8 +438,10 @@ class Scheduler:
         if state.status is RequestStatus.RUNNING:
             self._running.remove(state)
             self._released_ids.append(state.request_id)
+            self.adapters.release(state)
         else:
             self._gatekeeper.remove(state)
             self._waiting.remove(state)
+            self.adapters.forget(state)
         state.finish(reason, stop_reason)
         self._kv.free(state)

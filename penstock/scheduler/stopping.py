@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+import msgspec
+
 from penstock.protocol.choice import why_no_token, why_no_token_of_grammar
-from penstock.protocol.delta import FinishReason
+from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.step import RequestResult, ScheduledRequest
 from penstock.scheduler.grammars import Grammars
@@ -124,3 +126,30 @@ def _why_malformed(planned: ScheduledRequest, result: RequestResult) -> str | No
     if min(most, 1) <= num_tokens <= most:
         return None
     return f"the step brought {num_tokens} tokens where {min(most, 1)} to {most} were due"
+
+
+def delta_of(
+    state: RequestState,
+    result: RequestResult,
+    token_ids: list[int],
+    first: int,
+    stop: Stop | None,
+) -> EngineDelta:
+    """What a client is told of a step's result. The step's first token is at position `first`."""
+    routed_experts = result.routed_experts
+    if routed_experts is not None:  # positions of rejected drafts are sent again later
+        routed_experts = msgspec.structs.replace(routed_experts, start=first)
+    return EngineDelta(
+        request_id=state.request_id,
+        token_ids=token_ids,
+        logprobs=result.logprobs[: len(token_ids)],
+        prompt_logprobs=result.prompt_logprobs,
+        routed_experts=routed_experts,
+        payload=result.payload,
+        named=result.named,
+        num_cached_tokens=state.num_cached_tokens,
+        prefill_s=state.take_prefill_s() if token_ids or result.payload else 0.0,
+        finish_reason=state.finish_reason,
+        stop_reason=state.stop_reason,
+        ends_in_text=stop is not None and stop.ends_in_text,
+    )

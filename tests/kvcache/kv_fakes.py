@@ -104,5 +104,6 @@ class FakeRequest:
     num_computed_tokens: int = 0
     last_step_id: int = 0
     cache_salt: str | None = None
+    adapter_digest: str | None = None
     read_prefix_cache: bool = True
     confirmed: int = field(default=0)

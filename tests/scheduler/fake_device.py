@@ -2,8 +2,9 @@
 
 Each slot of its KV memory holds a digest of the tokens up to that position. A row that reads
 anything but its own history fails the test, and so does a plan that hands out a block while a
-step in flight may still touch it for someone else. The next token is a pure function of seed and
-history, so a request's whole output can be told in advance.
+step in flight may still touch it for someone else, or a row whose adapter slot holds another
+adapter. The next token is a pure function of seed and history, so a request's whole output can be
+told in advance.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ from dataclasses import dataclass, field
 
 from kvcache.kv_fakes import is_cross, positions_read, slot_of
 
+from penstock.protocol.adapter import (
+    Adapter,
+    DropAdapter,
+    FetchAdapter,
+    FinishedJob,
+    PlaceAdapter,
+)
 from penstock.protocol.delta import FinishReason
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
-from penstock.protocol.step import RequestResult, StepPlan, StepResult
+from penstock.protocol.step import NO_SLOT, RequestResult, StepPlan, StepResult
 
 VOCABULARY = 12
 EOS = 0
@@ -37,6 +45,7 @@ def make_request(request_id, prompt, *, max_tokens=8, seed=0, **kwargs) -> Engin
 
 
 REQUEST_FIELDS = {
+    "adapter",
     "priority",
     "arrival_time",
     "cache_salt",
@@ -44,6 +53,17 @@ REQUEST_FIELDS = {
     "output_token_ids",
     "tenant",
 }
+
+
+def make_adapter(name):
+    return Adapter(name, f"digest of {name}", f"/adapters/{name}")
+
+
+def salt_of(request):
+    """What besides the tokens decides the history of a request."""
+    if request.adapter is None:
+        return request.cache_salt
+    return f"{request.cache_salt}, {request.adapter.digest}"
 
 
 def extend_digest(digest, token_id):
@@ -68,7 +88,7 @@ def sample(digest, seed, params, num_output):
 
 def expected_output(request, max_model_len):
     """All tokens of the request and how it ends: (token ids, finish reason, stop reason)."""
-    digest = digest_of(request.prompt_token_ids, request.cache_salt)
+    digest = digest_of(request.prompt_token_ids, salt_of(request))
     output = []
     while True:
         token_id = sample(digest, request.seed, request.params, len(output))
@@ -96,6 +116,8 @@ class Row:
     seed: int
     salt: str | None
     tables: list[list[int]]
+    adapter: str | None = None  # digest
+    adapter_slot: int = NO_SLOT
     digests: list[int] = field(default_factory=list)  # of computed positions
     faulted: bool = False
 
@@ -122,6 +144,11 @@ class FakeDevice:
         self.max_model_len = max_model_len
         self.memory = {}  # (block id, offset) -> (group, digest)
         self.salts = {}
+        self.adapters = {}  # request id -> digest
+        self.fetching = {}  # digest -> why it fails, None if it does not, or ... while undecided
+        self.copies = set()  # digests in host memory
+        self.slots = {}  # slot -> digest
+        self.most_copies = 0  # seen, with those being fetched
         self.faults = {}  # request id -> number of output tokens after which its row fails
         self.launched_rows = {}  # as of the last plan launched
         self.rows = {}  # as of the last plan executed
@@ -144,6 +171,8 @@ class FakeDevice:
                 new.seed,
                 self.salts.get(new.request_id),
                 [[] for _ in self.groups],
+                self.adapters.get(new.request_id),
+                new.adapter_slot,
             )
         written = {}
         for item in plan.scheduled:
@@ -208,16 +237,64 @@ class FakeDevice:
         self.launched_rows.clear()
         self.rows.clear()
 
+    def fail(self):
+        """The oldest step fails. Later ones and their jobs never run, and slots hold anything."""
+        self.in_flight.clear()
+        self.launched_rows.clear()
+        self.rows.clear()
+        self.slots.clear()
+
+    # -- adapters
+
+    def end_fetch(self, digest, error=None):
+        """Let a fetch end. The next step that is executed reports it."""
+        self.fetching[digest] = error
+
+    def end_fetches(self):
+        """Let all fetches end well that are still undecided."""
+        for digest in [digest for digest, end in self.fetching.items() if end is ...]:
+            self.end_fetch(digest)
+
+    def _run_job(self, job):
+        if isinstance(job, FetchAdapter):
+            digest = job.adapter.digest
+            if digest in self.copies:  # repeated after a failure
+                self.fetching[digest] = None
+            self.fetching.setdefault(digest, ...)
+            self.most_copies = max(self.most_copies, len(self.copies | self.fetching.keys()))
+        elif isinstance(job, DropAdapter):
+            self.copies.discard(job.digest)
+            self.fetching.pop(job.digest, None)
+        else:
+            assert isinstance(job, PlaceAdapter)
+            assert job.digest in self.copies, "placed without a copy"
+            self.slots[job.slot] = job.digest
+
+    def _finished_jobs(self):
+        ended = {d: error for d, error in self.fetching.items() if error is not ...}
+        for digest, error in ended.items():
+            del self.fetching[digest]
+            if error is None:
+                self.copies.add(digest)
+        return [FinishedJob(digest, error) for digest, error in ended.items()]
+
     def _execute(self, launched):
         plan = launched.plan
         for request_id in plan.released_ids:
             self._release(self.rows, request_id)
+        for job in plan.jobs:
+            self._run_job(job)
         for row in launched.new_rows:
             self.rows[row.request_id] = row
         results = [self._run(self.rows[item.request_id], item) for item in plan.scheduled]
-        return StepResult(step_id=plan.step_id, results=results)
+        return StepResult(
+            step_id=plan.step_id, results=results, finished_jobs=self._finished_jobs()
+        )
 
     def _run(self, row, item):
+        has_adapter = row.adapter is not None
+        assert (row.adapter_slot != NO_SLOT) == has_adapter
+        assert not has_adapter or self.slots[row.adapter_slot] == row.adapter
         num_output = len(row.token_ids) - row.num_prompt_tokens
         if item.samples and num_output >= self.faults.get(row.request_id, 1 << 30):
             row.faulted = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from fake_device import FakeDevice, expected_output
+from fake_device import FakeDevice, expected_output, salt_of
 from kvcache.kv_fakes import ONE_GROUP, layout_of
 
 from penstock.kvcache.manager import KVCacheManager
@@ -14,7 +14,7 @@ from penstock.scheduler.gates import PENDING, READY, GateFailed
 from penstock.scheduler.scheduler import Scheduler
 
 DEFAULTS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 40}
-OWN_OPTIONS = ("policy", "queue_timeout_s", "vocab_size")
+OWN_OPTIONS = ("policy", "queue_timeout_s", "vocab_size", "max_loras", "max_cpu_loras")
 
 
 def make_scheduler(kv, gates=(), **options):
@@ -56,7 +56,9 @@ class Engine:
     def add(self, request):
         self.scheduler.add(request)
         self.requests[request.request_id] = request
-        self.device.salts[request.request_id] = request.cache_salt
+        self.device.salts[request.request_id] = salt_of(request)
+        if request.adapter is not None:
+            self.device.adapters[request.request_id] = request.adapter.digest
 
     def launch(self):
         """Plan and launch one step; whether there was anything to do."""
@@ -64,7 +66,8 @@ class Engine:
         self.hear(self.scheduler.take_deltas())
         if plan is None:
             return False
-        assert 0 < plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert plan.num_tokens <= self.limits.max_num_batched_tokens
+        assert plan.scheduled or plan.jobs or self.device.fetching, "an empty plan for nothing"
         assert len(plan.scheduled) <= self.limits.max_num_seqs
         self.device.launch(plan)
         self.plans.append(plan)
@@ -85,6 +88,7 @@ class Engine:
         for _ in range(10_000):
             if not self.scheduler.has_unfinished() and not self.device.in_flight:
                 return
+            self.device.end_fetches()
             self.turn()
         raise AssertionError("some request never ends")
 
@@ -111,3 +115,7 @@ class Engine:
         pool = self.kv.pool
         assert (pool.num_free, pool.num_draining) == (pool.num_usable, 0)
         assert self.scheduler.stats().num_running == self.scheduler.stats().num_waiting == 0
+        adapters = self.scheduler.adapters
+        assert (adapters.stats().running, adapters.stats().waiting) == ([], [])
+        assert adapters._entries == adapters._copies
+        assert not adapters._waits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from fake_device import STOP_TOKEN, expected_output, make_request
+from fake_device import STOP_TOKEN, expected_output, make_adapter, make_request
 from harness import Engine
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,6 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcache.kv_fakes import ONE_GROUP, THREE_GROUPS, any_groups, is_recurrent
 
 from penstock.kvcache.layout import blocks_for_request
+from penstock.protocol.errors import InputError
+from penstock.protocol.step import StepFailure
 
 MAX_MODEL_LEN = 32
 
@@ -29,6 +31,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         policy=st.sampled_from(["fcfs", "priority"]),
         num_drafts=st.sampled_from([0, 0, 1, 3]),
+        max_loras=st.integers(1, 3),
+        spare_copies=st.integers(0, 2),
     )
     def start(
         self,
@@ -42,6 +46,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs,
         policy,
         num_drafts,
+        max_loras,
+        spare_copies,
     ):
         self.groups = groups
         step_tokens = num_batched_tokens if chunked else MAX_MODEL_LEN
@@ -60,7 +66,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold if chunked else 0,
             policy=policy,
             num_drafts=num_drafts,
+            max_loras=max_loras,
+            max_cpu_loras=max_loras + spare_copies,
         )
+        self.loads = {}
 
     def unfinished(self):
         return sorted(self.engine.requests.keys() - self.engine.endings.keys())
@@ -76,10 +85,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.booleans(),
         salt=st.sampled_from([None, None, "x"]),
         reads_cache=st.sampled_from([True, True, False]),
+        adapter=st.sampled_from([None, None, *"ABCDE"]),
         gated=st.sampled_from([False, False, True]),
         fault=st.sampled_from([None, None, None, 0, 3]),
     )
-    def add(self, data, prompt, max_tokens, ignore_eos, stops, salt, reads_cache, gated, fault):
+    def add(
+        self,
+        data,
+        prompt,
+        max_tokens,
+        ignore_eos,
+        stops,
+        salt,
+        reads_cache,
+        adapter,
+        gated,
+        fault,
+    ):
         request_id = f"r{len(self.engine.requests)}"
         fields = {
             "max_tokens": max_tokens,
@@ -90,6 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "priority": data.draw(st.integers(0, 2), "priority"),
             "cache_salt": salt,
             "read_prefix_cache": reads_cache,
+            "adapter": make_adapter(adapter) if adapter else None,
         }
         request = make_request(request_id, prompt, **fields)
         output, _, _ = expected_output(request, MAX_MODEL_LEN)
@@ -138,6 +161,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not passes:
             self.engine.gate.failing[request_id] = "the grammar does not compile"
 
+    @precondition(lambda self: ... in self.engine.device.fetching.values())
+    @rule(data=st.data(), error=st.sampled_from([None, None, None, "its rank is too large"]))
+    def end_fetch(self, data, error):
+        fetching = self.engine.device.fetching
+        open_ = sorted(digest for digest, end in fetching.items() if end is ...)
+        self.engine.device.end_fetch(data.draw(st.sampled_from(open_)), error)
+
+    @precondition(lambda self: self.engine.device.in_flight)
+    @rule(failure=st.sampled_from([StepFailure.ERROR, StepFailure.OUT_OF_MEMORY, None]))
+    def fail_step(self, failure):
+        self.engine.device.fail()
+        self.engine.hear(self.engine.scheduler.retry(failure))
+
+    @rule(name=st.sampled_from("ABCDEF"), pin=st.booleans())
+    def load_adapter(self, name, pin):
+        adapters = self.engine.scheduler.adapters
+        try:
+            self.loads[len(self.loads)] = adapters.load(make_adapter(name), pin)
+        except InputError:
+            assert pin
+
+    @rule(name=st.sampled_from("ABCDEF"))
+    def unload_adapter(self, name):
+        self.engine.scheduler.adapters.unload(make_adapter(name).digest)
+
     @rule()
     def reset_prefix_cache(self):
         self.engine.kv.reset_prefix_cache()
@@ -154,12 +202,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {b.id: b.ref_count for b in pool.blocks if b.ref_count} == dict(held)
         assert pool.num_free + pool.num_draining + len(held) == pool.num_usable
 
+    @invariant()
+    def adapters_are_within_their_limits(self):
+        if not hasattr(self, "engine"):
+            return
+        adapters, device = self.engine.scheduler.adapters, self.engine.device
+        assert adapters.stats().most_overtakes <= self.engine.limits.max_num_seqs
+        assert device.most_copies <= adapters._max_copies + 1
+        running = Counter(
+            state.adapter.digest
+            for state in self.engine.scheduler._running.in_order()
+            if state.adapter is not None
+        )
+        entries = adapters._entries
+        assert running == Counter({d: e.num_running for d, e in entries.items() if e.num_running})
+
     def teardown(self):
         if not hasattr(self, "engine"):
             return
         self.engine.gate.pending.clear()
         self.engine.drain()
         self.engine.check_outputs()
+        for name in "ABCDEF":
+            self.unload_adapter(name)
+        while not all(answer.done() for answer in self.loads.values()):
+            self.engine.device.end_fetches()
+            assert self.engine.launch()
+            self.engine.collect()
         self.engine.check_nothing_is_left()
 
 

@@ -28,7 +28,7 @@ from penstock.protocol.limits import StepLimits
 from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
-from penstock.scheduler.scheduler import SchedulerStats
+from penstock.scheduler.stats import SchedulerStats
 from penstock.server.operations.metrics import MetricsObserver, observe, router
 from penstock.server.operations.throughput import ThroughputLog
 

@@ -12,7 +12,7 @@ from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.observer import Observer, RequestRecord
 from penstock.observability.metrics import CONTENT_TYPE, Metrics
 from penstock.protocol.delta import FinishReason
-from penstock.scheduler.scheduler import SchedulerStats
+from penstock.scheduler.stats import SchedulerStats
 from penstock.server.http.errors import describe_errors
 from penstock.server.operations.throughput import ThroughputLog
 from penstock.server.responses.runner import ResponseRunner
