@@ -89,6 +89,8 @@ def _assemble(
         policy=config.scheduler.scheduling_policy,
         queue_timeout_s=config.scheduler.queue_timeout_s,
         vocab_size=int(source.config["vocab_size"]),
+        max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
+        max_cpu_loras=config.lora.num_host_adapters,
     )
     return EngineCore(scheduler, executor, grammars)
 

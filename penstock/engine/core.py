@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol
 
 from penstock.executor.base import Executor
+from penstock.protocol.adapter import Adapter
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import StepFailure, StepMasks, StepPlan
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.stats import SchedulerStats
+from penstock.scheduler.stats import AdapterStats, SchedulerStats
 from penstock.structured.manager import GrammarManager
 
 logger = logging.getLogger(__name__)
 
-STALLED_WAIT_S = 0.001  # polling interval while all requests wait at a gate
+STALLED_WAIT_S = 0.001  # polling interval while all requests wait at a gate or for adapters
 
 
 class StepWatcher(Protocol):
@@ -69,6 +71,28 @@ class EngineCore:
         self._check_open()
         self.scheduler.reset_prefix_cache()
 
+    def load_adapter(self, adapter: Adapter) -> Future[None]:
+        """Load a LoRA adapter ahead of its requests, beside the steps.
+
+        The future is done once all workers hold the adapter. It fails with `InputError` if they
+        cannot. Steps must be run meanwhile, as with requests.
+        """
+        self._check_open()
+        return self.scheduler.adapters.load(adapter)
+
+    def pin_adapter(self, adapter: Adapter) -> Future[None]:
+        """As `load_adapter`. The adapter then stays in host memory and in its slot.
+
+        Raises `InputError` if no slot would be left for other adapters.
+        """
+        self._check_open()
+        return self.scheduler.adapters.load(adapter, pin=True)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Unpin a LoRA adapter, and free its memory once its requests have ended."""
+        self._check_open()
+        self.scheduler.adapters.unload(digest)
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         has_steps = bool(self._in_flight) or self._must_reset
@@ -100,6 +124,8 @@ class EngineCore:
             deltas += self._update()
         elif plan is None and not deltas and self.grammars is not None:
             self.grammars.wait(STALLED_WAIT_S)  # all requests wait for grammars
+        if plan is not None and not plan.scheduled and not deltas and len(self._in_flight) <= 1:
+            time.sleep(STALLED_WAIT_S)  # all requests wait for adapters
         return deltas
 
     def _launch(self, plan: StepPlan) -> list[EngineDelta]:
@@ -173,6 +199,11 @@ class EngineCore:
 
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats()
+
+    def adapter_stats(self) -> AdapterStats | None:
+        """The state of LoRA adapters. None without LoRA."""
+        adapters = self.scheduler.adapters
+        return adapters.stats() if adapters.is_enabled else None
 
     def take_metrics(self) -> dict[str, int]:
         """Return what workers counted since the last call, by the names of declared counters."""

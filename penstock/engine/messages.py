@@ -13,10 +13,10 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.protocol.delta import EngineDelta
-from penstock.protocol.errors import RequestFault
+from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.pooling import PoolingInfo
-from penstock.scheduler.stats import SchedulerStats
+from penstock.scheduler.stats import AdapterStats, SchedulerStats
 
 # Kinds of messages to the engine: the first frame.
 LOAD = b"load"  # an EngineConfig
@@ -47,6 +47,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int = 0
     step_tokens: list[int] = []  # computed by each step since the last stats
     metrics: dict[str, int] = {}  # counted by the workers since the last stats
+    adapters: AdapterStats | None = None  # None without LoRA
 
 
 class Connected(msgspec.Struct, tag=True):
@@ -70,9 +71,19 @@ class CallResult(msgspec.Struct, array_like=True):
     call_id: int
     value: msgspec.Raw = msgspec.Raw()
     error: str | None = None
+    is_input_error: bool = False  # the caller's: an argument was wrong
+    field: str | None = None  # with an input error
+
+    @classmethod
+    def of_error(cls, call_id: int, error: Exception) -> CallResult:
+        if isinstance(error, InputError):
+            return cls(call_id, error=str(error), is_input_error=True, field=error.field)
+        return cls(call_id, error=str(error))
 
     def settle(self, answer: asyncio.Future[Any]) -> None:
-        if self.error is not None:
+        if self.error is not None and self.is_input_error:
+            answer.set_exception(InputError(self.error, self.field))
+        elif self.error is not None:
             answer.set_exception(RequestFault(self.error))
         else:
             answer.set_result(msgspec.msgpack.decode(self.value))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import shutil
@@ -16,8 +17,9 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
@@ -113,7 +115,7 @@ class EngineServer:
             self._deltas += self._core.abort(finish.request_ids)
             self._stats_are_stale = True
         elif kind == messages.CALL:
-            self._calls.append(self._call(int(frames[0]), frames[1].decode(), frames[2:]))
+            self._call(int(frames[0]), frames[1].decode(), frames[2:])
         elif kind == messages.CLOSE:
             self._closing = True
         else:
@@ -141,11 +143,24 @@ class EngineServer:
             )
         )
 
-    def _call(self, call_id: int, method: str, args: list[bytes]) -> CallResult:
+    def _call(self, call_id: int, method: str, args: list[bytes]) -> None:
+        """Run a method of the core. If it returns a future, answer once that is done."""
         try:
-            return CallResult(call_id, msgspec.Raw(run_method(self._core, method, args)))
+            value = run_method(self._core, method, args)
         except PenstockError as error:
-            return CallResult(call_id, error=str(error))
+            self._calls.append(CallResult.of_error(call_id, error))
+            return
+        if isinstance(value, Future):
+            value.add_done_callback(functools.partial(self._answer, call_id))
+        else:
+            self._calls.append(CallResult(call_id, msgspec.Raw(messages.encode(value))))
+
+    def _answer(self, call_id: int, done: Future[Any]) -> None:
+        try:
+            value = msgspec.Raw(messages.encode(done.result()))
+            self._calls.append(CallResult(call_id, value))
+        except PenstockError as error:
+            self._calls.append(CallResult.of_error(call_id, error))
 
     def _send(self) -> None:
         stats = self._stats_if_due()
@@ -167,6 +182,7 @@ class EngineServer:
             num_steps=self._num_steps,
             step_tokens=step_tokens,
             metrics=self._core.take_metrics(),
+            adapters=self._core.adapter_stats(),
         )
 
 

@@ -24,6 +24,7 @@ import msgspec
 from penstock.config import EngineConfig
 from penstock.executor.base import merge_capabilities
 from penstock.executor.calls import Call, CallAnswer, Hello, Raised, Returned
+from penstock.executor.finished_jobs import FinishedJobs
 from penstock.executor.interrupts import interrupts_held
 from penstock.executor.worker import Worker
 from penstock.protocol.calls import decode_result, encode, encode_args
@@ -52,6 +53,7 @@ class MultiProcessExecutor:
         self._unsent: list[bytearray] = []  # by rank
         self._results: dict[int, Any] = {}  # by rank, of the call that is being gathered
         self._due: str | None = None  # the method of that call
+        self._finished_jobs = FinishedJobs()
         self._decoder = msgspec.msgpack.Decoder(CallAnswer)
         try:
             for _ in range(size):
@@ -95,9 +97,14 @@ class MultiProcessExecutor:
             reason = f"a step failed on some of {len(results)} workers and not on others"
             raise self._kill(EngineDeadError(reason))
         assert len({result.step_id for result in results}) == 1, "ranks are out of step"
-        return results[0]
+        jobs = self._finished_jobs.merge([result.finished_jobs for result in results])
+        if jobs == results[0].finished_jobs:
+            return results[0]
+        return msgspec.structs.replace(results[0], finished_jobs=jobs)
 
     def call(self, method: str, *args: Any) -> Any:
+        if method == "reset":
+            self._finished_jobs.clear()
         return self._call(method, *args)[0]
 
     def _call(self, method: str, *args: Any) -> list[Any]:

@@ -45,7 +45,7 @@ def serve(connection: Connection) -> None:
             call = decoder.decode(connection.recv_bytes())
             result = run_method(worker, call.method, call.args)
             if call.is_answered:
-                answer(Returned(msgspec.Raw(result)))
+                answer(Returned(msgspec.Raw(encode(result))))
     except PenstockError as error:
         answer(Raised(str(error), type(error).__name__))
     finally:

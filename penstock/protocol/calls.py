@@ -20,21 +20,25 @@ def encode_args(args: Sequence[Any]) -> list[bytes]:
     return [encode(arg) for arg in args]
 
 
-def run_method(target: object, name: str, args: Sequence[bytes | msgspec.Raw]) -> bytes:
-    """Call a public method with encoded arguments; its encoded result."""
+def run_method(target: object, name: str, args: Sequence[bytes | msgspec.Raw]) -> Any:
+    """Call a public method with encoded arguments."""
     assert not name.startswith("_"), f"{name} is not for others"
     method = getattr(target, name)
-    decoders, _ = _decoders(method.__func__)
-    return encode(method(*(decode(arg) for decode, arg in zip(decoders, args, strict=True))))
+    decoders = _argument_decoders(method.__func__)
+    return method(*(decode(arg) for decode, arg in zip(decoders, args, strict=True)))
 
 
 def decode_result(method: Method, value: bytes | msgspec.Raw) -> Any:
-    return _decoders(method)[1](value)
+    return _result_decoder(method)(value)
 
 
 @functools.cache
-def _decoders(method: Method) -> tuple[list[Method], Method]:
-    """Of a method's arguments, and of its result."""
+def _argument_decoders(method: Method) -> list[Method]:
     hints = get_type_hints(method)
-    result = msgspec.msgpack.Decoder(hints.pop("return")).decode
-    return [msgspec.msgpack.Decoder(hint).decode for hint in hints.values()], result
+    del hints["return"]
+    return [msgspec.msgpack.Decoder(hint).decode for hint in hints.values()]
+
+
+@functools.cache
+def _result_decoder(method: Method) -> Method:
+    return msgspec.msgpack.Decoder(get_type_hints(method)["return"]).decode

@@ -77,14 +77,16 @@ class Adapters:
         self._num_waits = self._most_overtakes = 0
         self._longest_wait_s = 0.0
 
+    @property
+    def is_enabled(self) -> bool:
+        return len(self._slots) > 0
+
     # -- requests
 
     def check(self, request: EngineRequest) -> None:
         """Raise InputError if the request has an adapter and LoRA is off."""
-        if request.adapter is not None and not len(self._slots):
-            raise InputError(
-                f"adapter {request.adapter.name!r} needs an engine with enable_lora", "model"
-            )
+        if request.adapter is not None:
+            self._check_enabled(request.adapter, "model")
 
     def enqueue(self, state: RequestState) -> None:
         """A request was queued, new or preempted. Fetches its adapter if there is a place."""
@@ -220,6 +222,7 @@ class Adapters:
 
     def load(self, adapter: Adapter, pin: bool = False) -> Future[None]:
         """Fetch an adapter. The answer is due once all workers hold it, or cannot."""
+        self._check_enabled(adapter, "lora_name")
         if pin:
             self._pin(adapter)
         answer = Future[None]()
@@ -326,6 +329,10 @@ class Adapters:
         )
 
     # -- details
+
+    def _check_enabled(self, adapter: Adapter, field: str) -> None:
+        if not self.is_enabled:
+            raise InputError(f"adapter {adapter.name!r} needs an engine with enable_lora", field)
 
     def _unloadable(self) -> list[str]:
         entries = ((digest, self._entries[digest]) for digest in self._unloading)
