@@ -51,6 +51,19 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
         _current = outer
 
 
+@contextmanager
+def adapter_context(adapters: AdapterStep) -> Iterator[None]:
+    """For layers after the forward pass, which attend to nothing."""
+    nothing = torch.empty(0)
+    with forward_context(ForwardContext({}, {}, nothing, nothing, adapters=adapters)):
+        yield
+
+
+def current_adapters() -> AdapterStep | None:
+    """Which rows have adapters; None if none has one, or if this is no part of a step."""
+    return None if _current is None else _current.adapters
+
+
 def current_context() -> ForwardContext:
     assert _current is not None, "a model's forward pass runs inside forward_context()"
     return _current

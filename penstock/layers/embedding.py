@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,12 +13,18 @@ from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantization import DenseMethod, Shard
 from penstock.ops.blocks import Weight
 
+if TYPE_CHECKING:
+    from penstock.layers.lora_vocab import EmbedSlots, HeadSlots
+
 
 class VocabEmbedding(MatrixLayer):
     """Token embeddings, and the LM head if both share one matrix.
 
     Each rank holds a contiguous range of tokens. The last ranges are padded to the same length.
     """
+
+    split_input = False  # as of a linear layer without a bias
+    own_bias = None
 
     def __init__(self, build: Build, vocab_size: int, hidden_size: int) -> None:
         rows = -(-vocab_size // build.tp.size)
@@ -26,9 +33,17 @@ class VocabEmbedding(MatrixLayer):
         self.rows = rows
         self.first = build.tp.rank * rows
         self.hidden_size = hidden_size
+        self.embed_adapter: EmbedSlots | None = None
+        self.project_adapter: HeadSlots | None = None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[n] -> [n, hidden_size], the full vectors on every rank."""
+        embedded = self._embed(token_ids)
+        if self.embed_adapter is not None:
+            embedded = self.embed_adapter(token_ids, embedded)
+        return embedded
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         method = self.method
         if self.build.tp.size == 1:
             return method.embed(self, token_ids)
@@ -42,10 +57,18 @@ class VocabEmbedding(MatrixLayer):
         is_whole = isinstance(self.method, DenseMethod) and self.build.tp.size == 1
         if out is not None and is_whole and out.dtype == hidden.dtype:
             self.build.ops.linear(hidden, self.weight, None, out)
-            return out
-        logits = self.method.apply(self, hidden, None)
+            return self._adapted(hidden, out)
+        logits = self._adapted(hidden, self.method.apply(self, hidden, None))
         logits = self.build.tp.all_gather(logits)[:, : self.vocab_size]
         return logits if out is None else out.copy_(logits)
+
+    def _adapted(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Change the rows of this rank's logits that have an adapter, in place."""
+        return logits if self.project_adapter is None else self.project_adapter(hidden, logits)
+
+    def shard_of(self, part: str) -> tuple[slice, slice]:
+        """This rank's rows and columns, as of a linear layer."""
+        return slice(self.first, self.first + self.rows), slice(None)
 
     def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:
         shape = (self.vocab_size, self.hidden_size)

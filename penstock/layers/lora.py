@@ -9,7 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from penstock.layers.context import current_context
+from penstock.layers.context import current_adapters
+from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import Linear
 from penstock.ops.lora import PartUpdate
 
@@ -54,6 +55,10 @@ class LayerSlots(Protocol):
     def place(self, slot: int, own: Any) -> None:
         """Put what `prepare` returned into a slot, before the next step. All ranks do it."""
 
+    @property
+    def needs_rows(self) -> bool:
+        """Whether an adapter in a slot needs the step's rows on the host: no graph can."""
+
 
 def make_slots(
     model: nn.Module, num_slots: int, max_rank: int, dtype: torch.dtype, without: Iterable[str] = ()
@@ -62,16 +67,19 @@ def make_slots(
 
     Modules whose names begin with a prefix in `without` get none.
     """
+    from penstock.layers.lora_vocab import add_vocab_slots  # that module imports this one
+
     slots: dict[str, LayerSlots] = {}
     prefixes = tuple(without)
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.takes_adapters and not name.startswith(prefixes):
             module.adapter = slots[name] = LinearSlots(name, module, num_slots, max_rank, dtype)
+    slots.update(add_vocab_slots(model, num_slots, max_rank, dtype))
     return slots
 
 
 @dataclass(frozen=True)
-class _OwnPart:
+class OwnPart:
     """This rank's share of a `PartDelta`, on the host."""
 
     a: torch.Tensor  # [rank, in_features]
@@ -85,7 +93,12 @@ class LinearSlots:
     """The adapters of a linear layer (`Linear.adapter`)."""
 
     def __init__(
-        self, name: str, layer: Linear, num_slots: int, max_rank: int, dtype: torch.dtype
+        self,
+        name: str,
+        layer: Linear | VocabEmbedding,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
     ) -> None:
         build = layer.build
         self.name = name
@@ -96,21 +109,25 @@ class LinearSlots:
             num_slots, layer.in_features, [*layer.part_rows.values()], max_rank, dtype, build.device
         )
 
+    @property
+    def needs_rows(self) -> bool:
+        return False
+
     def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        step = current_context().adapters
+        step = current_adapters()
         if step is None:
             return output
         changed: torch.Tensor = self.slots.add(x, output, step)
         return changed
 
-    def prepare(self, weights: AdapterWeights) -> list[_OwnPart | None] | None:
+    def prepare(self, weights: AdapterWeights) -> list[OwnPart | None] | None:
         deltas = [weights.linear.get((self.name, part)) for part in self.layer.part_rows]
         if not any(deltas):
             return None
         parts = zip(self.layer.part_rows, deltas, strict=True)
-        return [None if delta is None else self._own(part, delta) for part, delta in parts]
+        return [None if delta is None else self.own_part(part, delta) for part, delta in parts]
 
-    def place(self, slot: int, own: list[_OwnPart | None] | None) -> None:
+    def place(self, slot: int, own: list[OwnPart | None] | None) -> None:
         if own is None:
             self.slots.place(slot, ())
             return
@@ -118,7 +135,8 @@ class LinearSlots:
         updates = [None if share is None else self._update(part, share) for part, share in parts]
         self.slots.place(slot, updates)
 
-    def _own(self, part: str, delta: PartDelta) -> _OwnPart:
+    def own_part(self, part: str, delta: PartDelta) -> OwnPart:
+        """This rank's share of a part's delta."""
         layer = self.layer
         rows, columns = layer.shard_of(part)
         magnitude = squared_norms = None
@@ -130,7 +148,7 @@ class LinearSlots:
             squared_norms = update.add_(base).square_().sum(1).cpu()
         # With split input, a bias must enter the sum over ranks only once.
         has_bias = delta.bias is not None and (not layer.split_input or layer.build.tp.rank == 0)
-        return _OwnPart(
+        return OwnPart(
             self._copy(delta.a[:, columns]),
             self._copy(delta.b[rows].T),
             magnitude,
@@ -143,7 +161,7 @@ class LinearSlots:
         own = torch.empty(tensor.shape, dtype=self.dtype, pin_memory=self.is_pinned)
         return own.copy_(tensor)
 
-    def _update(self, part: str, own: _OwnPart) -> PartUpdate:
+    def _update(self, part: str, own: OwnPart) -> PartUpdate:
         layer = self.layer
         multiplier, shift = None, own.bias
         if own.magnitude is not None:
@@ -164,5 +182,5 @@ def is_hooked(layer: Linear) -> bool:
     """Whether something changes or observes the layer's output in this step."""
     adapter = layer.adapter
     if isinstance(adapter, LinearSlots):
-        return current_context().adapters is not None
+        return current_adapters() is not None
     return adapter is not None

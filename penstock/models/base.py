@@ -12,6 +12,7 @@ from torch import nn
 from penstock.layers.attention import CachedLayer
 from penstock.layers.build import Build
 from penstock.ops.blocks import Weight
+from penstock.ops.lora import AdapterStep
 from penstock.protocol.kv import KVCacheSpec
 from penstock.protocol.pooling import PoolingType
 
@@ -22,6 +23,7 @@ class Hidden:
 
     states: torch.Tensor  # [num_tokens, hidden_size], after the last norm
     aux: tuple[torch.Tensor, ...] = ()  # hidden states of earlier layers, for drafters
+    adapters: AdapterStep | None = None  # of the rows; None: no row uses one
 
 
 @dataclass(frozen=True)

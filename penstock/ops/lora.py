@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,20 @@ class AdapterStep:
     slots: torch.Tensor  # [num_rows] int32: of each row; -1: none
     rows: torch.Tensor  # int32: the rows that have a slot, ordered by slot; then undefined
     starts: torch.Tensor  # [num_slots + 1] int32: slot i has rows[starts[i] : starts[i + 1]]
+
+    @cached_property
+    def host_starts(self) -> list[int]:
+        """The host waits for a device once: not for graphs."""
+        starts: list[int] = self.starts.tolist()
+        return starts
+
+    def rows_of(self, slot: int) -> torch.Tensor:
+        """The rows that use a slot: [n] int64. See `host_starts`."""
+        return self.rows[self.host_starts[slot] : self.host_starts[slot + 1]].long()
+
+    def take(self, rows: torch.Tensor | slice) -> AdapterStep:
+        """The step of these rows alone."""
+        return adapter_step(self.slots[rows].long().numpy(), len(self.starts) - 1)
 
 
 def adapter_step(slots: npt.NDArray[np.int64], num_slots: int) -> AdapterStep:
@@ -70,9 +85,8 @@ class LoraSlots:
 
     def add(self, x: torch.Tensor, output: torch.Tensor, step: AdapterStep) -> torch.Tensor:
         """Change the rows of output [n, out] that have an adapter, in place. x is [n, in]."""
-        starts = step.starts.tolist()
         for slot, update in enumerate(self.updates):
-            rows = step.rows[starts[slot] : starts[slot + 1]]
+            rows = step.rows_of(slot)
             if update and len(rows):
                 output[rows] = self._changed(x[rows], output[rows], update)
         return output
@@ -91,11 +105,33 @@ class LoraSlots:
 def _changed_part(x: torch.Tensor, output: torch.Tensor, part: PartUpdate) -> torch.Tensor:
     """In float32 whatever the types, as faster implementations accumulate."""
     changed = output.float() + x.float() @ part.a.float().T @ part.b.float()
+    return _finish(changed, part).to(output.dtype)
+
+
+def _finish(changed: torch.Tensor, part: PartUpdate) -> torch.Tensor:
     if part.multiplier is not None:
         changed *= part.multiplier
     if part.shift is not None:
         changed += part.shift
-    return changed.to(output.dtype)
+    return changed
+
+
+class EmbeddingSlots(LoraSlots):
+    """The adapters of a token embedding, by slot. Their `a` is [num_tokens, rank]."""
+
+    def add(self, x: torch.Tensor, output: torch.Tensor, step: AdapterStep) -> torch.Tensor:
+        """Change the rows of output [n, hidden] that have an adapter. x [n] are token ids."""
+        for slot, update in enumerate(self.updates):
+            rows = step.rows_of(slot)
+            for part in update if len(rows) else ():
+                assert part is not None, "an embedding has one part"
+                looked_up = part.a[x[rows].long()].float()  # [rows, rank]
+                changed = output[rows].float()
+                # One rank after the other: a row does not depend on its neighbours.
+                for column, vector in zip(looked_up.T, part.b.float(), strict=True):
+                    changed += column[:, None] * vector
+                output[rows] = _finish(changed, part).to(output.dtype)
+        return output
 
 
 def lora_slots(
@@ -108,3 +144,15 @@ def lora_slots(
 ) -> LoraSlots:
     """The slots of one linear layer. See `LoraSlots`."""
     return LoraSlots(num_slots, in_features, part_rows, max_rank, dtype, device)
+
+
+def embedding_slots(
+    num_slots: int,
+    num_tokens: int,
+    hidden_size: int,
+    max_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> EmbeddingSlots:
+    """The slots of a token embedding. See `EmbeddingSlots`."""
+    return EmbeddingSlots(num_slots, num_tokens, [hidden_size], max_rank, dtype, device)

@@ -11,7 +11,7 @@ from penstock.ops.delta_net import gated_delta_rule
 from penstock.ops.experts import experts, route
 from penstock.ops.gguf import gguf_embed, gguf_experts, gguf_linear, prepare_gguf, stack_gguf
 from penstock.ops.latent_attention import latent_attention, write_latent
-from penstock.ops.lora import lora_slots
+from penstock.ops.lora import embedding_slots, lora_slots
 from penstock.ops.mamba2 import mamba2_scan
 from penstock.ops.quantized import (
     fp4_linear,
@@ -37,6 +37,7 @@ __all__ = [
     "causal_conv",
     "choose_tokens",
     "embed",
+    "embedding_slots",
     "experts",
     "fp4_experts",
     "fp4_linear",

@@ -21,6 +21,7 @@ import torch
 from penstock.models.base import Hidden, Model
 from penstock.runner.device_batch import Bucket, StepBuffers, exact_bucket
 from penstock.runner.forward import ForwardInputs, StepBatch, forward
+from penstock.runner.forward import logits as logits_of
 from penstock.runner.graphs import MIXED_SIZES, GraphPool, at_least, decode_sizes
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout
@@ -74,7 +75,7 @@ class DeviceSteps:
             return batch, hidden, None
         logits = self.logits[:num_logits]
         if bucket is None or not bucket.decode:
-            self.model.logits(hidden, batch.logits_rows, out=logits)
+            logits_of(self.model, hidden, batch.logits_rows, logits)
         return batch, hidden, logits
 
     def _bucket_for(self, layout: StepLayout) -> Bucket | None:
@@ -132,5 +133,5 @@ class DeviceSteps:
         if bucket.decode and self._has_logits:
             # Every row samples, in order. The logits of padding rows are never read.
             everything = slice(0, bucket.num_requests)
-            self.model.logits(hidden, everything, out=self.logits[everything])
+            logits_of(self.model, hidden, everything, self.logits[everything])
         return hidden

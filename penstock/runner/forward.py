@@ -6,13 +6,13 @@ Eager steps, captured steps and the profiling step differ only in where their in
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from penstock.layers.context import ForwardContext, forward_context
+from penstock.layers.context import ForwardContext, adapter_context, forward_context
 from penstock.models.base import Hidden, Model
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.lora import adapter_step
@@ -33,7 +33,19 @@ class ForwardInputs:
 
 def forward(model: Model, inputs: ForwardInputs) -> Hidden:
     with forward_context(inputs.context):
-        return model.forward(model.embed(inputs.token_ids), inputs.positions)
+        hidden = model.forward(model.embed(inputs.token_ids), inputs.positions)
+    adapters = inputs.context.adapters
+    return hidden if adapters is None else replace(hidden, adapters=adapters)
+
+
+def logits(
+    model: Model, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `Model.logits`. The head sees the adapters of these rows."""
+    if hidden.adapters is None:
+        return model.logits(hidden, rows, out)
+    with adapter_context(hidden.adapters.take(rows)):
+        return model.logits(hidden, rows, out)
 
 
 @dataclass(frozen=True)

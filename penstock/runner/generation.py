@@ -12,6 +12,7 @@ from penstock.models.base import Hidden, Model
 from penstock.protocol.step import NewRequest, RequestResult, StepMasks, TokenLogprobs
 from penstock.runner.drafter import Drafter
 from penstock.runner.forward import StepBatch
+from penstock.runner.forward import logits as logits_of
 from penstock.runner.layout import StepLayout
 from penstock.runner.masks import mask_logits
 from penstock.runner.prompt_logprobs import PromptLogprobsHead, PromptPiece
@@ -85,7 +86,7 @@ class GenerationHead:
         if not len(batch.layout.sampling):
             return PendingLogits(None, None, pieces)
         if logits is None:
-            logits = self.model.logits(hidden, batch.logits_rows).float()
+            logits = logits_of(self.model, hidden, batch.logits_rows).float()
         states = hidden.states[batch.logits_rows] if self.drafter else None
         return PendingLogits(logits, states, pieces)
 

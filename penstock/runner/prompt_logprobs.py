@@ -10,6 +10,7 @@ import torch
 from penstock.models.base import Hidden, Model
 from penstock.ops.sampling import TopLogprobs
 from penstock.protocol.step import NewRequest, PromptLogprobs
+from penstock.runner.forward import logits as logits_of
 from penstock.runner.layout import StepLayout
 from penstock.runner.logprobs import prompt_logprobs, token_logprobs
 from penstock.runner.tables import RequestTables
@@ -94,6 +95,6 @@ class PromptLogprobsHead:
         values = []
         for at in range(0, end - start, ROWS_AT_ONCE):
             part = slice(at, at + ROWS_AT_ONCE)
-            logits = self.model.logits(hidden, rows[part])
+            logits = logits_of(self.model, hidden, rows[part])
             values.append(prompt_logprobs(logits, targets[part], progress.num_top).to_host())
         return PromptPiece(start, progress.num_top, values)

@@ -1,0 +1,217 @@
+"""LoRA adapters of the token embedding and the LM head, and matrices that replace them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from penstock.layers.context import current_adapters
+from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.lora import AdapterWeights, LayerSlots, LinearSlots, OwnPart, PartDelta
+from penstock.layers.quantization import DenseMethod, LinearMethod
+from penstock.ops.cpu import library
+from penstock.ops.lora import PartUpdate
+
+HEAD = "lm_head"  # also of a model whose embedding is its head
+
+
+def add_vocab_slots(
+    model: nn.Module, num_slots: int, max_rank: int, dtype: torch.dtype
+) -> Iterator[tuple[str, LayerSlots]]:
+    """Give a model's embeddings and its head slots, by the names that adapters have for them."""
+    embeddings = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, VocabEmbedding)
+    ]
+    for name, module in embeddings:
+        if name.rpartition(".")[2] == HEAD:
+            module.project_adapter = head = HeadSlots(name, module, num_slots, max_rank, dtype)
+            yield name, head
+        else:
+            module.embed_adapter = own = EmbedSlots(name, module, num_slots, max_rank, dtype)
+            yield name, own
+    # The embedding is the head too. An adapter may change one and not the other.
+    if len(embeddings) == 1 and getattr(model, HEAD, None) is None:
+        ((name, module),) = embeddings
+        if name.rpartition(".")[2] != HEAD and module.build.generates:
+            module.project_adapter = head = HeadSlots(HEAD, module, num_slots, max_rank, dtype)
+            yield HEAD, head
+
+
+def _plain_method(layer: VocabEmbedding) -> LinearMethod:
+    """For floats. In the C++ library, a row does not depend on its neighbours."""
+    if layer.build.device.type == "cpu" and layer.method.packs and library.load() is not None:
+        from penstock.layers.native import NativeMethod  # needs the library
+
+        return NativeMethod()
+    return DenseMethod()
+
+
+class _Replacements:
+    """Whole matrices instead of a layer's own, by slot."""
+
+    def __init__(self, name: str, layer: VocabEmbedding) -> None:
+        self._name = name
+        self._layer = layer
+        self.by_slot: dict[int, VocabEmbedding] = {}
+
+    def prepare(self, weights: AdapterWeights) -> VocabEmbedding | None:
+        """A layer with the adapter's matrix. Computes like an unquantized one on this device."""
+        matrix = weights.replaced.get(self._name)
+        if matrix is None:
+            return None
+        build, layer = self._layer.build, self._layer
+        plain = replace(build, linear_method=_plain_method(layer))
+        own = VocabEmbedding(plain, layer.vocab_size, layer.hidden_size)
+        own.load("weight", "", matrix.to(build.dtype))
+        return own
+
+    def place(self, slot: int, own: VocabEmbedding | None) -> None:
+        self.by_slot.pop(slot, None)
+        if own is not None:
+            self.by_slot[slot] = own
+
+
+@dataclass(frozen=True)
+class _OwnEmbedding:
+    """An adapter's share of a token embedding. Every rank has all of it."""
+
+    update: PartUpdate | None
+    squared_norms: torch.Tensor | None  # [hidden_size]: of the columns of this rank's tokens
+    replacement: VocabEmbedding | None
+
+
+class EmbedSlots:
+    """The adapters of a token embedding (`VocabEmbedding.embed_adapter`)."""
+
+    def __init__(
+        self, name: str, layer: VocabEmbedding, num_slots: int, max_rank: int, dtype: torch.dtype
+    ) -> None:
+        build = layer.build
+        self.name = name
+        self.layer = layer
+        self.dtype = dtype
+        self.is_pinned = build.device.type == "cuda"
+        self.replacements = _Replacements(name, layer)
+        self.slots = build.ops.embedding_slots(
+            num_slots, layer.vocab_size, layer.hidden_size, max_rank, dtype, build.device
+        )
+
+    @property
+    def needs_rows(self) -> bool:
+        return bool(self.replacements.by_slot)
+
+    def __call__(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Change the rows of embedded [n, hidden_size], after the sum over ranks, in place."""
+        step = current_adapters()
+        if step is None:
+            return embedded
+        for slot, layer in self.replacements.by_slot.items():
+            rows = step.rows_of(slot)
+            if len(rows):
+                embedded[rows] = layer(token_ids[rows])
+        changed: torch.Tensor = self.slots.add(token_ids, embedded, step)
+        return changed
+
+    def prepare(self, weights: AdapterWeights) -> _OwnEmbedding | None:
+        delta = weights.embedding.get(self.name)
+        replacement = self.replacements.prepare(weights)
+        if delta is None:
+            return None if replacement is None else _OwnEmbedding(None, None, replacement)
+        squared_norms = None
+        if delta.magnitude is not None:
+            squared_norms = self._squared_norms(delta, replacement or self.layer)
+        a, b = self._copy(delta.a.T), self._copy(delta.b.T)
+        magnitude = None if delta.magnitude is None else delta.magnitude.float().clone()
+        return _OwnEmbedding(PartUpdate(a, b, magnitude), squared_norms, replacement)
+
+    def place(self, slot: int, own: _OwnEmbedding | None) -> None:
+        self.replacements.place(slot, None if own is None else own.replacement)
+        if own is None or own.update is None:
+            self.slots.place(slot, ())
+            return
+        update = own.update
+        if update.multiplier is not None:
+            assert own.squared_norms is not None
+            build = self.layer.build
+            norms = build.tp.all_reduce(own.squared_norms.to(build.device, copy=True))
+            update = replace(update, multiplier=update.multiplier.to(build.device) / norms.sqrt())
+        self.slots.place(slot, [update])
+
+    def _squared_norms(self, delta: PartDelta, layer: VocabEmbedding) -> torch.Tensor:
+        first, last = layer.first, min(layer.first + layer.rows, layer.vocab_size)
+        changed = layer.method.floats(layer, "")[: max(last - first, 0)].cpu()
+        changed += delta.a[:, first:last].T.float() @ delta.b.T.float()
+        return changed.square_().sum(0)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = torch.empty(tensor.shape, dtype=self.dtype, pin_memory=self.is_pinned)
+        return own.copy_(tensor)
+
+
+class HeadSlots:
+    """The adapters of an LM head (`VocabEmbedding.project_adapter`)."""
+
+    def __init__(
+        self, name: str, layer: VocabEmbedding, num_slots: int, max_rank: int, dtype: torch.dtype
+    ) -> None:
+        self.name = name
+        self.layer = layer
+        self.linear = LinearSlots(name, layer, num_slots, max_rank, dtype)
+        self.replacements = _Replacements(name, layer)
+
+    @property
+    def needs_rows(self) -> bool:
+        return bool(self.replacements.by_slot)
+
+    def __call__(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Change the rows of this rank's logits [n, rows] that have an adapter, in place."""
+        step = current_adapters()
+        if step is None:
+            return logits
+        for slot, layer in self.replacements.by_slot.items():
+            rows = step.rows_of(slot)
+            if len(rows):
+                logits[rows] = layer.method.apply(layer, hidden[rows], None).to(logits.dtype)
+        return self.linear(hidden, logits)
+
+    def prepare(self, weights: AdapterWeights) -> _OwnHead | None:
+        delta = weights.embedding.get(self.name)
+        replacement = self.replacements.prepare(weights)
+        if delta is None and replacement is None:
+            return None
+        own = None if delta is None else self.linear.own_part("", self._padded(delta))
+        return _OwnHead(own, replacement)
+
+    def place(self, slot: int, own: _OwnHead | None) -> None:
+        self.replacements.place(slot, None if own is None else own.replacement)
+        self.linear.place(slot, None if own is None or own.part is None else [own.part])
+
+    def _padded(self, delta: PartDelta) -> PartDelta:
+        """Ranks have equal numbers of tokens."""
+        missing = self.layer.rows * self.layer.build.tp.size - len(delta.b)
+        if not missing:
+            return delta
+        padded = [
+            None if tensor is None else torch.cat([tensor, tensor[:1].expand(missing, *shape)])
+            for tensor, shape in (
+                (delta.b, delta.b.shape[1:]),
+                (delta.magnitude, ()),
+                (delta.bias, ()),
+            )
+        ]
+        b, magnitude, bias = padded
+        assert b is not None
+        return PartDelta(delta.a, b, magnitude, bias)
+
+
+@dataclass(frozen=True)
+class _OwnHead:
+    """This rank's share of an adapter of the LM head."""
+
+    part: OwnPart | None
+    replacement: VocabEmbedding | None
