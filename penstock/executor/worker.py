@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+import torch
 
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh
 from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
+from penstock.layers.lora import AdapterWeights, make_slots
+from penstock.loading.adapters.read import read_adapter
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
 from penstock.models.pooler import Pooler, make_pooler, needs_whole_prompts, sentence_files
 from penstock.models.runtime import hold_whole_prompts, keep_trained_length, resolve_limits
 from penstock.platforms.platform import Platform
+from penstock.protocol.adapter import Adapter
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
+from penstock.runner.adapters import AdapterStore
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor, load_processors
 from penstock.runner.routed_experts import RoutedExpertsRecorder
@@ -62,11 +67,28 @@ class Worker:
         self.pooler: Pooler | None = None
         if task != "generate":
             self.pooler = make_pooler(self.model, task, config, source, files)
+        self.adapters = self._make_adapters()
         self.runner: ModelRunner | None = None
         self.routed_experts: RoutedExpertsRecorder | None = None
         if config.model.enable_return_routed_experts:
             max_rows = max(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
             self.routed_experts = RoutedExpertsRecorder(self.model, max_rows, platform.device)
+
+    def _make_adapters(self) -> AdapterStore | None:
+        lora, model = self.config.lora, self.model
+        if not lora.enable_lora:
+            return None
+        dtype = self.dtypes.compute
+        if lora.lora_dtype != "auto":
+            dtype = getattr(torch, lora.lora_dtype)
+        # What follows pooling sees requests, not tokens.
+        heads = ("score", "classifier") if model.classifier is not None else ()
+        slots = make_slots(model, lora.max_loras, lora.max_lora_rank, dtype, without=heads)
+
+        def read(adapter: Adapter) -> AdapterWeights:
+            return read_adapter(adapter.path, model, lora.max_lora_rank, dtype, adapter.digest)
+
+        return AdapterStore(slots, lora.max_loras, read)
 
     def start(self, layout: KVCacheLayout, limits: StepLimits) -> None:
         """Allocate the cache and the runner's tables. `limits` fit the size of the cache."""
@@ -87,6 +109,7 @@ class Worker:
             dtype=self.dtypes.compute,
             routed_experts=self.routed_experts,
             pooler=self.pooler,
+            adapters=self.adapters,
         )
         self._steps = StepQueue(self.runner)
 

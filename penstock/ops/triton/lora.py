@@ -152,7 +152,7 @@ def _shrink_kernel(
     is_depth = (first + depth < last)[None, :]
     a = tl.load(a_source + first, mask=is_rank & is_depth, other=0.0)
     wait_for_others(OVERLAP)
-    if count <= 0:
+    if own_rank <= 0:
         return
     x = tl.load(x_source + first, mask=is_row & is_depth, other=0.0)
     acc = tl.dot(x, a.to(x.dtype).T, input_precision="ieee")
@@ -164,6 +164,23 @@ def _shrink_kernel(
     row = (split * num_tiles + tile) * ROWS + tl.arange(0, ROWS)
     target = out_ptr + row.to(tl.int64)[:, None] * (parts * PADDED) + part * PADDED + rank[None, :]
     tl.store(target, acc)
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_tokens"])
+def _gather_kernel(
+    token_ptr, a_ptr, rank_ptr, out_ptr, row_ptr, tile_ptr, num_tokens, num_tiles,
+    RANK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The rows of a token embedding's A, in place of a product: out [tiles, ROWS, PADDED]."""
+    tile = tl.program_id(0)
+    slot, count, rows = _tile(tile_ptr, row_ptr, tile, num_tiles, ROWS)
+    row, rank = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    is_row = row < count
+    token = tl.load(token_ptr + rows, mask=is_row, other=0).to(tl.int64)
+    mask = is_row[:, None] & (rank < tl.load(rank_ptr + slot))[None, :]
+    source = a_ptr + (slot * num_tokens + token)[:, None] * RANK + rank[None, :]
+    a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + (tile * ROWS + row)[:, None] * PADDED + rank[None, :], a)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_slots"])
@@ -199,11 +216,12 @@ def _expand_kernel(
     rank = tl.arange(0, RANKS)
     own_rank = tl.where(count > 0, tl.load(rank_ptr + slot, cache_modifier=".cg"), 0)
     has_vectors = tl.load(rank_ptr + num_slots + slot, cache_modifier=".cg")
+    is_changed = (own_rank > 0) | ((count > 0) & (has_vectors != 0))
     b_source = b_ptr + (slot * RANK + rank)[:, None] * out_features + column[None, :]
     is_rank = (rank < own_rank)[:, None]
     b = tl.load(b_source, mask=is_rank if EVEN else is_rank & is_column, other=0.0)
     wait_for_others(OVERLAP)
-    if count <= 0:
+    if not is_changed:
         return
     row = tl.arange(0, ROWS)
     is_row = (row < count)[:, None]
@@ -340,6 +358,36 @@ class DeviceLoraSlots:
         return output
 
 
+class DeviceEmbeddingSlots(DeviceLoraSlots):
+    """The adapters of a token embedding: A [num_tokens, rank] is looked up by token."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_tokens: int,
+        hidden_size: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(num_slots, 0, [hidden_size], max_rank, dtype, device)
+        self.tokens = torch.zeros((num_slots, num_tokens, max_rank), dtype=dtype, device=device)
+
+    def _place_a(self, slot: int, part: int, a: torch.Tensor) -> None:
+        self.tokens[slot, :, : a.shape[1]].copy_(a, non_blocking=True)
+
+    def add(self, x: torch.Tensor, output: torch.Tensor, step: AdapterStep) -> torch.Tensor:
+        """Change the rows of output [n, hidden] that have an adapter. x [n] are token ids."""
+        assert isinstance(step, DeviceAdapterStep), "the rows are grouped on the device"
+        v = self._room(1, step)
+        _gather_kernel[(step.tiles.shape[1],)](
+            x, self.tokens, self.ranks, v, step.rows, step.tiles,
+            self.tokens.shape[1], step.tiles.shape[1],
+            RANK=self.max_rank, PADDED=self._padded_rank, ROWS=step.tile_rows, num_warps=1,
+        )  # fmt: skip
+        return self._expand(v, output, step)
+
+
 def lora_slots(
     num_slots: int,
     in_features: int,
@@ -350,3 +398,15 @@ def lora_slots(
 ) -> DeviceLoraSlots:
     """The slots of one linear layer, for steps that are grouped on the device."""
     return DeviceLoraSlots(num_slots, in_features, part_rows, max_rank, dtype, device)
+
+
+def embedding_slots(
+    num_slots: int,
+    num_tokens: int,
+    hidden_size: int,
+    max_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DeviceEmbeddingSlots:
+    """The slots of a token embedding, for steps that are grouped on the device."""
+    return DeviceEmbeddingSlots(num_slots, num_tokens, hidden_size, max_rank, dtype, device)

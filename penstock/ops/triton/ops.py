@@ -12,7 +12,7 @@ from penstock.ops.triton.int8 import int8_linear
 from penstock.ops.triton.latent_attention import latent_attention
 from penstock.ops.triton.latent_rotary import norm_rotate_latent
 from penstock.ops.triton.linear import linear
-from penstock.ops.triton.lora import lora_slots
+from penstock.ops.triton.lora import embedding_slots, lora_slots
 from penstock.ops.triton.packed import fp4_linear, table_linear, w4_linear, w8_linear
 from penstock.ops.triton.packed_experts import fp4_experts, table_experts, w4_experts, w8_experts
 from penstock.ops.triton.packed_layout import prepare_fp4, prepare_table, prepare_w4
@@ -28,6 +28,7 @@ __all__ = [
     "causal_conv",
     "choose_tokens",
     "embed",
+    "embedding_slots",
     "fp4_experts",
     "fp4_linear",
     "fp8_experts",

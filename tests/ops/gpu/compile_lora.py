@@ -34,6 +34,9 @@ def compile_one(kernel: str, dtype: str, rank: int, rows: int) -> dict[str, int]
             lora._expand_kernel, {**constants, **own}, pointers,
             ("out_features", "out_stride"), num_warps=4, num_stages=1,
         )  # fmt: skip
+    elif kernel == "gather":
+        del constants["OVERLAP"], constants["RANKS"]
+        code = compile_kernel(lora._gather_kernel, constants, pointers, (), num_warps=1)
     else:
         own = {"TILE_ROWS": rows, "SLOTS": 8, "CHUNK": 1024}
         code = compile_kernel(lora._group_kernel, own, pointers, (), num_warps=8)

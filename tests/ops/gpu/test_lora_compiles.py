@@ -27,5 +27,5 @@ def test_all_ranks_and_types_compile_and_fit() -> None:
     check(
         "shrink:*bf16:8:16", "shrink:*fp16:64:64", "shrink:*fp32:64:64", "shrink:*bf16:128:64",
         "expand:*bf16:8:16", "expand:*fp16:64:64", "expand:*fp32:64:64", "expand:*bf16:128:64",
-        "group:*bf16:16:64",
+        "gather:*bf16:16:16", "group:*bf16:16:64",
     )  # fmt: skip

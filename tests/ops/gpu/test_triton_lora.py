@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from penstock.ops.lora import LoraSlots, PartUpdate, Update, adapter_step
+from penstock.ops.lora import EmbeddingSlots, LoraSlots, PartUpdate, Update, adapter_step
 from penstock.ops.triton import lora
 
 IN = 200  # no multiple of a tile
@@ -157,3 +157,31 @@ def test_some_rows_of_a_step_are_grouped_anew(device: torch.device) -> None:
     some = step.take(torch.tensor([4, 0, 1], device=device))
     assert some.starts.tolist() == [0, 0, 1, 2]
     assert some.rows[:2].tolist() == [1, 0]
+
+
+def test_embedded_tokens_get_their_adapters_rows(device: torch.device) -> None:
+    vocab, hidden = 50, 72
+    sizes = (vocab, hidden, 8, torch.float32, device)
+    ours = lora.embedding_slots(3, *sizes)
+    theirs = EmbeddingSlots(3, vocab, [hidden], *sizes[2:])
+    for slot, rank in ((0, 8), (2, 3)):
+        multiplier = torch.rand(hidden, device=device) if slot else None
+        update = [
+            PartUpdate(
+                torch.randn(vocab, rank, device=device),
+                torch.randn(rank, hidden, device=device),
+                multiplier,
+            )
+        ]
+        ours.place(slot, update)
+        theirs.place(slot, update)
+    tokens = torch.randint(0, vocab, (40,), dtype=torch.int32, device=device)
+    slots = [row % 4 - 1 for row in range(40)]
+    output = torch.randn(40, hidden, device=device)
+    host = adapter_step(np.array(slots), 3)
+    expected = theirs.add(tokens.cpu(), output.cpu().clone(), host)
+    rows = torch.tensor(slots, dtype=torch.int32, device=device)
+    got = ours.add(tokens, output, group(rows, 3))
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-5, atol=1e-5)
+    ours.place(0, ())
+    assert torch.equal(ours.add(tokens, output.clone(), group(rows * 0, 3)), output)
