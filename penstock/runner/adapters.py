@@ -73,8 +73,12 @@ class AdapterStore:
             return set(self._shares)
 
     def _fetch(self, adapter: Adapter) -> None:
+        """A fetch may be repeated after a failed step. It is reported once all the same."""
         with self._lock:
             self._dropped.discard(adapter.digest)
+            reported = any(job.digest == adapter.digest for job in self._finished)
+            if reported or any(other.digest == adapter.digest for other in self._fetches):
+                return
             self._fetches.append(adapter)
             is_first = len(self._fetches) == 1
         if is_first:
@@ -94,11 +98,14 @@ class AdapterStore:
     def _drop(self, digest: str) -> None:
         with self._lock:
             self._shares.pop(digest, None)
+            self._finished = [job for job in self._finished if job.digest != digest]
             if any(adapter.digest == digest for adapter in self._fetches):
                 self._dropped.add(digest)
 
     def _serve(self) -> None:
-        """Fetch one adapter after the other, until none is left. Every fetch is reported once.
+        """Fetch one adapter after the other, until none is left.
+
+        Every fetch is reported once, unless the adapter was dropped meanwhile.
 
         A thread that waited for more would keep the model alive after its engine has closed.
         """
@@ -116,10 +123,14 @@ class AdapterStore:
                     error = _text_of(adapter, failure)
             with self._lock:
                 self._fetches.popleft()
-                if shares is not None and adapter.digest not in self._dropped:
-                    self._shares[adapter.digest] = shares
-                if all(other.digest != adapter.digest for other in self._fetches):
+                if adapter.digest in self._dropped:
                     self._dropped.discard(adapter.digest)
+                    continue
+                if shares is not None:
+                    self._shares[adapter.digest] = shares
+                elif error is None and adapter.digest not in self._shares:
+                    self._fetches.append(adapter)  # dropped, and then wanted again
+                    continue
                 self._finished.append(FinishedJob(adapter.digest, error))
 
     @torch.inference_mode()

@@ -133,11 +133,32 @@ def test_an_adapter_dropped_while_it_is_fetched_leaves_no_copy() -> None:
     assert begun.wait(60)
     store.run([DropAdapter("digest-a")])
     may_go_on.set()
-    assert finish(store, 1) == [FinishedJob("digest-a")]
-    assert store.digests == set()
+    store.run([FetchAdapter(adapter("b"))])
+    assert finish(store, 1) == [FinishedJob("digest-b")]
+    assert store.digests == {"digest-b"}
     store.run([FetchAdapter(adapter("a"))])
     finish(store, 1)
-    assert store.digests == {"digest-a"}
+    assert store.digests == {"digest-a", "digest-b"}
+
+
+def test_a_repeated_fetch_is_reported_once() -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def read(one: Adapter) -> AdapterWeights:
+        begun.set()
+        assert may_go_on.wait(60)
+        return weights(1.0)
+
+    store, _ = store_of(read)
+    store.run([FetchAdapter(adapter("a"))])
+    assert begun.wait(60)
+    store.run([FetchAdapter(adapter("a")), DropAdapter("digest-a"), FetchAdapter(adapter("a"))])
+    may_go_on.set()
+    eventually(lambda: store.digests == {"digest-a"})
+    store.run([FetchAdapter(adapter("a")), FetchAdapter(adapter("b"))])
+    assert finish(store, 2) == [FinishedJob("digest-a"), FinishedJob("digest-b")]
+    store.run([FetchAdapter(adapter("a"))])
+    assert finish(store, 1) == [FinishedJob("digest-a")]
 
 
 def test_a_slot_that_cannot_be_filled_ends_the_engine() -> None:
