@@ -36,7 +36,14 @@ from penstock.text.pooling import (
     prepare_pieces,
     prepare_pooling,
 )
-from penstock.text.scoring import PromptedText, pair_up, score_kind, similarity, with_prompts
+from penstock.text.scoring import (
+    PromptedText,
+    check_instruction,
+    pair_up,
+    score_kind,
+    similarity,
+    with_prompts,
+)
 
 
 class PoolingMethods:
@@ -160,6 +167,7 @@ class PoolingMethods:
                 _output(request, delta, ScoringOutput(_score(delta)))
                 for request, delta in zip(requests, deltas, strict=True)
             ]
+        check_instruction(info, instruction)
         compared = with_prompts(info, pairs)
         texts = list(dict.fromkeys(text for pair in compared for text in pair))
         by_text = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from penstock.protocol.pooling import Payload, PoolingInfo, PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import check_int
 from penstock.text.frontend import Frontend, check_salt
-from penstock.text.scoring import DEFAULT_INSTRUCTION
+from penstock.text.scoring import DEFAULT_INSTRUCTION, check_instruction
 from penstock.text.tokenizer import TooManyTokens
 
 
@@ -40,6 +40,7 @@ class Truncation:
     side: Literal["first", "last"] = "first"  # the side to keep
     max_query_tokens: int | None = None  # for a pair; 0 or None: no limit
     max_document_tokens: int | None = None
+    max_text_tokens: int | None = None  # for a text, without its prompt and special tokens
 
 
 NO_TRUNCATION = Truncation()
@@ -71,10 +72,14 @@ def prepare_pooling(
     second_segment, num_unpooled = None, 0
     if isinstance(prompt, Pair):
         template = info.score_template
+        check_instruction(info, prompt.instruction)
         encode = _encode_pair if template is None else partial(_encode_templated, template)
         token_ids, second_segment = encode(frontend, prompt, truncation, limit, field)
     elif isinstance(prompt, str):
         text = info.text_of(prompt, params)
+        most = _max_tokens(frontend, params, truncation, add_special_tokens)
+        if most is not None and most < limit:
+            limit, truncation = most, replace(truncation, num_tokens=most)
         token_ids = _encode(frontend, text, truncation, limit, add_special_tokens, field)
         if before := info.unpooled_text(params):
             num_unpooled = _num_unpooled(frontend, before, add_special_tokens)
@@ -135,7 +140,7 @@ def prepare_pieces(
     try:
         return [prepare_pooling(frontend, request_id, prompt, params, **whole)]
     except InputOverflow:
-        pieces = _cut(frontend, prompt, params, add_special_tokens, field)
+        pieces = _cut(frontend, prompt, params, truncation, add_special_tokens, field)
     raw = PoolingParams(task="embed", use_activation=False)
     return [
         prepare_pooling(frontend, f"{request_id}.{index}", piece, raw, **options)
@@ -147,6 +152,7 @@ def _cut(
     frontend: Frontend,
     prompt: str | Sequence[int],
     params: PoolingParams,
+    truncation: Truncation,
     add_special_tokens: bool,
     field: str,
 ) -> list[list[int]]:
@@ -157,13 +163,16 @@ def _cut(
     if isinstance(prompt, str):
         tokenizer = frontend.known_tokenizer()
         before, after = tokenizer.frame(add_special_tokens) or ([], [])
+        text = info.text_of(prompt, params)
+        most = _max_tokens(frontend, params, truncation, False)
+        longest = info.max_embed_len
         try:
-            token_ids = tokenizer.encode(
-                info.text_of(prompt, params), False, info.max_embed_len, frontend.encode_piece
-            )
+            if most is not None and most < longest:
+                token_ids = tokenizer.encode_part(text, most, "first", False, frontend.encode_piece)
+            else:
+                token_ids = tokenizer.encode(text, False, longest, frontend.encode_piece)
         except TooManyTokens as error:
-            longest, is_exact = info.max_embed_len, error.is_exact
-            raise InputOverflow(error.num_tokens, longest, field, is_exact) from None
+            raise InputOverflow(error.num_tokens, longest, field, error.is_exact) from None
     else:
         token_ids = list(prompt)
         if len(token_ids) > info.max_embed_len:
@@ -222,6 +231,17 @@ def _limit(frontend: Frontend, truncation: Truncation) -> int:
             name,
         )
     return asked
+
+
+def _max_tokens(
+    frontend: Frontend, params: PoolingParams, truncation: Truncation, add_special_tokens: bool
+) -> int | None:
+    """How many tokens a text may have with its prompt, where there is a limit for the text."""
+    if not truncation.max_text_tokens:
+        return None
+    before = pooling_info(frontend).text_of("", params)
+    around = frontend.known_tokenizer().encode(before, add_special_tokens)
+    return len(around) + truncation.max_text_tokens
 
 
 def _encode(

@@ -53,11 +53,26 @@ def served_tasks(info: PoolingInfo) -> list[str]:
     return [*info.tasks, "score"]
 
 
+def check_instruction(info: PoolingInfo, instruction: str | None) -> None:
+    """Raise InputError if an instruction is given that this model would not read."""
+    if instruction is None or "{instruction}" in (info.score_template or ""):
+        return
+    raise InputError(
+        "instruction is for rerankers whose template has a place for it, which this model has not: "
+        "leave it out, or set a score_template with {instruction} in --pooler-config"
+        if info.num_labels
+        else "instruction is for rerankers, and this is an embedding model: leave it out, or write "
+        "it into the query",
+        "instruction",
+    )
+
+
 class PromptedText(NamedTuple):
     """A text that an embedding model compares with others, and the prompt before it."""
 
     text: str
     prompt_name: str | None
+    max_tokens: int | None = None  # of the text alone, which is cut to so many; 0 or None: all
 
     @property
     def params(self) -> PoolingParams:
@@ -65,13 +80,19 @@ class PromptedText(NamedTuple):
 
 
 def with_prompts(
-    info: PoolingInfo, pairs: Sequence[tuple[str, str]]
+    info: PoolingInfo,
+    pairs: Sequence[tuple[str, str]],
+    max_query_tokens: int | None = None,
+    max_document_tokens: int | None = None,
 ) -> list[tuple[PromptedText, PromptedText]]:
     """Queries with the model's prompt for queries, documents with that for documents; where it has
     none, with its default."""
     of_query, of_document = map(info.first_prompt, (QUERY_PROMPTS, DOCUMENT_PROMPTS))
     return [
-        (PromptedText(query, of_query), PromptedText(document, of_document))
+        (
+            PromptedText(query, of_query, max_query_tokens),
+            PromptedText(document, of_document, max_document_tokens),
+        )
         for query, document in pairs
     ]
 

@@ -191,6 +191,18 @@ def test_an_embedder_puts_its_prompts_before_queries_and_documents(tmp_path: Pat
         for result in ranked:
             assert_same(result["relevance_score"], expected[result["index"]])
 
+        # Limits are those of the texts alone: prompts stay whole.
+        limits = {"max_tokens_per_query": 2, "max_tokens_per_doc": 4}
+        cut = post(server, "/score", text_1=TEXTS[0], text_2=TEXTS, **limits)
+        short = [text[:4] for text in TEXTS]
+        alone = post(server, "/score", text_1=TEXTS[0][:2], text_2=short)
+        assert cut["usage"] == alone["usage"]
+        assert_same(*([item["score"] for item in answer["data"]] for answer in (cut, alone)))
+        for result in post(server, "/rerank", query=TEXTS[0], documents=TEXTS, **limits)["results"]:
+            assert_same(result["relevance_score"], alone["data"][result["index"]]["score"])
+        long = post(server, "/score", text_1="a", text_2="b" * 999, max_tokens_per_doc=9)
+        assert long["usage"]["prompt_tokens"] == len("find a") + len("see " + "b" * 9)
+
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_documents_come_back_by_relevance(ranker: ServerProcess, path: str) -> None:
@@ -312,6 +324,12 @@ def test_what_is_wrong_with_pairs_is_said_with_the_field(
         (ranker, "/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
         (ranker, "/score", {"text_1": "a", "text_2": "b", "max_tokens_per_doc": -1},
          "max_tokens_per_doc"),
+        (embedder, "/score", {"text_1": "a", "text_2": "b", "max_tokens_per_query": -1},
+         "max_tokens_per_query"),
+        (embedder, "/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction"),
+        (embedder, "/rerank", {"query": "a", "documents": ["b"], "instruction": "c"},
+         "instruction"),
+        (ranker, "/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "instruction"),
         (ranker, "/v1/embeddings", {"input": "a"}, "model"),
         (embedder, "/classify", {"input": "a"}, "model"),
         (ranker, "/v2/embed", {"texts": ["a"]}, "model"),

@@ -98,7 +98,12 @@ def render_messages(service: Service, body: InputBody) -> str:
 
 
 def pair_prepare(
-    service: Service, body: PairBody, params: PoolingParams, request_id: str, field: str
+    service: Service,
+    body: PairBody,
+    params: PoolingParams,
+    request_id: str,
+    field: str,
+    max_text_tokens: int | None = None,
 ) -> Prepare:
     """Return a function that converts a pair, or one text of it, to engine requests."""
     for name in ("max_tokens_per_query", "max_tokens_per_doc"):
@@ -106,7 +111,11 @@ def pair_prepare(
         if value is not None and value < 0:
             raise InputError(f"{name} must be at least 0, got {value}", name)
     truncation = Truncation(
-        body.truncate_prompt_tokens, "first", body.max_tokens_per_query, body.max_tokens_per_doc
+        body.truncate_prompt_tokens,
+        "first",
+        body.max_tokens_per_query,
+        body.max_tokens_per_doc,
+        max_text_tokens,
     )
     return prepare_with(
         service,

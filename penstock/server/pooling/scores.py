@@ -28,7 +28,13 @@ from penstock.server.pooling.run import pool_all
 from penstock.server.pooling.vectors import usage_of, vector_of
 from penstock.server.service import Service
 from penstock.text.pooling import Pair, pooling_info
-from penstock.text.scoring import pair_up, score_kind, similarity, with_prompts
+from penstock.text.scoring import (
+    check_instruction,
+    pair_up,
+    score_kind,
+    similarity,
+    with_prompts,
+)
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
@@ -113,15 +119,16 @@ async def _score(
         prompts = [Pair(query, document, body.instruction) for query, document in pairs]
         requests, deltas = await pool_all(service, prepare, prompts, params, body.timeout)
         return [float(vector_of(delta)[0]) for delta in deltas], requests
-    compared = with_prompts(info, pairs)
+    check_instruction(info, body.instruction)
+    compared = with_prompts(info, pairs, body.max_tokens_per_query, body.max_tokens_per_doc)
     texts = list(dict.fromkeys(text for pair in compared for text in pair))
-    by_prompt = {
-        text.prompt_name: pair_prepare(service, body, text.params, request_id, field)
+    by_role = {
+        text[1:]: pair_prepare(service, body, text.params, request_id, field, text.max_tokens)
         for text in compared[0]
     }
     requests, deltas = await pool_all(
         service,
-        lambda item: by_prompt[item.prompt_name](item.text),
+        lambda item: by_role[item[1:]](item.text),
         texts,
         PoolingParams(task="embed"),
         body.timeout,
