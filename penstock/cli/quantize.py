@@ -94,8 +94,9 @@ def run(args: argparse.Namespace) -> int:
         except re.error as error:
             raise ConfigError(f"--keep {pattern!r} is no regular expression: {error}") from error
     # Imports only what finds the model: a wrong model must fail before torch is imported.
-    from penstock.config import LoadConfig, ModelConfig
+    from penstock.config import EngineConfig, LoadConfig, ModelConfig
     from penstock.loading.source import resolve_source
+    from penstock.loading.tasks import choose_task
 
     source = resolve_source(ModelConfig(model=args.model), LoadConfig())
     from penstock.quantize import perplexity
@@ -110,7 +111,15 @@ def run(args: argparse.Namespace) -> int:
     if args.calibration_text is not None:
         calibration = perplexity.read_text(args.calibration_text)
     before, moments = None, None
-    if not args.no_perplexity or calibration is not None:
+    generates = choose_task(EngineConfig(), source) == "generate"
+    if calibration is not None and not generates:
+        raise ConfigError(
+            "--calibration-text is for models that generate text, and this is a pooling model: "
+            "leave it out"
+        )
+    if not args.no_perplexity and not generates:
+        print("no perplexity is measured: this is a pooling model, which generates no text")
+    elif not args.no_perplexity or calibration is not None:
         with perplexity.open_for_windows(args.model, source.config) as llm:
             if not args.no_perplexity:
                 windows = perplexity.windows_of(llm, text, text_path)

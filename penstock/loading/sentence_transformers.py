@@ -121,6 +121,11 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformer | None:
     )
 
 
+def module_folders(folder: Path) -> list[Path]:
+    """The folders of a model's modules, in order. Raises ModelError as the reader does."""
+    return [inner for _, inner in _modules(folder / MODULES_FILE)]
+
+
 def _modules(path: Path) -> list[tuple[str, Path]]:
     """The class and folder of each module, in order."""
     modules = read_json_value(path)

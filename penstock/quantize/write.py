@@ -20,6 +20,7 @@ from penstock.config import LoadConfig
 from penstock.layers.quantization import check_floats
 from penstock.layers.quantized.checkpoints import find_quantization_config
 from penstock.loading.checkpoint import open_checkpoint
+from penstock.loading.sentence_transformers import module_folders
 from penstock.loading.source import ModelSource, read_json
 from penstock.ops.blocks import BlockTensor
 from penstock.protocol.errors import ConfigError
@@ -30,12 +31,23 @@ INDEX = "model.safetensors.index.json"
 
 # Matrices that do not belong to linear layers, by the end of their names.
 NOT_LINEAR = re.compile(r"(embed\w*|wte|wpe|\w*norm\w*|conv1d)\.weight$")
-# Linear layers that stay unquantized: the head and the routers, whose few numbers decide a lot.
-KEPT = (r"lm_head$", r".*\.(gate|router|shared_expert_gate|block_sparse_moe\.gate)$")
+# Linear layers that stay unquantized: the heads and the routers, whose few numbers decide a lot.
+KEPT = (
+    r"lm_head$",
+    r".*\.(gate|router|shared_expert_gate|block_sparse_moe\.gate)$",
+    r"(\w+\.)?(score|classifier|pre_classifier|pooler|head)(\.(dense|out_proj|\d+))*$",
+)
 # Vision and audio modules beside a text model: small, and not run here.
 NOT_TEXT = r"(.*\.)?(vision_tower|vision_model|visual|audio_tower|multi_modal_projector)\..*"
 # Layers that engines fuse into one matrix. They are quantized together or not at all.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("gate_proj", "up_proj"),
+)
+# Small layers in files of their own, which are copied (bge-m3).
+VECTOR_HEADS = ("sparse_linear", "colbert_linear")
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -69,8 +81,9 @@ def check_target(out: Path, source: ModelSource) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already: name a folder that is not, or that is empty")
     out = out.resolve()
-    if out.is_relative_to(source.path.resolve()):
-        raise ConfigError(f"{out} lies inside the model {source.path}: name a folder elsewhere")
+    root = _root(source)
+    if out.is_relative_to(root.resolve()):
+        raise ConfigError(f"{out} lies inside the model {root}: name a folder elsewhere")
     nearest = next(path for path in out.parents if path.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         what = "no folder" if not nearest.is_dir() else "a folder that cannot be written to"
@@ -107,8 +120,10 @@ def _write(
 ) -> Report:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        folder = Path(scratch) / "model"
-        folder.mkdir()
+        whole = Path(scratch) / "model"
+        root = _root(source)
+        folder = whole / source.path.relative_to(root)
+        folder.mkdir(parents=True)
         writer = _ShardWriter(folder, shard_bytes)
         report = _convert(source, method, [*KEPT, NOT_TEXT, *kept], moments, writer)
         writer.finish()
@@ -119,9 +134,11 @@ def _write(
         for path in folder.glob("*.safetensors"):  # only their writer could read them
             path.chmod((folder / "config.json").stat().st_mode)
         _copy_others(source.path, folder)
+        if source.modules_folder is not None:
+            _copy_modules(source, whole)
         if out.exists():
             out.rmdir()  # empty, as `check_target` ensured
-        os.replace(folder, out)
+        os.replace(whole, out)
     return report
 
 
@@ -259,10 +276,25 @@ class _ShardWriter:
         return self._folder / f"part-{index}.safetensors"
 
 
+def _root(source: ModelSource) -> Path:
+    """The folder with all files of a model: modules.json may have the transformer further in."""
+    return source.modules_folder or source.path
+
+
+def _copy_modules(source: ModelSource, folder: Path) -> None:
+    """Copy sentence-transformers' other modules, such as 1_Pooling and 2_Dense, with weights."""
+    root = _root(source)
+    _copy_others(root, folder)
+    for path in module_folders(root):
+        if path != source.path and path != root and path.is_dir():
+            shutil.copytree(path, folder / path.relative_to(root), dirs_exist_ok=True)
+
+
 def _copy_others(source: Path, folder: Path) -> None:
     """Copy the tokenizer, the templates and other files of a model, but no folders."""
     for path in source.iterdir():
         is_weights = path.suffix in WEIGHT_FILES or path.name.endswith(".index.json")
+        is_weights = is_weights and path.stem not in VECTOR_HEADS
         if path.is_file() and not is_weights and not (folder / path.name).exists():
             shutil.copyfile(path, folder / path.name)
 
