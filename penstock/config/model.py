@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.config.options import option, require
 from penstock.config.quantization import check_option
@@ -36,6 +36,11 @@ class ModelConfig:
         False, "Do not load a tokenizer. Prompts must be token IDs, and outputs have no text."
     )
     revision: str | None = option(None, "Branch, tag or commit of a Hugging Face model ID.")
+    hf_overrides: dict[str, Any] | None = option(
+        None,
+        "Settings as JSON that replace those of the model's config.json, such as "
+        '{"is_matryoshka": true}. Objects within are merged.',
+    )
     dtype: Dtype = option(
         "auto",
         "Data type of weights and activations. auto: the checkpoint's. On a CPU this is the data "

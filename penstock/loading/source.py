@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -77,16 +77,18 @@ def resolve_source(
         path = fetch_from_hub(
             name, model.revision, load.load_format, load.download_dir, snapshot=snapshot
         )
-    path = path.absolute()
+    path, overrides = path.absolute(), model.hf_overrides or {}
     if path.is_dir():
         gguf_path = _gguf_inside(path, load)
-        return _from_folder(name, path, load) if gguf_path is None else _from_gguf(name, gguf_path)
+        if gguf_path is None:
+            return _from_folder(name, path, load, overrides)
+        return _from_gguf(name, gguf_path, overrides)
     if load.load_format not in ("auto", "gguf", "dummy"):
         raise ModelError(
             f"load_format {load.load_format} reads folders, but {path} is a file: "
             "drop load_format for a .gguf file"
         )
-    return _from_gguf(name, path, dummy=load.load_format == "dummy")
+    return _from_gguf(name, path, overrides, dummy=load.load_format == "dummy")
 
 
 def _is_local(path: Path) -> bool:
@@ -108,10 +110,12 @@ def _gguf_inside(folder: Path, load: LoadConfig) -> Path | None:
     return choose_gguf(folder, ggufs) if ggufs else None
 
 
-def _from_gguf(name: str, path: Path, dummy: bool = False) -> ModelSource:
+def _from_gguf(
+    name: str, path: Path, overrides: Mapping[str, Any], dummy: bool = False
+) -> ModelSource:
     gguf = read_model(path)
     paths = gguf.paths or (path,)
-    config = config_from_gguf(gguf)
+    config = _overridden(config_from_gguf(gguf), overrides)
     return ModelSource(
         name=name,
         path=path,
@@ -124,7 +128,9 @@ def _from_gguf(name: str, path: Path, dummy: bool = False) -> ModelSource:
     )
 
 
-def _from_folder(name: str, folder: Path, load: LoadConfig) -> ModelSource:
+def _from_folder(
+    name: str, folder: Path, load: LoadConfig, overrides: Mapping[str, Any]
+) -> ModelSource:
     modules_folder = folder if (folder / MODULES_FILE).exists() else None
     if modules_folder is not None:
         folder = _transformer_folder(folder)
@@ -134,7 +140,8 @@ def _from_folder(name: str, folder: Path, load: LoadConfig) -> ModelSource:
             f"{folder} has no config.json and no .gguf file: a model is a folder with config.json "
             "and .safetensors files, or one .gguf file"
         )
-    config = _with_quantization(text_settings(read_json(config_path)), folder)
+    raw = _overridden(read_json(config_path), overrides)
+    config = _with_quantization(text_settings(raw), folder)
     generation_path = folder / "generation_config.json"
     generation_config = read_json(generation_path) if generation_path.exists() else {}
     files = [] if load.load_format == "dummy" else _tensor_files(folder, load)
@@ -149,6 +156,16 @@ def _from_folder(name: str, folder: Path, load: LoadConfig) -> ModelSource:
         fingerprint=_fingerprint(config, files),
         modules_folder=modules_folder,
     )
+
+
+def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with those of `hf_overrides` in their place, object by object."""
+    found = dict(config)
+    for key, value in overrides.items():
+        inner = found.get(key)
+        are_objects = isinstance(inner, dict) and isinstance(value, dict)
+        found[key] = _overridden(inner, value) if are_objects else value
+    return found
 
 
 def _transformer_folder(folder: Path) -> Path:
