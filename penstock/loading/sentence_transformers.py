@@ -71,6 +71,7 @@ class SentenceTransformer:
     lower_case: bool
     prompts: Mapping[str, str]  # text before the input, by name
     default_prompt_name: str | None
+    truncate_dim: int | None  # embeddings are cut to so many numbers, after normalization
 
 
 def read_sentence_transformers(folder: Path) -> SentenceTransformer | None:
@@ -108,7 +109,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformer | None:
     if pooling is None:
         raise ModelError(f"{path}: there is no Pooling module")
     max_seq_length, lower_case = _text_settings(text_folder)
-    prompts, default_prompt_name = _prompts(folder / PROMPTS_FILE)
+    prompts, default_prompt_name, truncate_dim = _settings(folder / PROMPTS_FILE)
     return SentenceTransformer(
         pooling,
         include_prompt,
@@ -118,6 +119,7 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformer | None:
         lower_case,
         prompts,
         default_prompt_name,
+        truncate_dim,
     )
 
 
@@ -213,9 +215,10 @@ def _text_settings(folder: Path) -> tuple[int | None, bool]:
     return length, content.get("do_lower_case", False) is True
 
 
-def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
+def _settings(path: Path) -> tuple[dict[str, str], str | None, int | None]:
+    """The prompts, the name of the default one, and how many numbers an embedding has."""
     if not path.exists():
-        return {}, None
+        return {}, None, None
     content = _object(path)
     prompts, default = content.get("prompts") or {}, content.get("default_prompt_name")
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
@@ -225,4 +228,5 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
             f"{path}: default_prompt_name {default!r:.80} is not among the prompts "
             f"{', '.join(prompts) or '(there are none)'}"
         )
-    return prompts, default
+    is_cut = content.get("truncate_dim") is not None
+    return prompts, default, _size(path, content, "truncate_dim") if is_cut else None

@@ -196,6 +196,7 @@ class Pooler:
         step_tag_id: int | None = None,
         dense: Sequence[nn.Module] = (),
         vector_heads: VectorHeads | None = None,
+        truncate_dim: int | None = None,
     ) -> None:
         self.info = info
         self.classifier = model.classifier
@@ -204,6 +205,7 @@ class Pooler:
         self.activation = activation
         self.step_tag_id = step_tag_id  # of a process reward model: marks the tokens with rewards
         self.dense = dense
+        self.truncate_dim = truncate_dim  # of embeddings, where a request does not say
         self._heads = vector_heads.layers if vector_heads else {}
         self.unweighted_ids = vector_heads.unweighted_ids if vector_heads else NO_IDS
 
@@ -228,7 +230,11 @@ class Pooler:
             pooled = pooled[:, :dimensions]
         if use_activation is None:
             use_activation = self.info.normalizes
-        return nn.functional.normalize(pooled, dim=-1) if use_activation else pooled
+        if use_activation:
+            pooled = nn.functional.normalize(pooled, dim=-1)
+        # Of a length of 1 only where a request asks for it: sentence-transformers cuts last.
+        is_cut = task == "embed" and dimensions is None and self.truncate_dim is not None
+        return pooled[:, : self.truncate_dim] if is_cut else pooled
 
     def token_vectors(
         self,
@@ -324,6 +330,12 @@ def make_pooler(
     for file in files.dense if files else ():
         dense.append(Dense(file, size, next(model.parameters()).device))
         size = file.out_features
+    truncate_dim = files.truncate_dim if files and "embed" in tasks else None
+    if truncate_dim is not None and truncate_dim > size:
+        raise ModelError(
+            f"config_sentence_transformers.json: truncate_dim ({truncate_dim}) must not exceed the "
+            f"{size} numbers of an embedding"
+        )
     heads = None
     if "embed" in tasks and source.path.is_dir():
         heads = load_vector_heads(
@@ -339,7 +351,7 @@ def make_pooler(
     info = PoolingInfo(
         tasks=tasks,
         pooling_type=pooling_type,
-        embedding_size=size,
+        embedding_size=truncate_dim or size,
         vectors=["dense", *heads.layers] if heads else [],
         dimensions=[n for n in sizes if isinstance(n, int) and 0 < n <= size],
         any_dimension=not sizes and raw.get("is_matryoshka") is True,
@@ -351,7 +363,9 @@ def make_pooler(
         prompts=dict(files.prompts) if files else {},
         default_prompt_name=files.default_prompt_name if files else None,
     )
-    return Pooler(model, info, "identity", dense=dense, vector_heads=heads)
+    return Pooler(
+        model, info, "identity", dense=dense, vector_heads=heads, truncate_dim=truncate_dim
+    )
 
 
 def _activation(raw: Mapping[str, Any], num_labels: int) -> Activation:

@@ -122,6 +122,37 @@ def test_the_default_prompt_stands_before_every_text(folder: Path) -> None:
         np.testing.assert_allclose(embed(llm, TEXT), expected(folder, f"w5 w6 {TEXT}"), atol=1e-5)
 
 
+def test_embeddings_are_cut_as_the_files_say(folder: Path) -> None:
+    """Behind normalization, as sentence-transformers does it; where a request asks for a length,
+    that length is normalized."""
+    path = folder / "config_sentence_transformers.json"
+    write(path, {"truncate_dim": 6})
+    wanted = expected(folder, TEXT)
+    sizes = {"matryoshka_dimensions": [4, 12]}
+    with open_model(folder, hf_overrides=sizes) as llm:
+        np.testing.assert_allclose(embed(llm, TEXT), wanted[:6], atol=1e-5)
+        normal = embed(llm, TEXT, use_activation=True)
+        np.testing.assert_allclose(normal, wanted[:6] / np.linalg.norm(wanted), atol=1e-5)
+        for size in (4, 6, 12):
+            cut = wanted[:size] / np.linalg.norm(wanted[:size])
+            found = embed(llm, TEXT, dimensions=size, use_activation=True)
+            np.testing.assert_allclose(found, cut, atol=1e-5)
+        with pytest.raises(InputError, match="dimensions must be one of 4, 6, 12, got 16"):
+            embed(llm, TEXT, dimensions=16)
+    write(path, {"truncate_dim": 17})
+    with pytest.raises(ModelError, match=r"truncate_dim \(17\) must not exceed the 16"):
+        open_model(folder)
+
+
+def test_settings_of_a_model_may_be_overridden(folder: Path) -> None:
+    with open_model(folder, hf_overrides={"is_matryoshka": True}) as llm:
+        assert len(embed(llm, TEXT, dimensions=3)) == 3
+        with pytest.raises(InputError, match="dimensions must be from 1 to 16, got 17"):
+            embed(llm, TEXT, dimensions=17)
+    with pytest.raises(ModelError, match="position_embedding_type 'round' is not supported"):
+        open_model(folder, hf_overrides={"position_embedding_type": "round"})
+
+
 def test_texts_are_as_long_as_the_model_was_trained_for(folder: Path) -> None:
     long = " ".join(WORDS[:40])
     with open_model(folder) as llm:

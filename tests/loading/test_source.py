@@ -60,6 +60,20 @@ def test_a_gguf_file_gives_its_metadata(tmp_path: Path) -> None:
     assert source.tensor_files == (source.path,)
 
 
+def test_settings_are_overridden_object_by_object(folder: Path, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1.0}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "rope_parameters": rope}))
+    write_gguf(tmp_path / "model.gguf")
+    overrides = {"hidden_size": 16, "rope_parameters": {"rope_theta": 5.0}, "new": [1]}
+    for path in (folder, tmp_path / "model.gguf"):
+        plain = resolve(path)
+        model = ModelConfig(model=str(path), hf_overrides=overrides)
+        source = resolve_source(model, LoadConfig())
+        wanted = {**plain.config.get("rope_parameters", {}), "rope_theta": 5.0}
+        assert source.config == {**plain.config, **overrides, "rope_parameters": wanted}
+        assert source.fingerprint != plain.fingerprint  # caches of the other do not serve this one
+
+
 def test_a_folder_with_one_gguf_file_stands_for_that_file(tmp_path: Path, folder: Path) -> None:
     write_gguf(tmp_path / "one.gguf")
     assert resolve(tmp_path).path == tmp_path / "one.gguf"
