@@ -1,4 +1,4 @@
-"""`penstock quantize` of pooling models: the files beside the weights, and heads, stay as they are."""
+"""`penstock quantize` of pooling models: files beside the weights, and heads, are copied."""
 
 from __future__ import annotations
 
