@@ -163,8 +163,9 @@ def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     found = dict(config)
     for key, value in overrides.items():
         inner = found.get(key)
-        are_objects = isinstance(inner, dict) and isinstance(value, dict)
-        found[key] = _overridden(inner, value) if are_objects else value
+        if isinstance(inner, dict) and isinstance(value, dict):
+            value = _overridden(inner, value)
+        found[key] = value
     return found
 
 
