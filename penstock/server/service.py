@@ -22,11 +22,13 @@ from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import EngineDeadError, InputError, PenstockError, RequestFault
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.request import EngineRequest
+from penstock.server.adapters.holds import current_hold
 from penstock.server.http.access import salt_by_tenant, tenant_label
 from penstock.server.http.errors import NotFound, Overloaded, RequestTimeout
 from penstock.text.frontend import Frontend, PreparedRequest
 
 if TYPE_CHECKING:
+    from penstock.server.adapters.registry import AdapterRegistry
     from penstock.server.responses.tool_servers import ToolServers
 
 # How many threads compute at once. There are more threads, because a thread that waits for a
@@ -39,6 +41,7 @@ LARGE_BODY_BYTES = 32 * 1024
 NUM_LARGE_SLOTS = 2
 MAX_COUNTED_TOKENS = 2**20  # in a text that is only tokenized or counted
 MAX_FIELDS_BYTES = 64 * 1024 * 1024  # of all completions of a request, without their prompts
+MAX_NAMES = 16  # of models in an error
 T = TypeVar("T")
 
 current_body_bytes: ContextVar[int] = ContextVar("current_body_bytes", default=0)
@@ -61,6 +64,7 @@ class Service:
         frontend: Frontend,
         tool_servers: ToolServers | None = None,
         fingerprint: str | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self.config = config
         self.server_config = server_config
@@ -69,6 +73,7 @@ class Service:
         self.text_pool = None if frontend is None else frontend.pool
         self.tool_servers = tool_servers
         self.fingerprint = fingerprint  # see `system_fingerprint` in run.py
+        self.adapters = adapters  # None without enable_lora
         self.model_names = config.model.names
         self.created = int(time.time())
         self.is_draining = False
@@ -83,28 +88,45 @@ class Service:
             threads.shutdown(wait=False, cancel_futures=True)
         if self.text_pool is not None:
             self.text_pool.close()
+        if self.adapters is not None:
+            self.adapters.close()
 
     # -- admission
 
-    def check_model(self, name: str | None) -> str:
-        """Return the model name for the reply. Raises NotFound for an unknown name.
+    def base_name(self, name: str | None) -> str | None:
+        """Return the base model's name for the reply, or None if this is not one of its names.
 
         Without `served_model_name`, the value of `model` is also accepted.
         """
         model = self.config.model
         if name is None or (name == model.model and not model.served_model_name):
             return self.model_names[0]
-        if name not in self.model_names:
-            served = ", ".join(self.model_names)
-            raise NotFound(f"there is no model {name!r} here; there is {served}", "model")
+        return name if name in self.model_names else None
+
+    async def check_model(self, name: str | None) -> str:
+        """Return the model name for the reply. Raises NotFound for an unknown name.
+
+        If it names an adapter, the current HTTP request runs with it.
+        """
+        if (base := self.base_name(name)) is not None:
+            return base
+        assert name is not None
+        if self.adapters is None or not await self.adapters.hold(name):
+            raise self.no_model(name)
         return name
 
-    def admit(self, model: str | None) -> str:
+    def no_model(self, name: str) -> NotFound:
+        adapters = self.adapters.versions if self.adapters is not None else []
+        names = [*self.model_names, *(item.name for item in adapters)]
+        served = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
+        return NotFound(f"there is no model {name!r:.100} here; there is {served}", "model")
+
+    async def admit(self, model: str | None) -> str:
         """Return the model name for the reply, if there is capacity for a request.
 
         Refuses a request for text if the model pools.
         """
-        name = self.check_model(model)
+        name = await self.check_model(model)
         if self.frontend.pooling is not None:
             tasks = ", ".join(self.frontend.pooling.tasks)
             raise InputError(
@@ -247,7 +269,7 @@ class Service:
         self.check_size(len(children), field)
         self.check_queue(len(children))  # again, now with the real number
         check_weight(children[0], len(children), field)
-        stream = self.client.submit([self._as_tenants(child) for child in children])
+        stream = self.client.submit([self._complete(child) for child in children])
         timer = self._start_timer(stream.fail, timeout_s)
         try:
             async for index, output in outputs_of(stream, requests):
@@ -266,7 +288,7 @@ class Service:
 
         Cancelling this aborts them. Raises the same errors as `outputs`.
         """
-        stream = self.client.submit([self._as_tenants(request) for request in requests])
+        stream = self.client.submit([self._complete(request) for request in requests])
         timer = self._start_timer(stream.fail, timeout_s)
         done: dict[str, EngineDelta] = {}
         try:
@@ -285,15 +307,19 @@ class Service:
                 raise RequestFault("the request was aborted")
         return [done[request.request_id] for request in requests]
 
-    def _as_tenants(self, child: EngineRequest) -> EngineRequest:
-        """Return the request with the current tenant's label and cache salt."""
+    def _complete(self, child: EngineRequest) -> EngineRequest:
+        """Return the request with the current tenant's label and salt, and its adapter."""
         tenant = tenant_label()
         cache_salt = child.cache_salt
         if not self.server_config.share_prefix_cache:
             cache_salt = salt_by_tenant(cache_salt)
-        if (tenant, cache_salt) == (child.tenant, child.cache_salt):
+        hold = current_hold.get()
+        adapter = None if hold is None else hold.adapter
+        if (tenant, cache_salt, adapter) == (child.tenant, child.cache_salt, child.adapter):
             return child
-        return msgspec.structs.replace(child, tenant=tenant, cache_salt=cache_salt)
+        return msgspec.structs.replace(
+            child, tenant=tenant, cache_salt=cache_salt, adapter=adapter
+        )
 
     def _start_timer(
         self, fail: Callable[[Exception], None], asked_s: float | None

@@ -50,7 +50,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Create a message (Anthropic's API)."""
     service: Service = request.app.state.service
-    model = service.admit(body.model)
+    model = await service.admit(body.model)
     message_id = f"msg_{request.state.request_id}"
 
     def prepare() -> Turn:
@@ -74,7 +74,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
     """Count the tokens of a conversation as rendered by the chat template."""
     service: Service = request.app.state.service
-    service.check_model(body.model)
+    await service.check_model(body.model)
 
     def count() -> int:
         prompt = render_turn(service.frontend, turn_request(service, body))

@@ -34,7 +34,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 async def create_chat_batch(body: ChatBatchRequest, request: Request) -> Response:
     """Create a chat completion for each of several conversations: choice i answers the i-th."""
     service: Service = request.app.state.service
-    model = service.admit(body.model)
+    model = await service.admit(body.model)
     _check(service, body)
     request_id = "chatcmpl-" + (body.request_id or request.state.request_id)
     bodies = _single_bodies(body)

@@ -41,7 +41,7 @@ async def complete(
 ) -> Response:
     """Answer a request. `prepare` runs in a thread. `make_answer` formats the result."""
     service: Service = request.app.state.service
-    model = service.admit(body.model)
+    model = await service.admit(body.model)
     request_id = id_prefix + (body.request_id or request.state.request_id)
     preparing = service.in_thread(prepare, service, body, request_id)
     prepared = await unless_gone(request, preparing)

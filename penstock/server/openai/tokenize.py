@@ -34,7 +34,7 @@ info_router = APIRouter(tags=["Tokenizer"])  # only if the operator enables it
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Tokenize a prompt, or a conversation as rendered by the chat template."""
     service: Service = request.app.state.service
-    service.check_model(body.model)
+    await service.check_model(body.model)
     # Serialized in the thread: millions of tokens would block the event loop.
     writing = service.in_thread(lambda: _tokenize(service, body).model_dump_json())
     return json_response(await unless_gone(request, writing))
@@ -63,7 +63,7 @@ async def tokenizer_info(request: Request) -> Response:
 async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeReply:
     """Convert token IDs to text."""
     service: Service = request.app.state.service
-    service.check_model(body.model)
+    await service.check_model(body.model)
     return await service.in_thread(_detokenize, service.frontend, body)
 
 

@@ -39,7 +39,7 @@ PROMPT_NAMES = {"search_query": QUERY_PROMPTS, "search_document": DOCUMENT_PROMP
 async def embed(body: CohereEmbedRequest, request: Request) -> Response:
     """Embed texts."""
     service: Service = request.app.state.service
-    service.check_model(body.model)
+    await service.check_model(body.model)
     service.check_pools()
     service.check_capacity()
     if not body.texts:

@@ -93,7 +93,7 @@ async def _answer(
     dimensions: int | None = None,
 ) -> Response:
     service: Service = request.app.state.service
-    model = service.check_model(body.model)
+    model = await service.check_model(body.model)
     service.check_pools()
     service.check_capacity()
     use_activation: bool | None = getattr(body, "use_activation", None)

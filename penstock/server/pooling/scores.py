@@ -47,7 +47,7 @@ SECOND_NAMES = ("text_2", "documents", "items", "data_2")
 async def create_score(body: ScoreRequest, request: Request) -> Response:
     """Score text pairs: one text against several, or pairwise."""
     service: Service = request.app.state.service
-    model = service.check_model(body.model)
+    model = await service.check_model(body.model)
     request_id = f"score-{body.request_id or request.state.request_id}"
     first = _texts(body, FIRST_NAMES)
     second = _texts(body, SECOND_NAMES)
@@ -78,7 +78,7 @@ async def create_score(body: ScoreRequest, request: Request) -> Response:
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Rerank documents by relevance to a query (Jina and Cohere formats)."""
     service: Service = request.app.state.service
-    model = service.check_model(body.model)
+    model = await service.check_model(body.model)
     request_id = f"rerank-{body.request_id or request.state.request_id}"
     if body.top_n is not None and body.top_n < 0:
         raise InputError(

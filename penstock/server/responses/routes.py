@@ -61,7 +61,7 @@ class ResponsesFrame(StreamFrame):
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     """Create a response. Calls to tool servers are made on the way."""
     service, runner = _service_and_runner(request)
-    model = service.admit(body.model)
+    model = await service.admit(body.model)
     request_id = request.state.request_id
     owner = current_tenant.get()
     history = await runner.history(owner, body)
@@ -82,7 +82,7 @@ async def create_response(body: ResponseRequest, request: Request) -> Response:
 async def count_input_tokens(body: ResponseRequest, request: Request) -> Response:
     """Count the input tokens of a request to /v1/responses."""
     service, runner = _service_and_runner(request)
-    service.check_model(body.model)
+    await service.check_model(body.model)
     count = await unless_gone(request, runner.count(current_tenant.get(), body))
     return json_response(InputTokensReply(object="response.input_tokens", input_tokens=count))
 

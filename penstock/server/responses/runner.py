@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import InputError
+from penstock.server.adapters.holds import held_for_longer
 from penstock.server.http.errors import NotFound
 from penstock.server.responses.conversations import Conversations
 from penstock.server.responses.convert import (
@@ -164,9 +165,11 @@ class ResponseRunner:
                 "background",
             )
         key = (owned.owner, owned.run.id)
-        task = asyncio.ensure_future(owned.run_to_end())
+        with held_for_longer() as hold:
+            task = asyncio.ensure_future(owned.run_to_end())
         self._background[key] = owned, task
         task.add_done_callback(lambda _: self._background.pop(key, None))
+        task.add_done_callback(lambda _: hold.release())
         return queued
 
     async def stop(self, owner: str, response_id: str) -> None:
