@@ -98,11 +98,15 @@ class AsyncEngineClient:
             self.ledger.retire(self.records[request_id], reason)
         self._dispatch.recall(known)
 
+    def fail(self, request_ids: Sequence[str], error: Exception) -> None:
+        """Fail these requests now. Their streams raise `error`."""
+        for request_id in request_ids:
+            self.ledger.fail(self.records[request_id], error)
+        self._dispatch.recall(request_ids)
+
     def fail_all(self, error: Exception) -> None:
         """Fail all requests now. Their streams raise `error`."""
-        request_ids = list(self.records)
-        self.ledger.fail_all(error)
-        self._dispatch.recall(request_ids)
+        self.fail(list(self.records), error)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests. Their streams get a last delta with the reason ABORT."""

@@ -68,6 +68,8 @@ async def start(
     config: EngineConfig, server_config: ServerConfig, client: AsyncEngineClient
 ) -> Service:
     """Load the model in the engine, and the frontend meanwhile. Returns the service."""
+    if not config.lora.enable_lora:
+        refuse_adapters(server_config)
     tool_servers = None
     if server_config.tool_server:
         from penstock.server.responses.tool_servers import connect_tool_servers
@@ -89,14 +91,18 @@ async def start(
     return Service(config, server_config, client, frontend, tool_servers, fingerprint, adapters)
 
 
+def refuse_adapters(server_config: ServerConfig) -> None:
+    """Raise `ConfigError` for options that need adapters."""
+    for name in ("lora_modules", "lora_resolver", "allowed_lora_paths"):
+        if getattr(server_config, name):
+            raise ConfigError(f"{name} needs enable_lora: give --enable-lora, too")
+
+
 async def start_adapters(
     config: EngineConfig, server_config: ServerConfig, client: AsyncEngineClient
 ) -> AdapterRegistry | None:
-    """Load the adapters of the command line. Raises `ConfigError`."""
+    """Load the adapters of the command line. Raises `ConfigError`. None without LoRA."""
     if not config.lora.enable_lora:
-        for name in ("lora_modules", "lora_resolver", "allowed_lora_paths"):
-            if getattr(server_config, name):
-                raise ConfigError(f"{name} needs enable_lora: give --enable-lora, too")
         return None
     from penstock.server.adapters.engine import EngineAdapters
     from penstock.server.adapters.registry import AdapterRegistry

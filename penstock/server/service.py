@@ -317,9 +317,7 @@ class Service:
         adapter = None if hold is None else hold.adapter
         if (tenant, cache_salt, adapter) == (child.tenant, child.cache_salt, child.adapter):
             return child
-        return msgspec.structs.replace(
-            child, tenant=tenant, cache_salt=cache_salt, adapter=adapter
-        )
+        return msgspec.structs.replace(child, tenant=tenant, cache_salt=cache_salt, adapter=adapter)
 
     def _start_timer(
         self, fail: Callable[[Exception], None], asked_s: float | None

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 from penstock.config.lora_modules import PYPI, AdapterPlaces, why_bad_name
-from penstock.loading.adapters import adapter_digest, locate_adapter
 from penstock.loading.hub import is_hub_id
 from penstock.protocol.adapter import Adapter
 from penstock.protocol.errors import InputError
@@ -18,6 +17,8 @@ FILES = ("adapter_config.json", "*.safetensors", "*.gguf")  # that the reader op
 
 def find_adapter(name: str, spec: str) -> Adapter:
     """The adapter at a path, a hub id or in a package, with its digest. Raises `ModelError`."""
+    from penstock.loading.adapters import adapter_digest, locate_adapter
+
     path = locate_adapter(spec).resolve()
     return Adapter(name, adapter_digest(path), str(path))
 

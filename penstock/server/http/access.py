@@ -16,9 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.server.http.errors import error_response
 
-ADMIN_PATHS = frozenset(
-    {"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
-)
+ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 ADMIN_REFUSAL = (
     "this route is the operators': send one of the server's admin API keys as 'Authorization: "
     "Bearer KEY'"

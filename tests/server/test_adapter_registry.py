@@ -1,0 +1,474 @@
+"""Names of adapters: loading, replacing, unloading and resolving, with a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.lora_modules import AdapterPlaces, LoRAModule
+from penstock.protocol.adapter import Adapter
+from penstock.protocol.errors import ConfigError, EngineDeadError, InputError, ModelError
+from penstock.server.adapters import registry as registry_module
+from penstock.server.adapters.holds import AdapterHolds, Hold, current_hold, held_for_longer
+from penstock.server.adapters.registry import MAX_FAILURES, AdapterRegistry
+from penstock.server.http.errors import NotFound
+
+
+class ScriptedEngine:
+    """Remembers what it was asked, and fails or waits if told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.pinned: set[str] = set()
+        self.error: Exception | None = None
+        self.may_load = asyncio.Event()
+        self.may_load.set()
+
+    async def load(self, adapter: Adapter, pin: bool) -> None:
+        self.calls.append(("load", adapter.digest))
+        if pin:
+            self.pinned.add(adapter.digest)
+        await self.may_load.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def unload(self, digest: str) -> None:
+        self.calls.append(("unload", digest))
+        self.pinned.discard(digest)
+
+    def end_requests(self, adapter: Adapter, error: Exception) -> None:
+        self.calls.append(("end", adapter.digest, str(error)))
+
+
+class Files:
+    """Contents by path, as if on a disk."""
+
+    def __init__(self, **contents: str) -> None:
+        self.contents = contents
+        self.num_reads = 0
+
+    def find(self, name: str, path: str) -> Adapter:
+        self.num_reads += 1
+        key = Path(path).name
+        if key not in self.contents:
+            raise ModelError(f"no adapter at {path!r}")
+        return Adapter(name, f"digest of {self.contents[key]}", path)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("a", "b", "org/c"):
+        path = tmp_path / "adapters" / name
+        path.mkdir(parents=True)
+        (path / "adapter_config.json").write_text("{}")
+    return tmp_path / "adapters"
+
+
+class Setup:
+    def __init__(self, folder: Path, resolves: bool = False) -> None:
+        self.engine = ScriptedEngine()
+        self.files = Files(a="A", b="B", c="C")
+        places = AdapterPlaces.parse("places", [str(folder)])
+        self.registry = AdapterRegistry(
+            self.engine,
+            base_names=["base"],
+            resolver=places if resolves else AdapterPlaces(),
+            allowed=places,
+            num_host=2,
+            find=self.files.find,
+        )
+        self.folder = folder
+
+    async def load(self, name: str, at: str | None = None, **options: bool) -> None:
+        module = LoRAModule(name, str(self.folder / (at or name)))
+        await self.registry.load(module, **{"replace": False, "pin": False, **options})
+
+    @contextlib.asynccontextmanager
+    async def request(self, name: str) -> AsyncIterator[Hold]:
+        """An HTTP request for a model, until its response was sent."""
+        begun, may_end = asyncio.Event(), asyncio.Event()
+        holds: list[Hold] = []
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            try:
+                assert await self.registry.hold(name)
+                hold = current_hold.get()
+                assert hold is not None
+                holds.append(hold)
+            finally:
+                begun.set()
+            await may_end.wait()
+
+        nothing: Any = None
+        task = asyncio.ensure_future(AdapterHolds(app)({"type": "http"}, nothing, nothing))
+        await begun.wait()
+        if not holds:
+            await task
+        yield holds[0]
+        may_end.set()
+        await task
+
+
+async def settle() -> None:
+    """Let every task run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+Scenario = Callable[[Setup], Coroutine[Any, Any, None]]
+
+
+def play(folder: Path, scenario: Scenario, resolves: bool = False) -> Setup:
+    made: list[Setup] = []
+
+    async def run() -> None:
+        made.append(Setup(folder, resolves))
+        try:
+            await scenario(made[0])
+            await settle()
+        finally:
+            made[0].registry.close()
+
+    asyncio.run(run())
+    return made[0]
+
+
+def test_a_request_keeps_the_version_that_it_began_with(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("x", "a")
+        async with setup.request("x") as before:
+            await setup.load("x", "b", replace=True)
+            async with setup.request("x") as after:
+                assert before.adapter is not None
+                assert after.adapter is not None
+                assert before.adapter.digest == "digest of A"
+                assert after.adapter.digest == "digest of B"
+            await settle()
+            assert ("unload", "digest of A") not in setup.engine.calls
+
+    setup = play(folder, scenario)
+    assert setup.engine.calls[-1] == ("unload", "digest of A")
+
+
+def test_a_name_is_replaced_only_if_that_is_asked_for(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("x", "a")
+        with pytest.raises(InputError, match="already been loaded: set load_inplace"):
+            await setup.load("x", "b")
+        assert setup.registry.versions[0].adapter.digest == "digest of A"
+
+    play(folder, scenario)
+
+
+def test_unloading_waits_for_requests(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("x", "a")
+        async with setup.request("x") as hold:
+            unloading = asyncio.ensure_future(setup.registry.unload("x", end_requests=False))
+            await settle()
+            assert not unloading.done()
+            assert not await setup.registry.hold("x"), "new requests do not find it"
+            assert hold.adapter is not None, "and those that run go on"
+        await unloading
+        assert setup.engine.calls[-1] == ("unload", "digest of A")
+
+    play(folder, scenario)
+
+
+def test_unloading_ends_requests_if_that_is_asked_for(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("x", "a")
+        async with setup.request("x") as hold:
+            unloading = asyncio.ensure_future(setup.registry.unload("x", end_requests=True))
+            await settle()
+            assert setup.engine.calls[-1][:2] == ("end", "digest of A")
+            with pytest.raises(NotFound, match="'x' was unloaded"):
+                _ = hold.adapter  # one that is not on the engine yet
+        await unloading
+
+    play(folder, scenario)
+
+
+def test_unloading_also_waits_for_requests_of_a_replaced_version(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("x", "a")
+        async with setup.request("x"):
+            await setup.load("x", "b", replace=True)
+            unloading = asyncio.ensure_future(setup.registry.unload("x", end_requests=False))
+            await settle()
+            assert not unloading.done()
+        await unloading
+
+    play(folder, scenario)
+
+
+def test_unloading_goes_on_if_its_client_leaves(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("x", "a")
+        async with setup.request("x"):
+            unloading = asyncio.ensure_future(setup.registry.unload("x", end_requests=False))
+            await settle()
+            unloading.cancel()
+            await settle()
+
+    setup = play(folder, scenario)
+    assert setup.engine.calls[-1] == ("unload", "digest of A")
+
+
+def test_a_response_in_the_background_holds_its_adapter_until_it_ends(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("x", "a")
+        async with setup.request("x") as hold:
+            current_hold.set(hold)
+            with held_for_longer() as longer:
+                pass
+            assert current_hold.get() is hold
+        unloading = asyncio.ensure_future(setup.registry.unload("x", end_requests=False))
+        await settle()
+        assert not unloading.done()
+        longer.release()
+        await unloading
+
+    play(folder, scenario)
+
+
+def test_content_that_another_name_has_stays_on_the_engine(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("x", "a")
+        await setup.load("y", "a")
+        await setup.registry.unload("x", end_requests=False)
+        assert ("unload", "digest of A") not in setup.engine.calls
+        await setup.registry.unload("y", end_requests=False)
+        assert setup.engine.calls[-1] == ("unload", "digest of A")
+
+    play(folder, scenario)
+
+
+@pytest.mark.parametrize("error", [InputError("rank 99 is too large"), EngineDeadError("dead")])
+def test_a_thousand_loads_that_fail_leave_nothing(folder: Path, error: Exception) -> None:
+    async def scenario(setup: Setup) -> None:
+        setup.engine.error = error
+        for number in range(1000):
+            with pytest.raises(type(error), match=str(error)):
+                await setup.load(f"x{number}", "a", pin=True)
+        await settle()
+        registry = setup.registry
+        assert not registry.versions
+        assert not setup.engine.pinned
+        kept = (registry._retiring, registry._loading, registry._locks, registry._tasks)
+        assert not any(kept)
+
+    play(folder, scenario)
+
+
+def test_a_load_whose_client_leaves_leaves_nothing(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        setup.engine.may_load.clear()
+        loading = asyncio.ensure_future(setup.load("x", "a", pin=True))
+        while not setup.engine.calls:
+            await asyncio.sleep(0)
+        loading.cancel()
+        await asyncio.wait([loading])
+        await settle()
+        assert setup.engine.calls == [("load", "digest of A"), ("unload", "digest of A")]
+        assert not setup.registry.versions
+        setup.engine.may_load.set()
+        await setup.load("x", "a")
+
+    play(folder, scenario)
+
+
+def test_loads_and_unloads_of_one_name_happen_one_after_the_other(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        async def load() -> bool:
+            with contextlib.suppress(InputError):
+                await setup.load("x", "a")
+                return True
+            return False
+
+        async def unload() -> bool:
+            with contextlib.suppress(NotFound):
+                await setup.registry.unload("x", end_requests=False)
+                return True
+            return False
+
+        for _ in range(20):
+            results = await asyncio.gather(*(work() for _ in range(5) for work in (load, unload)))
+            loads, unloads = sum(results[::2]), sum(results[1::2])
+            assert loads - unloads == len(setup.registry.versions)
+            if loads > unloads:
+                assert await unload()
+        assert not setup.registry._locks
+
+    play(folder, scenario)
+
+
+def test_an_engine_that_starts_again_gets_pinned_adapters_and_recent_ones(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("pinned", "a", pin=True)
+        await setup.load("old", "b")
+        await setup.load("recent", "org/c")
+        setup.engine.calls.clear()
+        nothing: Any = None
+        setup.registry.on_ready(nothing)
+
+    setup = play(folder, scenario)
+    assert setup.engine.calls == [("load", "digest of A"), ("load", "digest of C")]
+
+
+@pytest.mark.parametrize("name", ["a", "b", "org/c"])
+def test_unknown_names_are_found_in_the_resolvers_folder(folder: Path, name: str) -> None:
+    async def scenario(setup: Setup) -> None:
+        async with setup.request(name) as hold:
+            assert hold.adapter is not None
+            assert hold.adapter.path == str(folder / name)
+        async with setup.request(name):
+            pass
+        assert setup.files.num_reads == 1
+        assert [item.name for item in setup.registry.versions] == [name]
+
+    play(folder, scenario, resolves=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..", "../adapters/a", "a/../b", "./a", "a/", "/a", "~", "~/a", "org", "", " ", "a\0",
+        "a\nb", "org\\c", "org//c", "x" * 257, "x" * 1_000_000, "link", "inner",
+    ],
+)  # fmt: skip
+def test_names_that_lead_elsewhere_are_not_found(folder: Path, name: str) -> None:
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "adapter_config.json").write_text("{}")
+    (folder / "link").symlink_to(outside)
+    (folder / "inner").mkdir()
+    (folder / "inner" / "adapter_config.json").symlink_to(outside / "adapter_config.json")
+
+    async def scenario(setup: Setup) -> None:
+        assert not await setup.registry.hold(name)
+        assert not setup.files.num_reads
+        assert not setup.registry._failures
+
+    play(folder, scenario, resolves=True)
+
+
+def test_an_absolute_path_is_not_a_name(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        assert not await setup.registry.hold(str(folder / "a"))
+
+    play(folder, scenario, resolves=True)
+
+
+def test_a_broken_adapter_is_read_once_for_many_requests(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(setup: Setup) -> None:
+        setup.engine.error = InputError("NaN in layer 3")
+        for _ in range(10):
+            with pytest.raises(InputError, match="NaN in layer 3") as caught:
+                await setup.registry.hold("a")
+            assert caught.value.field == "model"
+        assert setup.files.num_reads == 1
+        monkeypatch.setattr(registry_module, "FAILURE_S", 0.0)
+        setup.engine.error = None
+        async with setup.request("a"):
+            assert setup.files.num_reads == 2
+        assert not setup.registry._failures
+
+    play(folder, scenario, resolves=True)
+
+
+def test_only_so_many_failures_are_remembered(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        setup.files.contents.clear()
+        for number in range(MAX_FAILURES + 10):
+            name = f"n{number}"
+            (folder / name).mkdir()
+            (folder / name / "adapter_config.json").write_text("{}")
+            with pytest.raises(InputError):
+                await setup.registry.hold(name)
+        assert len(setup.registry._failures) == MAX_FAILURES
+
+    play(folder, scenario, resolves=True)
+
+
+def test_requests_for_one_unknown_name_load_it_once(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        current_hold.set(Hold())
+        assert all(await asyncio.gather(*(setup.registry.hold("a") for _ in range(10))))
+        assert setup.files.num_reads == 1
+        assert setup.engine.calls == [("load", "digest of A")]
+
+    play(folder, scenario, resolves=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "field", "message"),
+    [
+        (LoRAModule("base", "a"), "lora_name", "is the base model"),
+        (LoRAModule("", "a"), "lora_name", "must not be empty"),
+        (LoRAModule("x" * 1_000_000, "a"), "lora_name", "at most 256 characters, got 1000000"),
+        (LoRAModule("a\nb", "a"), "lora_name", "control characters"),
+        (LoRAModule("x", "a", "other"), "base_model_name", "must be one of base, got 'other'"),
+        (LoRAModule("x", "/etc"), "lora_path", "is not allowed"),
+        (LoRAModule("x", "../outside"), "lora_path", "is not allowed"),
+        (LoRAModule("x", "nowhere/else"), "lora_path", "is not allowed"),
+        (LoRAModule("x", "pypi:evil==1"), "lora_path", "is not allowed"),
+        (LoRAModule("x", "a\0b"), "lora_path", "is not allowed"),
+        (LoRAModule("x", "y" * 1_000_000), "lora_path", "is not allowed"),
+    ],
+)
+def test_what_is_wrong_with_a_load_is_said_with_the_field(
+    folder: Path, module: LoRAModule, field: str, message: str
+) -> None:
+    async def scenario(setup: Setup) -> None:
+        with pytest.raises(InputError, match=message) as caught:
+            await setup.registry.load(module, replace=False, pin=False)
+        assert caught.value.field == field
+        assert len(str(caught.value)) < 1000
+        assert not setup.engine.calls
+
+    play(folder, scenario)
+
+
+def test_paths_through_symlinks_out_of_the_allowed_folders_are_refused(folder: Path) -> None:
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (outside / "adapter_model.safetensors").write_bytes(b"")
+    (folder / "link").symlink_to(outside)
+    (folder / "inner").mkdir()
+    (folder / "inner" / "adapter_model.safetensors").symlink_to(
+        outside / "adapter_model.safetensors"
+    )
+
+    async def scenario(setup: Setup) -> None:
+        for path in ("link", "inner", "a/../../outside", "a/../link"):
+            with pytest.raises(InputError, match="is not allowed"):
+                await setup.load("x", path)
+        assert not setup.engine.calls
+
+    play(folder, scenario)
+
+
+def test_hub_ids_and_packages_are_allowed_by_pattern() -> None:
+    places = AdapterPlaces.parse("allowed", ["hub:my-org/*", "pypi:acme-*"])
+    assert places.has_hub_id("my-org/sql")
+    assert not places.has_hub_id("my-org-evil/sql")
+    assert places.has_packages("pypi:acme-sql==1")
+    assert not places.has_packages("pypi:acme-sql==1,evil==2")
+    assert not places.has_packages("pypi:evil==1")
+
+
+def test_an_adapter_of_the_command_line_that_cannot_be_loaded_ends_the_start(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        modules = [LoRAModule("x", str(folder / "a")), LoRAModule("y", "nowhere")]
+        with pytest.raises(ConfigError, match="lora_modules: 'y': no adapter at 'nowhere'"):
+            await setup.registry.load_all(modules)
+
+    play(folder, scenario)
