@@ -71,6 +71,20 @@ def test_requests_ask_for_exact_lengths_with_token_ids(bench: Any) -> None:
     assert all(headers["authorization"] == "Bearer secret" for headers in server.headers)
 
 
+def test_each_request_asks_for_the_model_or_an_adapter_at_random(bench: Any) -> None:
+    def models(*flags: str) -> list[str]:
+        report = bench(complete, "--num-prompts", "60", *SMALL[2:], *flags)
+        assert report["lora_modules"] == ["sql", "law"]
+        assert "fake-model, sql, law" in report["table"]
+        return [body["model"] for body in report["server"].bodies[1:]]
+
+    flags = ("--lora-modules", "sql", "law", "--max-concurrency", "1")
+    asked = models(*flags)
+    assert set(asked) == {"fake-model", "sql", "law"}
+    assert models(*flags) == asked
+    assert models(*flags, "--seed", "1") != asked
+
+
 def test_a_null_in_the_extra_body_removes_a_field(bench: Any) -> None:
     flags = ("--extra-body", '{"temperature": null}', "--no-ignore-eos")
     server: FakeServer = bench(complete, *SMALL, *flags)["server"]

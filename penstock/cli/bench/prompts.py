@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import dataclass
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -32,6 +34,7 @@ class BenchRequest:
 
     prompt: list[int] | str
     output_len: int
+    model: str | None = None  # None: the benchmark's
 
     def text(self) -> str:
         """The prompt as text. Token ids become one word each."""
@@ -54,6 +57,14 @@ class PromptSet:
         pairs = zip(workload.prompts, workload.output_lens, strict=True)
         requests = [BenchRequest(prompt, length) for prompt, length in pairs]
         return PromptSet(workload.name, requests, workload.temperature, ignore_eos=True)
+
+
+def pick_models(
+    requests: Sequence[BenchRequest], models: Sequence[str], seed: int
+) -> list[BenchRequest]:
+    """Give each request one of the models at random."""
+    rng = random.Random(f"models {seed}")
+    return [replace(request, model=rng.choice(models)) for request in requests]
 
 
 def prompts_from_args(args: argparse.Namespace) -> PromptSet:

@@ -17,7 +17,12 @@ from penstock.cli.bench.common import (
     positive_int,
     write_report,
 )
-from penstock.cli.bench.prompts import DEFAULT_NUM_PROMPTS, PromptSet, prompts_from_args
+from penstock.cli.bench.prompts import (
+    DEFAULT_NUM_PROMPTS,
+    PromptSet,
+    pick_models,
+    prompts_from_args,
+)
 from penstock.cli.bench.workloads import NAMES
 from penstock.cli.serve import run_in_event_loop
 from penstock.protocol.errors import ConfigError
@@ -67,6 +72,14 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--model", metavar="NAME", help="Model name (default: the first of /v1/models)"
+    )
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="LoRA adapters that the server knows. Each request asks for one of them or for the "
+        "model, at random.",
     )
     group.add_argument("--api-key", metavar="TEXT", help="API key, sent as a bearer token.")
     group.add_argument(
@@ -130,7 +143,7 @@ def _add_prompt_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="Seed for prompts and arrival times (default: 0)",
+        help="Seed for prompts, arrival times and LoRA adapters (default: 0)",
     )
 
 
@@ -248,6 +261,8 @@ async def measure(
     )
     dialect = await agree(client, dialect, load.timeout_s)
     requests = prompts.requests
+    if args.lora_modules:
+        requests = pick_models(requests, [dialect.model, *args.lora_modules], args.seed)
     await warm_up(client, dialect, requests, args.num_warmups, load, args.seed)
     due_times = load.due_times(len(requests), args.seed)
     with tqdm(total=len(requests), unit="request", disable=None) as progress:
@@ -265,6 +280,7 @@ def report(
     setting = {
         "base_url": args.base_url,
         "model": dialect.model,
+        "lora_modules": args.lora_modules,
         "backend": dialect.backend,
         "workload": prompts.name,
         "prompts": f"{len(prompts.requests)} prompts of {dialect.prompt_kind(prompts.requests)}",

@@ -143,8 +143,9 @@ def _embedding_row(record: StreamRecord, started: float) -> dict[str, Any]:
 
 def render(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """Format the table."""
+    models = [setting["model"], *setting["lora_modules"]]
     rows = [
-        ("server", f"{setting['base_url']}, {setting['model']}"),
+        ("server", f"{setting['base_url']}, {', '.join(models)}"),
         ("requests", f"{setting['workload']}: {setting['prompts']} over {setting['backend']}"),
         ("load", describe_load(setting)),
         (

@@ -46,7 +46,7 @@ class Dialect:
 
     def body(self, request: BenchRequest) -> bytes:
         prompt = request.prompt if self.takes_token_ids else request.text()
-        body: dict[str, Any] = {"model": self.model}
+        body: dict[str, Any] = {"model": request.model or self.model}
         if self.backend == "openai-embeddings":
             # base64 is the default of OpenAI's client
             body |= {"input": prompt, "encoding_format": "base64"}
