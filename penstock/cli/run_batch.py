@@ -12,7 +12,12 @@ from penstock.cli.bench.common import positive_int
 from penstock.cli.common import add_model_argument, take_model_argument
 from penstock.cli.serve import run_in_event_loop
 from penstock.config import EngineConfig, ServerConfig
-from penstock.config.cli import add_engine_arguments, engine_options_from_args
+from penstock.config.cli import (
+    add_engine_arguments,
+    add_server_arguments,
+    engine_options_from_args,
+    server_options_from_args,
+)
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.server.batch.run import BatchSummary
 
 ALL_FAILED_EXIT_CODE = 4  # every line failed
+ADAPTER_OPTIONS = ("lora_modules", "lora_resolver")
 NO_LIMIT = 2**31  # of the queue: the batch itself limits concurrency
 
 
@@ -56,11 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Maximum concurrent requests (default: twice max_num_seqs)",
     )
     add_engine_arguments(parser)
+    add_server_arguments(parser, several=ADAPTER_OPTIONS, only=ADAPTER_OPTIONS)
 
 
 def run(args: argparse.Namespace) -> int:
     take_model_argument(args)
     config = EngineConfig.from_options(engine_options_from_args(args))
+    server_config = ServerConfig(max_queued_requests=NO_LIMIT, **server_options_from_args(args))
     check_files(args.input_file, args.output_file)
 
     from penstock.observability.logs import setup_logging
@@ -68,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
     setup_logging(config.observability.log_level)
     with BatchOutput(args.output_file) as output:
-        return run_in_event_loop(run_batch(config, args.input_file, output, args.max_concurrency))
+        work = run_batch(config, server_config, args.input_file, output, args.max_concurrency)
+        return run_in_event_loop(work)
 
 
 def check_files(input_path: Path, output_path: Path) -> None:
@@ -82,7 +91,11 @@ def check_files(input_path: Path, output_path: Path) -> None:
 
 
 async def run_batch(
-    config: EngineConfig, input_path: Path, output: BatchOutput, max_concurrency: int | None
+    config: EngineConfig,
+    server_config: ServerConfig,
+    input_path: Path,
+    output: BatchOutput,
+    max_concurrency: int | None,
 ) -> int:
     """Run the batch on its own engine. Returns the exit code.
 
@@ -95,7 +108,7 @@ async def run_batch(
     client = AsyncEngineClient()
     client.spawn()
     try:
-        work = _run_on(client, config, input_path, output, max_concurrency)
+        work = _run_on(client, config, server_config, input_path, output, max_concurrency)
         exit_code = await stop.unless_stopped(work)
         return stop.exit_code if exit_code is None else exit_code
     finally:
@@ -105,6 +118,7 @@ async def run_batch(
 async def _run_on(
     client: AsyncEngineClient,
     config: EngineConfig,
+    server_config: ServerConfig,
     input_path: Path,
     output: BatchOutput,
     max_concurrency: int | None,
@@ -115,7 +129,7 @@ async def _run_on(
     from penstock.server.batch.files import read_lines
     from penstock.server.run import start
 
-    service = await start(config, ServerConfig(max_queued_requests=NO_LIMIT), client)
+    service = await start(config, server_config, client)
     from penstock.server.app import build_app
     from penstock.server.batch.run import Batch
 

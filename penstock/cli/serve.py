@@ -20,7 +20,7 @@ ARGUMENTS = "[MODEL]"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     add_engine_arguments(parser, several=["served_model_name"])
-    add_server_arguments(parser)
+    add_server_arguments(parser, several=["lora_modules", "lora_resolver", "allowed_lora_paths"])
 
 
 def run(args: argparse.Namespace) -> int:

@@ -61,11 +61,21 @@ def add_engine_arguments(parser: argparse.ArgumentParser, several: Collection[st
             _add_flag(group, declared, takes_several=declared.name in several)
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """One flag for every option of the server."""
+def add_server_arguments(
+    parser: argparse.ArgumentParser,
+    several: Collection[str] = (),
+    only: Collection[str] | None = None,
+) -> None:
+    """One flag for every option of the server, or for those in `only`."""
     group = parser.add_argument_group("server options")
     for declared in options_of(ServerConfig):
-        _add_flag(group, declared)
+        if only is None or declared.name in only:
+            _add_flag(group, declared, takes_several=declared.name in several)
+
+
+def server_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the server that were given as flags."""
+    return _given(args, options_of(ServerConfig))
 
 
 def engine_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,7 +94,7 @@ def serve_options_from_args(args: argparse.Namespace) -> tuple[EngineConfig, Ser
     ours = list(options_of(ServerConfig))
     engine = {} if args.config is None else read_config_file(args.config, extra=ours)
     server = {option.name: engine.pop(option.name) for option in ours if option.name in engine}
-    server |= _given(args, ours)
+    server |= server_options_from_args(args)
     engine |= _given(args, *all_options().values())
     return EngineConfig.from_options(engine), ServerConfig.from_options(server)
 

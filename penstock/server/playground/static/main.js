@@ -42,10 +42,28 @@ function keepOptions() {
 
 async function loadModels() {
   const { data } = await (await request("v1/models")).json();
-  $("model").replaceChildren(...data.map((model) => new Option(model.id)));
-  $("model").disabled = data.length < 2;
+  showModels(data);
   document.title = `${data[0].id} · Penstock`;
   if (!data[0].tasks.includes("generate")) showPooling(data[0]);
+}
+
+/** The model's own names, and below them its adapters. Keeps what is chosen. */
+function showModels(data) {
+  const chosen = $("model").value;
+  const names = (cards) => cards.map((card) => new Option(card.id, card.id, false, card.id === chosen));
+  const adapters = document.createElement("optgroup");
+  adapters.label = "Adapters";
+  adapters.append(...names(data.filter((card) => card.parent)));
+  $("model").replaceChildren(...names(data.filter((card) => !card.parent)));
+  if (adapters.children.length) $("model").append(adapters);
+  $("model").disabled = data.length < 2;
+}
+
+/** Adapters come and go while the page is open. */
+async function refreshModels() {
+  const { data } = await (await request("v1/models")).json();
+  const shown = [...$("model").options].map((option) => option.value);
+  if (data.map((card) => card.id).join("\n") !== shown.join("\n")) showModels(data);
 }
 
 /** A pooling model has no chat and no sampling settings, and its charts none of generation. */
@@ -133,6 +151,7 @@ for (const button of document.querySelectorAll("#suggestions button")) {
 for (const button of document.querySelectorAll("nav button")) {
   button.addEventListener("click", () => showView(button.dataset.view));
 }
+$("model").addEventListener("focus", () => refreshModels().catch(onError));
 options.addEventListener("input", keepOptions);
 options.addEventListener("submit", (event) => event.preventDefault());
 options.addEventListener("reset", () => sessionStorage.removeItem(OPTIONS));
