@@ -28,8 +28,8 @@ SUBJECTS = {
         "the tracking number does not work", "it went to my old address", "nothing was delivered",
     ],
     "technical": [
-        "the app crashes", "the screen stays black", "I see error 42", "the update will not install",
-        "the login page does not load", "the sound is gone",
+        "the app crashes", "the screen stays black", "I see error 42", "the sound is gone",
+        "the update will not install", "the login page does not load",
     ],
     "sales": [
         "do you have larger sizes", "is there a yearly plan", "what does the pro version cost",
@@ -72,7 +72,7 @@ def encode(tokenizer: Any, ticket: str, department: str) -> tuple[list[int], lis
     messages = [{"role": "user", "content": ticket}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
-    answer_ids = tokenizer.encode(department, add_special_tokens=False) + [tokenizer.eos_token_id]
+    answer_ids = [*tokenizer.encode(department, add_special_tokens=False), tokenizer.eos_token_id]
     return prompt_ids + answer_ids, [-100] * len(prompt_ids) + answer_ids
 
 

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import penstock
@@ -106,6 +107,7 @@ async def start_adapters(
         return None
     from penstock.server.adapters.engine import EngineAdapters
     from penstock.server.adapters.registry import AdapterRegistry
+    from penstock.server.adapters.sources import find_adapter
 
     registry = AdapterRegistry(
         EngineAdapters(client),
@@ -113,6 +115,7 @@ async def start_adapters(
         resolver=AdapterPlaces.parse("lora_resolver", server_config.lora_resolver),
         allowed=AdapterPlaces.parse("allowed_lora_paths", server_config.allowed_lora_paths),
         num_host=config.lora.num_host_adapters,
+        find=partial(find_adapter, download_dir=config.load.download_dir),
     )
     try:
         await registry.load_all([parse_lora_module(text) for text in server_config.lora_modules])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.protocol.adapter import Adapter
-from penstock.protocol.errors import InputError, RequestFault
 
 
 class EngineAdapters:
@@ -14,10 +13,7 @@ class EngineAdapters:
         self._client = client
 
     async def load(self, adapter: Adapter, pin: bool) -> None:
-        try:
-            await self._client.call("load_adapter", adapter, pin)
-        except RequestFault as error:
-            raise InputError(str(error), "lora_path") from error
+        await self._client.call("pin_adapter" if pin else "load_adapter", adapter)
 
     async def unload(self, digest: str) -> None:
         await self._client.call("unload_adapter", digest)

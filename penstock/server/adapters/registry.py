@@ -63,7 +63,7 @@ class AdapterRegistry(Observer):
         resolver: AdapterPlaces = AdapterPlaces(),
         allowed: AdapterPlaces = AdapterPlaces(),
         num_host: int = 1,
-        find: Callable[[str, str], Adapter] = find_adapter,
+        find: Callable[[str, str], Adapter] = find_adapter,  # by name and path
     ) -> None:
         self._engine = engine
         self._base_names = base_names
@@ -191,7 +191,7 @@ class AdapterRegistry(Observer):
             await self._engine.load(adapter, pin)
         except BaseException as error:
             self._run(self._drop(adapter.digest))  # it may be loaded or pinned all the same
-            if isinstance(error, InputError):
+            if isinstance(error, InputError) and error.field != "lora_name":
                 raise InputError(str(error), field) from error
             raise
         finally:

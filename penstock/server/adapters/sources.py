@@ -8,18 +8,23 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 
 from penstock.config.lora_modules import PYPI, AdapterPlaces, why_bad_name
+from penstock.loading.adapters.source import adapter_digest, locate_adapter
 from penstock.loading.hub import is_hub_id
 from penstock.protocol.adapter import Adapter
 from penstock.protocol.errors import InputError
 
-FILES = ("adapter_config.json", "*.safetensors", "*.gguf")  # that the reader opens
 
+def find_adapter(name: str, spec: str, download_dir: str | None = None) -> Adapter:
+    """The adapter at a path, a hub id or in a package, with its digest.
 
-def find_adapter(name: str, spec: str) -> Adapter:
-    """The adapter at a path, a hub id or in a package, with its digest. Raises `ModelError`."""
-    from penstock.loading.adapters import adapter_digest, locate_adapter
-
-    path = locate_adapter(spec).resolve()
+    Raises `FileNotFoundError` for a path where there is nothing, else `ModelError`.
+    """
+    is_path = not spec.startswith(PYPI) and not is_hub_id(spec)
+    if is_path and not Path(spec).expanduser().exists():
+        raise FileNotFoundError(f"no adapter at {spec!r:.200}: there is no such file or folder")
+    path = locate_adapter(spec, download_dir=download_dir)
+    # Without symlinks, so that others who change them change nothing here. A file keeps its name.
+    path = path.resolve() if path.is_dir() else path.parent.resolve() / path.name
     return Adapter(name, adapter_digest(path), str(path))
 
 
@@ -45,19 +50,11 @@ def _is_allowed(spec: str, places: AdapterPlaces) -> bool:
     try:
         path = Path(spec).expanduser().resolve()
         if places.has_path(path):
-            return _stays_inside(path, places)
+            return True  # the reader refuses links from inside the adapter's folder to elsewhere
         is_local = path.exists()
     except (OSError, RuntimeError):  # too long, a loop of symlinks, no such user
         return False
     return not is_local and is_hub_id(spec) and places.has_hub_id(spec)
-
-
-def _stays_inside(path: Path, places: AdapterPlaces) -> bool:
-    """Whether the files that would be read are not symlinks to other folders."""
-    if not path.is_dir():
-        return True
-    files = [file for pattern in FILES for file in path.glob(pattern)]
-    return all(places.has_path(file.resolve()) for file in files)
 
 
 def resolve_name(name: str, places: AdapterPlaces) -> str | None:
@@ -72,7 +69,7 @@ def resolve_name(name: str, places: AdapterPlaces) -> str | None:
         try:
             path = (folder / name).resolve()
             if places.has_path(path) and _is_adapter(path):
-                return str(path) if _stays_inside(path, places) else None
+                return str(path)
         except (OSError, RuntimeError):
             continue
     return name if is_hub_id(name) and places.has_hub_id(name) else None
