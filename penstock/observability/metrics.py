@@ -81,6 +81,24 @@ DECLARED = (
     Declared("eager_steps", "counter", "Forward passes that ran without a CUDA graph."),
     Declared("graph_steps", "counter", "Forward passes replayed from a CUDA graph."),
     Declared("iteration_tokens_total", "histogram", "Tokens computed by a step.", TOKENS),
+    # -- LoRA adapters
+    Declared(
+        "lora_requests_info",
+        "gauge",
+        "Time of the last change of the labels: the most adapters in a step, and the names of "
+        "those of running and of waiting requests, with commas between them.",
+        labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
+    Declared("lora_host_adapters", "gauge", "LoRA adapters in host memory."),
+    Declared("lora_loads", "counter", "LoRA adapters loaded into host memory."),
+    Declared("lora_evictions", "counter", "LoRA adapters dropped from host memory for others."),
+    Declared("lora_placements", "counter", "LoRA adapters copied into a device slot."),
+    Declared("lora_waits", "counter", "Requests that had to wait for their LoRA adapter."),
+    Declared(
+        "lora_longest_wait_seconds",
+        "gauge",
+        "Longest wait of a request for its LoRA adapter since the engine started.",
+    ),
     # -- engine crashes
     Declared("engine_restarts", "counter", "Engine restarts after a crash or hang."),
     Declared(
@@ -215,6 +233,11 @@ class Metrics:
 
     def histogram(self, name: str, **labels: str) -> Histogram:
         return self._find(Histogram, name, labels)
+
+    def show_info(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge whose labels are the information. Its earlier labels are forgotten."""
+        self._instruments[name].clear()
+        self.gauge(name, **labels).set(value)
 
     def render(self) -> bytes:
         """Render in Prometheus's text format, which has the type `CONTENT_TYPE`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 from fastapi import APIRouter, Request
@@ -12,7 +13,7 @@ from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.observer import Observer, RequestRecord
 from penstock.observability.metrics import CONTENT_TYPE, Metrics
 from penstock.protocol.delta import FinishReason
-from penstock.scheduler.stats import SchedulerStats
+from penstock.scheduler.stats import AdapterStats, SchedulerStats
 from penstock.server.http.errors import describe_errors
 from penstock.server.operations.throughput import ThroughputLog
 from penstock.server.responses.runner import ResponseRunner
@@ -30,6 +31,19 @@ NO_STATS = SchedulerStats(
     num_prefix_queries=0,
     num_prefix_hits=0,
 )
+NO_ADAPTERS = AdapterStats(
+    max_loras=0,
+    running=[],
+    waiting=[],
+    num_copies=0,
+    num_loads=0,
+    num_evictions=0,
+    num_placements=0,
+    num_waits=0,
+    longest_wait_s=0.0,
+    most_overtakes=0,
+)
+MAX_WAITING_NAMES = 64  # in a label
 COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -64,6 +78,7 @@ class MetricsObserver(Observer):
         self.metrics = Metrics(model_name)
         self._cache_config = config.cache
         self._stats = NO_STATS  # the engine's latest; its counters restart with it
+        self._adapters = NO_ADAPTERS
         # Not in the metrics yet: updating a counter per token would be too slow.
         self._num_tokens = 0
         self._gaps = Counter[float]()  # seconds between tokens; equal for the tokens of a step
@@ -73,7 +88,7 @@ class MetricsObserver(Observer):
         }
 
     def on_ready(self, info: EngineInfo) -> None:
-        self._stats = NO_STATS
+        self._stats, self._adapters = NO_STATS, NO_ADAPTERS
         self.show(NO_STATS)  # clears the last engine's values: an idle engine sends no stats
         self.metrics.gauge(
             "cache_config_info",
@@ -166,6 +181,28 @@ class MetricsObserver(Observer):
             self.metrics.histogram("iteration_tokens_total").observe(num_tokens)
         for name, count in stats.metrics.items():
             self.metrics.counter(name).inc(count)
+
+        if stats.adapters is not None:
+            self._show_adapters(stats.adapters)
+
+    def _show_adapters(self, now: AdapterStats) -> None:
+        before, self._adapters = self._adapters, now
+        if (now.max_loras, now.running, now.waiting) != (
+            before.max_loras, before.running, before.waiting,
+        ):  # fmt: skip
+            self.metrics.show_info(
+                "lora_requests_info",
+                time.time(),
+                max_lora=str(now.max_loras),
+                running_lora_adapters=",".join(now.running),
+                waiting_lora_adapters=",".join(now.waiting[:MAX_WAITING_NAMES]),
+            )
+        self.metrics.gauge("lora_host_adapters").set(now.num_copies)
+        self.metrics.gauge("lora_longest_wait_seconds").set(now.longest_wait_s)
+        self.metrics.counter("lora_loads").inc(now.num_loads - before.num_loads)
+        self.metrics.counter("lora_evictions").inc(now.num_evictions - before.num_evictions)
+        self.metrics.counter("lora_placements").inc(now.num_placements - before.num_placements)
+        self.metrics.counter("lora_waits").inc(now.num_waits - before.num_waits)
 
     def count_tokens(self) -> None:
         """Add the pending token counts to the metrics."""
