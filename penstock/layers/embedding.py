@@ -23,9 +23,6 @@ class VocabEmbedding(MatrixLayer):
     Each rank holds a contiguous range of tokens. The last ranges are padded to the same length.
     """
 
-    split_input = False  # as of a linear layer without a bias
-    own_bias = None
-
     def __init__(self, build: Build, vocab_size: int, hidden_size: int) -> None:
         rows = -(-vocab_size // build.tp.size)
         super().__init__(build, hidden_size, {"": rows})
@@ -67,7 +64,6 @@ class VocabEmbedding(MatrixLayer):
         return logits if self.project_adapter is None else self.project_adapter(hidden, logits)
 
     def shard_of(self, part: str) -> tuple[slice, slice]:
-        """This rank's rows and columns, as of a linear layer."""
         return slice(self.first, self.first + self.rows), slice(None)
 
     def expected(self) -> Mapping[tuple[str, str], Shape | Expected]:

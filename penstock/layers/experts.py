@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from penstock.layers.blocks import GatedMLP
@@ -25,6 +27,9 @@ from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, run_by_expert, sigmoid
 from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.layers.lora_experts import ExpertSlots
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Experts(nn.Module):
         self.build = build
         self.config = config
         self.routing = config.routing
+        self.adapter: ExpertSlots | None = None  # of the routed experts
         self.scale_inputs = config.scale_inputs
         self.record: torch.Tensor | None = None  # [rows, top_k]: records the selected experts
         self.gate = Router(build, config)
@@ -75,7 +81,7 @@ class Experts(nn.Module):
         weights, ids = self.build.ops.route(logits, self.routing, self.gate.correction)
         if self.record is not None:
             self.record[: len(ids)] = ids
-        run = self._run_scaled if self.scale_inputs else self.experts
+        run = self._run_scaled if self.scale_inputs else self._run
         output = self.build.tp.all_reduce(run(x, weights, ids))
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
@@ -84,14 +90,18 @@ class Experts(nn.Module):
             output = output + shared
         return output
 
+    def _run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if self.adapter is not None:
+            return self.adapter(x, weights, ids, self.experts)
+        routed: torch.Tensor = self.experts(x, weights, ids)
+        return routed
+
     def _run_scaled(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """Run each selection as a token of its own: scaled before its one expert, with weight 1."""
         scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)  # [n * top_k, hidden]
-        routed: torch.Tensor = self.experts(
-            scaled, torch.ones_like(weights).view(-1, 1), ids.view(-1, 1)
-        )
+        routed = self._run(scaled, torch.ones_like(weights).view(-1, 1), ids.view(-1, 1))
         return routed.view(*weights.shape, x.shape[1]).sum(1)
 
 
@@ -161,6 +171,19 @@ class ExpertWeights(nn.Module):
         """
         return self.gate_up_bias, self.down_bias if self.build.tp.rank == 0 else None
 
+    def bias(self, expert: int, matrix: str) -> torch.Tensor | None:
+        """What this rank adds to the output of an expert's "gate_up" or "down"."""
+        gate_up, down = self.biases()
+        own = gate_up if matrix == "gate_up" else down
+        return None if own is None else own[expert]
+
+    def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
+        """x [n, in] times an expert's "gate_up" (gate rows, then up rows) or "down", on this rank.
+
+        Without a bias.
+        """
+        raise NotImplementedError
+
     def tensors(self, part: str) -> Mapping[str, Expected]:
         """The checkpoint tensors of one matrix, by parameter."""
         return {"weight": Expected(self.shape(part))}
@@ -226,6 +249,9 @@ class StackedExperts(ExpertWeights):
             x, weights, ids, self.gate_up, self.down, self.config.activation, *self.biases()
         )
 
+    def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.gate_up[expert] if matrix == "gate_up" else self.down[expert])
+
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
         if parameter == "bias":
             self.load_bias(part, tensor)
@@ -254,6 +280,20 @@ class PackedExperts(nn.ModuleList):
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
         super().__init__(_Expert(build, config) for _ in range(config.num_experts))
+        self.build = build
+        self.config = config
+
+    def bias(self, expert: int, matrix: str) -> torch.Tensor | None:
+        return self._matrix(expert, matrix).own_bias
+
+    def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
+        layer = self._matrix(expert, matrix)
+        return layer.method.apply(layer, x, None)
+
+    def _matrix(self, expert: int, matrix: str) -> Linear:
+        own = self[expert]
+        assert isinstance(own, _Expert)
+        return own.gate_up_proj if matrix == "gate_up" else own.down_proj
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return run_by_expert(x, weights, ids, len(self), lambda expert, rows: self[expert](rows))
@@ -281,8 +321,7 @@ class _Expert(nn.Module):
             activated = self.build.ops.silu_mul(both)
         else:
             activated = ACTIVATIONS[self.activation](*both.chunk(2, dim=-1))
-        bias = down.bias if self.build.tp.rank == 0 else None
-        return down.method.apply(down, activated, bias)
+        return down.method.apply(down, activated, down.own_bias)
 
 
 # -- which implementation

@@ -30,6 +30,15 @@ class GgufExperts(ExpertWeights):
         )
         return output
 
+    def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
+        assert self.down is not None
+        outputs = []
+        for own in self.gate_up if matrix == "gate_up" else [self.down]:
+            size = own.shape[0] // self.config.num_experts
+            rows = own.rows(expert * size, (expert + 1) * size)
+            outputs.append(self.build.ops.gguf_linear(x, rows, None))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
     def load(self, parameter: str, part: str, tensor: Weight) -> None:
         _, expert, name = part.split(".")
         own = self.shard(part).cut(tensor)

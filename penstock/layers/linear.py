@@ -71,11 +71,10 @@ class Linear(MatrixLayer):
 
     @property
     def own_bias(self) -> torch.Tensor | None:
-        """The bias that this rank adds. With split input, it must enter the sum only once."""
+        # With split input, it must enter the sum over ranks only once.
         return self.bias if not self.split_input or self.build.tp.rank == 0 else None
 
     def shard_of(self, part: str) -> tuple[slice, slice]:
-        """This rank's rows and columns of a part."""
         rank, rows = self.build.tp.rank, self.part_rows[part]
         first_row = rank * self.parts[part].num_shards // self.build.tp.size * rows
         first_column = rank * self.in_features if self.split_input else 0

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from penstock.layers.context import current_adapters
-from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import Linear
+from penstock.layers.matrix import MatrixLayer
 from penstock.ops.lora import PartUpdate
 
 
@@ -67,13 +67,18 @@ def make_slots(
 
     Modules whose names begin with a prefix in `without` get none.
     """
-    from penstock.layers.lora_vocab import add_vocab_slots  # that module imports this one
+    from penstock.layers.experts import Experts  # these modules import this one
+    from penstock.layers.lora_experts import ExpertSlots
+    from penstock.layers.lora_vocab import add_vocab_slots
 
     slots: dict[str, LayerSlots] = {}
     prefixes = tuple(without)
     for name, module in model.named_modules():
         if isinstance(module, Linear) and module.takes_adapters and not name.startswith(prefixes):
             module.adapter = slots[name] = LinearSlots(name, module, num_slots, max_rank, dtype)
+        elif isinstance(module, Experts):
+            own = f"{name}.experts"
+            module.adapter = slots[own] = ExpertSlots(own, module, max_rank, dtype)
     slots.update(add_vocab_slots(model, num_slots, max_rank, dtype))
     return slots
 
@@ -95,7 +100,7 @@ class LinearSlots:
     def __init__(
         self,
         name: str,
-        layer: Linear | VocabEmbedding,
+        layer: MatrixLayer,
         num_slots: int,
         max_rank: int,
         dtype: torch.dtype,

@@ -23,6 +23,7 @@ class MatrixLayer(nn.Module):
     gguf: GgufWeights  # if it is GgufMethod
     quantized: QuantizedWeights  # if it is QuantizedMethod
     may_quantize = True  # while weights load
+    split_input = False  # whether ranks have different columns, and their outputs are summed
 
     def __init__(self, build: Build, in_features: int, part_rows: dict[str, int]) -> None:
         super().__init__()
@@ -36,6 +37,15 @@ class MatrixLayer(nn.Module):
         """Store the matrix with this method. Call it before anything is loaded."""
         self.method = method
         method.create_weights(self)
+
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        """The bias that this rank adds."""
+        return None
+
+    def shard_of(self, part: str) -> tuple[slice, slice]:
+        """This rank's rows and columns of a part."""
+        raise NotImplementedError
 
     def rows_of(self, parameter: torch.Tensor, part: str) -> torch.Tensor:
         """The rows of a fused parameter that belong to `part`."""

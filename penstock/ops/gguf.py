@@ -26,6 +26,9 @@ class BlockMatrix(Protocol):
     def type_name(self) -> str: ...
     @property
     def shape(self) -> tuple[int, int]: ...
+    def rows(self, start: int, end: int) -> BlockMatrix:
+        """Rows [start, end), sharing memory."""
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors in memory, by name."""
 

@@ -29,6 +29,10 @@ class AdapterStep:
         """The rows that use a slot: [n] int64. See `host_starts`."""
         return self.rows[self.host_starts[slot] : self.host_starts[slot + 1]].long()
 
+    def only(self, num_rows: int) -> AdapterStep:
+        """A step of so many rows that all use slot 0, on the same device."""
+        return adapter_step(np.zeros(num_rows, dtype=np.int64), 1)
+
     def take(self, rows: torch.Tensor | slice) -> AdapterStep:
         """The step of these rows alone."""
         return adapter_step(self.slots[rows].long().numpy(), len(self.starts) - 1)

@@ -19,6 +19,7 @@ from penstock.layers.loadable import Expected
 from penstock.layers.quantization import LinearMethod
 from penstock.layers.quantized.schemes import Scheme
 from penstock.layers.quantized.weights import (
+    SHARED,
     Fp4Weight,
     Fp8Weight,
     Int8Weight,
@@ -102,6 +103,10 @@ class QuantizedExperts(ExpertWeights):
                 first.group_size, activation, *biases,
             )  # fmt: skip
         return output
+
+    def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
+        stack = self.gate_up if matrix == "gate_up" else self.down
+        return stack.matrix(expert).linear(self.build.ops, x, None)
 
     def tensors(self, part: str) -> Mapping[str, Expected]:
         missing = self.scheme.optional.difference(self.present.get(part, ()))
@@ -192,6 +197,13 @@ class Stack(nn.Module):
                 )
             else:
                 own[name][expert].copy_(tensor)
+
+    def matrix(self, expert: int) -> QuantizedWeight:
+        """The matrix of one expert, sharing memory."""
+        assert self.weight is not None, "the experts have no weights yet"
+        fields = self.weight.tensors().items()
+        own = {name: tensor[expert] for name, tensor in fields if name not in SHARED}
+        return replace(self.weight, **own)  # type: ignore[type-var]
 
     def prepare(self, ops: Ops) -> None:
         assert self.weight is not None, "the experts have no weights yet"

@@ -101,6 +101,9 @@ class DeviceAdapterStep(AdapterStep):
         )  # fmt: skip
         return self
 
+    def only(self, num_rows: int) -> DeviceAdapterStep:
+        return DeviceAdapterStep.empty(self.slots.new_zeros(num_rows), 1).group()
+
     def take(self, rows: torch.Tensor | slice) -> DeviceAdapterStep:
         """The step of these rows alone."""
         if isinstance(rows, slice) and rows == slice(0, len(self.slots)):

@@ -1,0 +1,165 @@
+"""LoRA adapters of routed experts.
+
+The activation needs what an adapter adds before it. So rows with an adapter leave the fused kernels
+and go through their experts one matmul after the other. All other rows stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from penstock.layers.context import current_adapters
+from penstock.layers.experts import Experts, ExpertWeights, PackedExperts
+from penstock.layers.lora import AdapterWeights, LinearSlots, OwnPart
+from penstock.layers.matrix import MatrixLayer
+from penstock.layers.quantization import LinearMethod
+from penstock.ops.experts import ACTIVATIONS, run_by_expert
+from penstock.ops.lora import AdapterStep
+
+PARTS = {"gate_up": ("gate_proj", "up_proj"), "down": ("down_proj",)}
+
+Key = tuple[int, str]  # expert, and one of PARTS
+Shares = dict[Key, list[OwnPart | None]]
+RunRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class ExpertSlots:
+    """The adapters of a layer's routed experts (`Experts.adapter`)."""
+
+    def __init__(self, name: str, layer: Experts, max_rank: int, dtype: torch.dtype) -> None:
+        experts = layer.experts
+        assert isinstance(experts, ExpertWeights | PackedExperts), "the weights are loaded"
+        self.name = name
+        self.config = layer.config
+        self.build = layer.build
+        self.max_rank = max_rank
+        self.dtype = dtype
+        self._experts = experts
+        self._by_slot: dict[int, dict[Key, LinearSlots]] = {}
+
+    @property
+    def needs_rows(self) -> bool:
+        return bool(self._by_slot)
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, run: RunRows
+    ) -> torch.Tensor:
+        """[n, hidden_size] -> the same shape. `run` computes rows without an adapter.
+
+        A row of the step may be several rows here, one after the other.
+        """
+        step = current_adapters()
+        used = [] if step is None else [s for s in self._by_slot if len(step.rows_of(s))]
+        if step is None or not used:
+            return run(x, weights, ids)
+        output = torch.empty_like(x)
+        each = torch.arange(len(x) // len(step.slots), device=x.device)
+        is_plain = torch.ones(len(x), dtype=torch.bool, device=x.device)
+        for slot in used:
+            rows = (step.rows_of(slot)[:, None] * len(each) + each).flatten()
+            is_plain[rows] = False
+            output[rows] = self._run(
+                self._by_slot[slot], step, x[rows], weights[rows], ids[rows]
+            ).to(output.dtype)
+        rest = is_plain.nonzero()[:, 0]
+        if len(rest):
+            output[rest] = run(x[rest], weights[rest], ids[rest]).to(output.dtype)
+        return output
+
+    def _run(
+        self,
+        slots: dict[Key, LinearSlots],
+        step: AdapterStep,
+        x: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        def linear(expert: int, matrix: str, rows: torch.Tensor) -> torch.Tensor:
+            output = self._experts.linear(expert, matrix, rows)
+            bias = self._experts.bias(expert, matrix)
+            if bias is not None:
+                output = output + bias
+            own = slots.get((expert, matrix))
+            if own is not None:
+                output = own.slots.add(rows, output, step.only(len(rows)))
+            return output
+
+        def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            both = linear(expert, "gate_up", rows)
+            if self.config.activation == "silu":
+                activated = self.build.ops.silu_mul(both)
+            else:
+                activated = ACTIVATIONS[self.config.activation](*both.chunk(2, dim=-1))
+            return linear(expert, "down", activated)
+
+        return run_by_expert(x, weights, ids, self.config.num_experts, run)
+
+    def prepare(self, weights: AdapterWeights) -> Shares | None:
+        own = weights.experts.get(self.name)
+        if own is None:
+            return None
+        shares: Shares = {}
+        for expert in range(self.config.num_experts):
+            for matrix, parts in PARTS.items():
+                deltas = {part: own.get(f"experts.{expert}.{part}") for part in parts}
+                if not any(deltas.values()):
+                    continue
+                linear = self._slots_of(expert, matrix)
+                shares[expert, matrix] = [
+                    None if delta is None else linear.own_part(part, delta)
+                    for part, delta in deltas.items()
+                ]
+        return shares
+
+    def place(self, slot: int, own: Shares | None) -> None:
+        self._by_slot.pop(slot, None)
+        if own is None:
+            return
+        placed: dict[Key, LinearSlots] = {}
+        for (expert, matrix), parts in own.items():
+            placed[expert, matrix] = slots = self._slots_of(expert, matrix)
+            slots.place(0, parts)
+        self._by_slot[slot] = placed
+
+    def _slots_of(self, expert: int, matrix: str) -> LinearSlots:
+        """One slot for one matrix. Memory is taken only for the adapters that are there."""
+        layer = _Matrix(self._experts, expert, matrix)
+        return LinearSlots(self.name, layer, 1, self.max_rank, self.dtype)
+
+
+class _Matrix(MatrixLayer):
+    """One matrix of an expert, as a linear layer."""
+
+    def __init__(self, experts: ExpertWeights | PackedExperts, expert: int, matrix: str) -> None:
+        config, tp = experts.config, experts.build.tp
+        size = config.intermediate_size // tp.size
+        self.split_input = matrix == "down"
+        self._first = tp.rank * size
+        rows = config.hidden_size if self.split_input else size
+        super().__init__(
+            experts.build,
+            size if self.split_input else config.hidden_size,
+            dict.fromkeys(PARTS[matrix], rows),
+        )
+        self.experts = [experts]  # in a list: no submodule
+        self.expert, self.matrix = expert, matrix
+
+    def use(self, method: LinearMethod) -> None:
+        self.method = _MatrixMethod()  # the experts have the weights
+
+    @property
+    def own_bias(self) -> torch.Tensor | None:
+        return self.experts[0].bias(self.expert, self.matrix)
+
+    def shard_of(self, part: str) -> tuple[slice, slice]:
+        if self.split_input:
+            return slice(None), slice(self._first, self._first + self.in_features)
+        return slice(self._first, self._first + self.part_rows[part]), slice(None)
+
+
+class _MatrixMethod(LinearMethod):
+    def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        assert isinstance(layer, _Matrix)
+        return layer.experts[0].linear(layer.expert, layer.matrix, x)
