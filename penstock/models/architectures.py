@@ -169,8 +169,9 @@ ENCODERS: dict[str, Architecture] = {
     **_encoder(
         "XLMRoberta",
         "bert:RobertaModel",
-        "XLM-RoBERTa; bge-m3, bge-reranker-v2-m3, multilingual-e5",
-        ("xlm_roberta",),
+        "XLM-RoBERTa; bge-m3, bge-reranker-v2-m3, multilingual-e5, jina-reranker-v2, "
+        "jina-embeddings-v3",
+        ("xlm_roberta", "jina_v3"),
     ),
     **_encoder(
         "JinaEmbeddingsV3",

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
-from penstock.models.config import read_int
+from penstock.layers.build import Build
+from penstock.models.config import read_float, read_int
 from penstock.models.encoder import EncoderHead, EncoderLayer, EncoderMLP, EncoderModel
+from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 
 class BertModel(EncoderModel):
@@ -39,10 +46,29 @@ class BertModel(EncoderModel):
         return {"type_vocab_size": 2, **raw}
 
 
+# Names of flash-attn's BERT, which Jina's repositories use.
+FLASH_NAMES = {
+    r"^encoder\.layers\.": "layers.",
+    r"^emb_ln\.": "embeddings.LayerNorm.",
+    r"\.mixer\.Wqkv\.": ".self_attn.qkv_proj.",
+    r"\.mixer\.out_proj\.": ".self_attn.o_proj.",
+    r"\.mlp\.fc1\.": ".mlp.up_proj.",
+    r"\.mlp\.fc2\.": ".mlp.down_proj.",
+    r"\.norm1\.": ".post_attention_layernorm.",
+    r"\.norm2\.": ".post_mlp_layernorm.",
+}
+
+
 class RobertaModel(BertModel):
     """Positions start after the padding token's, and the head has a dense layer of its own."""
 
     prefix = r"(roberta|xlm_roberta)\."
+    renamed = {**BertModel.renamed, **FLASH_NAMES}
+
+    @classmethod
+    def create(cls, build: Build, raw: Mapping[str, Any]) -> EncoderModel:
+        is_rotary = raw.get("position_embedding_type") == "rotary"
+        return super(RobertaModel, JinaEmbeddingsV3Model if is_rotary else cls).create(build, raw)
 
     def first_position(self) -> int:
         return read_int(self.config.raw, "pad_token_id", 1, low=0) + 1
@@ -53,22 +79,22 @@ class RobertaModel(BertModel):
 
 
 class JinaEmbeddingsV3Model(RobertaModel):
-    """XLM-RoBERTa with rotary positions; no adapters, as transformers has it."""
+    """XLM-RoBERTa with rotary positions, as Jina or transformers saves it.
 
-    renamed = {
-        r"^encoder\.layers\.": "layers.",
-        r"^emb_ln\.": "embeddings.LayerNorm.",
-        r"\.mixer\.Wqkv\.": ".self_attn.qkv_proj.",
-        r"\.mixer\.out_proj\.": ".self_attn.o_proj.",
-        r"\.mlp\.fc1\.": ".mlp.up_proj.",
-        r"\.mlp\.fc2\.": ".mlp.down_proj.",
-        r"\.norm1\.": ".post_attention_layernorm.",
-        r"\.norm2\.": ".post_mlp_layernorm.",
-    }
+    Jina's checkpoint has LoRA adapters for several tasks. That of `default_task` in config.json is
+    merged into the weights; without it, none is, as in Jina's code.
+    """
+
+    renamed = FLASH_NAMES
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        return {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "rope_theta": 20_000.0, **raw}
+        for key in ("rotary_emb_interleaved", "rotary_emb_scale_base", "rotary_emb_dim"):
+            if raw.get(key):
+                raise ModelError(f"config.json: {key}={raw[key]!r:.80} is not supported")
+        is_jinas = raw.get("position_embedding_type") == "rotary"
+        theta = read_float(raw, "rotary_emb_base", 10_000.0) if is_jinas else 20_000.0
+        return {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "rope_theta": theta, **raw}
 
     def num_positions(self) -> int:
         return 0
@@ -78,6 +104,50 @@ class JinaEmbeddingsV3Model(RobertaModel):
         return EncoderLayer(
             attention, EncoderMLP(self.build, self.config), self.norm(), self.norm()
         )
+
+    def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, Weight]]:
+        task = self._task()
+        found: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)  # by layer
+        for name, tensor in tensors:
+            layer, is_adapted, part = name.partition(".parametrizations.weight.")
+            if not is_adapted:
+                yield name, tensor
+            elif task is None:
+                if part == "original":
+                    yield f"{layer}.weight", tensor
+            else:
+                assert isinstance(tensor, torch.Tensor), "GGUF files of it do not exist"
+                found[layer][part] = tensor
+                if len(found[layer]) == 3:
+                    yield f"{layer}.weight", self._merge(layer, task, found.pop(layer))
+
+    def _task(self) -> int | None:
+        """The number of the adapter to use."""
+        names, task = self.config.raw.get("lora_adaptations"), self.config.raw.get("default_task")
+        if not isinstance(names, list) or not names:
+            return None
+        if task is None:
+            logger.warning(
+                "The model has adapters for %s, of which none is used: choose one with "
+                '--hf-overrides \'{"default_task": "%s"}\'',
+                ", ".join(map(str, names)),
+                names[-1],
+            )
+            return None
+        if task not in names:
+            raise ModelError(
+                f"config.json: default_task must be one of {', '.join(map(str, names))}, got "
+                f"{task!r:.80}"
+            )
+        return names.index(task)
+
+    def _merge(self, layer: str, task: int, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        original = parts["original"]
+        a, b = (parts[f"0.{name}"][task].float() for name in ("lora_A", "lora_B"))
+        change = a @ b if layer.endswith("_embeddings") else b @ a
+        raw = self.config.raw
+        scale = read_float(raw, "lora_alpha", 1.0) / read_int(raw, "lora_rank", 4)
+        return (original.float() + change * scale).to(original.dtype)
 
 
 class DistilBertModel(EncoderModel):

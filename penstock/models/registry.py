@@ -121,5 +121,7 @@ def _unknown(names: object, known: list[str], found: list[FoundPlugin]) -> str:
         message += "; transformers does not know it either"
     else:
         message += "; others may run on transformers' code: pip install 'penstock[transformers]'"
+    if any(name.startswith("Jina") for name in _strings(names)):
+        message += "; of Jina's models, jina-embeddings-v3 and jina-reranker-v2 are supported"
     broken = [f"{each.name!r} ({each.error})" for each in found if each.error is not None]
     return message + (f"; plugins that could not be loaded: {', '.join(broken)}" if broken else "")

@@ -21,7 +21,7 @@ ALIASES = {"half": "float16", "float": "float32"}
 FP8_NAMES = ("fp8", "fp8_e4m3")  # values of kv_cache_dtype
 MAX_POSITION = 2**31 - 1
 # Models whose learned positions start after the padding token's id.
-POSITIONS_BEHIND_PADDING = ("roberta", "xlm-roberta", "camembert")
+POSITIONS_BEHIND_PADDING = ("Roberta", "XLMRoberta", "Camembert")
 
 
 def resolve_limits(
@@ -119,7 +119,8 @@ def longest_context(model_config: Mapping[str, Any]) -> int:
     """The model's maximum context length, including its rope scaling."""
     learned = read_int(model_config, "n_positions", 2048)  # GPT-2's name
     length = read_int(model_config, "max_position_embeddings", learned)
-    if model_config.get("model_type") in POSITIONS_BEHIND_PADDING:
+    names = model_config.get("architectures") or ()
+    if any(str(name).startswith(POSITIONS_BEHIND_PADDING) for name in names):
         length -= read_int(model_config, "pad_token_id", 1, low=0) + 1
     scaling = rotary_parameters(model_config)
     kind, factor = scaling["rope_type"], scaling.get("factor") or 1.0

@@ -17,8 +17,8 @@ PoolingType = Literal["CLS", "LAST", "MEAN", "ALL"]  # ALL: every token has a ve
 VectorName = Literal["dense", "sparse", "colbert"]
 TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 # What models call their prompts for search, first choice first.
-QUERY_PROMPTS = ("query", "search_query")
-DOCUMENT_PROMPTS = ("document", "passage", "corpus", "search_document")
+QUERY_PROMPTS = ("query", "search_query", "retrieval.query")
+DOCUMENT_PROMPTS = ("document", "passage", "corpus", "search_document", "retrieval.passage")
 VECTORS: tuple[VectorName, ...] = get_args(VectorName)
 
 
