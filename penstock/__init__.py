@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from penstock.protocol.adapter import LoRARequest
 from penstock.protocol.outputs import CompletionOutput, RequestOutput
 from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.sampling import RequestOutputKind, SamplingParams
@@ -18,6 +19,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",

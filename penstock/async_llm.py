@@ -14,9 +14,11 @@ import msgspec
 from penstock.config import EngineConfig
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.ledger import DeltaStream
+from penstock.engine.lora_requests import LoRARequests, with_adapter
 from penstock.engine.outputs import outputs_of, start_engine
 from penstock.engine.pooled import pooling_output
 from penstock.observability.logs import setup_logging
+from penstock.protocol.adapter import Adapter, LoRARequest
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import ConfigError, EngineDeadError, InputError, RequestFault
 from penstock.protocol.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -44,6 +46,7 @@ class AsyncLLM:
         self._client = AsyncEngineClient()
         self._starting: asyncio.Task[None] | None = None  # or started
         self._frontend: Frontend | None = None  # set once the model is loaded
+        self._lora_requests = LoRARequests(self.config.lora)
         self._ids = itertools.count()
         self._children: dict[str, list[str]] = {}  # engine ids by the caller's id
         self._early_aborts: set[str] = set()  # requests aborted while being prepared
@@ -100,12 +103,14 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream the outputs of one prompt. `output_kind` sets what each output holds.
 
         Leaving the loop early aborts the request, as does `abort`. Raises `InputError` for an
-        invalid request. A request that fails while it runs has the finish reason "error".
+        invalid request, `AdapterError` for an adapter that is none. A request that fails while it
+        runs has the finish reason "error".
         """
         text, cache_salt = read_prompt(prompt)
 
@@ -113,7 +118,7 @@ class AsyncLLM:
             params = sampling_params or self.get_default_sampling_params()
             return frontend.prepare(own_id, text, params, priority=priority, cache_salt=cache_salt)
 
-        async with contextlib.aclosing(self._run(prepare, request_id)) as outputs:
+        async with contextlib.aclosing(self._run(prepare, request_id, lora_request)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -122,6 +127,8 @@ class AsyncLLM:
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation. `template_options` go to the chat template."""
@@ -131,7 +138,7 @@ class AsyncLLM:
             prompt = frontend.render_chat(messages, **template_options)
             return frontend.prepare(own_id, prompt, params, add_special_tokens=False)
 
-        async with contextlib.aclosing(self._run(prepare, request_id)) as outputs:
+        async with contextlib.aclosing(self._run(prepare, request_id, lora_request)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -142,6 +149,7 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
     ) -> PoolingRequestOutput[PoolingOutput]:
         """Pool one prompt with a pooling model, as `LLM.encode` does.
@@ -158,6 +166,7 @@ class AsyncLLM:
             pieces = await asyncio.to_thread(
                 prepare_pieces, frontend, own_id, text, params, **options
             )
+            pieces = with_adapter(pieces, await self._adapter_of(lora_request))
             ended: dict[str, EngineDelta] = {}
             with contextlib.closing(self._submit(request_id, pieces)) as stream:
                 async for deltas in stream:
@@ -173,15 +182,30 @@ class AsyncLLM:
         return output
 
     async def _run(
-        self, prepare: Callable[[Frontend, str], PreparedRequest], request_id: str | None
+        self,
+        prepare: Callable[[Frontend, str], PreparedRequest],
+        request_id: str | None,
+        lora_request: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         frontend = self.frontend
         with self._registered(request_id) as (request_id, own_id):
             prepared = await asyncio.to_thread(prepare, frontend, own_id)
-            with contextlib.closing(self._submit(request_id, prepared.children)) as stream:
+            children = with_adapter(prepared.children, await self._adapter_of(lora_request))
+            with contextlib.closing(self._submit(request_id, children)) as stream:
                 async for _, output in outputs_of(stream, [prepared]):
                     output.request_id = request_id
                     yield output
+
+    async def _adapter_of(self, given: LoRARequest | None) -> Adapter | None:
+        """Find an adapter, and load it if it was never loaded, so that errors come early."""
+        if given is None:
+            return None
+        adapter = await asyncio.to_thread(self._lora_requests.find, given)
+        if adapter is not None and adapter.digest not in self._lora_requests.loaded:
+            with contextlib.suppress(EngineDeadError):  # the next engine loads it for the request
+                await self._client.call("load_adapter", adapter)
+                self._lora_requests.loaded.add(adapter.digest)
+        return adapter
 
     @contextlib.contextmanager
     def _registered(self, request_id: str | None) -> Iterator[tuple[str, str]]:

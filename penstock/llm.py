@@ -18,9 +18,11 @@ from penstock.conversation.request import TurnRequest, read_tool_choice, read_to
 from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
+from penstock.engine.lora_requests import LoRARequestOrList, LoRARequests, with_adapters
 from penstock.engine.pooled import PoolingMethods
 from penstock.loading.source import resolve_source
 from penstock.observability.logs import setup_logging
+from penstock.protocol.adapter import Adapter, LoRARequest
 from penstock.protocol.errors import ConfigError, InputError
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams
@@ -71,6 +73,7 @@ class LLM(PoolingMethods):
         self.frontend.pooling = self.engine.executor.capabilities.pooling
         self._ids = itertools.count()
         self._collector = OutputCollector()
+        self._lora_requests = LoRARequests(self.config.lora)
 
     def generate(
         self,
@@ -78,10 +81,12 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequestOrList = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt. Outputs are in the order of the prompts.
 
+        `lora_request` is the LoRA adapter of all prompts, or a list with one or None for each.
         `priority` applies with scheduling_policy="priority": lower runs first.
         Raises `InputError` before anything runs if a request is invalid. A request that fails
         while it runs has the finish reason "error". The other requests are not affected.
@@ -93,13 +98,12 @@ class LLM(PoolingMethods):
                 f"priority must hold one number a prompt ({len(items)}), got {priority!r:.80}",
                 "priority",
             )
-        return self._run(
-            [
-                self._prepare(item, own, priority=priority[index] if priority else 0)
-                for index, (item, own) in enumerate(zip(items, params, strict=True))
-            ],
-            use_tqdm,
-        )
+        adapters = self._adapters_of(lora_request, len(items))
+        requests = [
+            self._prepare(item, own, priority=priority[index] if priority else 0)
+            for index, (item, own) in enumerate(zip(items, params, strict=True))
+        ]
+        return self._run(with_adapters(requests, adapters), use_tqdm)
 
     def chat(
         self,
@@ -107,6 +111,7 @@ class LLM(PoolingMethods):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequestOrList = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -115,7 +120,7 @@ class LLM(PoolingMethods):
         tool_choice: str | Mapping[str, Any] = "auto",
         parse_output: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one or more conversations.
+        """Answer one or more conversations. `lora_request` is as for `generate`.
 
         `chat_template` (a Jinja file or the template itself) replaces the model's own. `tools` are
         passed to the template. Outputs hold the raw text, including tool calls and reasoning.
@@ -128,6 +133,7 @@ class LLM(PoolingMethods):
         several = _is_list(messages) and bool(messages) and _is_list(messages[0])
         conversations: Sequence[Any] = messages if several else [messages]
         params = self._params_for(len(conversations), sampling_params)
+        adapters = self._adapters_of(lora_request, len(conversations))
         template = None if chat_template is None else read_chat_template(chat_template)
         options: dict[str, Any] = {
             "chat_template": template,
@@ -160,7 +166,8 @@ class LLM(PoolingMethods):
                 )
                 for conversation, own in zip(conversations, params, strict=True)
             ]
-            outputs = self._run([turn.request for turn in turns], use_tqdm)
+            requests = with_adapters([turn.request for turn in turns], adapters)
+            outputs = self._run(requests, use_tqdm)
             for turn, output in zip(turns, outputs, strict=True):
                 for step in turn.reader.steps(output):
                     item = output.outputs[step.index]
@@ -173,21 +180,27 @@ class LLM(PoolingMethods):
                 conversation, **options, **(chat_template_kwargs or {})
             )
             prepared.append(self._prepare(prompt, own, add_special_tokens=False))
-        return self._run(prepared, use_tqdm)
+        return self._run(with_adapters(prepared, adapters), use_tqdm)
 
     def stream(
-        self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
         """Stream the outputs of one prompt or conversation.
 
         `output_kind` sets what each output holds. Leaving the loop early aborts the request.
         """
         (params,) = self._params_for(1, sampling_params)
+        adapters = self._adapters_of(lora_request, 1)
         if isinstance(prompt, (str, Mapping)):
             request = self._prepare(prompt, params, keep_kind=True)
         else:
             text = self.frontend.render_chat(prompt)
             request = self._prepare(text, params, add_special_tokens=False, keep_kind=True)
+        (request,) = with_adapters([request], adapters)
         try:
             self._submit([request])
             while True:
@@ -229,6 +242,9 @@ class LLM(PoolingMethods):
         self.close()
 
     # -- running requests
+
+    def _adapters_of(self, given: LoRARequestOrList, count: int) -> list[Adapter | None]:
+        return self._lora_requests.load(given, count, self.engine, self._step)
 
     def _params_for(
         self, count: int, given: SamplingParams | Sequence[SamplingParams] | None

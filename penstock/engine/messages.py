@@ -69,7 +69,7 @@ class CallResult(msgspec.Struct, array_like=True):
     """The result of a call: a value or an error."""
 
     call_id: int
-    value: msgspec.Raw = msgspec.Raw()
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil: an empty one would encode to nothing
     error: str | None = None
     is_input_error: bool = False  # the caller's: an argument was wrong
     field: str | None = None  # with an input error

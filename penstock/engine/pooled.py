@@ -11,6 +11,8 @@ from tqdm import tqdm
 
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
+from penstock.engine.lora_requests import LoRARequestOrList, LoRARequests, with_adapter
+from penstock.protocol.adapter import Adapter, LoRARequest
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import InputError
 from penstock.protocol.outputs import (
@@ -50,13 +52,15 @@ class PoolingMethods:
     """The methods of `LLM` for pooling models. Other models raise `InputError`.
 
     A prompt that is too long raises `InputError`, unless `truncate_prompt_tokens` sets how many of
-    its first tokens are kept (-1: as many as fit). A request that fails while it runs has an
-    `error`. The other requests are not affected.
+    its first tokens are kept (-1: as many as fit). `lora_request` is the LoRA adapter of all
+    prompts, or a list with one or None for each. A request that fails while it runs has an `error`.
+    The other requests are not affected.
     """
 
     frontend: Frontend
     engine: EngineCore
     _ids: itertools.count[int]
+    _lora_requests: LoRARequests
 
     def encode(
         self,
@@ -66,11 +70,18 @@ class PoolingMethods:
         pooling_task: PoolingTask | None = None,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequestOrList = None,
         priority: Sequence[int] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool each prompt. Returns one vector per prompt or per token, in order of the prompts."""
         requests, deltas = self._encode(
-            prompts, pooling_params, pooling_task, use_tqdm, truncate_prompt_tokens, priority
+            prompts,
+            pooling_params,
+            pooling_task,
+            use_tqdm,
+            truncate_prompt_tokens,
+            lora_request,
+            priority,
         )
         return [
             pooling_output([request], delta)
@@ -84,11 +95,18 @@ class PoolingMethods:
         *,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequestOrList = None,
         priority: Sequence[int] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt."""
         requests, deltas = self._encode(
-            prompts, pooling_params, "embed", use_tqdm, truncate_prompt_tokens, priority
+            prompts,
+            pooling_params,
+            "embed",
+            use_tqdm,
+            truncate_prompt_tokens,
+            lora_request,
+            priority,
         )
         return [
             _output(request, delta, EmbeddingOutput(_vector(delta)))
@@ -102,11 +120,18 @@ class PoolingMethods:
         *,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequestOrList = None,
         priority: Sequence[int] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the labels for each prompt."""
         requests, deltas = self._encode(
-            prompts, pooling_params, "classify", use_tqdm, truncate_prompt_tokens, priority
+            prompts,
+            pooling_params,
+            "classify",
+            use_tqdm,
+            truncate_prompt_tokens,
+            lora_request,
+            priority,
         )
         return [
             _output(request, delta, ClassificationOutput(_vector(delta)))
@@ -120,6 +145,7 @@ class PoolingMethods:
         *,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequestOrList = None,
         priority: Sequence[int] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return a reward model's scores, per prompt or per token, depending on the model."""
@@ -133,6 +159,7 @@ class PoolingMethods:
             pooling_params,
             use_tqdm=use_tqdm,
             truncate_prompt_tokens=truncate_prompt_tokens,
+            lora_request=lora_request,
             priority=priority,
         )
 
@@ -143,6 +170,7 @@ class PoolingMethods:
         *,
         use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None,
+        lora_request: LoRARequest | None = None,
         instruction: str | None = None,
         use_activation: bool | None = None,
     ) -> list[ScoringRequestOutput]:
@@ -155,6 +183,7 @@ class PoolingMethods:
         """
         info, truncation = pooling_info(self.frontend), Truncation(truncate_prompt_tokens)
         kind = score_kind(info)
+        (adapter,) = self._adapters_of_pooled(lora_request, 1)
         pairs = pair_up(_texts("data_1", data_1), _texts("data_2", data_2))
         if kind == "cross-encoder":
             params = PoolingParams(task="classify", use_activation=use_activation)
@@ -162,6 +191,7 @@ class PoolingMethods:
                 self._prepare_pooling(Pair(query, document, instruction), params, truncation)
                 for query, document in pairs
             ]
+            requests = with_adapter(requests, adapter)
             deltas = run_pooled(self.engine, requests, use_tqdm)
             return [
                 _output(request, delta, ScoringOutput(_score(delta)))
@@ -173,7 +203,7 @@ class PoolingMethods:
         by_text = {
             item: self._prepare_pooling(item.text, item.params, truncation) for item in texts
         }
-        ran = run_pooled(self.engine, list(by_text.values()), use_tqdm)
+        ran = run_pooled(self.engine, with_adapter(list(by_text.values()), adapter), use_tqdm)
         delta_of = dict(zip(texts, ran, strict=True))
         return [self._compare(by_text, delta_of, *pair) for pair in compared]
 
@@ -202,6 +232,7 @@ class PoolingMethods:
         task: PoolingTask | None,
         use_tqdm: bool,
         truncate_prompt_tokens: int | None,
+        lora_request: LoRARequestOrList,
         priority: Sequence[int] | None,
     ) -> tuple[list[EngineRequest], list[EngineDelta]]:
         several = isinstance(prompts, Iterable) and not isinstance(prompts, (str, Mapping))
@@ -218,11 +249,13 @@ class PoolingMethods:
         own = msgspec.structs.replace(params or PoolingParams())
         own.task = own.task if task is None else task
         truncation = Truncation(truncate_prompt_tokens)
+        adapters = self._adapters_of_pooled(lora_request, len(items))
         inputs = []
         for index, item in enumerate(items):
             prompt, cache_salt = read_prompt(item)
             of_it = 0 if priority is None else priority[index]
-            inputs.append(self._prepare_pieces(prompt, own, truncation, of_it, cache_salt))
+            pieces = self._prepare_pieces(prompt, own, truncation, of_it, cache_salt)
+            inputs.append(with_adapter(pieces, adapters[index]))
         requests = [request for pieces in inputs for request in pieces]
         rest = iter(run_pooled(self.engine, requests, use_tqdm))
         info = pooling_info(self.frontend)
@@ -231,6 +264,9 @@ class PoolingMethods:
             for pieces in inputs
         ]
         return [_as_one(pieces) for pieces in inputs], joined
+
+    def _adapters_of_pooled(self, given: LoRARequestOrList, count: int) -> list[Adapter | None]:
+        return self._lora_requests.load(given, count, self.engine, self.engine.step)
 
     def _prepare_pooling(
         self, prompt: PoolingPrompt, params: PoolingParams, truncation: Truncation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
 
@@ -11,6 +13,19 @@ class Adapter(msgspec.Struct, frozen=True):
     name: str  # under which clients ask for it
     digest: str
     path: str  # a folder of PEFT's or a GGUF file, readable by all workers
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """The LoRA adapter for a request of the Python API, with vLLM's names.
+
+    `lora_path` is a folder of PEFT's, a GGUF file, a hub ID or ``pypi:package==version``. The
+    adapter is identified by its content: `lora_int_id` is accepted and not used.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
 
 
 class FetchAdapter(msgspec.Struct, frozen=True, tag=True):

@@ -7,6 +7,7 @@ from kvcache.kv_fakes import ONE_GROUP, REGISTRY, layout_of
 from scheduler.fake_device import FakeDevice, expected_output, make_adapter, make_request, salt_of
 from test_core import MAX_MODEL_LEN, LateExecutor, make_limits
 
+from penstock.engine import messages
 from penstock.engine.core import EngineCore
 from penstock.engine.messages import CallResult
 from penstock.executor.finished_jobs import FinishedJobs
@@ -139,8 +140,10 @@ def test_a_call_result_keeps_whose_error_it_was() -> None:
             self.error = error
 
     answer = Answer()
-    CallResult.of_error(1, InputError("no", "lora_path")).settle(answer)  # type: ignore[arg-type]
+    sent = messages.encode(messages.Outputs(calls=[CallResult.of_error(1, InputError("no", "x"))]))
+    (received,) = messages.decode_message(sent).calls  # type: ignore[union-attr]
+    received.settle(answer)  # type: ignore[arg-type]
     assert isinstance(answer.error, InputError)
-    assert answer.error.field == "lora_path"
+    assert answer.error.field == "x"
     CallResult.of_error(1, EngineDeadError("gone")).settle(answer)  # type: ignore[arg-type]
     assert isinstance(answer.error, RequestFault)
