@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "engine"
 CLOSE_TIMEOUT_S = 10.0
-LAST_WORDS_TIMEOUT_S = 1.0
+LAST_WORDS_TIMEOUT_S = 10.0  # for the reason of an engine that failed by itself
 SILENCE_S = 0.02  # after this, no more messages arrive from a dead engine
 LOOK_INTERVAL_S = 0.25
 POLLIN = int(zmq.POLLIN)  # an int is faster than the enum
@@ -186,25 +186,29 @@ class EngineHandle:
     # -- its messages
 
     def _receive(self) -> None:
-        """Handle all messages that have arrived. zmq signals once for any number of them.
-
-        If handling fails, the engine is killed. Otherwise it would look healthy while its requests
-        wait forever.
-        """
-        try:
-            while self._is_heard and not self._has_exited and (frame := self._next_frame()):
-                self._take(frame)
-        except Exception:
-            self._is_heard = False  # later messages would leave a gap
-            logger.critical("What the engine sent was not taken in: it is killed", exc_info=True)
-            self.kill()
+        """Handle all messages that have arrived. zmq signals once for any number of them."""
+        while not self._has_exited and (frame := self._next_frame()):
+            self._take(frame)
 
     def _next_frame(self) -> bytes | None:
         has_come = int(self._socket.get(zmq.EVENTS)) & POLLIN  # faster than catching zmq.Again
         return self._socket.recv(zmq.DONTWAIT) if has_come else None
 
     def _take(self, frame: bytes) -> None:
-        answer = messages.decode_message(frame)
+        """Handle a message. If that fails, kill the engine and ignore what else it says.
+
+        Otherwise it would look healthy while its requests wait forever.
+        """
+        if not self._is_heard:
+            return
+        try:
+            self._handle(messages.decode_message(frame))
+        except Exception:
+            self._is_heard = False  # later messages would leave a gap
+            logger.critical("What the engine sent was not taken in: it is killed", exc_info=True)
+            self.kill()
+
+    def _handle(self, answer: messages.EngineMessage) -> None:
         if isinstance(answer, messages.Outputs):
             self._on_outputs(answer)
         elif isinstance(answer, messages.Connected):
@@ -245,8 +249,7 @@ class EngineHandle:
         self._loop.remove_reader(self._socket.fileno())
         self._looking.cancel()
         await asyncio.gather(self._looking, return_exceptions=True)
-        if self._is_heard:
-            await self._hear_last_words(may_have_some=code == 1)
+        await self._hear_last_words(may_have_some=code == 1)
         ready_at, now = self._ready_at, time.monotonic()
         death = Death(
             how=self._hang or (f"signal {-code}" if code < 0 else f"exit code {code}"),
@@ -269,5 +272,7 @@ class EngineHandle:
                 frame = self._next_frame()
             if frame is not None:
                 self._take(frame)
-            elif not may_have_some or self._failure or time.monotonic() > deadline:
+                continue
+            is_expected = may_have_some and self._is_heard and self._failure is None
+            if not is_expected or time.monotonic() > deadline:
                 return

@@ -297,15 +297,31 @@ async def test_when_the_engine_is_lost_everyone_hears_of_it() -> None:
         bench.submit("b")
 
 
+class Deaf(EngineHandle):
+    def _handle(self, answer: messages.EngineMessage) -> None:
+        raise ValueError("a bug in whoever takes outputs in")
+
+
 @on_a_loop
 async def test_an_engine_that_is_no_longer_listened_to_is_killed() -> None:
-    class Deaf(EngineHandle):
-        def _take(self, frame: bytes) -> None:
-            raise ValueError("a bug in whoever takes outputs in")
-
     engine = Deaf(lambda info: None, lambda outputs: None, HangWatch(60, 60))
     death = await asyncio.wait_for(engine.died(), 60)
     assert death.how == "signal 9"
+
+
+@on_a_loop
+async def test_last_words_that_cannot_be_taken_in_do_not_hide_the_death() -> None:
+    words = [messages.encode(Outputs())] * 2
+
+    class DeafAtTheEnd(Deaf):
+        def _next_frame(self) -> bytes | None:
+            return words.pop() if self._has_exited and words else None
+
+    engine = DeafAtTheEnd(lambda info: None, lambda outputs: None, HangWatch(60, 60))
+    engine.kill()
+    death = await asyncio.wait_for(engine.died(), 60)
+    assert death.how == "signal 9"
+    assert not words
 
 
 @on_a_loop

@@ -228,17 +228,16 @@ def test_a_start_that_is_cancelled_leaves_no_engine(model: str) -> None:
     asyncio.run(run())
 
 
-def test_an_id_of_the_callers_own_is_never_taken(model: str, gate: Gate) -> None:
+def test_an_id_of_the_callers_own_is_never_taken(model: str) -> None:
     async def run() -> None:
-        async with AsyncLLM(model, **WITH_GATE) as llm:
-            unnamed = llm.generate(PROMPTS[0], HELD)
+        async with AsyncLLM(model, **OPTIONS) as llm:
+            unnamed = llm.generate(PROMPTS[0], GREEDY)  # has its id until it is closed
             await anext(unnamed)
             for number in range(3):
-                named = llm.generate(PROMPTS[0], HELD, f"request-{number}")
+                named = llm.generate(PROMPTS[0], GREEDY, f"request-{number}")
                 assert (await anext(named)).request_id == f"request-{number}"
                 await named.aclose()
             await unnamed.aclose()
-            gate.open()
 
     asyncio.run(run())
 
