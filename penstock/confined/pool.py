@@ -117,7 +117,6 @@ class ConfinedPool:
         self._queue: FairQueue[Job] = FairQueue(limits.max_queued)
         self._put_off: FairQueue[Job] = FairQueue(limits.max_queued)  # slow jobs
         self._workers: list[_Worker] = []
-        self._num_idle = 0
         self._has_monitor = False
         self._is_closed = False
 
@@ -129,7 +128,7 @@ class ConfinedPool:
                 job.future.set_exception(PoolClosed("no more jobs are taken"))
                 return job
             dropped = self._queue.push(tenant, job)
-            if len(self._queue) > self._num_idle and len(self._workers) < self.limits.num_workers:
+            if len(self._queue) > self._num_idle() and len(self._workers) < self.limits.num_workers:
                 self._add_worker()
             self._changed.notify_all()
         if dropped is not None:
@@ -161,6 +160,10 @@ class ConfinedPool:
 
     # -- worker threads
 
+    def _num_idle(self) -> int:
+        """Workers without a job. A job that ends leaves its worker before its result is known."""
+        return sum(worker.job is None for worker in self._workers)
+
     def _add_worker(self) -> None:
         worker = _Worker()
         self._workers.append(worker)
@@ -178,24 +181,19 @@ class ConfinedPool:
     def _take(self, worker: _Worker) -> Job | None:
         """Wait for the next job of a worker. Returns None if the worker must end."""
         with self._changed:
-            worker.job = None
-            self._num_idle += 1
-            try:
-                deadline = time.monotonic() + self.limits.idle_s
-                while not self._is_closed:
-                    if (job := self._next()) is not None:
-                        worker.job = job
-                        worker.begin(is_starting=worker.process is None)
-                        self._changed.notify_all()  # wake the monitor
-                        return job
-                    if (left_s := deadline - time.monotonic()) <= 0.0:
-                        break
-                    self._changed.wait(left_s)
-                self._workers.remove(worker)
-                self._changed.notify_all()
-                return None
-            finally:
-                self._num_idle -= 1
+            deadline = time.monotonic() + self.limits.idle_s
+            while not self._is_closed:
+                if (job := self._next()) is not None:
+                    worker.job = job
+                    worker.begin(is_starting=worker.process is None)
+                    self._changed.notify_all()  # wake the monitor
+                    return job
+                if (left_s := deadline - time.monotonic()) <= 0.0:
+                    break
+                self._changed.wait(left_s)
+            self._workers.remove(worker)
+            self._changed.notify_all()
+            return None
 
     def _next(self) -> Job | None:
         """New jobs first, unless no slow job runs or a put-off job's tenant has fewer running."""
@@ -246,7 +244,7 @@ class ConfinedPool:
 
     def _discard(self, worker: _Worker) -> None:
         with self._changed:
-            process, worker.process = worker.process, None
+            process, worker.process, worker.job = worker.process, None, None
             worker.is_slow = worker.has_low_priority = False
         if process is not None:
             process.close()
@@ -281,8 +279,11 @@ class ConfinedPool:
 
     def _queue_again(self, queue: FairQueue[Job], job: Job) -> None:
         with self._changed:
-            dropped = queue.push(job.tenant, job)
+            is_closed = self._is_closed
+            dropped = None if is_closed else queue.push(job.tenant, job)
             self._changed.notify_all()
+        if is_closed:
+            _fail(job, PoolClosed("the pool was closed"))
         if dropped is not None:
             _refuse(dropped)
 
@@ -297,7 +298,7 @@ class ConfinedPool:
                 running = [(each, each.job) for each in self._workers if each.job is not None]
                 for worker, job in running:
                     self._look(worker, job)
-                if len(self._queue) and self._num_idle == 0:
+                if len(self._queue) and self._num_idle() == 0:
                     self._make_room(running)
                 if not running:
                     self._changed.wait()

@@ -27,6 +27,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 SLOW_NICENESS = 10
+EXIT_TIMEOUT_S = 10.0  # from the closing of its socket to its end
 
 
 class ProcessDied(Exception):
@@ -99,7 +100,7 @@ class ConfinedProcess:
     def _end(self) -> int:
         """Return the exit code. A process that only closed its socket is killed and counts as 1."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(1.0)
+            return self._process.wait(EXIT_TIMEOUT_S)
         self.kill()
         self._process.wait()
         return 1

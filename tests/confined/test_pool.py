@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, wait
 from pathlib import Path
@@ -22,9 +23,10 @@ from penstock.confined.errors import (
     TooMuchTime,
     WorkerLost,
 )
-from penstock.confined.pool import ConfinedPool, Limits
+from penstock.confined.pool import ConfinedPool, Job, Limits
 
 MakePool = Callable[..., ConfinedPool]
+STALL_S = 3.0  # far longer than a process on a busy machine waits for its next message
 
 
 @pytest.fixture
@@ -60,6 +62,24 @@ def test_jobs_are_answered_by_a_process_that_stays(make_pool: MakePool) -> None:
     assert ask(pool, "pid") == pid
 
 
+def test_a_worker_whose_job_has_ended_takes_the_next_one(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the next one comes before the worker asks for it: no other process is started."""
+    pool = make_pool()
+    take, may_ask = pool._take, threading.Event()
+
+    def take_late(worker: Any) -> Job | None:
+        assert worker.process is None or may_ask.wait(120)
+        return take(worker)
+
+    monkeypatch.setattr(pool, "_take", take_late)
+    pid = ask(pool, "pid")
+    again = pool.submit(b"pid")
+    may_ask.set()
+    assert again.result().decode() == pid
+
+
 def test_a_job_that_uses_up_its_cpu_time_ends_and_the_next_one_does_not_suffer(
     make_pool: MakePool,
 ) -> None:
@@ -89,14 +109,14 @@ def test_a_job_whose_process_is_killed_is_tried_once_more(
 def test_a_process_that_is_killed_or_stopped_costs_no_job(
     make_pool: MakePool, number: signal.Signals
 ) -> None:
-    pool = make_pool(stall_s=0.5)
+    pool = make_pool(stall_s=STALL_S)
     pid = int(ask(pool, "pid"))
     os.kill(pid, number)
     assert int(ask(pool, "pid")) != pid
 
 
 def test_a_job_that_loses_its_process_twice_is_told_so(make_pool: MakePool) -> None:
-    pool = make_pool(stall_s=0.5)
+    pool = make_pool(stall_s=STALL_S)
     with pytest.raises(WorkerLost, match="stood still, 2 times"):
         ask(pool, "stop")
     assert ask(pool, "echo again") == "again"
@@ -187,6 +207,15 @@ def test_closing_ends_processes_and_jobs(make_pool: MakePool) -> None:
         with pytest.raises(PoolClosed):
             job.result()
     eventually(lambda: not any(map(is_running, pids)))
+
+
+def test_a_job_that_loses_its_process_as_the_pool_is_closed_ends(make_pool: MakePool) -> None:
+    pool = make_pool()
+    job = Job(pool, b"echo x", "")
+    pool.close()
+    pool._queue_again(pool._queue, job)
+    with pytest.raises(PoolClosed):
+        job.result()
 
 
 def test_a_process_without_jobs_ends_after_a_while(make_pool: MakePool) -> None:

@@ -130,7 +130,7 @@ def test_memory_is_limited(make_compiler: MakeCompiler) -> None:
 def test_a_good_schema_stays_good_when_the_process_that_tries_it_dies_or_stops(
     make_compiler: MakeCompiler, number: signal.Signals
 ) -> None:
-    compiler = make_compiler(stall_s=0.5)
+    compiler = make_compiler(stall_s=3.0)
     compiled(compiler, regex="a")
     (pid,) = compiler.pool.pids()
     os.kill(pid, number)
