@@ -33,7 +33,8 @@ from penstock.protocol.processes import module_command
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 
 CLOSE_TIMEOUT_S = 10.0
-FAILURE_GRACE_S = 1.0
+EXIT_TIMEOUT_S = 5.0  # from the closing of a rank's socket to its end
+FAILURE_GRACE_S = 5.0
 """How long the other ranks have to answer after a step failed on one rank. Ranks that fail for the
 same reason fail at the same time. Any other rank would wait in a collective forever."""
 SEND_TIMEOUT_S = 0.001
@@ -210,7 +211,9 @@ class MultiProcessExecutor:
                 answer = self._decoder.decode(self._connections[rank].recv_bytes())
                 if isinstance(answer, Raised):
                     return self._kill(_revive(answer, rank))
-        code = self._processes[rank].poll()
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self._processes[rank].wait(EXIT_TIMEOUT_S)
         reason = f"worker {rank} of {len(self._processes)} died (exit code {code})"
         return self._kill(EngineDeadError(reason))
 
