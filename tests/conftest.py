@@ -20,13 +20,21 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # How long an example takes says something about the machine, and nothing about the code. Fixtures
-# are the same for all examples of a test.
+# are the same for all examples of a test. The examples are the same in every run: a change is not
+# refused for what another one did wrong. The slow lane looks for new ones.
 settings.register_profile(
     "penstock",
     deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+settings.register_profile("fresh", settings.get_profile("penstock"), derandomize=False)
 settings.load_profile("penstock")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "slow":
+        settings.load_profile("fresh")
 
 
 @pytest.hookimpl(tryfirst=True)
