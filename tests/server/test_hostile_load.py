@@ -13,7 +13,7 @@ from waiting import eventually
 
 MAX_BODY = 2**20
 FLAGS = (
-    *("--max-request-body-bytes", str(MAX_BODY), "--request-read-timeout-s", "2"),
+    *("--max-request-body-bytes", str(MAX_BODY), "--request-read-timeout-s", "6"),
     *("--slow-reader-timeout-s", "2", "--max-stored-response-bytes", "4MiB"),
 )
 

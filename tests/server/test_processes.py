@@ -99,7 +99,7 @@ def heeds_hangups() -> Iterator[None]:
 def test_a_signal_lets_requests_finish(
     serve_tiny: ServeTiny, tmp_path: Path, number: signal.Signals
 ) -> None:
-    server = serve_tiny(uds=tmp_path / "api")
+    server = serve_tiny("--shutdown-timeout", "600", uds=tmp_path / "api")
     engine = server.engine_pid
     body = {**LONG, "stream": True, "n": 8}
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
@@ -157,7 +157,7 @@ def test_requests_that_outlast_the_drain_get_an_error(serve_tiny: ServeTiny) -> 
 
 def test_a_second_sighup_lets_requests_finish_too(serve_tiny: ServeTiny) -> None:
     """A terminal that closes sends one to its foreground processes, and the shell in it another."""
-    server = serve_tiny()
+    server = serve_tiny("--shutdown-timeout", "600")
     body = {**LONG, "stream": True, "n": 8}
     with server.client() as client, client.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()

@@ -224,5 +224,6 @@ def test_time_grows_with_the_length_and_not_with_its_square(piece: str) -> None:
     options: Any = {"reasoning": "qwen3", "tools": "hermes"}
     size = len(piece)
     short, long = piece * (3_000 // size), piece * (48_000 // size)
+    # The shortest of three: the garbage of other tests may be collected during one of them.
     shortest = min(seconds(short, size, **options) for _ in range(3))
-    assert seconds(long, size, **options) < 16 * 4 * shortest + 0.2
+    assert min(seconds(long, size, **options) for _ in range(3)) < 16 * 4 * shortest + 0.2
