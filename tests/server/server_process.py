@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 from waiting import eventually
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 # For models that are tiny, and servers that nobody kills.
 SMALL = ("--kv-cache-memory-bytes", "64MiB", "--cpu-threads", "1", "--no-spare-engine")
 DUMMY = ("--load-format", "dummy", *SMALL)

