@@ -27,7 +27,7 @@ class FusedLayer(Protocol):
     """A whole decoder layer in one call, on devices that support it."""
 
     def applies(self) -> bool:
-        """Whether no adapter hooks into the layer's parts now."""
+        """Whether it computes all that hooks into the layer's parts in this step."""
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles

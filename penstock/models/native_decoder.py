@@ -14,13 +14,14 @@ from torch import nn
 from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.context import current_context
 from penstock.layers.linear import Linear
-from penstock.layers.lora import is_hooked
+from penstock.layers.lora import LinearSlots
 from penstock.layers.native import NativeMethod
 from penstock.layers.norm import RMSNorm
 from penstock.models.decoder import DecoderLayer
 from penstock.ops.attention import AttentionMetadata
-from penstock.ops.cpu import library
+from penstock.ops.cpu import library, lora
 from penstock.ops.cpu.ops import cache_of, step_of
+from penstock.ops.lora import AdapterStep
 
 _loaded = library.load()
 assert _loaded is not None, "penstock.models.native_decoder needs the library"
@@ -69,6 +70,8 @@ class _Steps:
         self._metadata: AttentionMetadata | None = None
         self._angles: Angles | None = None
         self._step = library.Step()
+        self._adapters: AdapterStep | None = None
+        self._adapter_step = library.AdapterStep()
 
     def pointer(self, metadata: AttentionMetadata, angles: Angles) -> int:
         if metadata is not self._metadata or angles is not self._angles:
@@ -78,6 +81,13 @@ class _Steps:
             assert cos.stride() == sin.stride(), "angles lie alike"
             assert cos.dtype == sin.dtype == torch.float32, f"{cos.dtype} angles"
         return ctypes.addressof(self._step)
+
+    def adapters(self, adapters: AdapterStep) -> int:
+        """The same for the rows by adapter slot."""
+        if adapters is not self._adapters:
+            self._adapters = adapters
+            self._adapter_step = lora.step_of(adapters)
+        return ctypes.addressof(self._adapter_step)
 
 
 class NativeDecoderLayer:
@@ -111,10 +121,14 @@ class NativeDecoderLayer:
             scale=attention.attention.scale,
         )
         self._pointer = ctypes.addressof(self._struct)
+        self._lora: library.DecoderLora | None = None  # made for the first step that needs it
 
     def applies(self) -> bool:
-        """Whether no adapter hooks into the layer's parts now."""
-        return not any(is_hooked(linear) for linear in self._linears)
+        """Whether nothing but LoRA adapters hooks into the layer's parts."""
+        return all(
+            linear.adapter is None or isinstance(linear.adapter, LinearSlots)
+            for linear in self._linears
+        )
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, angles: Angles
@@ -131,6 +145,9 @@ class NativeDecoderLayer:
             assert x.dtype == torch.float32, f"{x.dtype} activations"
             assert x.is_contiguous(), "rows lie one behind the other"
             residual = torch.empty_like(x)
+        adapters = context.adapters
+        if adapters is not None and self._lora is None:
+            self._lora = _lora(self._linears)
         _decoder_layer(
             self._pointer,
             ctypes.addressof(self._cache_struct),
@@ -138,6 +155,8 @@ class NativeDecoderLayer:
             x.data_ptr(),
             residual.data_ptr(),
             has_residual,
+            None if adapters is None or self._lora is None else ctypes.addressof(self._lora),
+            None if adapters is None else self._steps.adapters(adapters),
         )
         return x, residual
 
@@ -147,3 +166,12 @@ def _weights(linear: Linear) -> library.Weights:
     assert packed is not None, "weights are loaded first"
     assert packed.in_features == linear.in_features, "columns are filled up: not for whole layers"
     return packed.weights(linear.bias)
+
+
+def _lora(linears: list[Linear]) -> library.DecoderLora:
+    slots = []
+    for linear in linears:
+        assert isinstance(linear.adapter, LinearSlots), "every layer has adapter slots, or none"
+        assert isinstance(linear.adapter.slots, lora.LoraSlots), "the slots are the library's"
+        slots.append(ctypes.addressof(linear.adapter.slots.struct))
+    return library.DecoderLora(*slots)

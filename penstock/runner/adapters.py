@@ -20,7 +20,7 @@ from penstock.protocol.adapter import (
     Job,
     PlaceAdapter,
 )
-from penstock.protocol.errors import EngineDeadError, ModelError, PenstockError
+from penstock.protocol.errors import AdapterError, EngineDeadError, PenstockError
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class AdapterStore:
         changed = {name for name, _ in weights.linear}
         changed.update(weights.embedding, weights.replaced, weights.experts)
         if missing := sorted(changed.difference(self._slots)):
-            raise ModelError(
+            raise AdapterError(
                 f"the adapter {adapter.name!r} changes {missing[0]}, which adapters cannot change "
                 "in this engine: serve it merged into the model instead (penstock merge)"
             )

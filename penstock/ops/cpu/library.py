@@ -40,6 +40,7 @@ _SIGNATURES = {
     "penstock_pack": ("npiiip", _STATUS),
     "penstock_embed": ("npiipip", _STATUS),
     "penstock_linear": ("ppiiipi", _STATUS),
+    "penstock_add_lora": ("pppipi", _STATUS),
     "penstock_rms_norm": ("piiiiipfp", _STATUS),
     "penstock_add_rms_norm": ("ppiipfpp", _STATUS),
     "penstock_layer_norm": ("piippfp", _STATUS),
@@ -48,7 +49,7 @@ _SIGNATURES = {
     "penstock_write_kv": ("pipippi", _STATUS),
     "penstock_attend": ("piippfifpp", _STATUS),
     "penstock_attend_rows": ("piippfip", _STATUS),
-    "penstock_decoder_layer": ("pppppi", _STATUS),
+    "penstock_decoder_layer": ("pppppipp", _STATUS),
     "penstock_encoder_layer": ("ppp", _STATUS),
     "penstock_choose_tokens": ("piiipippipipipp", _STATUS),
     "penstock_noise": ("piiip", ""),
@@ -111,6 +112,50 @@ class DecoderLayer(ctypes.Structure):
         ("qk_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
     ]
+
+
+class LoraPart(ctypes.Structure):
+    """What an adapter changes in some output columns; see `penstock.ops.lora.PartUpdate`."""
+
+    _fields_ = [
+        ("a", _POINTER),
+        ("b", _POINTER),
+        ("type", _INT),
+        ("rank", _INT),
+        ("first_column", _INT),
+        ("columns", _INT),
+        ("multiplier", _POINTER),
+        ("shift", _POINTER),
+    ]
+
+
+class LoraUpdate(ctypes.Structure):
+    """What an adapter changes in a linear layer."""
+
+    _fields_ = [("parts", _POINTER), ("num_parts", _INT), ("rank", _INT)]
+
+
+class LoraSlots(ctypes.Structure):
+    """The adapters of a linear layer, by slot."""
+
+    _fields_ = [("updates", _POINTER), ("num_slots", _INT), ("in_features", _INT)]
+
+
+class DecoderLora(ctypes.Structure):
+    """Pointers to the `LoraSlots` of a decoder layer's matmuls."""
+
+    _fields_ = [
+        ("qkv", _POINTER),
+        ("output", _POINTER),
+        ("gate_up", _POINTER),
+        ("down", _POINTER),
+    ]
+
+
+class AdapterStep(ctypes.Structure):
+    """The rows of a step by adapter slot; see `penstock.ops.lora.AdapterStep`."""
+
+    _fields_ = [("rows", _POINTER), ("starts", _POINTER), ("num_rows", _INT)]
 
 
 class LayerNorm(ctypes.Structure):

@@ -14,6 +14,7 @@ from penstock.ops import reference
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.cpu.dtypes import CACHE_TYPES
 from penstock.ops.cpu.library import Cache, KeyValueRows, Step, load
+from penstock.ops.cpu.lora import lora_slots
 from penstock.ops.cpu.sampling import choose_tokens
 from penstock.protocol.kv import INT8_SCALE_BYTES
 
@@ -21,6 +22,7 @@ __all__ = [
     "add_rms_norm",
     "choose_tokens",
     "layer_norm",
+    "lora_slots",
     "paged_attention",
     "rms_norm",
     "rotate_pair",

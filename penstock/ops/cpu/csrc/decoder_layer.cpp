@@ -1,7 +1,7 @@
 // A whole pre-norm decoder layer in one call: the same kernels in the same order as its parts called
 // one by one, so the result is the same to the last bit, without the time between the calls.
 
-#include "runtime.hpp"
+#include "lora_slots.hpp"
 
 namespace penstock {
 
@@ -16,7 +16,18 @@ struct DecoderLayer {
     float eps, qk_eps, scale;
 };
 
+// The adapters of a layer's matmuls.
+struct DecoderLora {
+    const LoraSlots *qkv, *output, *gate_up, *down;
+};
+
 namespace {
+
+// The same in one step; neither is set if no row has an adapter.
+struct StepLora {
+    const DecoderLora* layer;
+    const AdapterStep* step;
+};
 
 // Rows that go through the wide middle of the MLP together: bounds scratch memory.
 constexpr int64_t kMlpRows = 256;
@@ -37,6 +48,17 @@ Activations activations(const Weights& weights, float* x, int64_t rows, int64_t 
     return result;
 }
 
+// A matmul of rows [first_row, ...) of the step, and what their adapters change in it.
+void adapted_linear(const Weights& weights, const Activations& activations,
+                    const LoraSlots* DecoderLora::*slots, const StepLora& lora, int64_t first_row,
+                    float* y, int64_t ldy) {
+    linear(weights, activations, y, ldy);
+    if (lora.step) {
+        add_lora(*(lora.layer->*slots), *lora.step, activations.x, activations.ldx, first_row,
+                 activations.rows, y, ldy);
+    }
+}
+
 // residual += x (or = x where there is none yet); out = its norm.
 void add_and_norm(const float* x, float* residual, bool has_residual, const float* weight, float eps,
                   int64_t size, float* out) {
@@ -48,8 +70,8 @@ void add_and_norm(const float* x, float* residual, bool has_residual, const floa
     kernels().rms_norm_row(residual, weight, eps, size, out);
 }
 
-void attention_block(const DecoderLayer& layer, const Cache& cache, const Step& step, float* x,
-                     float* residual, bool has_residual) {
+void attention_block(const DecoderLayer& layer, const Cache& cache, const Step& step,
+                     const StepLora& lora, float* x, float* residual, bool has_residual) {
     const Kernels& isa = kernels();
     const int64_t rows = step.rows, hidden = layer.hidden, dim = cache.head_dim;
     const int64_t query_size = layer.num_heads * dim, key_size = cache.num_kv_heads * dim;
@@ -63,7 +85,7 @@ void attention_block(const DecoderLayer& layer, const Cache& cache, const Step& 
             add_and_norm(x + row * hidden, residual + row * hidden, has_residual, layer.input_norm,
                          layer.eps, hidden, out);
         });
-    linear(layer.qkv, normed, qkv, qkv_size);
+    adapted_linear(layer.qkv, normed, &DecoderLora::qkv, lora, 0, qkv, qkv_size);
     if (layer.query_norm) {
         for_rows(rows, [&](int64_t row) {
             float* head = qkv + row * qkv_size;
@@ -80,10 +102,11 @@ void attention_block(const DecoderLayer& layer, const Cache& cache, const Step& 
     attend(qkv, qkv_size, layer.num_heads, cache, step, scoring, wide);
     const Activations attended =
         activations(layer.output, wide, rows, query_size, [](int64_t, float*) {});
-    linear(layer.output, attended, x, hidden);
+    adapted_linear(layer.output, attended, &DecoderLora::output, lora, 0, x, hidden);
 }
 
-void mlp_block(const DecoderLayer& layer, int64_t rows, float* x, float* residual) {
+void mlp_block(const DecoderLayer& layer, int64_t rows, const StepLora& lora, float* x,
+               float* residual) {
     const Kernels& isa = kernels();
     const int64_t hidden = layer.hidden, size = layer.intermediate;
     const int64_t most = std::min(rows, kMlpRows);
@@ -98,12 +121,12 @@ void mlp_block(const DecoderLayer& layer, int64_t rows, float* x, float* residua
                 add_and_norm(own + row * hidden, residual + (first + row) * hidden, true,
                              layer.output_norm, layer.eps, hidden, out);
             });
-        linear(layer.gate_up, input, gate_up, 2 * size);
+        adapted_linear(layer.gate_up, input, &DecoderLora::gate_up, lora, first, gate_up, 2 * size);
         const Activations middle =
             activations(layer.down, activated, count, size, [&](int64_t row, float* out) {
                 isa.silu_mul_row(gate_up + row * 2 * size, size, out);
             });
-        linear(layer.down, middle, own, hidden);
+        adapted_linear(layer.down, middle, &DecoderLora::down, lora, first, own, hidden);
     }
 }
 
@@ -112,12 +135,19 @@ void mlp_block(const DecoderLayer& layer, int64_t rows, float* x, float* residua
 
 using namespace penstock;
 
-// x [rows, hidden] becomes the layer's output, which is still to be added to residual.
+// x [rows, hidden] becomes the layer's output, which is still to be added to residual. `lora` and
+// `adapters` are null if no row has an adapter.
 PENSTOCK_API int32_t penstock_decoder_layer(const DecoderLayer* layer, const Cache* cache,
                                             const Step* step, float* x, float* residual,
-                                            int64_t has_residual) {
+                                            int64_t has_residual, const DecoderLora* lora,
+                                            const AdapterStep* adapters) {
     return in_turn([&] {
-        attention_block(*layer, *cache, *step, x, residual, has_residual != 0);
-        mlp_block(*layer, step->rows, x, residual);
+        if (adapters) {
+            check_index(adapters->num_rows == step->rows);
+            check_step(*adapters, lora->qkv->num_slots);
+        }
+        const StepLora own{lora, adapters};
+        attention_block(*layer, *cache, *step, own, x, residual, has_residual != 0);
+        mlp_block(*layer, step->rows, own, x, residual);
     });
 }

@@ -50,6 +50,36 @@ struct MatmulTask {
     int64_t ldy;
 };
 
+// Rows of x times some rows of an adapter's first matrix: out[i, r] = x[rows[i]] . a[r].
+struct ShrinkTask {
+    const void* a;  // [ranks, k]
+    Type type;      // F32, F16 or BF16
+    int64_t k;
+    const float* x;
+    int64_t ldx;
+    const int32_t* rows;
+    int64_t num_rows;
+    int64_t first_rank, end_rank;
+    float* out;  // [num_rows, ranks], rows ldo apart
+    int64_t ldo;
+};
+
+// The result times some columns of the second matrix, onto rows of y, and what follows.
+struct ExpandTask {
+    const void* b;  // [rank, columns]
+    Type type;
+    int64_t rank, columns;
+    const float* h;  // [num_rows, rank], rows ldh apart
+    int64_t ldh;
+    const int32_t* rows;
+    int64_t num_rows;
+    int64_t first_column, end_column;
+    const float* multiplier;  // [columns], or null
+    const float* shift;       // [columns], or null
+    float* y;
+    int64_t ldy;
+};
+
 constexpr int64_t kAllPositions = int64_t{1} << 40;  // for `before` and `after`
 
 struct AttentionTask {
@@ -104,6 +134,9 @@ struct Kernels {
     void (*unpack_row)(Type type, const uint8_t* group, int64_t lane, int64_t k, float* out);
     int64_t (*matmul_scratch)(int64_t k);
     void (*matmul)(Type type, const MatmulTask& task);
+
+    void (*lora_shrink)(const ShrinkTask& task);
+    void (*lora_expand)(const ExpandTask& task);
 
     void (*quantize_row)(const float* x, const QuantizedRows& out, int64_t row);
     void (*rms_norm_row)(const float* x, const float* weight, float eps, int64_t size, float* out);
