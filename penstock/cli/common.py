@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.protocol.errors import RequestFault
@@ -76,3 +79,17 @@ def check(output: RequestOutput) -> RequestOutput:
     if output.error is not None:
         raise RequestFault(f"request {output.request_id} failed: {output.error}")
     return output
+
+
+@contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+    """Make SIGTERM raise, as Ctrl-C does, so that partial output is removed."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

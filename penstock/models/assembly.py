@@ -19,6 +19,7 @@ from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.backend import ModelBackend, choose_backend
 from penstock.models.base import Model
+from penstock.models.merging import make_merger
 from penstock.models.pooler import add_classifier
 from penstock.models.registry import build_model
 from penstock.models.runtime import Dtypes, resolve_dtypes
@@ -54,8 +55,16 @@ def load_model(
         linear_method=DeferredQuantization() if backend.quantization else backend.linear_method,
         generates=task == "generate",
     )
+    merger = None
+    settings = source.config
+    if source.adapter is not None:
+        merger, _ = make_merger(
+            source, source.adapter, source.adapter_digest, build, config.model.model_impl
+        )
+        if merger.unties:
+            settings = {**settings, "tie_word_embeddings": False}
     try:
-        model = build_model(source.config, build, config.model.model_impl)
+        model = build_model(settings, build, config.model.model_impl)
         if task == "classify":
             add_classifier(model, build, config, source)
     except (MemoryError, RuntimeError) as error:
@@ -72,10 +81,11 @@ def load_model(
     if checkpoint is None:
         fill_dummy(model, config.model.seed)
     else:
+        tensors = model.convert(checkpoint.tensors())
         load_weights(
             model,
             model.weights,
-            model.convert(checkpoint.tensors()),
+            tensors if merger is None else merger.merge(tensors),
             total=len(checkpoint.names()),
             show_progress=mesh.rank == 0,
             ignored=backend.quantization.ignored if backend.quantization else (),

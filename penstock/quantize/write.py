@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 from penstock.config import LoadConfig
 from penstock.layers.quantization import check_floats
 from penstock.layers.quantized.checkpoints import find_quantization_config
 from penstock.loading.checkpoint import open_checkpoint
-from penstock.loading.sentence_transformers import module_folders
 from penstock.loading.source import ModelSource, read_json
+from penstock.loading.write import SHARD_BYTES, ShardWriter, new_checkpoint, write_config
 from penstock.ops.blocks import BlockTensor
 from penstock.protocol.errors import ConfigError
 from penstock.quantize.methods import Method
-
-SHARD_BYTES = 5_000_000_000
-INDEX = "model.safetensors.index.json"
 
 # Matrices that do not belong to linear layers, by the end of their names.
 NOT_LINEAR = re.compile(r"(embed\w*|wte|wpe|\w*norm\w*|conv1d)\.weight$")
@@ -46,9 +38,6 @@ FUSED = (
     ("q_lin", "k_lin", "v_lin"),
     ("gate_proj", "up_proj"),
 )
-# Small layers in files of their own, which are copied (bge-m3).
-VECTOR_HEADS = ("sparse_linear", "colbert_linear")
-WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 @dataclass
@@ -74,20 +63,6 @@ def check_source(source: ModelSource) -> None:
         raise ConfigError(
             f"{source.name} is quantized already ({how}): give the checkpoint that it was made of"
         )
-
-
-def check_target(out: Path, source: ModelSource) -> None:
-    """Refuse a target that is not empty or not writable."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already: name a folder that is not, or that is empty")
-    out = out.resolve()
-    root = _root(source)
-    if out.is_relative_to(root.resolve()):
-        raise ConfigError(f"{out} lies inside the model {root}: name a folder elsewhere")
-    nearest = next(path for path in out.parents if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        what = "no folder" if not nearest.is_dir() else "a folder that cannot be written to"
-        raise ConfigError(f"{out} cannot be made: {nearest} is {what}")
 
 
 def write_quantized(
@@ -118,27 +93,14 @@ def _write(
     moments: Mapping[str, torch.Tensor],
     shard_bytes: int,
 ) -> Report:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        whole = Path(scratch) / "model"
-        root = _root(source)
-        folder = whole / source.path.relative_to(root)
-        folder.mkdir(parents=True)
-        writer = _ShardWriter(folder, shard_bytes)
+    with new_checkpoint(source, out) as folder:
+        writer = ShardWriter(folder, shard_bytes)
         report = _convert(source, method, [*KEPT, NOT_TEXT, *kept], moments, writer)
         writer.finish()
         # The original file: `source.config` has only the text model's settings.
         config = read_json(source.path / "config.json")
         config["quantization_config"] = method.config(_ignored(report))
-        _write_json(folder / "config.json", config)
-        for path in folder.glob("*.safetensors"):  # only their writer could read them
-            path.chmod((folder / "config.json").stat().st_mode)
-        _copy_others(source.path, folder)
-        if source.modules_folder is not None:
-            _copy_modules(source, whole)
-        if out.exists():
-            out.rmdir()  # empty, as `check_target` ensured
-        os.replace(whole, out)
+        write_config(folder, config)
     return report
 
 
@@ -167,7 +129,7 @@ def _convert(
     method: Method,
     kept: Sequence[str],
     moments: Mapping[str, torch.Tensor],
-    writer: _ShardWriter,
+    writer: ShardWriter,
 ) -> Report:
     report = Report()
     checkpoint = open_checkpoint(source, LoadConfig())
@@ -232,72 +194,3 @@ def _reason_to_keep(
         return f"its numbers are {weight.dtype}"
     check_floats(layer, weight)
     return method.refusal(weight)
-
-
-class _ShardWriter:
-    """Writes tensors to files of a limited size, and an index if there are several."""
-
-    def __init__(self, folder: Path, shard_bytes: int) -> None:
-        self._folder = folder
-        self._shard_bytes = shard_bytes
-        self._pending: dict[str, torch.Tensor] = {}
-        self._num_pending = 0  # bytes
-        self._total = 0
-        self._shards: list[list[str]] = []  # names by file
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        if self._pending and self._num_pending + tensor.nbytes > self._shard_bytes:
-            self._flush()
-        self._pending[name] = tensor.contiguous()
-        self._num_pending += tensor.nbytes
-        self._total += tensor.nbytes
-
-    def finish(self) -> None:
-        """Write the remaining tensors, and rename the files to include their number."""
-        self._flush()
-        count = len(self._shards)
-        if count == 1:
-            self._path(0).rename(self._folder / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for index, names in enumerate(self._shards):
-            file = f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-            self._path(index).rename(self._folder / file)
-            weight_map |= dict.fromkeys(names, file)
-        index_json = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        _write_json(self._folder / INDEX, index_json)
-
-    def _flush(self) -> None:
-        save_file(self._pending, self._path(len(self._shards)), metadata={"format": "pt"})
-        self._shards.append([*self._pending])
-        self._pending, self._num_pending = {}, 0
-
-    def _path(self, index: int) -> Path:
-        return self._folder / f"part-{index}.safetensors"
-
-
-def _root(source: ModelSource) -> Path:
-    """The folder with all files of a model: modules.json may have the transformer further in."""
-    return source.modules_folder or source.path
-
-
-def _copy_modules(source: ModelSource, folder: Path) -> None:
-    """Copy sentence-transformers' other modules, such as 1_Pooling and 2_Dense, with weights."""
-    root = _root(source)
-    _copy_others(root, folder)
-    for path in module_folders(root):
-        if path != source.path and path != root and path.is_dir():
-            shutil.copytree(path, folder / path.relative_to(root), dirs_exist_ok=True)
-
-
-def _copy_others(source: Path, folder: Path) -> None:
-    """Copy the tokenizer, the templates and other files of a model, but no folders."""
-    for path in source.iterdir():
-        is_weights = path.suffix in WEIGHT_FILES or path.name.endswith(".index.json")
-        is_weights = is_weights and path.stem not in VECTOR_HEADS
-        if path.is_file() and not is_weights and not (folder / path.name).exists():
-            shutil.copyfile(path, folder / path.name)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

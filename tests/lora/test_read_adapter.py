@@ -9,11 +9,9 @@ import pytest
 import torch
 from adapters import (
     FLAVOURS,
-    SINGLE_EXPERTS,
     WRAPPED,
     MakeAdapter,
     MakeCheckpoint,
-    MergedReference,
     make_adapter,
 )
 
@@ -52,31 +50,6 @@ def merged_by_penstock(checkpoint: Path, adapter: Path) -> dict[str, torch.Tenso
     model = build(checkpoint)
     merger = Merger(read_deltas(adapter, model, MAX_RANK, torch.float32), model)
     return dict(merger.merge(model.convert(tensors_of(checkpoint).items())))  # type: ignore[arg-type]
-
-
-def merged_by_peft(checkpoint: Path, adapter: Path, folder: Path) -> dict[str, torch.Tensor]:
-    MergedReference(checkpoint, adapter).model.save_pretrained(folder)
-    model = build(checkpoint)
-    return dict(model.convert(tensors_of(folder).items()))
-
-
-# peft cannot merge an adapter of a tied embedding: test_merge.py compares its tokens.
-MERGEABLE = [name for name in (*FLAVOURS, *SINGLE_EXPERTS) if name != "tied_embedding"]
-
-
-@pytest.mark.parametrize("name", MERGEABLE)
-def test_weights_with_an_adapter_are_those_that_peft_merges(
-    name: str, checkpoint_of: MakeCheckpoint, adapter_of: MakeAdapter, tmp_path: Path
-) -> None:
-    checkpoint = checkpoint_of(FLAVOURS[name].variant if name in FLAVOURS else name)
-    adapter = adapter_of(name)
-    base = dict(build(checkpoint).convert(tensors_of(checkpoint).items()))
-    ours = merged_by_penstock(checkpoint, adapter)
-    theirs = merged_by_peft(checkpoint, adapter, tmp_path)
-    assert ours.keys() == theirs.keys()
-    assert any(not torch.equal(ours[tensor], base[tensor]) for tensor in ours)
-    for tensor, weight in theirs.items():
-        torch.testing.assert_close(ours[tensor], weight, rtol=1e-5, atol=1e-5, msg=tensor)
 
 
 @pytest.mark.parametrize("name", ["all_linear", "fused_layers", "stacked_experts", "patterns"])

@@ -22,10 +22,11 @@ from penstock import LLM, SamplingParams
 from penstock.cli.main import main
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.source import ModelSource, resolve_source
+from penstock.loading.write import check_target
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.quantize import methods, write
 from penstock.quantize.methods import METHODS, method_named
-from penstock.quantize.write import check_source, check_target, write_quantized
+from penstock.quantize.write import check_source, write_quantized
 
 TOKENS = [*range(60, 90), 7, 200, 31]
 

@@ -17,6 +17,7 @@ from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import AdapterError
 
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_RANK = 2**14  # of an adapter to merge: ranks take no memory afterwards
 
 
@@ -49,12 +50,13 @@ class Merger:
 
     def is_tied_head(self, name: str) -> bool:
         """Whether a tensor is the head of a model whose embedding is the head."""
-        return self._is_tied and name == f"{HEAD}.weight"
+        return self._is_tied and self._places.own(name) == f"{HEAD}.weight"
 
     def merged(self, name: str, tensor: Weight) -> Weight:
         """A tensor with the adapter's change of it."""
         places, parameter = self._places.changed_by(name), name.rpartition(".")[2]
-        if parameter not in ("weight", "bias"):
+        is_float = isinstance(tensor, BlockTensor) or tensor.dtype in _FLOATS
+        if parameter not in ("weight", "bias") or not is_float:
             self._refuse_quantized(name, places)
             return tensor
         touched = [place for place in places if self._touches(place, parameter)]

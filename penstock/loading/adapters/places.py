@@ -120,7 +120,7 @@ class Places:
     def find_stacked(self, module: str) -> StackedPlace | None:
         """The experts that a module holds all of."""
         for name in self._candidates(re.sub(r"(\.base_layer)+$", "", module)):
-            own = self._own(f"{name}.weight")
+            own = self.own(f"{name}.weight").removesuffix(".weight")
             if own in self._experts:
                 return StackedPlace(own, self._experts[own])
         return None
@@ -139,7 +139,7 @@ class Places:
 
     def changed_by(self, tensor: str) -> list[Place]:
         """The parts whose weights a checkpoint's tensor holds, in order; after `convert`."""
-        name = own_name(tensor, self._model.weights).rpartition(".")[0]
+        name = self.own(tensor).rpartition(".")[0]
         names = self._fused.get(name, [name])
         return [self._parts[each] for each in names if each in self._parts]
 
@@ -167,11 +167,12 @@ class Places:
             if count:
                 yield other
 
-    def _own(self, tensor: str) -> str:
-        return own_name(tensor, self._model.weights).removesuffix(".weight")
+    def own(self, tensor: str) -> str:
+        """The model's name of a checkpoint's tensor."""
+        return own_name(tensor, self._model.weights)
 
     def _parts_of(self, tensor: str, rows: torch.Tensor) -> list[Place]:
-        name = self._own(tensor)
+        name = self.own(tensor).removesuffix(".weight")
         names = self._fused.get(name, [name] if name in self._parts else [])
         places = [self._parts[each] for each in names]
         if len(places) == 1:

@@ -11,10 +11,11 @@ import torch
 from penstock.layers.lora import AdapterWeights
 from penstock.loading.adapters.config import parse_config
 from penstock.loading.adapters.deltas import DeltaReader, Deltas
+from penstock.loading.adapters.gguf import GgufWeights
 from penstock.loading.adapters.places import Places
 from penstock.loading.adapters.serving import serving_weights
-from penstock.loading.adapters.source import find_files, open_inside, start_digest
-from penstock.loading.adapters.tensors import SafetensorsWeights, Weights
+from penstock.loading.adapters.source import CONFIG, find_files, open_inside, start_digest
+from penstock.loading.adapters.tensors import SafetensorsWeights
 from penstock.protocol.errors import AdapterError
 
 
@@ -55,9 +56,13 @@ def read_deltas(
                 f"this model ({limit}): raise --max-lora-rank, or check the file"
             )
         hashed = start_digest(files.config)
-        assert files.config is not None
-        config = parse_config(files.config, Path(path) / "adapter_config.json")
-        weights: Weights = SafetensorsWeights(file, files.weights)
+        weights: SafetensorsWeights | GgufWeights
+        if files.config is None:
+            weights = GgufWeights(file, files.weights, model)
+            config = weights.config
+        else:
+            config = parse_config(files.config, files.weights.parent / CONFIG)
+            weights = SafetensorsWeights(file, files.weights)
         reader = DeltaReader(weights, files.weights, config, places, max_rank, dtype)
         reader.plan()
         weights.load(hashed)

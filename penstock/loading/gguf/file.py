@@ -139,10 +139,15 @@ def read_gguf(path: str | Path) -> GGUFFile:
         raise ModelError(f"{path}: cannot be read: {error}") from error
 
 
+def parse_gguf(path: Path, data: bytes) -> GGUFFile:
+    """Like `read_gguf`, of a file's bytes."""
+    return _Reader(path, data).read()
+
+
 class _Reader:
     """Reads the header from front to back; `position` is the current offset."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap | bytes) -> None:
         self.path = path
         self.data = data
         self.size = len(data)

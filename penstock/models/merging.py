@@ -1,0 +1,144 @@
+"""Merges a LoRA adapter into a model's weights: while they load, or into a new checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from tqdm import tqdm
+
+from penstock.config import LoadConfig
+from penstock.layers.build import Build
+from penstock.layers.quantization import DenseMethod
+from penstock.layers.quantized.checkpoints import find_quantization_config
+from penstock.loading.adapters.merge import MAX_RANK, Merger
+from penstock.loading.adapters.read import read_deltas
+from penstock.loading.checkpoint import open_checkpoint
+from penstock.loading.source import ModelSource, read_json
+from penstock.loading.write import SHARD_BYTES, ShardWriter, new_checkpoint, write_config
+from penstock.models.base import Model
+from penstock.models.registry import ModelImpl, build_model
+from penstock.ops.blocks import Weight
+from penstock.ops.registry import Ops
+from penstock.protocol.errors import ConfigError
+
+
+@dataclass
+class MergeReport:
+    """What happened to a checkpoint."""
+
+    num_changed: int = 0  # tensors
+    num_bytes: int = 0
+
+
+def make_merger(
+    source: ModelSource, adapter: Path, digest: str | None, build: Build, model_impl: ModelImpl
+) -> tuple[Merger, Model]:
+    """Reads an adapter for the model of `source`. Returns that model too, without weights."""
+    build = replace(build, device=torch.device("meta"), linear_method=DenseMethod())
+    model = build_model(source.config, build, model_impl)
+    deltas = read_deltas(adapter, model, MAX_RANK, torch.float32, digest)
+    return Merger(deltas, model), model
+
+
+def check_mergeable(source: ModelSource) -> None:
+    """Refuse a checkpoint in which weights are not floats."""
+    remedy = "merge into the 16- or 32-bit checkpoint that it was made of, and quantize the result"
+    if source.gguf is not None:
+        raise ConfigError(
+            f"{source.name} is a GGUF file: {remedy}, or serve it with --merge-lora, which merges "
+            "in memory"
+        )
+    found = find_quantization_config(source.config)
+    if found is not None:
+        how = found.get("quant_method", "a method of its own")
+        raise ConfigError(f"{source.name} is quantized ({how}): {remedy}")
+
+
+def write_merged(
+    source: ModelSource, adapter: Path, out: Path, shard_bytes: int = SHARD_BYTES
+) -> MergeReport:
+    """Write `source` with an adapter merged into its weights, one tensor at a time.
+
+    The folder appears when everything is written. Raises AdapterError if the adapter does not fit,
+    ConfigError if the folder cannot be written.
+    """
+    out = out.resolve()  # a link may lead to the folder
+    build = Build(torch.float32, torch.device("cpu"), 1, Ops("cpu"))
+    merger, model = make_merger(source, adapter, None, build, "auto")
+    try:
+        with new_checkpoint(source, out) as folder:
+            writer = ShardWriter(folder, shard_bytes)
+            report = _merge_tensors(source, merger, model, writer)
+            writer.finish()
+            # The original file: `source.config` has only the text model's settings.
+            config = read_json(source.path / "config.json")
+            if merger.unties:
+                untie(config)
+            write_config(folder, config)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot write {out}: {error}") from error
+    return report
+
+
+def untie(config: dict[str, Any]) -> None:
+    """Say in a config.json that the LM head has a matrix of its own."""
+    config["tie_word_embeddings"] = False
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"]["tie_word_embeddings"] = False
+
+
+def _merge_tensors(
+    source: ModelSource, merger: Merger, model: Model, writer: ShardWriter
+) -> MergeReport:
+    report = MergeReport()
+    checkpoint = open_checkpoint(source, LoadConfig())
+    progress: Iterable[tuple[str, Weight]] = tqdm(
+        checkpoint.tensors(),
+        total=len(checkpoint.names()),
+        desc="Merging",
+        unit="tensor",
+        disable=None,
+    )
+    for name, tensor in progress:
+        assert isinstance(tensor, torch.Tensor), "only GGUF files have other tensors"
+        if merger.is_tied_head(name):
+            continue
+        merged = _merge_tensor(name, tensor, merger, model)
+        report.num_changed += merged is not tensor
+        report.num_bytes += merged.nbytes
+        writer.add(name, merged)
+        if merger.unties and (head := merger.head_of(name, tensor)) is not None:
+            prefix = "language_model." if name.startswith("language_model.") else ""
+            writer.add(f"{prefix}lm_head.weight", head)
+            report.num_bytes += head.nbytes
+    merger.check_complete()
+    return report
+
+
+def _merge_tensor(name: str, tensor: torch.Tensor, merger: Merger, model: Model) -> torch.Tensor:
+    """A checkpoint's tensor, merged. The model may split it into several, as of stacked experts."""
+    pieces = list(model.convert([(name, tensor)]))
+    if len(pieces) == 1 and pieces[0][1] is tensor:
+        merged = merger.merged(pieces[0][0], tensor)
+        assert isinstance(merged, torch.Tensor)
+        return merged
+    result = tensor
+    places: dict[str, Weight] = {}  # where the numbers of each piece are in the tensor
+    for own_name, piece in pieces:
+        merged = merger.merged(own_name, piece)
+        if merged is piece:
+            continue
+        if not places:
+            result = tensor.clone()
+            numbers = torch.arange(tensor.numel()).view(tensor.shape)
+            places = dict(model.convert([(name, numbers)]))
+        own_places = places[own_name]
+        assert isinstance(own_places, torch.Tensor)
+        assert isinstance(merged, torch.Tensor)
+        result.view(-1)[own_places.reshape(-1)] = merged.reshape(-1)
+    return result
