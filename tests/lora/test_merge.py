@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import (
+    ATTENTION,
     FLAVOURS,
     SINGLE_EXPERTS,
     WRAPPED,
@@ -18,14 +19,16 @@ from adapters import (
     make_adapter,
     reference_tokens,
 )
-from safetensors.torch import load_file
+from gguf_builder import write_gguf
+from safetensors.torch import load_file, save_file
 from tiny_engine import greedy_tokens, open_llm, random_prompts
 from tiny_models import Reference
 
 from penstock.cli.main import main
 from penstock.config import LoadConfig, ModelConfig
+from penstock.loading.checkpoint import open_checkpoint
 from penstock.loading.source import resolve_source
-from penstock.models.merging import write_merged
+from penstock.models.merging import check_mergeable, write_merged
 from penstock.protocol.errors import AdapterError, ConfigError
 
 PROMPTS = random_prompts("lora", 5, 23)
@@ -127,6 +130,36 @@ def test_merging_comes_before_quantization_and_before_ranks_split_weights(
             expected = greedy_tokens(llm, PROMPTS)
         with open_llm(checkpoint, merge_lora=str(adapter), **options) as llm:
             assert greedy_tokens(llm, PROMPTS) == expected
+
+
+@pytest.mark.parametrize("type_name", ["F32", "Q8_0"])
+def test_an_adapter_merges_into_the_matrices_of_a_gguf_file(type_name: str, tmp_path: Path) -> None:
+    """They are dequantized. The reference is a folder with the same floats."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "llama", type_name, tied=False, scale=0.01)
+    source = resolve_source(ModelConfig(model=str(path)), LoadConfig())
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(source.config))
+    floats = dict(open_checkpoint(source, LoadConfig()).tensors())
+    save_file(
+        {name: tensor.contiguous() for name, tensor in floats.items()},  # type: ignore[union-attr]
+        folder / "model.safetensors",
+    )
+    settings = {"target_modules": [*ATTENTION, "gate_proj", "embed_tokens", "lm_head"]}
+    adapter = make_adapter(tmp_path / "adapter", folder, **settings)
+    prompts = [{"prompt_token_ids": [5, 7, 11, 2, 30]}]
+    options = {"max_model_len": 64, "gguf_compute": "dequantize"}
+    with open_llm(write(folder, adapter, tmp_path / "merged"), **options) as llm:
+        expected = greedy_tokens(llm, prompts)
+    with open_llm(path, **options) as llm:
+        assert greedy_tokens(llm, prompts) != expected
+    with open_llm(path, merge_lora=str(adapter), **options) as llm:
+        assert greedy_tokens(llm, prompts) == expected
+    with open_llm(path, merge_lora=str(adapter), max_model_len=64) as llm:  # others stay in blocks
+        assert len(greedy_tokens(llm, prompts)[0]) == 16
+    with pytest.raises(ConfigError, match=r"is a GGUF file: merge into the 16- or .*--merge-lora"):
+        check_mergeable(source)
 
 
 def test_merged_weights_have_a_fingerprint_of_their_own(
