@@ -7,6 +7,7 @@ engines on a GPU in tests/gpu/test_gpu_gguf.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from penstock.models import assembly
 from penstock.models.backend import ModelBackend, _gguf_on_gpu
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
-from penstock.ops.experts import Routing
+from penstock.ops.experts import Routing, run_by_expert
 from penstock.ops.gguf_blocks import FORMATS, dequantize
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ModelError
@@ -139,6 +140,12 @@ def an_experts_config(**settings: Any) -> ExpertsConfig:
     )
 
 
+def by_matmuls(layer: GgufExperts, expert: int, rows: torch.Tensor) -> torch.Tensor:
+    """One expert, as for rows with an adapter."""
+    both = layer.linear(expert, "gate_up", rows)
+    return layer.linear(expert, "down", reference.silu_mul(both))
+
+
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q4_K", "Q5_K", "Q8_0")])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_experts_stay_in_their_blocks(types: tuple[str, ...], ranks: int) -> None:
@@ -152,7 +159,7 @@ def test_experts_stay_in_their_blocks(types: tuple[str, ...], ranks: int) -> Non
         tensors[name] = [whole.rows(e * rows, (e + 1) * rows) for e in range(3)]
     x = torch.randn(5, IN)
     weights, ids = reference.route(torch.randn(5, 3), config.routing)
-    output = torch.zeros(5, IN)
+    output, singly = torch.zeros(2, 5, IN)
     for rank in range(ranks):
         build = a_build(rank, ranks)
         implementation, _ = choose_implementation(build, config)
@@ -164,6 +171,8 @@ def test_experts_stay_in_their_blocks(types: tuple[str, ...], ranks: int) -> Non
                 layer.load("weight", f"experts.{expert}.{name}", part)
         assert len(layer.gate_up) == (1 if types[0] == types[1] else 2)
         output += layer(x, weights, ids)
+        singly += run_by_expert(x, weights, ids, config.num_experts, partial(by_matmuls, layer))
+    torch.testing.assert_close(singly, output)
     gate_up = torch.cat([floats["gate_proj"], floats["up_proj"]], dim=1) * 100
     expected = reference.experts(x, weights, ids, gate_up, floats["down_proj"] * 100, "silu")
     torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))

@@ -12,14 +12,20 @@ from test_formats import EXACT, FORMATS, own_logits, reference_logits, relative_
 
 from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.layers.build import Build
-from penstock.layers.experts import Experts, ExpertsConfig, StackedExperts, UndecidedExperts
+from penstock.layers.experts import (
+    Experts,
+    ExpertsConfig,
+    ExpertWeights,
+    StackedExperts,
+    UndecidedExperts,
+)
 from penstock.layers.quantization import DeferredQuantization, DenseMethod
 from penstock.layers.quantized.checkpoints import choose_quantization
 from penstock.layers.quantized.dummy import fill_quantized
 from penstock.layers.quantized.experts import QuantizedExperts
 from penstock.layers.quantized.plan import StoredLayers, assign_methods
 from penstock.ops import reference
-from penstock.ops.experts import Routing
+from penstock.ops.experts import ACTIVATIONS, Routing, run_by_expert
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ModelError
 
@@ -79,6 +85,19 @@ def load_stacked(
     return experts, floats
 
 
+def by_single_matmuls(
+    experts: ExpertWeights, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """As rows with an adapter are computed."""
+
+    def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        both = experts.linear(expert, "gate_up", rows) + experts.bias(expert, "gate_up")
+        activated = ACTIVATIONS[CONFIG.activation](*both.chunk(2, dim=-1))
+        return experts.linear(expert, "down", activated) + experts.bias(expert, "down")
+
+    return run_by_expert(x, weights, ids, CONFIG.num_experts, run)
+
+
 @pytest.mark.parametrize("name", STACKED)
 def test_stacked_experts_compute_what_their_floats_do(name: str) -> None:
     experts, floats = load_stacked(name)
@@ -92,6 +111,7 @@ def test_stacked_experts_compute_what_their_floats_do(name: str) -> None:
     is_static = "static" in name
     is_exact = FORMATS[name][1] is None and name != "ct nvfp4"  # whose floats are bfloat16
     assert error < (0.3 if is_static else EXACT if is_exact else 0.05)
+    torch.testing.assert_close(by_single_matmuls(experts, x, weights, ids), whole)
     if "by block" in name:  # which 64 columns on each of two ranks would cut
         return
     halves = [load_stacked(name, rank, 2)[0](x, weights, ids) for rank in (0, 1)]
