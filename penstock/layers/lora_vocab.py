@@ -51,6 +51,9 @@ def _plain_method(layer: VocabEmbedding) -> LinearMethod:
     return DenseMethod()
 
 
+Replacement = torch.Tensor | VocabEmbedding  # [vocab_size, hidden_size]
+
+
 class _Replacements:
     """Whole matrices instead of a layer's own, by slot."""
 
@@ -59,21 +62,25 @@ class _Replacements:
         self._layer = layer
         self.by_slot: dict[int, VocabEmbedding] = {}
 
-    def prepare(self, weights: AdapterWeights) -> VocabEmbedding | None:
-        """A layer with the adapter's matrix. Computes like an unquantized one on this device."""
+    def prepare(self, weights: AdapterWeights) -> Replacement | None:
+        """The adapter's matrix in host memory: on a CPU, already in a layer."""
         matrix = weights.replaced.get(self._name)
-        if matrix is None:
-            return None
-        build, layer = self._layer.build, self._layer
-        plain = replace(build, linear_method=_plain_method(layer))
-        own = VocabEmbedding(plain, layer.vocab_size, layer.hidden_size)
-        own.load("weight", "", matrix.to(build.dtype))
-        return own
+        if matrix is None or self._layer.build.device.type != "cpu":
+            return matrix
+        return self._made(matrix)
 
-    def place(self, slot: int, own: VocabEmbedding | None) -> None:
+    def place(self, slot: int, own: Replacement | None) -> None:
         self.by_slot.pop(slot, None)
         if own is not None:
-            self.by_slot[slot] = own
+            self.by_slot[slot] = own if isinstance(own, VocabEmbedding) else self._made(own)
+
+    def _made(self, matrix: torch.Tensor) -> VocabEmbedding:
+        """A layer that computes like an unquantized one on this device."""
+        layer = self._layer
+        plain = replace(layer.build, linear_method=_plain_method(layer))
+        own = VocabEmbedding(plain, layer.vocab_size, layer.hidden_size)
+        own.load("weight", "", matrix.to(layer.build.dtype))
+        return own
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,7 @@ class _OwnEmbedding:
 
     update: PartUpdate | None
     squared_norms: torch.Tensor | None  # [hidden_size]: of the columns of this rank's tokens
-    replacement: VocabEmbedding | None
+    replacement: Replacement | None
 
 
 class EmbedSlots:
@@ -124,7 +131,7 @@ class EmbedSlots:
             return None if replacement is None else _OwnEmbedding(None, None, replacement)
         squared_norms = None
         if delta.magnitude is not None:
-            squared_norms = self._squared_norms(delta, replacement or self.layer)
+            squared_norms = self._squared_norms(delta, weights.replaced.get(self.name))
         a, b = self._copy(delta.a.T), self._copy(delta.b.T)
         magnitude = None if delta.magnitude is None else delta.magnitude.float().clone()
         return _OwnEmbedding(PartUpdate(a, b, magnitude), squared_norms, replacement)
@@ -142,10 +149,14 @@ class EmbedSlots:
             update = replace(update, multiplier=update.multiplier.to(build.device) / norms.sqrt())
         self.slots.place(slot, [update])
 
-    def _squared_norms(self, delta: PartDelta, layer: VocabEmbedding) -> torch.Tensor:
+    def _squared_norms(self, delta: PartDelta, replaced: torch.Tensor | None) -> torch.Tensor:
+        layer = self.layer
         first, last = layer.first, min(layer.first + layer.rows, layer.vocab_size)
-        changed = layer.method.floats(layer, "")[: max(last - first, 0)].cpu()
-        changed += delta.a[:, first:last].T.float() @ delta.b.T.float()
+        if replaced is None:
+            changed = layer.method.floats(layer, "")[: max(last - first, 0)].cpu()
+        else:
+            changed = replaced[first:last].float()
+        changed = changed + delta.a[:, first:last].T.float() @ delta.b.T.float()
         return changed.square_().sum(0)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -214,4 +225,4 @@ class _OwnHead:
     """This rank's share of an adapter of the LM head."""
 
     part: OwnPart | None
-    replacement: VocabEmbedding | None
+    replacement: Replacement | None

@@ -43,6 +43,7 @@ class AdapterStore:
     ) -> None:
         self.num_slots = num_slots
         self._slots = slots
+        self._needs_rows = False
         self._read = read
         self._lock = threading.Lock()  # held for all that follows
         self._fetches: deque[Adapter] = deque()  # the first one is being read
@@ -65,6 +66,11 @@ class AdapterStore:
         with self._lock:
             finished, self._finished = self._finished, []
         return finished
+
+    @property
+    def needs_rows(self) -> bool:
+        """See `LayerSlots.needs_rows`."""
+        return self._needs_rows
 
     @property
     def digests(self) -> set[str]:
@@ -90,6 +96,7 @@ class AdapterStore:
                 shares = self._shares[job.digest]
             for name, slots in self._slots.items():
                 slots.place(job.slot, shares.get(name))
+            self._needs_rows = any(slots.needs_rows for slots in self._slots.values())
         except Exception as error:  # the slot is neither the old adapter nor the new one
             raise EngineDeadError(
                 f"adapter slot {job.slot} could not be filled: {error}"

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from penstock.ops.attention import AttentionMetadata, HostLens
-from penstock.ops.lora import AdapterStep, adapter_step
 from penstock.ops.triton import inputs
+from penstock.ops.triton.lora import DeviceAdapterStep
 from penstock.protocol.kv import AttentionSpec
+from penstock.protocol.step import NO_SLOT
 from penstock.runner.forward import ForwardInputs, StepBatch
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout
@@ -80,19 +81,17 @@ class StepBuffers:
         self.sample_slots, self.sample_positions = torch.zeros(
             2, len(self.logits_rows), dtype=torch.int64, device=device
         )
-        # What an `AdapterStep` consists of: starts, slots, rows.
+        # The adapter slot of each row; NO_SLOT in padding.
         self.num_adapter_slots = num_adapter_slots
-        self._adapter_sections = np.cumsum([num_adapter_slots + 1, rows, rows]).tolist()
-        size = self._adapter_sections[-1] if num_adapter_slots else 0
-        self.adapters = torch.zeros(size, dtype=torch.int32, device=device)
+        size = rows if num_adapter_slots else 0
+        self.adapter_slots = torch.full((size,), NO_SLOT, dtype=torch.int32, device=device)
 
     def null_step(self) -> None:
         """Describe a step that consists of padding only."""
         self.packed.zero_()
         self.slots.fill_(-1)
         self.logits_rows.fill_(-1)
-        self.adapters.fill_(-1)
-        self.adapters[: self._adapter_sections[0]] = 0
+        self.adapter_slots.fill_(NO_SLOT)
 
     def fill(self, bucket: Bucket) -> None:
         """Lay out the step that `packed` describes, and count its tokens as computed."""
@@ -157,23 +156,17 @@ class StepBuffers:
             )
         ]
         rows = bucket.num_rows
-        adapters = self._adapter_step(rows) if bucket.adapters else None
+        adapters = None
+        if bucket.adapters:
+            slots = self.adapter_slots[:rows]
+            adapters = DeviceAdapterStep.empty(slots, self.num_adapter_slots)
         context = self.memory.context(attention, query_starts, self.token_slots[:rows], adapters)
         return ForwardInputs(self.token_ids[:rows], self.positions[:rows], context)
-
-    def _adapter_step(self, num_rows: int) -> AdapterStep:
-        """The adapters of a bucket with so many rows."""
-        slots, rows, _ = self._adapter_sections
-        return AdapterStep(
-            slots=self.adapters[slots : slots + num_rows],
-            rows=self.adapters[rows : rows + num_rows],
-            starts=self.adapters[:slots],
-        )
 
     def batch(self, layout: StepLayout) -> StepBatch:
         """The tensors of a layout: views of the buffers, without padding.
 
-        Their contents are valid after `send` and `fill`.
+        Their contents are valid after `send` and `fill`, those of adapters after `group`.
         """
         num_logits = len(layout.logits_rows)
         exact = exact_bucket(layout)
@@ -211,19 +204,10 @@ class StepBuffers:
         self.packed.copy_(staged, non_blocking=True)
 
     def _send_adapters(self, slots: IntArray) -> None:
-        """Copy the `AdapterStep` of these rows. The rows of padding have no slot."""
-        step = adapter_step(slots, self.num_adapter_slots)
-        staged = torch.empty(
-            len(self.adapters), dtype=torch.int32, pin_memory=self.adapters.is_cuda
-        )
-        staged.fill_(-1)
-        first = 0
-        for part, end in zip(
-            (step.starts, step.slots, step.rows), self._adapter_sections, strict=True
-        ):
-            staged[first : first + len(part)] = part
-            first = end
-        self.adapters.copy_(staged, non_blocking=True)
+        size = len(self.adapter_slots)
+        staged = torch.full((size,), NO_SLOT, dtype=torch.int32, pin_memory=self.packed.is_cuda)
+        staged.numpy()[: len(slots)] = slots
+        self.adapter_slots.copy_(staged, non_blocking=True)
 
 
 def exact_bucket(layout: StepLayout) -> Bucket:

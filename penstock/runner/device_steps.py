@@ -7,7 +7,8 @@ bit of the output.
 
 A graph reads the step's buffers, which never move. It ends at the logits, because the host may
 still change them (`sampling_graphs` follows). Steps larger than every bucket run without padding:
-for them the device is slower than the host.
+for them the device is slower than the host. So do steps with adapters that need the host, such as
+those of experts. A step without adapters has graphs of its own, which know nothing of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections import Counter
 import torch
 
 from penstock.models.base import Hidden, Model
+from penstock.ops.triton.lora import DeviceAdapterStep
+from penstock.runner.adapters import AdapterStore
 from penstock.runner.device_batch import Bucket, StepBuffers, exact_bucket
 from penstock.runner.forward import ForwardInputs, StepBatch, forward
 from penstock.runner.forward import logits as logits_of
@@ -42,13 +45,13 @@ class DeviceSteps:
         capture_graphs: bool,
         dtype: torch.dtype,  # of the logits
         has_logits: bool = True,
-        num_adapter_slots: int = 0,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.model = model
+        self.adapters = adapters
         self.metrics = Counter[str]()
-        self.buffers = StepBuffers(
-            tables, memory, max_num_batched_tokens, num_drafts, num_adapter_slots
-        )
+        num_slots = 0 if adapters is None else adapters.num_slots
+        self.buffers = StepBuffers(tables, memory, max_num_batched_tokens, num_drafts, num_slots)
         self.pool = GraphPool(capture_graphs)
         self._decode_sizes = decode_sizes(self.buffers.max_num_seqs)
         # The host decides how recurrent layers split longer queries into chunks.
@@ -81,6 +84,8 @@ class DeviceSteps:
     def _bucket_for(self, layout: StepLayout) -> Bucket | None:
         """The smallest bucket that holds the step; None if the step runs without padding."""
         adapters = layout.adapter_slots is not None
+        if adapters and self.adapters is not None and self.adapters.needs_rows:
+            return None
         if layout.is_decode:
             size = at_least(self._decode_sizes, layout.num_rows)
             return None if size is None else Bucket(size, size, decode=True, adapters=adapters)
@@ -129,6 +134,8 @@ class DeviceSteps:
         A decode bucket writes its logits, row by row, to `logits`.
         """
         self.buffers.fill(bucket)
+        if isinstance(inputs.context.adapters, DeviceAdapterStep):
+            inputs.context.adapters.group()
         hidden = forward(self.model, inputs)
         if bucket.decode and self._has_logits:
             # Every row samples, in order. The logits of padding rows are never read.

@@ -96,7 +96,7 @@ class ModelRunner:
             self.steps = steps = DeviceSteps(
                 model, vocab_size, self.tables, self.memory,
                 limits.max_num_batched_tokens, limits.num_drafts, capture_graphs, dtype,
-                has_logits=pooler is None, num_adapter_slots=num_adapter_slots,
+                has_logits=pooler is None, adapters=adapters,
             )  # fmt: skip
         else:
             self.tables = RequestTables(*sizes)

@@ -28,6 +28,8 @@ class Recorder:
     def __init__(self) -> None:
         self.placed: dict[int, Any] = {}
 
+    needs_rows = False
+
     def prepare(self, weights: AdapterWeights) -> Any:
         delta = weights.linear.get(("layer", ""))
         return None if delta is None else float(delta.a.sum())

@@ -12,7 +12,7 @@ from adapters import (
     make_single_experts,
     reference_tokens,
 )
-from slots import open_with_slots
+from lora_slots import open_with_slots
 from tiny_engine import greedy_tokens, random_prompts
 from tiny_models import make_checkpoint
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from adapters import FLAVOURS, MergedReference, make_flavour, reference_tokens
-from slots import open_with_slots
+from lora_slots import open_with_slots
 from tiny_engine import greedy_tokens, random_prompts
 from tiny_models import make_checkpoint
 

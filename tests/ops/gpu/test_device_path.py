@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lora_slots import open_with_slots, random_adapter, runner_of, slots_of
 from tiny_models import make_checkpoint
 from without_kv import encode, forget
 
@@ -76,7 +77,7 @@ def take_device_path(llm: LLM) -> WatchedGraphs:
     tables = DeviceTables(4, 32, runner.tables.groups, CPU)
     steps = DeviceSteps(
         runner.model, VOCAB_SIZE, tables, runner.memory, max_num_batched_tokens=16,
-        num_drafts=0, capture_graphs=False, dtype=torch.float32,
+        num_drafts=0, capture_graphs=False, dtype=torch.float32, adapters=runner.adapters,
     )  # fmt: skip
     sampler = Sampler(tables, VOCAB_SIZE, CPU, choose_tokens)
     head = GenerationHead(runner.model, tables, sampler)
@@ -107,6 +108,40 @@ def test_padded_steps_and_their_sampling_give_the_plain_paths_tokens(
                 assert graphs.num_declined > 0
             else:
                 assert (graphs.num_served > 0, graphs.num_declined) == (True, 0), name
+
+
+@pytest.mark.parametrize(
+    ("variant", "replaces"),
+    [("qwen3", False), ("qwen3", True), pytest.param("mixtral", False, marks=pytest.mark.slow)],
+)
+def test_rows_with_adapters_give_the_plain_paths_tokens(
+    variant: str, replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**SHAPE, "num_local_experts": 2} if variant == "mixtral" else SHAPE
+    checkpoint = make_checkpoint(tmp_path, variant, **settings)
+    lora = {**OPTIONS, "max_loras": 3, "max_lora_rank": 8}
+
+    def tokens(is_device: bool) -> list[list[int]]:
+        with open_with_slots(checkpoint, **lora) as (llm, slots):
+            for slot, rank in ((0, 3), (2, 8)):
+                adapter = random_adapter(slots_of(runner_of(llm)), rank, seed=slot)
+                if replaces:
+                    adapter.replaced["lm_head"] = torch.randn(VOCAB_SIZE, SHAPE["hidden_size"])
+                slots.place(slot, adapter)
+            if is_device:
+                take_device_path(llm)
+            found = []
+            for order in ((2, 0), (-1, 2), (-1, -1)):
+                slots.use(*order)
+                found += generate(llm, KINDS["greedy"])
+            return found
+
+    torch.manual_seed(0)
+    expected = tokens(is_device=False)
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    torch.manual_seed(0)
+    assert tokens(is_device=True) == expected
+    assert expected[:2] != expected[4:]
 
 
 HYBRID: dict[str, dict[str, Any]] = {  # more than one KV group, or another kind
