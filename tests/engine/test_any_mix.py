@@ -1,5 +1,6 @@
-"""Everything at once: requests that use every feature, in engines with any options, among aborts,
-failing steps and drafts. Each gives what it gives alone, and nothing is kept of it."""
+"""Everything at once: requests that use every feature, some with LoRA adapters, in engines with any
+options, among aborts, failing steps and drafts. Each gives what it gives alone, and nothing is kept
+of it."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ from typing import Any
 import msgspec
 import pytest
 from drafters import Oracle
+from lora.adapters import make_adapter
 from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
 from tiny_engine import as_replay
 from tiny_models import make_checkpoint
 
 from penstock import LLM, SamplingParams
 from penstock import StructuredOutputsParams as Structured
+from penstock.engine.lora_requests import with_adapters
 from penstock.executor.in_process import InProcessExecutor
 from penstock.kvcache.layout import blocks_for_request, plan_groups
+from penstock.loading.adapters.source import adapter_digest
+from penstock.protocol.adapter import Adapter
 from penstock.protocol.errors import OutOfMemory
 from penstock.protocol.kv import AnyKVCacheSpec, RecurrentSpec
 from penstock.protocol.outputs import RequestOutput
@@ -37,6 +42,13 @@ GRAMMARS = [
     Structured(json_object=True),
     Structured(regex="[0-9]{5}", reasoning_end="7"),
 ]
+ADAPTED = {  # the layers that adapters change
+    "llama": "all-linear",
+    "qwen2_windowed": ["q_proj", "v_proj", "down_proj"],
+    "deepseek_v2_lite": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "qwen3_next": ["q_proj", "out_proj", "o_proj"],
+}
+NUM_ADAPTERS = 3  # more than slots
 Case = tuple[list[int], SamplingParams]
 TOLERANCE = 1e-3  # of logprobs, where rows' numbers depend on the batch in their last bits
 
@@ -46,6 +58,7 @@ class Model:
     path: Path
     specs: dict[str, AnyKVCacheSpec]
     cases: list[Case]
+    adapters: list[Adapter | None]  # of the cases
     alone: list[RequestOutput]
 
 
@@ -103,18 +116,35 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     make_byte_tokenizer().save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
     cases = some_cases(random.Random(request.param), 14)
+    variants = [None, *(some_adapter(path, request.param, seed) for seed in range(NUM_ADAPTERS))]
+    adapters = [variants[index % len(variants)] for index in range(len(cases))]
     with engine(path, enable_prefix_caching=False, max_num_seqs=2) as llm:
-        alone = [
-            llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
-            for prompt, params in cases
-        ]
+        alone = [run_alone(llm, *case, own) for case, own in zip(cases, adapters, strict=True)]
+        plain = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        by_variant = [run_alone(llm, list(range(5, 40)), plain, variant) for variant in variants]
         specs = llm.engine.executor.capabilities.kv_specs
+    assert len({tuple(output.outputs[0].token_ids) for output in by_variant}) == len(variants)
     assert [output.error for output in alone] == [None] * len(alone)
-    return Model(path, specs, cases, alone)
+    return Model(path, specs, cases, adapters, alone)
+
+
+def some_adapter(checkpoint: Path, variant: str, seed: int) -> Adapter:
+    folder = checkpoint / f"adapter-{seed}"
+    make_adapter(folder, checkpoint, seed, r=4, target_modules=ADAPTED[variant])
+    return Adapter(folder.name, adapter_digest(folder), str(folder))
+
+
+def run_alone(
+    llm: LLM, prompt: list[int], params: SamplingParams, adapter: Adapter | None
+) -> RequestOutput:
+    own = msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY)
+    request = llm.frontend.prepare("alone", prompt, own)
+    return llm._run(with_adapters([request], [adapter]), use_tqdm=False)[0]
 
 
 def engine(path: Path, **options: Any) -> LLM:
-    return open_llm(str(path), **{"max_model_len": MAX_MODEL_LEN, **options})
+    settings = {"max_model_len": MAX_MODEL_LEN, "enable_lora": True, "max_loras": 2, **options}
+    return open_llm(str(path), **settings)
 
 
 def some_options(rng: random.Random, specs: dict[str, AnyKVCacheSpec]) -> dict[str, Any]:
@@ -131,6 +161,8 @@ def some_options(rng: random.Random, specs: dict[str, AnyKVCacheSpec]) -> dict[s
         "scheduling_policy": rng.choice(["fcfs", "priority", "fair"]),
         "long_prefill_token_threshold": rng.choice([0, 0, 5]),
         "async_scheduling": rng.random() < 0.7,
+        "max_loras": rng.choice([1, 2]),
+        "max_cpu_loras": rng.choice([2, 3]),
     }
 
 
@@ -193,6 +225,7 @@ class Client:
             priority=self.rng.randrange(3),
             cache_salt=self.rng.choice([None, None, "salt"]),
         )
+        (request,) = with_adapters([request], [self.model.adapters[index]])
         if seen:
             request = as_replay(request, seen)
         self.sent[request.request_id] = request, index
