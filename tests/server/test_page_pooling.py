@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -246,7 +247,51 @@ def test_a_model_without_a_playground_is_said_to_have_none(
     expect(page.locator("#pooling section:visible")).to_have_count(0)
 
 
+def test_a_model_without_a_kv_cache_has_no_charts_of_one(
+    tmp_path: Path, open_page: Callable[..., Page]
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["BertModel"], "model_type": "bert"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with contextlib.closing(ServerProcess(str(folder), *DUMMY)) as server:
+        page = open_page(server)
+        expect(page.locator(".chart:visible h3 > span:first-child")).to_have_text(
+            ["Requests", "Prompts"]
+        )
+        expect_matrix(compare(page, *LINES), LINES)
+
+
 # -- models that classify
+
+
+def test_a_model_with_one_label_classifies_and_reranks(
+    tmp_path: Path, open_page: Callable[..., Page]
+) -> None:
+    folder = make_tiny_model(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with contextlib.closing(ServerProcess(str(folder), *DUMMY)) as server:
+        page = open_page(server)
+        expect(part(page, "Similarity")).to_be_hidden()
+        classify = part(page, "Classify")
+        classify.get_by_label("Texts, one per line").fill("\n".join(LINES))
+        classify.get_by_role("button", name="Classify").click()
+        expect(classify.get_by_role("heading", level=3)).to_have_text(LINES)
+        expect(classify.locator(".text")).to_have_text(["good"] * len(LINES))
+        data = server.post("/classify", {"input": LINES}).json()["data"]
+        expected = [item["probs"][0] for item in data]
+        np.testing.assert_allclose(numbers(classify.locator(".score")), expected, atol=1e-4)
+
+        rerank = part(page, "Rerank")
+        rerank.get_by_label("Query").fill("bread")
+        rerank.get_by_label("Documents, one per line").fill("\n".join(LINES))
+        rerank.get_by_role("button", name="Rerank").click()
+        expect(rerank.get_by_role("listitem")).to_have_count(len(LINES))
+        results = server.post("/rerank", {"query": "bread", "documents": LINES}).json()["results"]
+        best = [LINES[result["index"]] for result in results]
+        expect(rerank.locator(".text")).to_have_text(best)
 
 
 def test_a_classifier_shows_the_probabilities_of_its_labels(

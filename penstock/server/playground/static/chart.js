@@ -9,14 +9,14 @@ export class Chart {
   /**
    * keys: one or two fields of the points. format: a value as [number, unit].
    * limit: the least that the scale reaches to. sticky: without a new value the last one stays.
-   * isOfText: says something of models that generate only.
+   * of: "text" of models that generate only, "cache" of models with a KV cache only.
    */
-  constructor({ title, keys, format, limit = 0, sticky = false, isOfText = false, spanMs }) {
+  constructor({ title, keys, format, limit = 0, sticky = false, of = "", spanMs }) {
     Object.assign(this, { title, keys, format, limit, sticky, spanMs });
     this.points = [];
     this.pointedAt = null;
     this.element = document.createElement("article");
-    this.element.className = isOfText ? "chart of-text" : "chart";
+    this.element.className = of ? `chart of-${of}` : "chart";
     const heading = document.createElement("h3");
     this.top = span("top");
     heading.append(span("", title), this.top);

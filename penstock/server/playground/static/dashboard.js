@@ -2,7 +2,7 @@
 
 import { request } from "./api.js";
 import { Chart } from "./chart.js";
-import { parseMetrics, pointBetween } from "./prometheus.js";
+import { hasNoCache, parseMetrics, pointBetween } from "./prometheus.js";
 
 const PERIOD_MS = 1000;
 const SPAN_MS = 2 * 60 * 1000;
@@ -13,11 +13,11 @@ const duration = (value) => (value < 1 ? [(1000 * value).toFixed(0), "ms"] : [va
 
 const CHARTS = [
   { title: "Requests", keys: ["running", "waiting"], format: (value, key) => [value.toFixed(0), key], limit: 4 },
-  { title: "KV cache", keys: ["kv"], format: share, limit: 0.1 },
-  { title: "Generated", keys: ["generation"], format: (value) => count(value, "tokens/s"), isOfText: true },
+  { title: "KV cache", keys: ["kv"], format: share, limit: 0.1, of: "cache" },
+  { title: "Generated", keys: ["generation"], format: (value) => count(value, "tokens/s"), of: "text" },
   { title: "Prompts", keys: ["prompt"], format: (value) => count(value, "tokens/s") },
-  { title: "First token", keys: ["firstToken"], format: duration, sticky: true, isOfText: true },
-  { title: "Prefix hits", keys: ["prefix"], format: share, limit: 1, sticky: true },
+  { title: "First token", keys: ["firstToken"], format: duration, sticky: true, of: "text" },
+  { title: "Prefix hits", keys: ["prefix"], format: share, limit: 1, sticky: true, of: "cache" },
 ];
 
 export class Dashboard {
@@ -59,7 +59,9 @@ export class Dashboard {
   async readMetrics() {
     let values;
     try {
-      values = parseMetrics(await (await request("metrics")).text());
+      const text = await (await request("metrics")).text();
+      values = parseMetrics(text);
+      document.body.classList.toggle("cacheless", hasNoCache(text));
     } catch (error) {
       if (error.status === 401) this.onState("locked", "needs a key");
       this.before = null;

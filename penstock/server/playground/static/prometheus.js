@@ -16,6 +16,11 @@ export function parseMetrics(text) {
   return values;
 }
 
+/** Whether the engine says that its model needs no KV cache. */
+export function hasNoCache(text) {
+  return /^penstock:cache_config_info\{[^}]*num_blocks="[01]"/m.test(text);
+}
+
 /** One point of each chart, from two looks `seconds` apart; null where nothing can be said. */
 export function pointBetween(before, after, seconds) {
   const get = (name) => after.get(name) ?? 0;
