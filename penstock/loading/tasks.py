@@ -31,9 +31,10 @@ def choose_task(config: EngineConfig, source: ModelSource) -> Task:
 def label_tokens(config: EngineConfig, source: ModelSource) -> object:
     """The tokens whose logits are labels, for a language model that classifies by its answer.
 
-    A list, or whatever config.json has in its place; None for other models.
+    A list of texts or IDs, or whatever config.json has in its place; None for other models.
     """
-    given = (config.pooling.pooler_config or {}).get("classifier_from_token")
+    options = config.pooling.pooler_config or {}
+    given = options.get("returned_token_ids", options.get("classifier_from_token"))
     if given is None and is_qwen3_reranker(source):
         given = ["no", "yes"]
     return source.config.get("classifier_from_token") if given is None else given

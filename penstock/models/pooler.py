@@ -101,19 +101,25 @@ class TokenHead(nn.Module):
     pooling: PoolingType = "LAST"
 
     def __init__(
-        self, build: Build, model: DecoderLM, token_ids: Sequence[int], is_tied: bool
+        self,
+        build: Build,
+        model: DecoderLM,
+        token_ids: Sequence[int],
+        is_tied: bool,
+        scores: bool = True,
     ) -> None:
         super().__init__()
         config = model.config
         # With two tokens, the probability of the second is the score: sigmoid(second - first).
-        self.num_labels = 1 if len(token_ids) == 2 else len(token_ids)
+        self.is_score = scores and len(token_ids) == 2
+        self.num_labels = 1 if self.is_score else len(token_ids)
         self._token_ids = list(token_ids)
         self._shape = (config.vocab_size, config.hidden_size)
         self._embedding = [model.model.embed_tokens] if is_tied else []  # in a list: no submodule
         self.weight = build.in_float32().empty(len(token_ids), config.hidden_size)
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
-        weight = self.weight[1:] - self.weight[:1] if len(self.weight) == 2 else self.weight
+        weight = self.weight[1:] - self.weight[:1] if self.is_score else self.weight
         return pooled @ weight.T
 
     def expected(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
@@ -144,7 +150,14 @@ def add_classifier(model: Model, build: Build, config: EngineConfig, source: Mod
         raise ConfigError(f"convert=classify is not for {names}, which transformers' code runs")
     if tokens is not None:
         is_tied = bool(raw.get("tie_word_embeddings", False))
-        rows = TokenHead(build, model, _token_ids(config, source, tokens), is_tied)
+        returned = (config.pooling.pooler_config or {}).get("returned_token_ids")
+        ids = returned or _token_ids(config, source, tokens)
+        if max(ids) >= model.vocab_size:
+            raise ConfigError(
+                f"pooler_config: returned_token_ids must be below {model.vocab_size}, got "
+                f"{max(ids)}"
+            )
+        rows = TokenHead(build, model, ids, is_tied, scores=returned is None)
         model.lm_head = rows  # type: ignore[assignment]
         model.classifier = rows
         return
@@ -300,28 +313,32 @@ def make_pooler(
     given = config.pooling.pooler_config or {}
     raw = source.config
     tasks: list[PoolingTask]
+    pooling_type: PoolingType
     if task == "classify":
         classifier = model.classifier
         if classifier is None:
             raise ConfigError(
                 f"convert=classify needs a model with a classifier, and {source.name} has none"
             )
-        pooling_type = given.get("pooling_type", classifier.pooling)
+        by_step = "step_tag_id" in given  # whose results are those of single tokens
+        pooling_type = "ALL" if by_step else given.get("pooling_type", classifier.pooling)
         tasks = ["token_classify"] if pooling_type == "ALL" else ["classify"]
+        is_reranker = isinstance(classifier, TokenHead) and "returned_token_ids" not in given
+        template = QWEN3_RERANKER if is_reranker else None
         info = PoolingInfo(
             tasks=tasks,
             pooling_type=pooling_type,
             num_labels=classifier.num_labels,
             labels=_label_names(raw, classifier.num_labels),
             reads_prefix_cache=pooling_type == "LAST",
-            score_template=given.get(
-                "score_template", QWEN3_RERANKER if isinstance(classifier, TokenHead) else None
-            ),
+            score_template=given.get("score_template", template),
         )
         activation = _activation(raw, classifier.num_labels)
         if given.get("use_activation") is False:
             activation = "identity"
         return Pooler(model, info, activation, given.get("step_tag_id"))
+    if "step_tag_id" in given:
+        raise ConfigError("pooler_config: step_tag_id is for models with labels, not embeddings")
     pooling_type = given.get("pooling_type", files.pooling if files else model.pooling)
     tasks = ["token_embed"] if pooling_type == "ALL" else ["embed", "token_embed"]
     sizes = given.get("dimensions", raw.get("matryoshka_dimensions")) or []

@@ -97,6 +97,28 @@ def test_every_token_has_labels_in_token_classification(tmp_path: Path) -> None:
     assert len(found[-1].outputs.data) > 0
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_language_models_tokens_are_the_rewards_of_steps(tmp_path: Path, is_tied: bool) -> None:
+    """As math-shepherd has it: of the logits at each step tag, those of two tokens."""
+    from transformers import Qwen2ForCausalLM
+
+    config = transformers_config("qwen2", tie_word_embeddings=is_tied)
+    model = save(Qwen2ForCausalLM(config), tmp_path)
+    tag = PROMPTS[-1]["prompt_token_ids"][20]
+    pooler = {"pooling_type": "STEP", "step_tag_id": tag, "returned_token_ids": [9, 4]}
+    with open_llm(tmp_path, max_num_batched_tokens=9, pooler_config=pooler) as llm:
+        found = llm.reward(PROMPTS, use_tqdm=False)
+    for output, prompt, logits in zip(found, PROMPTS, logits_of(model, PROMPTS), strict=True):
+        steps = torch.tensor(prompt["prompt_token_ids"]) == tag
+        expected = logits[steps][:, [9, 4]].softmax(-1)
+        np.testing.assert_allclose(output.outputs.data, expected, atol=1e-4)
+    assert len(found[-1].outputs.data) > 0
+    with pytest.raises(ConfigError, match="step_tag_id is for models with labels"):
+        open_llm(tmp_path, runner="pooling", pooler_config={"step_tag_id": tag})
+    with pytest.raises(ConfigError, match="returned_token_ids must be below"):
+        open_llm(tmp_path, pooler_config={"returned_token_ids": [10**6]})
+
+
 def test_a_reward_model_has_two_layers_behind_each_token(tmp_path: Path) -> None:
     from transformers import Qwen2Model
 
@@ -184,7 +206,11 @@ def test_a_cross_encoder_knows_which_text_is_which(tmp_path: Path) -> None:
 def test_pooler_config_is_checked() -> None:
     for wrong, words in [
         ({"pooling": "MEAN"}, "must not hold 'pooling'"),
-        ({"pooling_type": "MEDIAN"}, "pooling_type must be CLS, LAST, MEAN or ALL"),
+        ({"pooling_type": "MEDIAN"}, "pooling_type must be CLS, LAST, MEAN, ALL or STEP"),
+        ({"pooling_type": "STEP"}, "STEP needs a step_tag_id"),
+        ({"pooling_type": "LAST", "step_tag_id": 5}, "set it to STEP, not LAST"),
+        ({"returned_token_ids": []}, "returned_token_ids must be a list of token ids"),
+        ({"returned_token_ids": [1], "classifier_from_token": ["a"]}, "drop one"),
         ({"dimensions": 5}, "dimensions must be a list"),
         ({"score_template": "{query}"}, "score_template must be a text with"),
     ]:

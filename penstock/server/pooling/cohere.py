@@ -31,6 +31,7 @@ from penstock.text.pooling import Truncation, pooling_info
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
 TYPES = ("float", "base64", "binary", "ubinary")
+BYTES = ("int8", "uint8")  # need a calibration of ranges, which models' files do not have
 # Models' prompt names for Cohere's input types.
 PROMPT_NAMES = {"search_query": QUERY_PROMPTS, "search_document": DOCUMENT_PROMPTS}
 
@@ -50,16 +51,24 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
     kinds = body.embedding_types or ["float"]
     for kind in kinds:
         if kind not in TYPES:
+            remedy = ": for 8 bits, ask for float and quantize" if kind in BYTES else ""
             raise InputError(
-                f"embedding_types may hold {', '.join(TYPES)}, got {kind!r:.80}", "embedding_types"
+                f"embedding_types may hold {', '.join(TYPES)}, got {kind!r:.80}{remedy}",
+                "embedding_types",
             )
     info = pooling_info(service.frontend)
-    params = PoolingParams(
-        task="embed",
-        dimensions=body.output_dimension,
-        prompt_name=_prompt_name(info, body.input_type),
-    )
-    info.check(params, "model")
+    try:
+        params = PoolingParams(
+            task="embed",
+            dimensions=body.output_dimension,
+            prompt_name=_prompt_name(info, body.input_type),
+        )
+        info.check(params, "model")
+    except InputError as error:
+        if error.field != "dimensions":
+            raise
+        message = str(error).replace("dimensions", "output_dimension", 1)  # Cohere's name of it
+        raise InputError(message, "output_dimension") from error
     request_id, texts = f"embd-{request.state.request_id}", body.texts
     truncation = Truncation(
         None if body.truncate == "NONE" else -1, "last" if body.truncate == "START" else "first"
