@@ -1,0 +1,74 @@
+"""The example in docs/lora.md trains an adapter that the server can find."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from penstock.loading.adapters.source import adapter_digest, locate_adapter
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_lora.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_lora", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class ByteTokenizer:
+    """As much of a tokenizer as the example uses: a token for every byte."""
+
+    eos_token_id = 0
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: bool) -> str:
+        assert options == {"tokenize": False, "add_generation_prompt": True}
+        return f"user: {messages[0]['content']}\nassistant: "
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return list(text.encode())
+
+
+def test_the_example_writes_an_adapter(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+
+    def load_model(name: None) -> tuple[LlamaForCausalLM, ByteTokenizer]:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config), ByteTokenizer()
+
+    monkeypatch.setattr(example, "load_model", load_model)
+    first = example.train(tmp_path / "short", None, num_steps=1, batch_size=2)
+    last = example.train(tmp_path / "adapter", None, num_steps=30, batch_size=2)
+    assert last < first
+    found = locate_adapter(str(tmp_path / "adapter"))
+    assert len(adapter_digest(found)) == 64
+    assert json.loads((found / "adapter_config.json").read_text())["r"] == 8
+
+
+def test_labels_cover_the_answer_alone(example: ModuleType) -> None:
+    ids, labels = example.encode(ByteTokenizer(), "Where is it?", "shipping")
+    assert len(ids) == len(labels)
+    answer = [label for label in labels if label != -100]
+    assert answer == [*b"shipping", 0]
+    assert ids[-len(answer) :] == answer
