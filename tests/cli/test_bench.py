@@ -73,6 +73,23 @@ def test_prefix_caching_is_off_unless_asked_for() -> None:
     assert benchmark_options(args) == {"enable_prefix_caching": True, "max_num_seqs": 4}
 
 
+def test_requests_take_the_base_or_an_adapter_at_random_and_repeatably() -> None:
+    modules = parse("throughput", "--lora-modules", "sql=/sql", "law=/law").lora_modules
+    picked = throughput.pick_adapters(modules, 60, seed=0)
+    assert picked is not None
+    found = {None if item is None else (item.lora_name, item.lora_path) for item in picked}
+    assert found == {None, ("sql", "/sql"), ("law", "/law")}
+    assert throughput.pick_adapters(modules, 60, seed=0) == picked
+    assert throughput.pick_adapters(modules, 60, seed=1) != picked
+    assert throughput.pick_adapters([], 60, seed=0) is None
+
+
+def test_an_adapter_without_a_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("throughput", "--lora-modules", "sql")
+    assert "must be name=path" in capsys.readouterr().err
+
+
 def test_throughput_is_counted_from_the_median_run() -> None:
     workload = Workload("w", [[1] * 10, [1] * 30], [20, 40], 0.0)
     results = throughput.summarize(workload, [4.0, 2.0, 100.0])

@@ -257,7 +257,7 @@ def test_a_broken_adapter_is_refused_with_the_reason_and_harms_nobody(
     said = say(server, "a")
     broken = {
         "rank": (lambda path: write_adapter(path, 0, rank=17), "rank"),
-        "nan": (lambda path: write_adapter(path, 0, scale=float("nan")), "NaN"),
+        "nan": (lambda path: write_adapter(path, 0, scale=float("nan")), "not finite"),
         "pickle": (
             lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
             "ickle",

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
@@ -28,7 +29,7 @@ from penstock.protocol.limits import StepLimits
 from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
-from penstock.scheduler.stats import SchedulerStats
+from penstock.scheduler.stats import AdapterStats, SchedulerStats
 from penstock.server.operations.metrics import MetricsObserver, observe, router
 from penstock.server.operations.throughput import ThroughputLog
 
@@ -238,6 +239,42 @@ def test_gauges_show_the_latest_state() -> None:
     assert samples["num_requests_waiting"] == 1
     assert samples["kv_cache_usage_perc"] == 0.25
     assert samples["iteration_tokens_total_sum"] == 66
+
+
+def test_adapters_are_shown_by_name_and_counted_over_restarts() -> None:
+    def adapters(**changes: Any) -> EngineStats:
+        values: dict[str, Any] = dict.fromkeys(AdapterStats.__dataclass_fields__, 0)
+        values |= {"max_loras": 2, "running": [], "waiting": [], **changes}
+        return msgspec.structs.replace(stats(), adapters=AdapterStats(**values))
+
+    observer = MetricsObserver(EngineConfig(), "m")
+    observer.on_stats(adapters(running=["a", "b"], waiting=["c"], num_loads=3, num_waits=1))
+    observer.on_stats(adapters(running=["c"], num_loads=4, num_waits=1, num_evictions=1))
+    observer.on_ready(INFO)
+    observer.on_stats(adapters(num_loads=2, num_copies=2))
+    text = observer.metrics.render().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    (info,) = families[f"{PREFIX}lora_requests_info"].samples
+    assert info.labels == {
+        "model_name": "m",
+        "max_lora": "2",
+        "running_lora_adapters": "",
+        "waiting_lora_adapters": "",
+    }
+    samples = parse(text)
+    assert samples["lora_loads_total"] == 6
+    assert samples["lora_evictions_total"] == samples["lora_waits_total"] == 1
+    assert samples["lora_host_adapters"] == 2
+
+
+def test_the_names_of_running_and_waiting_adapters_are_labels() -> None:
+    observer = MetricsObserver(EngineConfig(), "m")
+    values: dict[str, Any] = dict.fromkeys(AdapterStats.__dataclass_fields__, 0)
+    values |= {"max_loras": 2, "running": ["a", "b"], "waiting": ["c"]}
+    observer.on_stats(msgspec.structs.replace(stats(), adapters=AdapterStats(**values)))
+    text = observer.metrics.render().decode()
+    assert 'running_lora_adapters="a,b"' in text
+    assert 'waiting_lora_adapters="c"' in text
 
 
 def test_gauges_are_zero_while_the_engine_is_gone() -> None:

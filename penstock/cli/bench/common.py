@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from penstock.cli.bench.workloads import (
 from penstock.cli.collect_env import package_version
 from penstock.cli.common import check
 from penstock.config.cli import add_engine_arguments, engine_options_from_args
+from penstock.protocol.adapter import LoRARequest
 from penstock.protocol.errors import ConfigError, RequestFault
 from penstock.protocol.sampling import SamplingParams
 
@@ -152,18 +154,26 @@ def params_for(
     return None
 
 
-def timed_run(llm: LLM, workload: Workload, params: list[SamplingParams] | None) -> float:
-    """Return the seconds to run all requests at once. Raises `RequestFault` on missing tokens."""
+def timed_run(
+    llm: LLM,
+    workload: Workload,
+    params: list[SamplingParams] | None,
+    adapters: Sequence[LoRARequest | None] | None = None,
+) -> float:
+    """Return the seconds to run all requests at once, with the adapter of each.
+
+    Raises `RequestFault` on missing tokens.
+    """
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
     start = time.perf_counter()
     if params is None:
-        vectors = llm.encode(prompts, use_tqdm=False)
+        vectors = llm.encode(prompts, use_tqdm=False, lora_request=adapters)
         elapsed = time.perf_counter() - start
         for vector in vectors:
             if vector.error is not None:
                 raise RequestFault(f"request {vector.request_id} failed: {vector.error}")
         return elapsed
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)
     elapsed = time.perf_counter() - start
     for output, wanted in zip(outputs, params, strict=True):
         if (got := len(check(output).outputs[0].token_ids)) != wanted.max_tokens:
@@ -175,7 +185,11 @@ def timed_run(llm: LLM, workload: Workload, params: list[SamplingParams] | None)
 
 
 def profile_run(
-    args: argparse.Namespace, llm: LLM, workload: Workload, params: list[SamplingParams] | None
+    args: argparse.Namespace,
+    llm: LLM,
+    workload: Workload,
+    params: list[SamplingParams] | None,
+    adapters: Sequence[LoRARequest | None] | None = None,
 ) -> None:
     """Run once more under torch's profiler if ``--profile`` is given."""
     if args.profile is None:
@@ -186,7 +200,7 @@ def profile_run(
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=activities) as profile:
-        elapsed = timed_run(llm, workload, params)
+        elapsed = timed_run(llm, workload, params, adapters)
     profile.export_chrome_trace(args.profile)
     averages = profile.key_averages()
     if on_gpu:

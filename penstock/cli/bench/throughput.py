@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.cli.bench.common import (
@@ -18,6 +20,9 @@ from penstock.cli.bench.common import (
 )
 from penstock.cli.bench.workloads import Workload
 from penstock.cli.common import open_llm
+from penstock.config.lora_modules import LoRAModule, parse_lora_module
+from penstock.protocol.adapter import LoRARequest
+from penstock.protocol.errors import ConfigError
 
 HELP = (
     "Measure tokens per second, or with a pooling model texts per second, with all requests sent "
@@ -29,18 +34,55 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_batch_arguments(
         parser, "--num-prompts", "Requests sent at once", default_count=16, num_iters=1, warmup=0
     )
+    parser.add_argument(
+        "--lora-modules",
+        nargs="+",
+        type=lora_module,
+        default=[],
+        metavar="NAME=PATH",
+        help="LoRA adapters. Each request runs with one of them or with the base model, at random "
+        "(--seed). Turns on --enable-lora. A warm-up run loads them.",
+    )
+
+
+def lora_module(text: str) -> LoRAModule:
+    try:
+        return parse_lora_module(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def pick_adapters(
+    modules: Sequence[LoRAModule], count: int, seed: int
+) -> list[LoRARequest | None] | None:
+    """Give each request one of the adapters or none, at random. None without adapters."""
+    if not modules:
+        return None
+    rng = random.Random(f"models {seed}")
+    adapters = [
+        LoRARequest(module.name, number, module.path)
+        for number, module in enumerate(modules, start=1)
+    ]
+    return [rng.choice([None, *adapters]) for _ in range(count)]
 
 
 def run(args: argparse.Namespace) -> int:
     options = benchmark_options(args)
+    if args.lora_modules:
+        options = {"enable_lora": True, **options}
     workload = workload_from_args(args)
     with open_llm(options) as llm:
         params = params_for(llm, args, workload)
-        for _ in range(args.num_iters_warmup):
-            timed_run(llm, workload, params)
-        times = [timed_run(llm, workload, params) for _ in range(args.num_iters)]
-        profile_run(args, llm, workload, params)
-    setting = {"workload": workload.name, "options": options}
+        seed = llm.config.model.seed
+        adapters = pick_adapters(args.lora_modules, len(workload.prompts), seed)
+        num_warmups = max(args.num_iters_warmup, 1) if adapters else args.num_iters_warmup
+        for _ in range(num_warmups):
+            timed_run(llm, workload, params, adapters)
+        times = [timed_run(llm, workload, params, adapters) for _ in range(args.num_iters)]
+        profile_run(args, llm, workload, params, adapters)
+    setting: dict[str, Any] = {"workload": workload.name, "options": options}
+    if adapters is not None:
+        setting["num_lora_requests"] = sum(item is not None for item in adapters)
     results = summarize_pooling if params is None else summarize
     report("throughput", args, setting, results(workload, times))
     return 0
