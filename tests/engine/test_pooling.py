@@ -15,6 +15,7 @@ from tiny_models import make_checkpoint, transformers_config
 
 from penstock import LLM, PoolingParams, SamplingParams
 from penstock.executor.in_process import InProcessExecutor
+from penstock.models.base import Hidden
 from penstock.protocol.errors import ConfigError, InputError
 
 LENGTHS = (1, 2, 5, 16, 31, 47, 64)
@@ -71,19 +72,77 @@ def test_embeddings_are_those_of_transformers_for_any_chunks(
     assert (hits > 0) == (kind == "LAST")
 
 
-@pytest.mark.parametrize("kind", ["LAST", "MEAN"])
+@pytest.mark.parametrize("kind", ["LAST", "MEAN", "CLS"])
 def test_embeddings_are_the_same_after_preemptions(
     checkpoint: Path, states: list[torch.Tensor], kind: str
 ) -> None:
     options = {
         "max_num_batched_tokens": 16,
+        "long_prefill_token_threshold": 5,  # so that several prompts grow side by side
         "num_gpu_blocks_override": 10,
         "enable_prefix_caching": False,
         "pooler_config": {"pooling_type": kind},
     }
+    longest_first = random_prompts(0, *LENGTHS)[::-1]
     with open_llm(checkpoint, **POOLING, **options) as llm:
+        outputs = llm.embed(longest_first, use_tqdm=False)
+        for output, expected in zip(outputs, states[::-1], strict=True):
+            assert_close(output.outputs.embedding, pool(expected, kind))
+        assert llm.engine.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", ["LAST", "MEAN", "CLS"])
+def test_embeddings_are_the_same_after_a_step_failed(
+    checkpoint: Path, states: list[torch.Tensor], kind: str
+) -> None:
+    """Its requests are computed anew: what they had summed up counts once."""
+    options = {"max_num_batched_tokens": 7, "pooler_config": {"pooling_type": kind}}
+    with open_llm(checkpoint, **POOLING, **options) as llm:
+        assert isinstance(llm.engine.executor, InProcessExecutor)
+        model: Any = llm.engine.executor.worker.model
+        forward, failures = model.forward, []
+
+        def failing(x: torch.Tensor, positions: torch.Tensor) -> Any:
+            hidden = forward(x, positions)
+            # One prompt's end and another's begin: of a request alone, a failure is the result.
+            if positions[0] > 0 and (positions.diff() != 1).any() and not failures:
+                failures.append(positions)
+                raise RuntimeError("this step fails")
+            return hidden
+
+        model.forward = failing
         for found, expected in zip(vectors(llm), states, strict=True):
             assert_close(found, pool(expected, kind))
+        assert failures
+
+
+@pytest.mark.parametrize("kind", ["LAST", "MEAN", "CLS"])
+@pytest.mark.parametrize("step_tokens", [24, 2048])
+def test_vectors_are_float32_whatever_the_states_are(
+    checkpoint: Path, states: list[torch.Tensor], kind: str, step_tokens: int
+) -> None:
+    """bfloat16 has 8 bits: a sum, a length or a vector in it would be off by 1e-3."""
+    options = {"max_num_batched_tokens": step_tokens, "pooler_config": {"pooling_type": kind}}
+    with open_llm(checkpoint, **POOLING, **options, enable_prefix_caching=False) as llm:
+        assert isinstance(llm.engine.executor, InProcessExecutor)
+        model: Any = llm.engine.executor.worker.model
+        forward = model.forward
+        model.forward = lambda *args: Hidden(forward(*args).states.bfloat16())
+        found = vectors(llm)
+        raw = vectors(llm, PoolingParams(use_activation=False))
+        model.forward = forward
+        by_token = llm.encode(
+            random_prompts(0, *LENGTHS),
+            PoolingParams(task="token_embed", use_activation=False),
+            use_tqdm=False,
+        )
+    for own, unscaled, rows in zip(found, raw, by_token, strict=True):
+        rounded = torch.tensor(rows.outputs.data).bfloat16().double()
+        expected = {"LAST": rounded[-1], "CLS": rounded[0], "MEAN": rounded.mean(0)}[kind]
+        assert own.dtype == unscaled.dtype == np.float32
+        np.testing.assert_allclose(unscaled, expected, atol=2e-6, rtol=2e-6)
+        unit = expected / expected.norm()
+        np.testing.assert_allclose(own, unit, atol=1e-6)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
