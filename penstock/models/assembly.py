@@ -11,6 +11,7 @@ import torch
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh
 from penstock.layers.build import Build
+from penstock.layers.gguf import GgufMethod
 from penstock.layers.quantization import DeferredQuantization
 from penstock.layers.quantized.plan import StoredLayers, assign_methods
 from penstock.loading.checkpoint import Checkpoint, open_checkpoint
@@ -63,6 +64,9 @@ def load_model(
         )
         if merger.unties:
             settings = {**settings, "tie_word_embeddings": False}
+        if merger.changes_experts and isinstance(build.linear_method, GgufMethod):
+            # Merged experts are floats. All experts of a layer are stored alike.
+            build = dataclasses.replace(build, linear_method=GgufMethod(expert_blocks=False))
     try:
         model = build_model(settings, build, config.model.model_impl)
         if task == "classify":

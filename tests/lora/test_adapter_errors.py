@@ -201,6 +201,7 @@ def test_truncated_weights_are_refused(adapter: Path, llama: Any) -> None:
         {"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}},
         {"a": {"dtype": "F32", "shape": [2], "data_offsets": [2, 10]}},
         {"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}},
+        {"a" * 100_000: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
         {
             "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
             "b": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},

@@ -188,6 +188,16 @@ def test_the_command_writes_a_folder_with_the_model_s_other_files(
     assert "is there already" in capsys.readouterr().err
 
 
+def test_a_router_with_a_correction_beside_its_weight_merges(
+    checkpoint_of: MakeCheckpoint, tmp_path: Path
+) -> None:
+    checkpoint = checkpoint_of("minimax_m2")
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, target_modules="all-linear")
+    expected = reference_tokens(MergedReference(checkpoint, adapter), PROMPTS)
+    with open_llm(checkpoint, merge_lora=str(adapter)) as llm:
+        assert greedy_tokens(llm, PROMPTS) == expected
+
+
 def test_an_adapter_that_does_not_fit_leaves_no_folder(
     checkpoint_of: MakeCheckpoint, adapter_of: MakeAdapter, tmp_path: Path
 ) -> None:

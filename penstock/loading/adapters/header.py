@@ -18,6 +18,7 @@ from penstock.protocol.errors import AdapterError
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of an element
 _MAX_HEADER_BYTES = 2**25
 _MAX_DIMS = 8
+_MAX_NAME_LENGTH = 512  # bounds what matching and comparing names can take
 
 
 class TensorInfo(NamedTuple):
@@ -61,6 +62,8 @@ def read_header(file: BinaryIO, path: Path) -> dict[str, TensorInfo]:
 
 
 def _info(name: str, value: Any, first: int, path: Path) -> TensorInfo:
+    if len(name) > _MAX_NAME_LENGTH:
+        raise _broken(path, f"a tensor's name has {len(name)} characters: {name:.80}...")
     try:
         dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
         numbers = [*shape, start, end]

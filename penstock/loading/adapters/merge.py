@@ -5,6 +5,7 @@ The sum is computed in float32 and rounded once, to the tensor's type.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.gguf_blocks import dequantize
 from penstock.protocol.errors import AdapterError
 
+# Parameters of layers whose weights are not floats.
+_QUANTIZED = re.compile(r"qweight|weight_packed|weight_scale.*|scales|qzeros|.*absmax.*")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_RANK = 2**14  # of an adapter to merge: ranks take no memory afterwards
 
@@ -48,6 +51,11 @@ class Merger:
                 yield f"{HEAD}.weight", head
         self.check_complete()
 
+    @property
+    def changes_experts(self) -> bool:
+        """Whether any matrix of an expert changes."""
+        return bool(self._deltas.experts)
+
     def is_tied_head(self, name: str) -> bool:
         """Whether a tensor is the head of a model whose embedding is the head."""
         return self._is_tied and self._places.own(name) == f"{HEAD}.weight"
@@ -56,8 +64,9 @@ class Merger:
         """A tensor with the adapter's change of it."""
         places, parameter = self._places.changed_by(name), name.rpartition(".")[2]
         is_float = isinstance(tensor, BlockTensor) or tensor.dtype in _FLOATS
-        if parameter not in ("weight", "bias") or not is_float:
+        if _QUANTIZED.fullmatch(parameter) or not is_float:
             self._refuse_quantized(name, places)
+        if parameter not in ("weight", "bias"):
             return tensor
         touched = [place for place in places if self._touches(place, parameter)]
         if not touched:
