@@ -99,6 +99,12 @@ DECLARED = (
         "gauge",
         "Longest wait of a request for its LoRA adapter since the engine started.",
     ),
+    Declared(
+        "lora_most_overtakes",
+        "gauge",
+        "Most later requests with LoRA adapters that were admitted before the first waiting one "
+        "since the engine started; at most max_num_seqs.",
+    ),
     # -- engine crashes
     Declared("engine_restarts", "counter", "Engine restarts after a crash or hang."),
     Declared(

@@ -199,6 +199,7 @@ class MetricsObserver(Observer):
             )
         self.metrics.gauge("lora_host_adapters").set(now.num_copies)
         self.metrics.gauge("lora_longest_wait_seconds").set(now.longest_wait_s)
+        self.metrics.gauge("lora_most_overtakes").set(now.most_overtakes)
         self.metrics.counter("lora_loads").inc(now.num_loads - before.num_loads)
         self.metrics.counter("lora_evictions").inc(now.num_evictions - before.num_evictions)
         self.metrics.counter("lora_placements").inc(now.num_placements - before.num_placements)
