@@ -26,7 +26,13 @@ from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.sampling import SamplingParams
 from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt
-from penstock.text.pooling import Truncation, join_pieces, pooling_info, prepare_pieces
+from penstock.text.pooling import (
+    InputOptions,
+    Truncation,
+    join_pieces,
+    pooling_info,
+    prepare_pieces,
+)
 from penstock.text.tokenizer import Tokenizer
 
 
@@ -158,13 +164,13 @@ class AsyncLLM:
         `RequestFault` if it was aborted. An output that failed has an `error`.
         """
         params = pooling_params or PoolingParams()
-        options: dict[str, Any] = {"truncation": Truncation(truncate_prompt_tokens)}
-        text, options["cache_salt"] = read_prompt(prompt)
-        options["priority"] = priority
+        text, cache_salt = read_prompt(prompt)
+        truncation = Truncation(truncate_prompt_tokens)
+        options = InputOptions(truncation, priority=priority, cache_salt=cache_salt)
         frontend = self.frontend
         with self._registered(request_id) as (request_id, own_id):
             pieces = await asyncio.to_thread(
-                prepare_pieces, frontend, own_id, text, params, **options
+                prepare_pieces, frontend, own_id, text, params, options
             )
             pieces = with_adapter(pieces, await self._adapter_of(lora_request))
             ended: dict[str, EngineDelta] = {}

@@ -29,7 +29,7 @@ from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.text.collector import OutputCollector
-from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt
+from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt, with_priorities
 from penstock.text.templates import read_chat_template
 from penstock.text.tokenizer import Tokenizer
 
@@ -91,17 +91,12 @@ class LLM(PoolingMethods):
         Raises `InputError` before anything runs if a request is invalid. A request that fails
         while it runs has the finish reason "error". The other requests are not affected.
         """
-        items = _as_list(prompts)
+        items = with_priorities(prompts, priority)
         params = self._params_for(len(items), sampling_params)
-        if priority is not None and (not _is_list(priority) or len(priority) != len(items)):
-            raise InputError(
-                f"priority must hold one number a prompt ({len(items)}), got {priority!r:.80}",
-                "priority",
-            )
         adapters = self._adapters_of(lora_request, len(items))
         requests = [
-            self._prepare(item, own, priority=priority[index] if priority else 0)
-            for index, (item, own) in enumerate(zip(items, params, strict=True))
+            self._prepare(item, own, priority=order)
+            for (item, order), own in zip(items, params, strict=True)
         ]
         return self._run(with_adapters(requests, adapters), use_tqdm)
 
@@ -332,12 +327,6 @@ class LLM(PoolingMethods):
             self.engine.abort(self._collector.remove(request))
         while not self._collector and self.engine.has_work():
             self.engine.step()
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, Iterable) and not isinstance(prompts, (str, Mapping)):
-        return list(prompts)
-    return [prompts]
 
 
 def _is_list(value: object) -> bool:

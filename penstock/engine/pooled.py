@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
 from tqdm import tqdm
@@ -28,24 +29,35 @@ from penstock.protocol.outputs import (
 )
 from penstock.protocol.pooling import NAMED, PoolingParams, PoolingTask
 from penstock.protocol.request import EngineRequest
-from penstock.text.frontend import Frontend, Prompt, read_prompt
+from penstock.text.frontend import Frontend, Prompt, read_prompt, with_priorities
 from penstock.text.pooling import (
+    InputOptions,
     Pair,
     PoolingPrompt,
     Truncation,
     join_pieces,
     pooling_info,
     prepare_pieces,
-    prepare_pooling,
 )
 from penstock.text.scoring import (
-    PromptedText,
     check_instruction,
     pair_up,
     score_kind,
     similarity,
     with_prompts,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class EncodeOptions(TypedDict, total=False):
+    """Keywords of `encode` that its variants take too."""
+
+    use_tqdm: bool
+    truncate_prompt_tokens: int | None
+    lora_request: LoRARequestOrList
+    priority: Sequence[int] | None
 
 
 class PoolingMethods:
@@ -74,79 +86,48 @@ class PoolingMethods:
         priority: Sequence[int] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool each prompt. Returns one vector per prompt or per token, in order of the prompts."""
-        requests, deltas = self._encode(
-            prompts,
-            pooling_params,
-            pooling_task,
-            use_tqdm,
-            truncate_prompt_tokens,
-            lora_request,
-            priority,
-        )
-        return [
-            pooling_output([request], delta)
-            for request, delta in zip(requests, deltas, strict=True)
-        ]
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise InputError(
+                f"pooling_params must be PoolingParams, got {params!r:.80}", "pooling_params"
+            )
+        task = params.task if pooling_task is None else pooling_task
+        params = msgspec.structs.replace(params, task=task)
+        truncation = Truncation(truncate_prompt_tokens)
+        items = with_priorities(prompts, priority)
+        adapters = self._adapters_of_pooled(lora_request, len(items))
+        inputs = []
+        for item, order in items:
+            prompt, cache_salt = read_prompt(item)
+            options = InputOptions(truncation, priority=order, cache_salt=cache_salt)
+            inputs.append((prompt, params, options))
+        return self._pool(inputs, adapters, use_tqdm)
 
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
-        *,
-        use_tqdm: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRARequestOrList = None,
-        priority: Sequence[int] | None = None,
+        **options: Unpack[EncodeOptions],
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt."""
-        requests, deltas = self._encode(
-            prompts,
-            pooling_params,
-            "embed",
-            use_tqdm,
-            truncate_prompt_tokens,
-            lora_request,
-            priority,
-        )
-        return [
-            _output(request, delta, EmbeddingOutput(_vector(delta)))
-            for request, delta in zip(requests, deltas, strict=True)
-        ]
+        found = self.encode(prompts, pooling_params, pooling_task="embed", **options)
+        return [_replace(output, EmbeddingOutput(output.outputs.data)) for output in found]
 
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
-        *,
-        use_tqdm: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRARequestOrList = None,
-        priority: Sequence[int] | None = None,
+        **options: Unpack[EncodeOptions],
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the labels for each prompt."""
-        requests, deltas = self._encode(
-            prompts,
-            pooling_params,
-            "classify",
-            use_tqdm,
-            truncate_prompt_tokens,
-            lora_request,
-            priority,
-        )
-        return [
-            _output(request, delta, ClassificationOutput(_vector(delta)))
-            for request, delta in zip(requests, deltas, strict=True)
-        ]
+        found = self.encode(prompts, pooling_params, pooling_task="classify", **options)
+        return [_replace(output, ClassificationOutput(output.outputs.data)) for output in found]
 
     def reward(
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | None = None,
-        *,
-        use_tqdm: bool = True,
-        truncate_prompt_tokens: int | None = None,
-        lora_request: LoRARequestOrList = None,
-        priority: Sequence[int] | None = None,
+        **options: Unpack[EncodeOptions],
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return a reward model's scores, per prompt or per token, depending on the model."""
         info = pooling_info(self.frontend)
@@ -154,14 +135,7 @@ class PoolingMethods:
             raise InputError(
                 f"this model gives no rewards: it is served for {', '.join(info.tasks)}"
             )
-        return self.encode(
-            prompts,
-            pooling_params,
-            use_tqdm=use_tqdm,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            lora_request=lora_request,
-            priority=priority,
-        )
+        return self.encode(prompts, pooling_params, **options)
 
     def score(
         self,
@@ -181,117 +155,50 @@ class PoolingMethods:
         `data_2` with its prompt for documents. `instruction` is for rerankers whose template uses
         one.
         """
-        info, truncation = pooling_info(self.frontend), Truncation(truncate_prompt_tokens)
+        info = pooling_info(self.frontend)
         kind = score_kind(info)
-        (adapter,) = self._adapters_of_pooled(lora_request, 1)
+        adapters = self._adapters_of_pooled(lora_request, 1)
         pairs = pair_up(_texts("data_1", data_1), _texts("data_2", data_2))
+        options = InputOptions(Truncation(truncate_prompt_tokens))
         if kind == "cross-encoder":
             params = PoolingParams(task="classify", use_activation=use_activation)
-            requests = [
-                self._prepare_pooling(Pair(query, document, instruction), params, truncation)
-                for query, document in pairs
-            ]
-            requests = with_adapter(requests, adapter)
-            deltas = run_pooled(self.engine, requests, use_tqdm)
-            return [
-                _output(request, delta, ScoringOutput(_score(delta)))
-                for request, delta in zip(requests, deltas, strict=True)
-            ]
+            prompts = [Pair(query, document, instruction) for query, document in pairs]
+            inputs = [(prompt, params, options) for prompt in prompts]
+            found = self._pool(inputs, adapters * len(inputs), use_tqdm)
+            return [_replace(output, ScoringOutput(_score(output.outputs))) for output in found]
         check_instruction(info, instruction)
         compared = with_prompts(info, pairs)
         texts = list(dict.fromkeys(text for pair in compared for text in pair))
-        by_text = {
-            item: self._prepare_pooling(item.text, item.params, truncation) for item in texts
-        }
-        ran = run_pooled(self.engine, with_adapter(list(by_text.values()), adapter), use_tqdm)
-        delta_of = dict(zip(texts, ran, strict=True))
-        return [self._compare(by_text, delta_of, *pair) for pair in compared]
-
-    def _compare(
-        self,
-        requests: Mapping[PromptedText, EngineRequest],
-        deltas: Mapping[PromptedText, EngineDelta],
-        first: PromptedText,
-        second: PromptedText,
-    ) -> ScoringRequestOutput:
-        both = [deltas[first], deltas[second]]
-        vectors = [_vector(delta) for delta in both]
-        error = next((delta.error for delta in both if delta.error is not None), None)
-        return PoolingRequestOutput(
-            request_id=requests[first].request_id,
-            outputs=ScoringOutput(None if error else similarity(*vectors)),
-            prompt_token_ids=requests[first].prompt_token_ids + requests[second].prompt_token_ids,
-            num_cached_tokens=sum(delta.num_cached_tokens for delta in both),
-            error=error,
-        )
-
-    def _encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: PoolingParams | None,
-        task: PoolingTask | None,
-        use_tqdm: bool,
-        truncate_prompt_tokens: int | None,
-        lora_request: LoRARequestOrList,
-        priority: Sequence[int] | None,
-    ) -> tuple[list[EngineRequest], list[EngineDelta]]:
-        several = isinstance(prompts, Iterable) and not isinstance(prompts, (str, Mapping))
-        items: list[Any] = list(prompts) if several else [prompts]
-        if priority is not None and len(priority) != len(items):
-            raise InputError(
-                f"priority must hold one number a prompt ({len(items)}), got {priority!r:.80}",
-                "priority",
-            )
-        if params is not None and not isinstance(params, PoolingParams):
-            raise InputError(
-                f"pooling_params must be PoolingParams, got {params!r:.80}", "pooling_params"
-            )
-        own = msgspec.structs.replace(params or PoolingParams())
-        own.task = own.task if task is None else task
-        truncation = Truncation(truncate_prompt_tokens)
-        adapters = self._adapters_of_pooled(lora_request, len(items))
-        inputs = []
-        for index, item in enumerate(items):
-            prompt, cache_salt = read_prompt(item)
-            of_it = 0 if priority is None else priority[index]
-            pieces = self._prepare_pieces(prompt, own, truncation, of_it, cache_salt)
-            inputs.append(with_adapter(pieces, adapters[index]))
-        requests = [request for pieces in inputs for request in pieces]
-        rest = iter(run_pooled(self.engine, requests, use_tqdm))
-        info = pooling_info(self.frontend)
-        joined = [
-            join_pieces(info, own, pieces, list(itertools.islice(rest, len(pieces))))
-            for pieces in inputs
-        ]
-        return [_as_one(pieces) for pieces in inputs], joined
+        prompted = [(item.text, item.params, options) for item in texts]
+        found = self._pool(prompted, adapters * len(prompted), use_tqdm)
+        by_text = dict(zip(texts, found, strict=True))
+        return [_compare(by_text[first], by_text[second]) for first, second in compared]
 
     def _adapters_of_pooled(self, given: LoRARequestOrList, count: int) -> list[Adapter | None]:
         return self._lora_requests.load(given, count, self.engine, self.engine.step)
 
-    def _prepare_pooling(
-        self, prompt: PoolingPrompt, params: PoolingParams, truncation: Truncation
-    ) -> EngineRequest:
-        return prepare_pooling(
-            self.frontend, str(next(self._ids)), prompt, params, truncation=truncation
-        )
-
-    def _prepare_pieces(
+    def _pool(
         self,
-        prompt: PoolingPrompt,
-        params: PoolingParams,
-        truncation: Truncation,
-        priority: int,
-        cache_salt: str | None,
-    ) -> list[EngineRequest]:
-        return prepare_pieces(
-            self.frontend,
-            str(next(self._ids)),
-            prompt,
-            params,
-            truncation=truncation,
-            priority=priority,
-            cache_salt=cache_salt,
+        inputs: Sequence[tuple[PoolingPrompt, PoolingParams, InputOptions]],
+        adapters: Sequence[Adapter | None],
+        use_tqdm: bool,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        prepared = []
+        for (prompt, params, options), adapter in zip(inputs, adapters, strict=True):
+            own_id = str(next(self._ids))
+            pieces = prepare_pieces(self.frontend, own_id, prompt, params, options)
+            prepared.append((with_adapter(pieces, adapter), params))
+        requests = [piece for pieces, _ in prepared for piece in pieces]
+        info, deltas = (
+            pooling_info(self.frontend),
+            iter(run_pooled(self.engine, requests, use_tqdm)),
         )
+        return [
+            pooling_output(
+                pieces, join_pieces(info, params, pieces, list(islice(deltas, len(pieces))))
+            )
+            for pieces, params in prepared
+        ]
 
 
 def run_pooled(
@@ -319,32 +226,37 @@ def run_pooled(
     return [done[request.request_id] for request in requests]
 
 
-def _output(
-    request: EngineRequest, delta: EngineDelta, outputs: PooledOutput
-) -> PoolingRequestOutput[PooledOutput]:
+def pooling_output(
+    pieces: Sequence[EngineRequest], delta: EngineDelta
+) -> PoolingRequestOutput[PoolingOutput]:
+    """The output of an input that was computed in these pieces and ended so."""
     return PoolingRequestOutput(
-        request_id=request.request_id,
-        outputs=outputs,
-        prompt_token_ids=request.prompt_token_ids,
+        request_id=pieces[0].request_id,
+        outputs=PoolingOutput(_vector(delta), _named(pieces[0], delta)),
+        prompt_token_ids=[token_id for piece in pieces for token_id in piece.prompt_token_ids],
         num_cached_tokens=delta.num_cached_tokens,
         error=delta.error,
     )
 
 
-def pooling_output(
-    pieces: Sequence[EngineRequest], delta: EngineDelta
-) -> PoolingRequestOutput[PoolingOutput]:
-    """The output of an input that was computed in these pieces and ended so."""
-    request = _as_one(pieces)
-    return _output(request, delta, PoolingOutput(_vector(delta), _named(request, delta)))
+def _replace(
+    output: PoolingRequestOutput[PoolingOutput], outputs: PooledOutput
+) -> PoolingRequestOutput[PooledOutput]:
+    """The same output in another form."""
+    return PoolingRequestOutput(**{**vars(output), "outputs": outputs})
 
 
-def _as_one(pieces: Sequence[EngineRequest]) -> EngineRequest:
-    """Join the pieces of one input into one request with all tokens."""
-    if len(pieces) == 1:
-        return pieces[0]
-    token_ids = [token_id for piece in pieces for token_id in piece.prompt_token_ids]
-    return msgspec.structs.replace(pieces[0], prompt_token_ids=token_ids)
+def _compare(
+    first: PoolingRequestOutput[PoolingOutput], second: PoolingRequestOutput[PoolingOutput]
+) -> ScoringRequestOutput:
+    a, b = first.outputs.data, second.outputs.data
+    return PoolingRequestOutput(
+        request_id=first.request_id,
+        outputs=ScoringOutput(None if a is None or b is None else similarity(a, b)),
+        prompt_token_ids=first.prompt_token_ids + second.prompt_token_ids,
+        num_cached_tokens=first.num_cached_tokens + second.num_cached_tokens,
+        error=first.error if first.error is not None else second.error,
+    )
 
 
 def _vector(delta: EngineDelta) -> Any:
@@ -366,8 +278,8 @@ def _named(request: EngineRequest, delta: EngineDelta) -> dict[str, Any]:
     return found
 
 
-def _score(delta: EngineDelta) -> float | None:
-    return None if delta.payload is None else float(delta.payload.to_numpy()[0])
+def _score(output: PoolingOutput) -> float | None:
+    return None if output.data is None else float(output.data[0])
 
 
 def _texts(name: str, data: str | Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -372,6 +372,23 @@ def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
         f"got {prompt!r:.80}",
         "prompt",
     )
+
+
+def with_priorities(
+    prompts: Prompt | Sequence[Prompt], priority: Sequence[int] | None
+) -> list[tuple[Prompt, int]]:
+    """One prompt or several, each with its priority."""
+    several = isinstance(prompts, Iterable) and not isinstance(prompts, (str, Mapping))
+    items: list[Any] = list(prompts) if several else [prompts]
+    if priority is None:
+        return [(item, 0) for item in items]
+    if not isinstance(priority, (list, tuple)) or len(priority) != len(items):
+        raise InputError(
+            f"priority must be a list with one number per prompt ({len(items)}), "
+            f"got {priority!r:.80}",
+            "priority",
+        )
+    return list(zip(items, priority, strict=True))
 
 
 def check_salt(cache_salt: str | None) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -43,7 +43,18 @@ class Truncation:
     max_text_tokens: int | None = None  # for a text, without its prompt and special tokens
 
 
-NO_TRUNCATION = Truncation()
+@dataclass(frozen=True)
+class InputOptions:
+    """How an input is tokenized and run."""
+
+    truncation: Truncation = Truncation()
+    add_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+    field: str = "prompt"  # the user's name of the input, for errors
+
+
+DEFAULT_OPTIONS = InputOptions()
 
 
 def prepare_pooling(
@@ -51,23 +62,16 @@ def prepare_pooling(
     request_id: str,
     prompt: PoolingPrompt,
     params: PoolingParams,
-    *,
-    truncation: Truncation = NO_TRUNCATION,
-    add_special_tokens: bool = True,
-    priority: int = 0,
-    cache_salt: str | None = None,
-    field: str = "prompt",
+    options: InputOptions = DEFAULT_OPTIONS,
 ) -> EngineRequest:
-    """Check and tokenize one request. `InputError` says what is wrong with it.
-
-    `field` is the user's name of the prompt.
-    """
+    """Check and tokenize one request. `InputError` says what is wrong with it."""
+    truncation, field = options.truncation, options.field
     info = pooling_info(frontend)
     params = msgspec.structs.replace(params)  # the user may change theirs meanwhile
     params.validate()
     params.task = info.check(params)
-    check_int("priority", priority, -(2**63), 2**63 - 1)
-    check_salt(cache_salt)
+    check_int("priority", options.priority, -(2**63), 2**63 - 1)
+    check_salt(options.cache_salt)
     limit = _limit(frontend, truncation)
     second_segment, num_unpooled = None, 0
     if isinstance(prompt, Pair):
@@ -77,12 +81,12 @@ def prepare_pooling(
         token_ids, second_segment = encode(frontend, prompt, truncation, limit, field)
     elif isinstance(prompt, str):
         text = info.text_of(prompt, params)
-        most = _max_tokens(frontend, params, truncation, add_special_tokens)
+        most = _max_tokens(frontend, params, truncation, options.add_special_tokens)
         if most is not None and most < limit:
             limit, truncation = most, replace(truncation, num_tokens=most)
-        token_ids = _encode(frontend, text, truncation, limit, add_special_tokens, field)
+        token_ids = _encode(frontend, text, replace(options, truncation=truncation), limit)
         if before := info.unpooled_text(params):
-            num_unpooled = _num_unpooled(frontend, before, add_special_tokens)
+            num_unpooled = _num_unpooled(frontend, before, options.add_special_tokens)
             _check_cut(len(token_ids), num_unpooled, truncation, field)
     else:
         if params.prompt_name is not None:
@@ -100,9 +104,9 @@ def prepare_pooling(
         prompt_token_ids=token_ids,
         params=params,
         seed=0,
-        priority=priority,
+        priority=options.priority,
         arrival_time=time.monotonic(),
-        cache_salt=cache_salt,
+        cache_salt=options.cache_salt,
         # Where a token's own vector is wanted, or the sum of all, a cached prefix lacks them.
         read_prefix_cache=(
             info.reads_prefix_cache
@@ -119,42 +123,35 @@ def prepare_pieces(
     request_id: str,
     prompt: PoolingPrompt,
     params: PoolingParams,
-    *,
-    truncation: Truncation = NO_TRUNCATION,
-    add_special_tokens: bool = True,
-    priority: int = 0,
-    cache_salt: str | None = None,
-    field: str = "prompt",
+    options: InputOptions = DEFAULT_OPTIONS,
 ) -> list[EngineRequest]:
     """Like `prepare_pooling`, but an input longer than the context may be embedded in pieces.
 
     `join_pieces` combines their vectors.
     """
-    options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt, "field": field}
-    whole = {**options, "truncation": truncation, "add_special_tokens": add_special_tokens}
     info = pooling_info(frontend)
-    may_cut = info.max_embed_len > frontend.max_model_len and truncation.num_tokens is None
-    may_cut = may_cut and params.vectors is None
-    if not may_cut or isinstance(prompt, Pair) or info.check(params) != "embed":
-        return [prepare_pooling(frontend, request_id, prompt, params, **whole)]
     try:
-        return [prepare_pooling(frontend, request_id, prompt, params, **whole)]
+        return [prepare_pooling(frontend, request_id, prompt, params, options)]
     except InputOverflow:
-        pieces = _cut(frontend, prompt, params, truncation, add_special_tokens, field)
+        if (
+            isinstance(prompt, Pair)
+            or options.truncation.num_tokens is not None
+            or params.vectors is not None
+            or info.max_embed_len <= frontend.max_model_len
+            or info.check(params) != "embed"
+        ):
+            raise
+        pieces = _cut(frontend, prompt, params, options)
     raw = PoolingParams(task="embed", use_activation=False)
+    own = replace(options, truncation=Truncation())
     return [
-        prepare_pooling(frontend, f"{request_id}.{index}", piece, raw, **options)
+        prepare_pooling(frontend, f"{request_id}.{index}", piece, raw, own)
         for index, piece in enumerate(pieces)
     ]
 
 
 def _cut(
-    frontend: Frontend,
-    prompt: str | Sequence[int],
-    params: PoolingParams,
-    truncation: Truncation,
-    add_special_tokens: bool,
-    field: str,
+    frontend: Frontend, prompt: str | Sequence[int], params: PoolingParams, options: InputOptions
 ) -> list[list[int]]:
     """Split a long input into pieces that fit, each with the special tokens around it."""
     info = pooling_info(frontend)
@@ -162,9 +159,9 @@ def _cut(
     after: list[int] = []
     if isinstance(prompt, str):
         tokenizer = frontend.known_tokenizer()
-        before, after = tokenizer.frame(add_special_tokens) or ([], [])
+        before, after = tokenizer.frame(options.add_special_tokens) or ([], [])
         text = info.text_of(prompt, params)
-        most = _max_tokens(frontend, params, truncation, False)
+        most = _max_tokens(frontend, params, options.truncation, False)
         longest = info.max_embed_len
         try:
             if most is not None and most < longest:
@@ -172,11 +169,11 @@ def _cut(
             else:
                 token_ids = tokenizer.encode(text, False, longest, frontend.encode_piece)
         except TooManyTokens as error:
-            raise InputOverflow(error.num_tokens, longest, field, error.is_exact) from None
+            raise InputOverflow(error.num_tokens, longest, options.field, error.is_exact) from None
     else:
         token_ids = list(prompt)
         if len(token_ids) > info.max_embed_len:
-            raise InputOverflow(len(token_ids), info.max_embed_len, field)
+            raise InputOverflow(len(token_ids), info.max_embed_len, options.field)
     room = max(frontend.max_model_len - len(before) - len(after), 1)
     return [[*before, *token_ids[at : at + room], *after] for at in range(0, len(token_ids), room)]
 
@@ -244,23 +241,15 @@ def _max_tokens(
     return len(around) + truncation.max_text_tokens
 
 
-def _encode(
-    frontend: Frontend,
-    text: str,
-    truncation: Truncation,
-    limit: int,
-    add_special_tokens: bool,
-    field: str,
-) -> list[int]:
-    tokenizer = frontend.known_tokenizer()
+def _encode(frontend: Frontend, text: str, options: InputOptions, limit: int) -> list[int]:
+    tokenizer, special = frontend.known_tokenizer(), options.add_special_tokens
     try:
-        return tokenizer.encode(text, add_special_tokens, limit, frontend.encode_piece)
+        return tokenizer.encode(text, special, limit, frontend.encode_piece)
     except TooManyTokens as error:
-        if truncation.num_tokens is None:
-            raise InputOverflow(error.num_tokens, limit, field, error.is_exact) from None
-    return tokenizer.encode_cut(
-        text, limit, truncation.side, add_special_tokens, frontend.encode_piece
-    )
+        if options.truncation.num_tokens is None:
+            raise InputOverflow(error.num_tokens, limit, options.field, error.is_exact) from None
+    side = options.truncation.side
+    return tokenizer.encode_cut(text, limit, side, special, frontend.encode_piece)
 
 
 def _num_unpooled(frontend: Frontend, before: str, add_special_tokens: bool) -> int:

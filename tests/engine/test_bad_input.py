@@ -77,8 +77,8 @@ def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
         ([1, "high"], "priority must be an integer, got 'high'"),
         ([None, 1], "priority must be an integer, got None"),
         ([1, 10**30], "priority must be at most"),
-        ([1], r"priority must hold one number a prompt \(2\), got \[1\]"),
-        (1, "priority must hold one number a prompt"),
+        ([1], r"priority must be a list with one number per prompt \(2\), got \[1\]"),
+        (1, "priority must be a list with one number per prompt"),
     ],
 )
 def test_a_priority_that_cannot_be_ranked_is_refused_before_it_harms_others(

@@ -26,7 +26,7 @@ from penstock.server.pooling.protocol import CohereEmbeddings, CohereEmbedReques
 from penstock.server.pooling.run import pool_all
 from penstock.server.pooling.vectors import as_bytes, vector_of
 from penstock.server.service import Service
-from penstock.text.pooling import Truncation, pooling_info
+from penstock.text.pooling import InputOptions, Truncation, pooling_info
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
@@ -73,7 +73,8 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
     truncation = Truncation(
         None if body.truncate == "NONE" else -1, "last" if body.truncate == "START" else "first"
     )
-    prepare = prepare_with(service, request_id, params, truncation, "texts", priority=body.priority)
+    options = InputOptions(truncation, priority=body.priority or 0, field="texts")
+    prepare = prepare_with(service, request_id, params, options)
 
     async def work() -> bytes:
         requests, deltas = await pool_all(service, prepare, texts, params)

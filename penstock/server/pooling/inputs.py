@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import InputError
@@ -12,7 +11,7 @@ from penstock.protocol.request import EngineRequest
 from penstock.server.openai.prompts import turn_request
 from penstock.server.pooling.protocol import InputBody, PairBody
 from penstock.server.service import Service
-from penstock.text.pooling import PoolingPrompt, Truncation, prepare_pieces
+from penstock.text.pooling import InputOptions, PoolingPrompt, Truncation, prepare_pieces
 
 Prepare = Callable[[PoolingPrompt], list[EngineRequest]]
 
@@ -38,30 +37,13 @@ def read_inputs(body: InputBody, field: str = "input") -> Sequence[PoolingPrompt
 
 
 def prepare_with(
-    service: Service,
-    request_id: str,
-    params: PoolingParams,
-    truncation: Truncation,
-    field: str,
-    *,
-    priority: int | None,
-    cache_salt: str | None = None,
-    add_special_tokens: bool = True,
+    service: Service, request_id: str, params: PoolingParams, options: InputOptions
 ) -> Prepare:
     """Return a function that converts one prompt to engine requests with these options."""
 
     def prepare(prompt: PoolingPrompt) -> list[EngineRequest]:
-        return prepare_pieces(
-            service.frontend,
-            service.engine_id(request_id),
-            prompt,
-            params,
-            truncation=truncation,
-            add_special_tokens=add_special_tokens,
-            priority=priority or 0,
-            cache_salt=cache_salt,
-            field=field,
-        )
+        own_id = service.engine_id(request_id)
+        return prepare_pieces(service.frontend, own_id, prompt, params, options)
 
     return prepare
 
@@ -70,20 +52,18 @@ def input_prepare(
     service: Service, body: InputBody, params: PoolingParams, request_id: str
 ) -> Prepare:
     """Return a function that converts one input to engine requests."""
-    side: Literal["first", "last"] = "last" if body.truncation_side == "left" else "first"
-    truncation = Truncation(body.truncate_prompt_tokens, side)
     is_chat = body.messages is not None
     special = body.add_special_tokens
-    return prepare_with(
-        service,
-        request_id,
-        params,
-        truncation,
+    options = InputOptions(
+        Truncation(
+            body.truncate_prompt_tokens, "last" if body.truncation_side == "left" else "first"
+        ),
+        (not is_chat) if special is None else special,
+        body.priority or 0,
+        body.cache_salt,
         "messages" if is_chat else "input",
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        add_special_tokens=(not is_chat) if special is None else special,
     )
+    return prepare_with(service, request_id, params, options)
 
 
 def render_messages(service: Service, body: InputBody) -> str:
@@ -117,12 +97,7 @@ def pair_prepare(
         body.max_tokens_per_doc,
         max_text_tokens,
     )
-    return prepare_with(
-        service,
-        request_id,
-        params,
-        truncation,
-        field,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
+    options = InputOptions(
+        truncation, priority=body.priority or 0, cache_salt=body.cache_salt, field=field
     )
+    return prepare_with(service, request_id, params, options)
