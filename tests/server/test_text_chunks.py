@@ -22,7 +22,7 @@ from penstock.server.openai.protocol import (
     CompletionChoice,
     CompletionRequest,
 )
-from penstock.server.openai.stream import TextChunks, UsageCounter, UsageOptions
+from penstock.server.openai.stream import Exchange, TextChunks, UsageCounter, UsageOptions
 from penstock.text.parsing.deltas import ContentDelta
 
 TEXTS = ["Hello", " there", ', "you"\n', "\\\x00\x1f", "é\u2028🙂"]
@@ -84,10 +84,10 @@ def stream(options: dict[str, Any], chat: bool) -> list[Any]:
     if chat:
         messages = [{"role": "user", "content": "x"}]
         body: Any = ChatCompletionRequest.model_validate({"messages": messages, **options})
-        answer = ChatAnswer(Service(), body, Turn(), "model", "id")  # type: ignore[arg-type]
+        answer = ChatAnswer(Exchange(Service(), body, "model", "id"), Turn())  # type: ignore[arg-type]
     else:
         body = CompletionRequest.model_validate({"prompt": "x", **options})
-        answer = CompletionAnswer(Service(), body, [], "model", "id")  # type: ignore[arg-type]
+        answer = CompletionAnswer(Exchange(Service(), body, "model", "id"), [])  # type: ignore[arg-type]
     return asyncio.run(_all(answer))
 
 

@@ -43,9 +43,6 @@ def error_body(status: int, message: str, request_id: str | None) -> dict[str, A
 class AnthropicFrame(StreamFrame):
     """Writes events with their type as the event name."""
 
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-
     def event(self, chunk: str) -> str:
         return f"event: {json.loads(chunk)['type']}\ndata: {chunk}\n\n"
 

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message
 
 from penstock.protocol.errors import EngineDeadError
 from penstock.server.batch.files import BadLine, BatchOutput, BatchRequest, Result, parse_line
+from penstock.server.http.replies import gather
 
 NUM_ERRORS_KEPT = 5
 
@@ -84,13 +85,7 @@ class Batch:
                 await self._handle(number, line)
                 self._on_line()
 
-        workers = [asyncio.ensure_future(work()) for _ in range(self._max_concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        await gather(*(work() for _ in range(self._max_concurrency)))
 
     async def _handle(self, number: int, line: bytes) -> None:
         if number in self._output.failed_lines:

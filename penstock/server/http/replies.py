@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -74,14 +75,20 @@ async def send_answer(
     return json_response(await unless_gone(request, answer.whole()))
 
 
-class StreamFrame(Protocol):
+class StreamFrame(ABC):
     """How an API writes server-sent events."""
 
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    @abstractmethod
     def event(self, chunk: str) -> str: ...
 
+    @abstractmethod
     def error(self, error: Exception) -> str:
         """The event for an error in the stream. Logs details that the client must not see."""
 
+    @abstractmethod
     def end(self) -> str:
         """The last event, also after an error."""
 
@@ -92,9 +99,6 @@ class StreamFrame(Protocol):
 
 class OpenAIFrame(StreamFrame):
     """Writes each chunk as a `data:` line, then ``[DONE]``."""
-
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
 
     def event(self, chunk: str) -> str:
         return f"data: {chunk}\n\n"
@@ -216,6 +220,15 @@ async def _close(first: asyncio.Future[Any], chunks: AsyncGenerator[str, None]) 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def gather(*works: Coroutine[Any, Any, T]) -> list[T]:
+    """Run coroutines concurrently. The first failure cancels the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(*tasks)
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from penstock.conversation.output import TurnAnswer, TurnStep, TurnUsage
 from penstock.protocol.outputs import Message
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.openai.calls import CallFormat, FunctionCall
-from penstock.server.openai.logprobs import LogprobFormat, chat_usage, prompt_logprobs
+from penstock.server.openai.logprobs import chat_usage, prompt_logprobs
 from penstock.server.openai.prompts import prepare_chat
 from penstock.server.openai.protocol import (
     AssistantMessage,
@@ -27,55 +26,33 @@ from penstock.server.openai.protocol import (
     ChatLogprobs,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import ANSWERS, TextChunks, UsageOptions, complete
+from penstock.server.openai.stream import ANSWERS, AnswerFormat, Exchange, complete
 from penstock.server.openai.tools import (
     CustomToolDefinition,
     NamedCustomChoice,
     NamedToolChoice,
     ToolReference,
 )
-from penstock.server.service import Service
 from penstock.server.turn import Turn
 from penstock.text.parsing.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallBroken
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 
-@router.post(
-    "/v1/chat/completions",
-    response_model=ChatCompletion,
-    responses=ANSWERS,
-)
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=ANSWERS)
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Create a chat completion."""
     return await complete(request, body, "chatcmpl-", prepare_chat, ChatAnswer)
 
 
-class ChatAnswer:
+class ChatAnswer(AnswerFormat[ChatCompletionRequest]):
     """Formats the answer to one conversation."""
 
-    def __init__(
-        self,
-        service: Service,
-        body: ChatCompletionRequest,
-        turn: Turn,
-        model: str,
-        request_id: str,
-    ) -> None:
-        self._body = body
+    def __init__(self, exchange: Exchange[ChatCompletionRequest], turn: Turn) -> None:
+        body = exchange.body
+        super().__init__(exchange, body.top_logprobs)
         self._turn = turn
-        self._model = model
-        self._id = request_id
-        self._created = int(time.time())
-        self._logprobs = LogprobFormat(
-            service.frontend.tokenizer,
-            -1 if body.logprob_token_ids else body.top_logprobs or 0,
-            service.shows_token_ids(body.return_tokens_as_token_ids),
-        )
-        self._fingerprint = service.fingerprint
         self._calls = _call_format(body)
-        self._usage = UsageOptions.of(body.stream_options, service.server_config)
-        self._texts = TextChunks()
         last = body.messages[-1]
         continues = bool(body.echo and body.continue_final_message)
         self._role = last.role if body.continue_final_message else "assistant"
@@ -85,13 +62,10 @@ class ChatAnswer:
         """The complete answer."""
         answers = await self._turn.whole()
         completion = ChatCompletion(
-            id=self._id,
             object="chat.completion",
-            created=self._created,
-            model=self._model,
             choices=[self._choice(answer) for answer in answers],
-            usage=chat_usage(self._turn.usage, self._usage.with_details),
-            system_fingerprint=self._fingerprint,
+            usage=chat_usage(self._turn.usage, self._shows_usage.with_details),
+            **self._identity,
         )
         self._add_prompt(completion)
         return completion
@@ -113,11 +87,11 @@ class ChatAnswer:
                     yield self._texts.write(step.index, text, partial(self._text_chunk, step.index))
                 elif self._says_something(step):
                     yield self._chunk(step).model_dump_json(exclude_unset=True)
-                if self._usage.in_every_chunk:
+                if self._shows_usage.in_every_chunk:
                     before = replace(self._turn.usage)
-        if self._usage.at_end:
+        if self._shows_usage.at_end:
             final = self._make_chunk([])
-            final.usage = chat_usage(self._turn.usage, self._usage.with_details)
+            final.usage = chat_usage(self._turn.usage, self._shows_usage.with_details)
             yield final.model_dump_json(exclude_unset=True)
 
     def _choice(self, answer: TurnAnswer) -> ChatChoice:
@@ -153,7 +127,7 @@ class ChatAnswer:
     def _says_something(self, step: TurnStep) -> bool:
         """Whether the chunk has content. A step may have none while text is held back."""
         shows_tokens = self._body.return_token_ids or step.logprobs is not None
-        shows_tokens = shows_tokens or self._usage.in_every_chunk
+        shows_tokens = shows_tokens or self._shows_usage.in_every_chunk
         return bool(step.deltas or step.finish_reason or shows_tokens)
 
     def _only_text(self, step: TurnStep) -> str | None:
@@ -161,7 +135,7 @@ class ChatAnswer:
         if len(step.deltas) != 1 or not isinstance(delta := step.deltas[0], ContentDelta):
             return None
         says_more = step.finish_reason is not None or step.logprobs is not None
-        says_more = says_more or self._body.return_token_ids or self._usage.in_every_chunk
+        says_more = says_more or self._body.return_token_ids or self._shows_usage.in_every_chunk
         return None if says_more else delta.text
 
     def _text_chunk(self, index: int, text: str) -> ChatCompletionChunk:
@@ -204,16 +178,11 @@ class ChatAnswer:
     ) -> ChatCompletionChunk:
         """Make a chunk. If every chunk has usage, it is `usage` or the current one."""
         chunk = ChatCompletionChunk(
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            system_fingerprint=self._fingerprint,
+            object="chat.completion.chunk", choices=choices, **self._identity
         )
-        if self._usage.in_every_chunk:
-            chunk.usage = chat_usage(usage or self._turn.usage, self._usage.with_details)
-        elif self._usage.at_end:
+        if self._shows_usage.in_every_chunk:
+            chunk.usage = chat_usage(usage or self._turn.usage, self._shows_usage.with_details)
+        elif self._shows_usage.at_end:
             chunk.usage = None
         return chunk
 

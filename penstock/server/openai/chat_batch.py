@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
@@ -10,8 +9,7 @@ from fastapi import APIRouter, Request, Response
 from penstock.conversation.output import TurnUsage
 from penstock.protocol.errors import InputError
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.http.errors import describe_errors
-from penstock.server.http.replies import cancel, json_response, unless_gone
+from penstock.server.http.replies import gather, json_response, unless_gone
 from penstock.server.openai.chat import ChatAnswer
 from penstock.server.openai.logprobs import chat_usage
 from penstock.server.openai.prompts import prepare_chat
@@ -20,17 +18,14 @@ from penstock.server.openai.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
 )
+from penstock.server.openai.stream import ERRORS, Exchange
 from penstock.server.service import Service
 from penstock.server.turn import Turn
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 
-@router.post(
-    "/v1/chat/completions/batch",
-    response_model=ChatCompletion,
-    responses=describe_errors(400, 401, 404, 408, 413, 429, 500, 503),
-)
+@router.post("/v1/chat/completions/batch", response_model=ChatCompletion, responses=ERRORS)
 async def create_chat_batch(body: ChatBatchRequest, request: Request) -> Response:
     """Create a chat completion for each of several conversations: choice i answers the i-th."""
     service: Service = request.app.state.service
@@ -40,10 +35,10 @@ async def create_chat_batch(body: ChatBatchRequest, request: Request) -> Respons
     bodies = _single_bodies(body)
     turns = await unless_gone(request, _prepare_all(service, bodies, request_id))
     answers = [
-        ChatAnswer(service, single, turn, model, request_id)
+        ChatAnswer(Exchange(service, single, model, request_id), turn).whole()
         for single, turn in zip(bodies, turns, strict=True)
     ]
-    completions = await unless_gone(request, _run_all(answers))
+    completions = await unless_gone(request, gather(*answers))
     return json_response(_join(service, completions, turns))
 
 
@@ -78,15 +73,6 @@ async def _prepare_all(
         await service.in_thread(prepare_chat, service, body, request_id) for body in bodies[1:]
     ]
     return [first, *others]
-
-
-async def _run_all(answers: Sequence[ChatAnswer]) -> list[ChatCompletion]:
-    """Run all conversations concurrently. The first failure cancels the others."""
-    tasks = [asyncio.ensure_future(answer.whole()) for answer in answers]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        await cancel(*tasks)
 
 
 def _join(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,12 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.outputs import CompletionOutput, LogprobsAtPosition, RequestOutput
 from penstock.server.http.bodies import JsonRoute
-from penstock.server.openai.logprobs import (
-    LogprobFormat,
-    TextOffsets,
-    prompt_logprobs,
-    prompt_offsets,
-)
+from penstock.server.openai.logprobs import TextOffsets, prompt_logprobs, prompt_offsets
 from penstock.server.openai.prompts import prepare_completions
 from penstock.server.openai.protocol import (
     Completion,
@@ -26,53 +20,33 @@ from penstock.server.openai.protocol import (
     CompletionRequest,
 )
 from penstock.server.openai.routed_experts import encode_routed_experts
-from penstock.server.openai.stream import ANSWERS, TextChunks, UsageCounter, UsageOptions, complete
-from penstock.server.service import Service
+from penstock.server.openai.stream import ANSWERS, AnswerFormat, Exchange, UsageCounter, complete
 from penstock.text.frontend import PreparedRequest
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 
-@router.post(
-    "/v1/completions",
-    response_model=Completion,
-    responses=ANSWERS,
-)
+@router.post("/v1/completions", response_model=Completion, responses=ANSWERS)
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Complete one or more prompts."""
     return await complete(request, body, "cmpl-", prepare_completions, CompletionAnswer)
 
 
-class CompletionAnswer:
+class CompletionAnswer(AnswerFormat[CompletionRequest]):
     """Formats the completions of one request's prompts."""
 
     def __init__(
-        self,
-        service: Service,
-        body: CompletionRequest,
-        prepared: Sequence[PreparedRequest],
-        model: str,
-        request_id: str,
+        self, exchange: Exchange[CompletionRequest], prepared: Sequence[PreparedRequest]
     ) -> None:
-        self._service = service
-        self._body = body
+        body = exchange.body
+        super().__init__(exchange, body.logprobs)
         self._prepared = prepared
-        self._model = model
-        self._id = request_id
-        self._created = int(time.time())
-        self._shows_usage = UsageOptions.of(body.stream_options, service.server_config)
         self._usage = UsageCounter(self._shows_usage)
         # A prompt's logprobs arrive once, but each of its completions echoes them.
         self._prompt_logprobs: dict[int, list[LogprobsAtPosition | None]] = {}
         self._prompt_only = bool(body.echo) and body.max_tokens == 0
         self._begun: set[int] = set()  # choices whose first chunk was made
         self._offsets: dict[int, TextOffsets] = {}  # by choice, if logprobs are requested
-        self._texts = TextChunks()
-        self._logprobs = LogprobFormat(
-            service.frontend.tokenizer,
-            -1 if body.logprob_token_ids else body.logprobs or 0,
-            service.shows_token_ids(body.return_tokens_as_token_ids),
-        )
 
     async def whole(self) -> Completion:
         """The complete answer."""
@@ -188,14 +162,7 @@ class CompletionAnswer:
         return tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
 
     def _reply(self, choices: list[CompletionChoice], usage_now: bool = False) -> Completion:
-        reply = Completion(
-            id=self._id,
-            object="text_completion",
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            system_fingerprint=self._service.fingerprint,
-        )
+        reply = Completion(object="text_completion", choices=choices, **self._identity)
         if usage_now or self._shows_usage.in_every_chunk:
             reply.usage = self._usage.so_far()
         elif self._shows_usage.at_end:

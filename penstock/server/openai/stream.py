@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import Request, Response
@@ -14,7 +15,7 @@ from penstock.conversation.output import TurnUsage
 from penstock.protocol.outputs import RequestOutput
 from penstock.server.http.errors import describe_errors
 from penstock.server.http.replies import Answer, send_answer, unless_gone
-from penstock.server.openai.logprobs import usage
+from penstock.server.openai.logprobs import LogprobFormat, usage
 from penstock.server.openai.protocol import CompletionBody, StreamOptions, Usage
 from penstock.server.schema.base import Reply
 from penstock.server.service import Service
@@ -25,11 +26,22 @@ EVENT_STREAM: dict[int | str, dict[str, Any]] = {
         "content": {"text/event-stream": {}},
     }
 }
-ANSWERS = {**EVENT_STREAM, **describe_errors(400, 401, 404, 408, 413, 429, 500, 503)}
+ERRORS = describe_errors(400, 401, 404, 408, 413, 429, 500, 503)
+ANSWERS = {**EVENT_STREAM, **ERRORS}
 
 
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=CompletionBody)
+
+
+@dataclass(frozen=True)
+class Exchange(Generic[BodyT]):
+    """A request, and what its answer names."""
+
+    service: Service
+    body: BodyT
+    model: str
+    request_id: str
 
 
 async def complete(
@@ -37,7 +49,7 @@ async def complete(
     body: BodyT,
     id_prefix: str,
     prepare: Callable[[Service, BodyT, str], T],
-    make_answer: Callable[[Service, BodyT, T, str, str], Answer],
+    make_answer: Callable[[Exchange[BodyT], T], Answer],
 ) -> Response:
     """Answer a request. `prepare` runs in a thread. `make_answer` formats the result."""
     service: Service = request.app.state.service
@@ -45,8 +57,30 @@ async def complete(
     request_id = id_prefix + (body.request_id or request.state.request_id)
     preparing = service.in_thread(prepare, service, body, request_id)
     prepared = await unless_gone(request, preparing)
-    answer = make_answer(service, body, prepared, model, request_id)
+    answer = make_answer(Exchange(service, body, model, request_id), prepared)
     return await send_answer(request, answer, body.stream)
+
+
+class AnswerFormat(Generic[BodyT]):
+    """What the answers of both APIs share: identity, usage, logprobs, chunks of text."""
+
+    def __init__(self, exchange: Exchange[BodyT], num_logprobs: int | None) -> None:
+        service, body = exchange.service, exchange.body
+        self._service = service
+        self._body = body
+        self._identity: dict[str, Any] = {
+            "id": exchange.request_id,
+            "created": int(time.time()),
+            "model": exchange.model,
+            "system_fingerprint": service.fingerprint,
+        }
+        self._shows_usage = UsageOptions.of(body.stream_options, service.server_config)
+        self._logprobs = LogprobFormat(
+            service.frontend.tokenizer,
+            -1 if body.logprob_token_ids else num_logprobs or 0,
+            service.shows_token_ids(body.return_tokens_as_token_ids),
+        )
+        self._texts = TextChunks()
 
 
 class TextChunks:

@@ -6,7 +6,6 @@ text. So at most two steps' worth of a request's inputs are on the engine at a t
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from typing import TypeVar
 from penstock.protocol.delta import EngineDelta
 from penstock.protocol.pooling import PoolingParams
 from penstock.protocol.request import EngineRequest
+from penstock.server.http.replies import gather
 from penstock.server.service import Service
 from penstock.text.pooling import join_pieces, pooling_info
 
@@ -112,11 +112,5 @@ async def _in_turn(
         for index, start in waiting:  # the workers share this iterator
             results[index] = await start()
 
-    workers = [asyncio.ensure_future(work()) for _ in range(min(at_once, len(starts)))]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
+    await gather(*(work() for _ in range(min(at_once, len(starts)))))
     return results
