@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.layers.build import Build
-from penstock.models.config import read_float, read_int
+from penstock.models.config import check_fixed, read_float, read_int
 from penstock.models.encoder import EncoderHead, EncoderLayer, EncoderMLP, EncoderModel
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
@@ -38,11 +38,7 @@ class BertModel(EncoderModel):
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        kind = raw.get("position_embedding_type", "absolute")
-        if kind != "absolute":
-            raise ModelError(
-                f"config.json: position_embedding_type {kind!r:.80} is not supported, only absolute"
-            )
+        check_fixed(raw, position_embedding_type="absolute")
         return {"type_vocab_size": 2, **raw}
 
 

@@ -1,10 +1,10 @@
-"""Reads and checks the config.json settings that decoder models share."""
+"""Reads and checks the config.json settings that models share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.protocol.errors import ConfigError, ModelError
 
@@ -50,23 +50,61 @@ def _read_eps(raw: Mapping[str, Any]) -> float:
     return float(eps)
 
 
+def check_fixed(raw: Mapping[str, Any], **fixed: object) -> None:
+    """Refuse settings of which only one value is supported. It is the default."""
+    for name, value in fixed.items():
+        given = raw.get(name)
+        if given is not None and given != value:
+            raise ModelError(
+                f"config.json: {name} must be {value!r}, got {given!r:.80}: no other value is "
+                "supported"
+            )
+
+
 @dataclass(frozen=True)
-class DecoderConfig:
+class TransformerConfig:
+    """The settings that all models share, under one set of names."""
+
     vocab_size: int
     hidden_size: int
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float  # also of layer norms, whatever the file calls it
     max_position: int
-    tie_word_embeddings: bool
     raw: Mapping[str, Any]  # the whole config.json, for settings of single architectures
+
+    @staticmethod
+    def read_common(raw: Mapping[str, Any], max_position: int) -> dict[str, Any]:
+        hidden_size, num_heads = read_int(raw, "hidden_size"), read_int(raw, "num_attention_heads")
+        return {
+            "vocab_size": read_int(raw, "vocab_size"),
+            "hidden_size": hidden_size,
+            "intermediate_size": read_int(raw, "intermediate_size"),
+            "num_layers": read_int(raw, "num_hidden_layers"),
+            "num_heads": num_heads,
+            "head_dim": read_int(raw, "head_dim", hidden_size // num_heads),
+            "max_position": read_int(raw, "max_position_embeddings", max_position),
+            "raw": raw,
+        }
+
+    def check_shards(self, ranks: int) -> None:
+        """Refuse a tensor-parallel size that does not divide the model."""
+        if self.num_heads % ranks or self.intermediate_size % ranks:
+            raise ConfigError(
+                f"tensor_parallel_size must divide the model's {self.num_heads} attention heads "
+                f"and its intermediate size of {self.intermediate_size}, got {ranks}"
+            )
+
+
+@dataclass(frozen=True)
+class DecoderConfig(TransformerConfig):
+    num_kv_heads: int
+    rms_norm_eps: float  # also of layer norms, whatever the file calls it
+    tie_word_embeddings: bool
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any]) -> DecoderConfig:
-        hidden_size = read_int(raw, "hidden_size")
         num_heads = read_int(raw, "num_attention_heads")
         num_kv_heads = read_int(raw, "num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -75,17 +113,10 @@ class DecoderConfig:
                 f"num_key_value_heads ({num_kv_heads})"
             )
         return cls(
-            vocab_size=read_int(raw, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=read_int(raw, "intermediate_size"),
-            num_layers=read_int(raw, "num_hidden_layers"),
-            num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=read_int(raw, "head_dim", hidden_size // num_heads),
             rms_norm_eps=_read_eps(raw),
-            max_position=read_int(raw, "max_position_embeddings", 2048),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            raw=raw,
+            **cls.read_common(raw, max_position=2048),
         )
 
     @property
@@ -96,12 +127,7 @@ class DecoderConfig:
         return read_int(self.raw, "sliding_window")
 
     def check_shards(self, ranks: int) -> None:
-        """Refuse a tensor-parallel size that does not divide the model."""
-        if self.num_heads % ranks or self.intermediate_size % ranks:
-            raise ConfigError(
-                f"tensor_parallel_size must divide the model's {self.num_heads} attention heads "
-                f"and its intermediate size of {self.intermediate_size}, got {ranks}"
-            )
+        super().check_shards(ranks)
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
             raise ConfigError(
                 f"tensor_parallel_size must divide the model's {self.num_kv_heads} key-value "
@@ -109,14 +135,7 @@ class DecoderConfig:
             )
 
 
-class _HasLayers(Protocol):
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def raw(self) -> Mapping[str, Any]: ...
-
-
-def layer_kind(config: _HasLayers, index: int, *kinds: str) -> str | None:
+def layer_kind(config: TransformerConfig, index: int, *kinds: str) -> str | None:
     """The entry of `layer_types` for layer `index`, one of `kinds`; None without the list."""
     given = config.raw.get("layer_types")
     if given is None:

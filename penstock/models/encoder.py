@@ -22,7 +22,7 @@ from penstock.layers.norm import LayerNorm
 from penstock.layers.quantization import DenseMethod
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.models.base import Hidden, Model, WeightTable
-from penstock.models.config import read_float, read_int, read_num_labels
+from penstock.models.config import TransformerConfig, read_float, read_int, read_num_labels
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.protocol.pooling import PoolingType
 
@@ -57,51 +57,25 @@ def read_activation(raw: Mapping[str, Any], name: str, default: str = "gelu") ->
 
 
 @dataclass(frozen=True)
-class EncoderConfig:
-    """The settings that encoders share, under one set of names."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    head_dim: int
+class EncoderConfig(TransformerConfig):
     norm_eps: float
-    max_position: int
     num_types: int  # number of token types; 0: the model has none
     activation: ActivationName
-    raw: Mapping[str, Any]  # the whole config.json, for settings of single architectures
 
     @classmethod
     def from_raw(cls, raw: Mapping[str, Any]) -> EncoderConfig:
-        hidden_size = read_int(raw, "hidden_size")
-        num_heads = read_int(raw, "num_attention_heads")
+        hidden_size, num_heads = read_int(raw, "hidden_size"), read_int(raw, "num_attention_heads")
         if hidden_size % num_heads:
             raise ModelError(
                 f"config.json: hidden_size ({hidden_size}) must be a multiple of "
                 f"num_attention_heads ({num_heads})"
             )
         return cls(
-            vocab_size=read_int(raw, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=read_int(raw, "intermediate_size"),
-            num_layers=read_int(raw, "num_hidden_layers"),
-            num_heads=num_heads,
-            head_dim=read_int(raw, "head_dim", hidden_size // num_heads),
             norm_eps=read_float(raw, "layer_norm_eps", 1e-12),
-            max_position=read_int(raw, "max_position_embeddings", 512),
             num_types=read_int(raw, "type_vocab_size", 0, low=0),
             activation=read_activation(raw, "hidden_act"),
-            raw=raw,
+            **cls.read_common(raw, max_position=512),
         )
-
-    def check_shards(self, ranks: int) -> None:
-        """Refuse a tensor-parallel size that does not divide the model."""
-        if self.num_heads % ranks or self.intermediate_size % ranks:
-            raise ConfigError(
-                f"tensor_parallel_size must divide the model's {self.num_heads} attention heads "
-                f"and its intermediate size of {self.intermediate_size}, got {ranks}"
-            )
 
 
 class EncoderMLP(nn.Module):

@@ -17,7 +17,7 @@ from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantized.experts import QuantizedExperts
 from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.models.base import WeightTable
-from penstock.models.config import read_float
+from penstock.models.config import check_fixed
 from penstock.models.decoder import DecoderLM
 from penstock.models.experts import make_experts
 from penstock.models.gemma2 import layer_is_windowed
@@ -56,11 +56,7 @@ class GptOssForCausalLM(DecoderLM):
 
     def mlp(self, index: int) -> nn.Module:
         config = self.config
-        for name, fixed in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702)):
-            if read_float(config.raw, name, fixed) != fixed:
-                raise ModelError(
-                    f"config.json: {name} must be {fixed}, got {config.raw[name]!r:.80}"
-                )
+        check_fixed(config.raw, swiglu_limit=7.0, swiglu_alpha=1.702)
         return make_experts(
             self.build,
             config,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from penstock.models.config import read_float
+from penstock.models.config import check_fixed, read_float
 from penstock.models.encoder import EncoderLayer, EncoderMLP, EncoderModel
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
@@ -32,24 +32,20 @@ class NomicBertModel(EncoderModel):
         if "n_embd" not in raw:
             return {"hidden_act": "silu", "type_vocab_size": 2, "rope_theta": 1000.0, **raw}
         # Setting names in nomic's own files.
-        for key, expected in {
-            "activation_function": "swiglu",
-            "prenorm": False,
-            "parallel_block": False,
-            "causal": False,
-            "use_rms_norm": False,
-            "qkv_proj_bias": False,
-            "mlp_fc1_bias": False,
-            "mlp_fc2_bias": False,
-            "rotary_emb_interleaved": False,
-            "rotary_emb_fraction": 1.0,
-            "rotary_emb_scale_base": None,
-        }.items():
-            if raw.get(key, expected) != expected:
-                raise ModelError(
-                    f"config.json: {key} must be {expected!r}, got {raw[key]!r:.80}: other "
-                    "variants of nomic-bert are not supported"
-                )
+        check_fixed(
+            raw,
+            activation_function="swiglu",
+            prenorm=False,
+            parallel_block=False,
+            causal=False,
+            use_rms_norm=False,
+            qkv_proj_bias=False,
+            mlp_fc1_bias=False,
+            mlp_fc2_bias=False,
+            rotary_emb_interleaved=False,
+            rotary_emb_fraction=1.0,
+            rotary_emb_scale_base=None,
+        )
         return {
             **raw,
             "hidden_size": raw["n_embd"],
@@ -83,16 +79,12 @@ class GteModel(EncoderModel):
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
-        for key, expected in {
-            "position_embedding_type": "rope",
-            "layer_norm_type": "layer_norm",
-            "logn_attention_scale": False,
-        }.items():
-            if raw.get(key, expected) != expected:
-                raise ModelError(
-                    f"config.json: {key} must be {expected!r}, got {raw[key]!r:.80}: other "
-                    "variants of GTE's encoder are not supported"
-                )
+        check_fixed(
+            raw,
+            position_embedding_type="rope",
+            layer_norm_type="layer_norm",
+            logn_attention_scale=False,
+        )
         scaling = raw.get("rope_scaling")
         if isinstance(scaling, Mapping) and scaling.get("mixed_b") is not None:
             raise ModelError("config.json: mixed_b in rope_scaling is not supported")

@@ -32,9 +32,6 @@ COMMON_ERRORS = (400, 401, 404, 500, 503)
 class ResponsesFrame(StreamFrame):
     """Writes events with their type as the event name. The last one tells how it ended."""
 
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-
     def event(self, chunk: str) -> str:
         kind = chunk.removeprefix('{"type": "').partition('"')[0]  # the type is the first field
         return f"event: {kind}\ndata: {chunk}\n\n"
@@ -53,11 +50,7 @@ class ResponsesFrame(StreamFrame):
         return ""
 
 
-@router.post(
-    "/v1/responses",
-    response_model=ResponseReply,
-    responses=ANSWERS,
-)
+@router.post("/v1/responses", response_model=ResponseReply, responses=ANSWERS)
 async def create_response(body: ResponseRequest, request: Request) -> Response:
     """Create a response. Calls to tool servers are made on the way."""
     service, runner = _service_and_runner(request)
