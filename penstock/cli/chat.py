@@ -12,14 +12,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Protocol
 
-from penstock.cli.common import check, open_llm
-from penstock.config.cli import (
-    add_engine_arguments,
-    add_sampling_arguments,
-    engine_options_from_args,
-    override,
-    sampling_options_from_args,
-)
+from penstock.cli.common import check, open_llm, text_options
+from penstock.config.cli import add_engine_arguments, add_sampling_arguments, override
 from penstock.protocol.errors import InputError, PenstockError
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams
@@ -53,10 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = engine_options_from_args(args)
-    if options.get("skip_tokenizer_init"):
-        raise InputError("chat needs text: drop --skip-tokenizer-init", "skip_tokenizer_init")
-    sampling = sampling_options_from_args(args)
+    options, sampling = text_options(args)
     if sampling.get("n", 1) != 1:
         raise InputError(f"chat gives one answer at a time, got n={sampling['n']}", "n")
     sampling["output_kind"] = OutputKind.DELTA

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from penstock.protocol.errors import RequestFault
+from penstock.config.cli import engine_options_from_args, sampling_options_from_args
+from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -65,6 +66,14 @@ def take_model_argument(args: argparse.Namespace) -> None:
             f"the last value of {args.flag_of_several} may be one of several, or the model: give "
             "the model before it, or as --model"
         )
+
+
+def text_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The engine and sampling options of a command that reads and writes text."""
+    options = engine_options_from_args(args)
+    if options.get("skip_tokenizer_init"):
+        raise InputError("this command needs text: drop --skip-tokenizer-init")
+    return options, sampling_options_from_args(args)
 
 
 def open_llm(options: dict[str, Any]) -> LLM:

@@ -6,14 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from penstock.cli.common import check, open_llm
-from penstock.config.cli import (
-    add_engine_arguments,
-    add_sampling_arguments,
-    engine_options_from_args,
-    override,
-    sampling_options_from_args,
-)
+from penstock.cli.common import check, open_llm, text_options
+from penstock.config.cli import add_engine_arguments, add_sampling_arguments, override
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import OutputKind, SamplingParams
 
@@ -39,10 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    options = engine_options_from_args(args)
-    if options.get("skip_tokenizer_init"):
-        raise InputError("generate needs text: drop --skip-tokenizer-init", "skip_tokenizer_init")
-    sampling = sampling_options_from_args(args)
+    options, sampling = text_options(args)
     prompts = read_prompts(args.prompts)
     with open_llm(options) as llm:
         params = override(llm.get_default_sampling_params(), sampling)

@@ -249,7 +249,20 @@ def _encode(frontend: Frontend, text: str, options: InputOptions, limit: int) ->
         if options.truncation.num_tokens is None:
             raise InputOverflow(error.num_tokens, limit, options.field, error.is_exact) from None
     side = options.truncation.side
-    return tokenizer.encode_cut(text, limit, side, special, frontend.encode_piece)
+    frame = tokenizer.frame(special)
+    if frame is None:
+        return tokenizer.encode_part(text, limit, side, special, frontend.encode_piece)
+    before, after = frame
+    num_special = len(before) + len(after)
+    if num_special >= limit:
+        raise InputError(
+            f"truncate_prompt_tokens must be at least {num_special + 1}: this model puts "
+            f"{num_special} tokens around a text",
+            "truncate_prompt_tokens",
+        )
+    room = limit - num_special
+    part = tokenizer.encode_part(text, room, side, False, frontend.encode_piece)
+    return [*before, *part, *after]
 
 
 def _num_unpooled(frontend: Frontend, before: str, add_special_tokens: bool) -> int:

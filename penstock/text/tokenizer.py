@@ -164,31 +164,6 @@ class Tokenizer:
             ids = encode(piece, False) + ids
         return [*before, *ids][-num_tokens:]
 
-    def encode_cut(
-        self,
-        text: str,
-        num_tokens: int,
-        side: Literal["first", "last"],
-        add_special_tokens: bool = True,
-        encode_piece: EncodePiece | None = None,
-    ) -> list[int]:
-        """The first or last tokens of `text` with special tokens, at most `num_tokens` in all.
-
-        Raises InputError if the special tokens alone reach the limit.
-        """
-        frame = self.frame(add_special_tokens)
-        if frame is None:
-            return self.encode_part(text, num_tokens, side, add_special_tokens, encode_piece)
-        before, after = frame
-        room = num_tokens - len(before) - len(after)
-        if room < 1:
-            raise InputError(
-                f"truncate_prompt_tokens must be at least {num_tokens - room + 1}: this model puts "
-                f"{num_tokens - room} tokens around a text",
-                "truncate_prompt_tokens",
-            )
-        return [*before, *self.encode_part(text, room, side, False, encode_piece), *after]
-
     @functools.cached_property
     def pair_frame(self) -> PairFrame:
         """The tokens around the two texts of a pair."""

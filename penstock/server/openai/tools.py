@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import ConfigDict, Field, Tag
 
 from penstock.conversation.request import NamedTool, ToolChoice
 from penstock.protocol.errors import InputError
 from penstock.server.openai.custom_tools import InputFormat, arguments_of, custom_tool
-from penstock.server.schema.base import Body, Text, type_of
+from penstock.server.schema.base import Body, Text, chosen_by, type_of
 from penstock.text.parsing.formats import Tool
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_./:-]{1,128}$")]
@@ -86,22 +86,16 @@ def _kind_of_choice(value: Any) -> str | None:
 ToolDefinition = Annotated[
     Annotated[FunctionToolDefinition, Tag("function tool")]
     | Annotated[CustomToolDefinition, Tag("custom tool")],
-    Discriminator(
-        _kind,
-        custom_error_type="tool",
-        custom_error_message="must be an object of type function or custom",
-    ),
+    chosen_by(_kind, "must be an object of type function or custom"),
 ]
 ToolChoiceParam = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a text")]
     | Annotated[NamedToolChoice, Tag("function tool")]
     | Annotated[NamedCustomChoice, Tag("custom tool")]
     | Annotated[AllowedToolsChoice, Tag("allowed_tools tool")],
-    Discriminator(
+    chosen_by(
         _kind_of_choice,
-        custom_error_type="tool_choice",
-        custom_error_message="must be none, auto or required, or an object of type function, "
-        "custom or allowed_tools",
+        "must be none, auto or required, or an object of type function, custom or allowed_tools",
     ),
 ]
 

@@ -8,7 +8,16 @@ from pydantic import Discriminator, Field, Tag
 
 from penstock.server.openai.protocol import JsonSchemaFormat
 from penstock.server.openai.tools import FunctionDefinition, ToolName, Tools
-from penstock.server.schema.base import Body, Effort, Entries, Items, Reply, Text, type_of
+from penstock.server.schema.base import (
+    Body,
+    Effort,
+    Entries,
+    Items,
+    Reply,
+    Text,
+    chosen_by,
+    type_of,
+)
 from penstock.server.schema.request import RequestBody
 
 Status = Literal["in_progress", "completed", "incomplete", "calling", "failed"]
@@ -46,11 +55,9 @@ def _kind_of_part(value: Any) -> str | None:
 # Tags are not identifiers, so errors leave them out of a field's path, see `errors.explain`.
 Part = Annotated[
     Annotated[InputTextPart, Tag("a text")] | Annotated[RefusalPart, Tag("a refusal")],
-    Discriminator(
+    chosen_by(
         _kind_of_part,
-        custom_error_type="part",
-        custom_error_message="must be an object of type input_text, output_text or refusal: "
-        "this model takes text only",
+        "must be an object of type input_text, output_text or refusal: this model takes text only",
     ),
 ]
 
@@ -150,11 +157,7 @@ InputItem = Annotated[
     | Annotated[McpListToolsItem, Tag("mcp_list_tools item")]
     | Annotated[CustomCallItem, Tag("custom_tool_call item")]
     | Annotated[CustomCallOutputItem, Tag("custom_tool_call_output item")],
-    Discriminator(
-        _kind_of_item,
-        custom_error_type="item",
-        custom_error_message=f"must be an object of type {', '.join(ITEM_TYPES)}",
-    ),
+    chosen_by(_kind_of_item, f"must be an object of type {', '.join(ITEM_TYPES)}"),
 ]
 Input = Annotated[
     Annotated[Text, Tag("a text")] | Annotated[Items[InputItem], Tag("a list")],
@@ -223,11 +226,7 @@ ToolParam = Annotated[
     | Annotated[McpTool, Tag("mcp tool")]
     | Annotated[CustomTool, Tag("custom tool")]
     | Annotated[BuiltInTool, Tag("other tool")],
-    Discriminator(
-        _kind_of_tool,
-        custom_error_type="tool",
-        custom_error_message="must be an object of type function, custom or mcp",
-    ),
+    chosen_by(_kind_of_tool, "must be an object of type function, custom or mcp"),
 ]
 
 

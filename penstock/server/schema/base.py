@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -56,6 +58,11 @@ def type_of(value: Any) -> Any:
     Tags of a union that are not identifiers are left out of the path in an error.
     """
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+def chosen_by(kind_of: Callable[[Any], Hashable], message: str) -> Discriminator:
+    """Select a member of a union by the tag that `kind_of` returns. `message` is the error."""
+    return Discriminator(kind_of, custom_error_type="kind", custom_error_message=message)
 
 
 def _check_unicode(text: str) -> str:
