@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
+from gpu_micro import time_each_us as time_us
 
 from penstock.loading.gguf.file import GGML_TYPES
 from penstock.ops.blocks import BlockTensor
@@ -67,17 +67,6 @@ class Weights:
         for _ in range(int(150e6 // held) + 1 if several else 0):
             copies: dict[str, Any] = {k: tensor.clone() for k, tensor in first.tensors().items()}
             self.all.append(first._replace(**copies))
-
-
-def time_us(call: Callable[[int], object], count: int) -> float:
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(count):
-            call(index)
-    bench = triton.testing.do_bench(graph.replay, warmup=3, rep=12, return_mode="median")
-    return float(bench) * 1e3 / count
 
 
 def variants(type_name: str, shape: tuple[int, int]) -> list[RowPlan] | list[TensorPlan]:

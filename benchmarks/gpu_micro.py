@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +29,21 @@ VOCAB = 151_936
 
 
 def time_us(function: Callable[[], object], repeats: int = 20) -> float:
-    function()
+    return time_each_us(lambda _: function(), repeats, warmup=10, rep=40)
+
+
+def time_each_us(
+    call: Callable[[int], object], count: int, warmup: int = 3, rep: int = 12
+) -> float:
+    """The time of `call(0)` to `call(count - 1)` in one graph, divided by their number."""
+    call(0)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            function()
-    bench = triton.testing.do_bench(graph.replay, warmup=10, rep=40, return_mode="median")
-    return float(bench) * 1e3 / repeats
+        for index in range(count):
+            call(index)
+    bench = triton.testing.do_bench(graph.replay, warmup=warmup, rep=rep, return_mode="median")
+    return float(bench) * 1e3 / count
 
 
 def randn(*shape: int) -> torch.Tensor:
@@ -82,21 +90,30 @@ def decode() -> None:
             print(f"  {us:8.1f} us {size / us / 1e6:5.2f} TB/s  {plan}")
 
 
+def print_tiles(
+    module: Any, name: str, own: PrefillTile, call: Callable[[], object], flops: int
+) -> None:
+    """Time `call` with the tile that is configured, then with others in place of it."""
+    found = []
+    configured = getattr(module, name)
+    first = time_us(call, 2), own
+    for rows, tokens, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3)):
+        tile = PrefillTile(rows, tokens, Launch(warps, stages))
+        setattr(module, name, lambda *_, tile=tile: tile)
+        found.append((time_us(call, 2), tile))
+    setattr(module, name, configured)
+    for us, tile in [first, *sorted(found)[:3]]:
+        print(f"  {us:8.1f} us {flops / us / 1e6:5.0f} TFLOP/s  {tile}")
+
+
 def prefill() -> None:
     """us and TFLOP/s, causal, over the paged cache."""
     for n, length, heads in (4, 4096, 32), (32, 512, 32):
         lens = torch.full((n,), length, device="cuda", dtype=torch.int32)
         step, flops = Paged(lens, length, heads), 2 * n * length**2 * heads * HEAD_DIM
-        own = attention.prefill_tile
-        found = []
-        for rows, tokens, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3)):
-            tile = PrefillTile(rows, tokens, Launch(warps, stages))
-            attention.prefill_tile = lambda *_, tile=tile: tile
-            found.append((time_us(step, 2), tile))
-        attention.prefill_tile = own
         print(f"prefill {n} x {length} heads={heads}; ours, then the best:")
-        for us, tile in [(time_us(step, 2), own(HEAD_DIM, 2, length)), *sorted(found)[:3]]:
-            print(f"  {us:8.1f} us {flops / us / 1e6:5.0f} TFLOP/s  {tile}")
+        own = attention.prefill_tile(HEAD_DIM, 2, length)
+        print_tiles(attention, "prefill_tile", own, step, flops)
 
 
 def prompt() -> None:
@@ -110,20 +127,13 @@ def prompt() -> None:
             starts, starts.diff(), starts[:n, None], starts.long(), 0, length, length,
             num_prompts=n, num_prompt_rows=n * length,
         )  # fmt: skip
-        output, scale, own = torch.empty_like(parts[0]), HEAD_DIM**-0.5, prompts.prompt_tile
+        output, scale = torch.empty_like(parts[0]), HEAD_DIM**-0.5
 
         def ours(parts=parts, metadata=metadata, scale=scale, output=output) -> None:  # type: ignore[no-untyped-def]
             prompts.prompt_attention(*parts, metadata, scale, output)
 
-        found = []
-        for rows, tokens, warps, stages in itertools.product((64, 128), (32, 64), (4, 8), (2, 3)):
-            tile = PrefillTile(rows, tokens, Launch(warps, stages))
-            prompts.prompt_tile = lambda *_, tile=tile: tile
-            found.append((time_us(ours, 2), tile))
-        prompts.prompt_tile = own
         print(f"prompt {n} x {length} heads={heads}; ours, then the best, then torch's:")
-        for us, tile in [(time_us(ours, 2), own(2, length)), *sorted(found)[:3]]:
-            print(f"  {us:8.1f} us {flops / us / 1e6:5.0f} TFLOP/s  {tile}")
+        print_tiles(prompts, "prompt_tile", prompts.prompt_tile(2, length), ours, flops)
         dense = [part.unflatten(0, (n, length)).transpose(1, 2) for part in parts]
 
         def theirs(dense=dense) -> None:  # type: ignore[no-untyped-def]

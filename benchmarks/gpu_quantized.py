@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import triton
+from gpu_micro import time_each_us as time_us
 
 from penstock.ops import quantized as plain
 from penstock.ops.triton import fp8, linear, packed, packed_layout, w4_row
@@ -25,17 +26,6 @@ from penstock.ops.triton.tuning_quantized import Fp8Plan, TilePlan
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 GROUP = 128
 Call = Callable[[int], object]  # with the number of a weight
-
-
-def time_us(call: Call, count: int) -> float:
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(count):
-            call(index)
-    bench = triton.testing.do_bench(graph.replay, warmup=3, rep=12, return_mode="median")
-    return float(bench) * 1e3 / count
 
 
 class Weights:

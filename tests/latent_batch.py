@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import torch
+from step_metadata import metadata_of
 
 from penstock.ops.attention import AttentionMetadata, to_int8_entries
 
@@ -89,19 +89,7 @@ def make_batch(
     if num_prompts:  # their pages must not be needed
         for blocks in table[decodes : decodes + num_prompts]:
             cache[blocks[blocks > 0].long()] = torch.nan
-    starts = list(itertools.accumulate(query_lens, initial=0))
-    metadata = AttentionMetadata(
-        query_starts=torch.tensor(starts + starts[-1:] * padding, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(seq_lens + [0] * padding, dtype=torch.int32, device=device),
-        block_table=table.to(device),
-        slot_mapping=torch.empty(0, dtype=torch.int64),
-        num_decodes=len(seq_lens) + padding if any_order else decodes,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        any_order=any_order,
-        num_prompts=num_prompts,
-        num_prompt_rows=sum(query_lens[decodes : decodes + num_prompts]),
-    )
+    metadata = metadata_of(query_lens, seq_lens, table, device, any_order, padding, num_prompts)
     rows = [torch.zeros(padding, sizes.heads, sizes.nope + sizes.rope, dtype=dtype)]
     # As the projections leave them: parts of a query side by side.
     query = torch.cat([torch.cat([torch.cat(nope), torch.cat(rope)], dim=-1), *rows]).to(device)

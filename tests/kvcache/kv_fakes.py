@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from penstock.kvcache.groups import RULES
 from penstock.protocol.kv import (
@@ -107,3 +108,22 @@ class FakeRequest:
     adapter_digest: str | None = None
     read_prefix_cache: bool = True
     confirmed: int = field(default=0)
+
+
+class StepsInFlight(RuleBasedStateMachine):
+    """Steps are launched and collected in order. `on_collect` follows each that is collected."""
+
+    step = collected = 0
+
+    def on_collect(self):
+        raise NotImplementedError
+
+    @rule()
+    def launch(self):
+        self.step += 1
+
+    @precondition(lambda self: self.collected < self.step)
+    @rule()
+    def collect(self):
+        self.collected += 1
+        self.on_collect()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
+from kvcache.kv_fakes import StepsInFlight
 
 from penstock.kvcache.block_pool import BlockPool
 
@@ -96,7 +97,7 @@ def test_freeing_a_block_twice_is_refused():
         pool.free(blocks)
 
 
-class PoolMachine(RuleBasedStateMachine):
+class PoolMachine(StepsInFlight):
     """Holders are a list of block ids, one entry each; steps run and are collected in order."""
 
     def __init__(self):
@@ -105,7 +106,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.holders = []
         self.busy = dict.fromkeys(range(1, 7), 0)
         self.keys = {}
-        self.step = self.collected = 0
 
     def free_ids(self):
         held = set(self.holders)
@@ -145,14 +145,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.touch(self.pool.blocks[block_id])
         self.holders.append(block_id)
 
-    @rule()
-    def launch(self):
-        self.step += 1
-
-    @precondition(lambda self: self.collected < self.step)
-    @rule()
-    def collect(self):
-        self.collected += 1
+    def on_collect(self):
         self.pool.collect(self.collected)
 
     @rule()

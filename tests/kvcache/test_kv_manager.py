@@ -7,13 +7,14 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from kvcache.kv_fakes import (
     HEADS,
     ONE_GROUP,
     STATE,
     THREE_GROUPS,
     FakeRequest,
+    StepsInFlight,
     any_groups,
     group_of,
     is_cross,
@@ -259,7 +260,7 @@ def test_what_can_ever_be_held_can_be_computed_step_by_step_alone(groups, length
     assert manager.pool.num_free == manager.pool.num_usable
 
 
-class ManagerMachine(RuleBasedStateMachine):
+class ManagerMachine(StepsInFlight):
     """Requests over a tiny alphabet come, grow, share, leave; `content` is what blocks hold."""
 
     @initialize(
@@ -273,7 +274,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.manager = manager_of(groups, num_blocks, step_tokens)
         self.requests = {}
         self.content = {}  # slot -> (group, history up to that token)
-        self.counter = self.step = self.collected = 0
+        self.counter = 0
 
     def write(self, request, start, end):
         for group, table in enumerate(self.manager.block_ids(request)):
@@ -346,14 +347,7 @@ class ManagerMachine(RuleBasedStateMachine):
         request = self.requests.pop(data.draw(st.sampled_from(sorted(self.requests))))
         self.manager.free(request)
 
-    @rule()
-    def launch(self):
-        self.step += 1
-
-    @precondition(lambda self: self.collected < self.step)
-    @rule()
-    def collect(self):
-        self.collected += 1
+    def on_collect(self):
         self.manager.collect(self.collected)
 
     @invariant()

@@ -4,7 +4,6 @@ change. Their parity with transformers, alone and batched, is in test_parity."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -125,22 +124,3 @@ def test_dummy_norms_are_neutral_whatever_their_kind() -> None:
         assert norms
         for name, value in norms.items():
             assert (value == (0.0 if name.endswith("bias") else 1.0)).all()
-
-
-@pytest.mark.parametrize(
-    ("variant", "change", "message"),
-    [
-        ("granite", {"logits_scaling": 0}, "logits_scaling must be above 0, got 0"),
-        ("granite", {"residual_multiplier": "x"}, "residual_multiplier must be a number, got 'x'"),
-        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must have a 0 or 1 for each of 3"),
-        ("starcoder2", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported, only gelu_py"),
-        ("olmo2", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
-        ("cohere", {"layer_norm_eps": "x"}, "layer_norm_eps must be a small number, got 'x'"),
-    ],
-)
-def test_settings_that_make_no_sense_are_named(
-    variant: str, change: dict[str, Any], message: str
-) -> None:
-    build = Build(torch.float32, torch.device("cpu"), 64, Ops("cpu"))
-    with pytest.raises(ModelError, match=message):
-        build_model({**config_of(variant), **change}, build)

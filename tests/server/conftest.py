@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 from scripted import make_scripted_model
 from server_process import DUMMY, ServerProcess, make_tiny_model, start_scripted
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
 
 @pytest.fixture(scope="session")
 def server(default_model: str) -> Iterator[ServerProcess]:
     """The real default model behind the API, with room for prompts of 2048 tokens."""
-    process = ServerProcess(
+    with ServerProcess(
         default_model,
         *("--cpu-threads", "1", "--kv-cache-memory-bytes", "512MiB", "--max-model-len", "2048"),
         "--no-spare-engine",
-    )
-    yield process
-    process.close()
+    ) as process:
+        yield process
 
 
 @pytest.fixture(scope="session")
@@ -47,9 +49,8 @@ def serve_tiny(tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
 def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A model that says what the conversation tells it to; its template shows its parsers."""
     folder = make_scripted_model(tmp_path_factory.mktemp("scripted"))
-    process = start_scripted(folder)
-    yield process
-    process.close()
+    with start_scripted(folder) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +66,19 @@ def scripted(scripted_server: ServerProcess) -> Iterator[openai.OpenAI]:
     url = f"{scripted_server.base_url}/v1"
     with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from page_actions import a_browser  # only the tests of pages need playwright
+
+    with a_browser() as launched:
+        yield launched
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
+    from page_actions import pages_of
+
+    with pages_of(browser) as open_at:
+        yield open_at

@@ -135,6 +135,12 @@ class ServerProcess:
         self._log_reader.join(120)
         return code
 
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()

@@ -103,9 +103,8 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPro
     folder = make_scripted_model(tmp_path_factory.mktemp("plain"))
     config = {"eos_token": "<end>", "chat_template": PLAIN}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    process = start_scripted(folder)
-    yield process
-    process.close()
+    with start_scripted(folder) as process:
+        yield process
 
 
 def test_calls_are_read_as_the_model_was_told_to_write_them(plain_server: ServerProcess) -> None:

@@ -70,9 +70,8 @@ def server(tiny_model: Path, flag_path: Path) -> Iterator[ServerProcess]:
     """A tiny model with 16 blocks of 16 tokens: just enough for one request of full length."""
     saboteur, options = saboteur_options(flag_path)
     flags = (*DUMMY, *saboteur, "--num-gpu-blocks-override", "17", "--served-model-name", "tiny")
-    process = ServerProcess(str(tiny_model), *flags, **options)
-    yield process
-    process.close()
+    with ServerProcess(str(tiny_model), *flags, **options) as process:
+        yield process
 
 
 def scrape(server: ServerProcess) -> dict[str, float]:

@@ -32,25 +32,25 @@ LONG = {"prompt": "x", "max_tokens": 240, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def strict(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server with little patience."""
-    process = ServerProcess(
-        str(tiny_model), *DUMMY,
+    with ServerProcess(
+        str(tiny_model),
+        *DUMMY,
         *("--request-read-timeout-s", str(LIMIT_S), "--slow-reader-timeout-s", str(LIMIT_S)),
-    )  # fmt: skip
-    yield process
-    process.close()
+    ) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
 def shared(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server whose keys take turns, one request at a time."""
-    process = ServerProcess(
-        str(tiny_model), *DUMMY,
+    with ServerProcess(
+        str(tiny_model),
+        *DUMMY,
         *("--api-key", "key-of-anna", "--api-key", "key-of-bert", "--admin-api-key", ROOT_KEY),
         *("--scheduling-policy", "fair", "--max-num-seqs", "1", "--max-queued-requests", "5"),
         *("--access-log", "--log-level", "debug", "--max-connections", "40"),
-    )  # fmt: skip
-    yield process
-    process.close()
+    ) as process:
+        yield process
 
 
 def connect(server: ServerProcess) -> socket.socket:

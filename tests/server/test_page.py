@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 from page_actions import (
-    a_browser,
     answer_with,
     dismiss_dialog,
     give_keys,
-    pages_of,
     say,
     sent_bodies,
     set_options,
     wait_for_answer,
 )
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 from server_process import DUMMY, ServerProcess
 from waiting import eventually
 
@@ -31,23 +29,10 @@ READY = '#status[data-state="ready"]'
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as launched:
-        yield launched
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    with pages_of(browser) as open_at:
-        yield open_at
-
-
-@pytest.fixture(scope="module")
 def locked_server(tiny_model: Path) -> Iterator[ServerProcess]:
     """A tiny model behind a key."""
-    process = ServerProcess(str(tiny_model), *DUMMY, "--api-key", "open-sesame")
-    yield process
-    process.close()
+    with ServerProcess(str(tiny_model), *DUMMY, "--api-key", "open-sesame") as process:
+        yield process
 
 
 # -- the chat

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from page_actions import a_browser, give_keys, pages_of
-from playwright.sync_api import Browser, Locator, Page, expect
+from page_actions import give_keys
+from playwright.sync_api import Locator, Page, expect
 from server_process import DUMMY, ServerProcess, make_tiny_model
 
 LINES = ["a river", "a stream of water", "the <b>price</b> of bread", "bread & butter!"]
@@ -35,22 +35,9 @@ CONTRAST = """cell => {
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as launched:
-        yield launched
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    with pages_of(browser) as open_at:
-        yield open_at
-
-
-@pytest.fixture(scope="module")
 def embedder(tiny_model: Path) -> Iterator[ServerProcess]:
-    process = ServerProcess(str(tiny_model), *DUMMY, "--runner", "pooling")
-    yield process
-    process.close()
+    with ServerProcess(str(tiny_model), *DUMMY, "--runner", "pooling") as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +48,8 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProce
     config["architectures"] = ["LlamaForSequenceClassification"]
     config["id2label"] = {str(index): label for index, label in enumerate(LABELS)}
     (folder / "config.json").write_text(json.dumps(config))
-    process = ServerProcess(str(folder), *DUMMY, "--api-key", KEY)
-    yield process
-    process.close()
+    with ServerProcess(str(folder), *DUMMY, "--api-key", KEY) as process:
+        yield process
 
 
 def part(page: Page, name: str) -> Locator:

@@ -19,13 +19,13 @@ def say(text: str) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def guarded(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server with keys, under a path, and without /tokenizer_info."""
-    process = ServerProcess(
-        str(tiny_model), *DUMMY,
+    with ServerProcess(
+        str(tiny_model),
+        *DUMMY,
         *("--api-key", "key", "--admin-api-key", "root", "--root-path", "/llm"),
         "--no-enable-tokenizer-info-endpoint",
-    )  # fmt: skip
-    yield process
-    process.close()
+    ) as process:
+        yield process
 
 
 # -- /invocations

@@ -28,9 +28,8 @@ TEXTS = ["one", "another text", "three", "a fourth text, which is longer than al
 
 @pytest.fixture(scope="module")
 def embedder(tiny_model: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(str(tiny_model), *DUMMY, *EMBEDS, "--served-model-name", "tiny")
-    yield server
-    server.close()
+    with ServerProcess(str(tiny_model), *DUMMY, *EMBEDS, "--served-model-name", "tiny") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +47,8 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good"}}
     (folder / "config.json").write_text(json.dumps(config))
-    server = ServerProcess(str(folder), *DUMMY, "--served-model-name", "ranker")
-    yield server
-    server.close()
+    with ServerProcess(str(folder), *DUMMY, "--served-model-name", "ranker") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,8 @@ PROMPT = "a secret that only one of them has sent; " * 3  # in tokens as long as
 @pytest.fixture(scope="module")
 def two_keys(tiny_model: Path) -> Iterator[ServerProcess]:
     flags = [flag for key in KEYS for flag in ("--api-key", key)]
-    process = ServerProcess(str(tiny_model), *DUMMY, *flags)
-    yield process
-    process.close()
+    with ServerProcess(str(tiny_model), *DUMMY, *flags) as process:
+        yield process
 
 
 def ask(server: ServerProcess, key: str, path: str, prompt: str, **fields: Any) -> int:

@@ -37,7 +37,7 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """A server with everything on: TLS, keys, and small limits."""
     key, certificate = make_certificate(tmp_path_factory.mktemp("tls"))
-    process = ServerProcess(
+    with ServerProcess(
         str(tiny_model),
         *DUMMY,
         *("--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)),
@@ -47,9 +47,8 @@ def guarded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         *("--allowed-origins", "https://page.example"),
         *("--served-model-name", "tiny", "--served-model-name", "small"),
         tls_ca=certificate,
-    )
-    yield process
-    process.close()
+    ) as process:
+        yield process
 
 
 @pytest.fixture

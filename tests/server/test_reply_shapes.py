@@ -25,9 +25,10 @@ CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 def flagged(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server with each of vLLM's flags for answers the other way round."""
     flags = ("--enable-force-include-usage", "--return-tokens-as-token-ids")
-    process = ServerProcess(str(tiny_model), *DUMMY, *flags, "--no-enable-prompt-tokens-details")
-    yield process
-    process.close()
+    with ServerProcess(
+        str(tiny_model), *DUMMY, *flags, "--no-enable-prompt-tokens-details"
+    ) as process:
+        yield process
 
 
 def answer(server: ServerProcess, path: str, **fields: Any) -> Any:

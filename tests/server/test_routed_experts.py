@@ -22,9 +22,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 2,
     }  # fmt: skip
     (model / "config.json").write_text(json.dumps(config))
-    process = ServerProcess(str(model), *DUMMY, "--enable-return-routed-experts")
-    yield process
-    process.close()
+    with ServerProcess(str(model), *DUMMY, "--enable-return-routed-experts") as process:
+        yield process
 
 
 def decode(text: str) -> npt.NDArray[np.int16]:

@@ -70,21 +70,19 @@ EXAMPLES = [40, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(3
 
 @pytest.fixture(scope="module")
 def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
-    process = ServerProcess(
+    with ServerProcess(
         str(tiny_model),
         *DUMMY,
         *("--max-model-len", "64", "--max-n", "4"),
-    )
-    yield process
-    process.close()
+    ) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
 def pooling_server(tiny_model: Path) -> Iterator[ServerProcess]:
     flags = ("--runner", "pooling", "--max-model-len", "64")
-    process = ServerProcess(str(tiny_model), *DUMMY, *flags)
-    yield process
-    process.close()
+    with ServerProcess(str(tiny_model), *DUMMY, *flags) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")

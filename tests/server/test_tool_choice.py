@@ -38,9 +38,10 @@ Ask = Callable[[ServerProcess, str, Any, bool, bool], tuple[list[str], str | Non
 def unknown_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """The model that says what it is told, of which the server does not know how it calls."""
     folder = make_scripted_model(tmp_path_factory.mktemp("scripted"))
-    process = start_scripted(folder, "--tool-call-parser", "none", "--reasoning-parser", "none")
-    yield process
-    process.close()
+    with start_scripted(
+        folder, "--tool-call-parser", "none", "--reasoning-parser", "none"
+    ) as process:
+        yield process
 
 
 def test_a_model_whose_calls_are_not_known_may_not_choose(unknown_server: ServerProcess) -> None:

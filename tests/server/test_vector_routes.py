@@ -31,9 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[ServerProcess]:
-    server = ServerProcess(str(folder), *DUMMY, "--runner", "pooling")
-    yield server
-    server.close()
+    with ServerProcess(str(folder), *DUMMY, "--runner", "pooling") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -41,19 +41,17 @@ SILENCE = ("--engine-heartbeat-timeout-s", "3600")  # an engine that is stopped 
 def hasty(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server whose streams send their headers at once, and keep-alives all the time."""
     flags = ("--stream-start-timeout-s", "0", "--stream-keep-alive-s", "0.02")
-    process = ServerProcess(
+    with ServerProcess(
         str(tiny_model), *DUMMY, *SILENCE, *flags, *("--served-model-name", "tiny")
-    )
-    yield process
-    process.close()
+    ) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
 def patient(tiny_model: Path) -> Iterator[ServerProcess]:
     """A server whose streams wait for their first token, however long it takes."""
-    process = ServerProcess(str(tiny_model), *DUMMY, *SILENCE, "--served-model-name", "tiny")
-    yield process
-    process.close()
+    with ServerProcess(str(tiny_model), *DUMMY, *SILENCE, "--served-model-name", "tiny") as process:
+        yield process
 
 
 @pytest.mark.parametrize("path", BODIES)

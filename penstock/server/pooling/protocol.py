@@ -163,6 +163,14 @@ class PoolingUsage(Reply):
     total_tokens: int
 
 
+class ListReply(Reply):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: PoolingUsage
+
+
 class SparseVector(Reply):
     token_ids: list[int]
     weights: list[float]
@@ -182,13 +190,8 @@ class NamedVectors(Reply):
     colbert: list[list[float]] | str | None = None
 
 
-class EmbeddingList(Reply):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class EmbeddingList(ListReply):
     data: list[EmbeddingData]
-    usage: PoolingUsage
 
 
 class PoolingData(Reply):
@@ -197,13 +200,8 @@ class PoolingData(Reply):
     data: list[float] | list[list[float]] | str | NamedVectors
 
 
-class PoolingList(Reply):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class PoolingList(ListReply):
     data: list[PoolingData]
-    usage: PoolingUsage
 
 
 class Classification(Reply):
@@ -213,13 +211,8 @@ class Classification(Reply):
     num_classes: int
 
 
-class ClassificationList(Reply):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class ClassificationList(ListReply):
     data: list[Classification]
-    usage: PoolingUsage
 
 
 class Score(Reply):
@@ -228,13 +221,8 @@ class Score(Reply):
     score: float
 
 
-class ScoreList(Reply):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
+class ScoreList(ListReply):
     data: list[Score]
-    usage: PoolingUsage
 
 
 class RerankResultDocument(Reply):

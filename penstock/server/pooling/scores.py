@@ -48,13 +48,13 @@ async def create_score(body: ScoreRequest, request: Request) -> Response:
     """Score text pairs: one text against several, or pairwise."""
     service: Service = request.app.state.service
     model = await service.check_model(body.model)
-    request_id = f"score-{body.request_id or request.state.request_id}"
     first = _texts(body, FIRST_NAMES)
     second = _texts(body, SECOND_NAMES)
     try:
         pairs = pair_up(first, second)
     except InputError as error:
         raise InputError(str(error), "text_1") from error
+    request_id = f"score-{body.request_id or request.state.request_id}"
     found = await unless_gone(request, _score(service, body, pairs, request_id, "text_2"))
     scores, requests = found
     return json_response(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
+from step_metadata import metadata_of
 
 from penstock.ops import reference
-from penstock.ops.attention import AttentionMetadata
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -93,21 +91,8 @@ def check(
             table[index, : max(past + 1 - window, 0) // block_size] = 0
         if chunk is not None:
             table[index, : past // chunk * chunk // block_size] = 0
-    starts = list(itertools.accumulate(query_lens, initial=0))
-    starts += starts[-1:] * padding
     decodes = sum(length == 1 for length in query_lens)
-    metadata = AttentionMetadata(
-        query_starts=torch.tensor(starts, dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(seq_lens + [0] * padding, dtype=torch.int32, device=device),
-        block_table=table.to(device),
-        slot_mapping=torch.empty(0, dtype=torch.int64),
-        num_decodes=len(seq_lens) + padding if any_order else decodes,
-        max_query_len=max(query_lens),
-        max_seq_len=max(seq_lens),
-        any_order=any_order,
-        num_prompts=num_prompts,
-        num_prompt_rows=sum(query_lens[decodes : decodes + num_prompts]),
-    )
+    metadata = metadata_of(query_lens, seq_lens, table, device, any_order, padding, num_prompts)
     rows = torch.cat([*queries, torch.zeros(padding, num_heads, dim, dtype=dtype)])
     own = {}
     if num_prompts:
