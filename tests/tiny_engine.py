@@ -62,3 +62,16 @@ def greedy_tokens(llm: LLM, prompts: Sequence[Any], num_tokens: int = 16) -> lis
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def tokens_and_logprobs(
+    llm: LLM, prompts: Sequence[Any], params: SamplingParams
+) -> list[tuple[list[int], list[dict[int, float]]]]:
+    """What each prompt gives: its tokens, and the exact log-probabilities that were asked for."""
+    results = []
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        (answer,) = output.outputs
+        assert answer.logprobs is not None
+        rows = [{token: value.logprob for token, value in row.items()} for row in answer.logprobs]
+        results.append((list(answer.token_ids), rows))
+    return results

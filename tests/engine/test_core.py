@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from kvcache.kv_fakes import ONE_GROUP, REGISTRY, layout_of
-from scheduler.fake_device import FakeDevice, expected_output, make_request
+from scheduler.fake_device import FakeDevice, expected_output, make_request, random_requests
 
 from penstock.engine.core import EngineCore
 from penstock.executor.step_queue import StepQueue
@@ -104,16 +104,7 @@ def test_late_stops_aborts_and_preemptions_change_nothing(
 ) -> None:
     rng = random.Random(depth * 100 + num_blocks)
     core, client = make_core(depth, num_blocks, policy), Client()
-    requests = [
-        make_request(
-            f"r{index}",
-            [rng.randrange(12) for _ in range(rng.randrange(1, 24))],
-            max_tokens=rng.randrange(1, 20),
-            seed=index,
-            priority=rng.randrange(3),
-        )
-        for index in range(30)
-    ]
+    requests = random_requests(rng, 30, longest=23)
     aborted = set()
     waiting = list(requests)
     while waiting or core.has_work():

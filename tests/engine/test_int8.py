@@ -41,14 +41,8 @@ def int8(checkpoint: Path) -> Iterator[LLM]:
 
 def generate(llm: LLM, prompts: list[list[int]]) -> list[tuple[list[int], list[dict[int, float]]]]:
     """Tokens, and every token's exact log-probability at each of them."""
-    results = []
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    for output in llm.generate(inputs, PARAMS, use_tqdm=False):
-        (answer,) = output.outputs
-        assert answer.logprobs is not None
-        rows = [{token: value.logprob for token, value in row.items()} for row in answer.logprobs]
-        results.append((list(answer.token_ids), rows))
-    return results
+    return tiny_engine.tokens_and_logprobs(llm, inputs, PARAMS)
 
 
 def first_rows(results: list[tuple[list[int], list[dict[int, float]]]]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_engine import tokens_and_logprobs
 
 from penstock import LLM, SamplingParams
 
@@ -38,13 +39,7 @@ def floats(default_model: str) -> Iterator[LLM]:
 
 def bits(llm: LLM, prompts: list[Any], params: SamplingParams = PARAMS) -> list[Any]:
     """What each prompt gives: its tokens, and the exact log-probabilities of the likeliest."""
-    results = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        (answer,) = output.outputs
-        assert answer.logprobs is not None
-        rows = [{token: value.logprob for token, value in row.items()} for row in answer.logprobs]
-        results.append((list(answer.token_ids), rows))
-    return results
+    return tokens_and_logprobs(llm, prompts, params)
 
 
 def prompt_logprobs(llm: LLM, token_ids: list[int]) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from kvcache.kv_fakes import ONE_GROUP, REGISTRY, layout_of
-from scheduler.fake_device import expected_output, make_request
+from scheduler.fake_device import expected_output, make_request, random_requests
 from test_core import MAX_MODEL_LEN, Client, LateExecutor, LateRunner, make_limits
 from tiny_engine import OPTIONS
 
@@ -74,16 +74,7 @@ def make_core(executor: FailingExecutor, policy: Any = "fcfs", **limits: Any) ->
 
 
 def make_requests(rng: random.Random, count: int = 20) -> list[EngineRequest]:
-    return [
-        make_request(
-            f"r{index}",
-            [rng.randrange(12) for _ in range(rng.randrange(1, 14))],
-            max_tokens=rng.randrange(1, 20),
-            seed=index,
-            priority=rng.randrange(3),
-        )
-        for index in range(count)
-    ]
+    return random_requests(rng, count, longest=13)
 
 
 def run(core: EngineCore, requests: list[EngineRequest], rng: random.Random) -> Client:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from penstock.llm import LLM
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import SamplingParams
@@ -40,3 +42,16 @@ def as_inputs(prompts: Sequence[Sequence[int]]) -> list[Any]:
 def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     assert all(output.error is None for output in outputs)
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def prompt_logprobs(
+    checkpoint: Path, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any
+) -> torch.Tensor:
+    """Of the prompts' own tokens: no choice between near equals makes later ones differ."""
+    outputs = run(checkpoint, sampling(max_tokens=1, prompt_logprobs=0), prompts, **options)
+    found = []
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.prompt_logprobs is not None
+        pairs = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+        found += [at[token].logprob for at, token in pairs if at is not None]
+    return torch.tensor(found)

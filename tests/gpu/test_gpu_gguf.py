@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from gguf_builder import write_gguf
-from gpu_runs import SETTINGS, run, sampling, tokens
+from gpu_runs import SETTINGS, prompt_logprobs, run, sampling, tokens
 
 from penstock.executor.in_process import InProcessExecutor
 from penstock.llm import LLM
@@ -38,15 +38,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def logprobs(path: Path | str, prompts: list[list[int]], **options: Any) -> torch.Tensor:
-    """Of the prompts' own tokens: no choice between near equals makes later ones differ."""
-    settings = {**OPTIONS, "prompts": prompts, **options}
-    outputs = run(Path(path), sampling(max_tokens=1, prompt_logprobs=0), **settings)
-    found = []
-    for output, prompt in zip(outputs, prompts, strict=True):
-        assert output.prompt_logprobs is not None
-        pairs = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
-        found += [at[token].logprob for at, token in pairs if at is not None]
-    return torch.tensor(found)
+    return prompt_logprobs(Path(path), prompts, **{**OPTIONS, **options})
 
 
 def test_logits_are_those_of_the_floats(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_runs import PROMPTS, run, sampling, tokens
+from gpu_runs import prompt_logprobs, run, sampling, tokens
 from tiny_models import make_checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -26,16 +26,6 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param)
-
-
-def prompt_logprobs(checkpoint: Path, **options: Any) -> torch.Tensor:
-    outputs = run(checkpoint, sampling(max_tokens=1, prompt_logprobs=0), **options)
-    found = []
-    for output, prompt in zip(outputs, PROMPTS, strict=True):
-        assert output.prompt_logprobs is not None
-        pairs = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
-        found += [at[token].logprob for at, token in pairs if at is not None]
-    return torch.tensor(found)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

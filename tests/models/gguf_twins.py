@@ -137,6 +137,28 @@ LATENT = (stack_experts, rename_corrections, split_kv_b)
 NORMED = (stack_experts, squeeze_gates, add_one_to_norms)
 FALCON = (convert_mamba, fold_multipliers)
 
+
+def latent_twin(
+    variant: str,
+    overrides: dict[str, Any],
+    scores: dict[str, Any],
+    conversions: tuple[Conversion, ...] = LATENT,
+    sizes: dict[str, Any] = LATENT_SIZES,
+) -> Twin:
+    return Twin("deepseek2", variant, overrides, LATENT_KEYS, conversions, {**sizes, **scores})
+
+
+def llama4_twin(overrides: dict[str, Any]) -> Twin:
+    return Twin(
+        "llama4",
+        "llama4",
+        {**LLAMA4, "moe_layers": None, **overrides},
+        keys=LLAMA4_KEYS,
+        conversions=(split_stacked,),
+        left_out=("intermediate_size",),
+    )
+
+
 TWINS = {
     "phi3": Twin("phi3", "phi3", keys=WINDOW),
     "phi3_longrope": Twin(
@@ -214,44 +236,16 @@ TWINS = {
     "olmoe": Twin("olmoe", "olmoe", keys=EXPERT_KEYS),
     "exaone4": Twin("exaone4", "exaone4"),
     "exaone4_windowed": Twin("exaone4", "exaone4_windowed", keys=WINDOW),
-    "deepseek2_v2": Twin(
-        "deepseek2",
-        "deepseek_v2",
-        keys=LATENT_KEYS,
-        conversions=LATENT,
-        metadata={**LATENT_SIZES, **SOFTMAX},
+    "deepseek2_v2": latent_twin("deepseek_v2", {}, SOFTMAX),
+    "deepseek2_lite": latent_twin("deepseek_v2_lite", ONE_MSCALE, SOFTMAX),
+    "deepseek2_v3": latent_twin("deepseek_v3", ONE_MSCALE, SIGMOID),
+    "deepseek2_before_absorption": latent_twin(
+        "deepseek_v3", ONE_MSCALE, SIGMOID, ROUTED, OLD_LATENT_SIZES
     ),
-    "deepseek2_lite": Twin(
-        "deepseek2",
-        "deepseek_v2_lite",
-        ONE_MSCALE,
-        keys=LATENT_KEYS,
-        conversions=LATENT,
-        metadata={**LATENT_SIZES, **SOFTMAX},
-    ),
-    "deepseek2_v3": Twin(
-        "deepseek2",
-        "deepseek_v3",
-        ONE_MSCALE,
-        keys=LATENT_KEYS,
-        conversions=LATENT,
-        metadata={**LATENT_SIZES, **SIGMOID},
-    ),
-    "deepseek2_before_absorption": Twin(
-        "deepseek2",
-        "deepseek_v3",
-        ONE_MSCALE,
-        keys=LATENT_KEYS,
-        conversions=ROUTED,
-        metadata={**OLD_LATENT_SIZES, **SIGMOID},
-    ),
-    "deepseek2_glm_lite": Twin(
-        "deepseek2",
+    "deepseek2_glm_lite": latent_twin(
         "glm4_moe_lite",
         {"mlp_layer_types": ["dense", "sparse", "sparse"]},
-        keys=LATENT_KEYS,
-        conversions=LATENT,
-        metadata={**LATENT_SIZES, "leading_dense_block_count": 1},
+        {"leading_dense_block_count": 1},
     ),
     "glm4moe": Twin("glm4moe", "glm4_moe", keys=ROUTED_KEYS, conversions=ROUTED, metadata=SIGMOID),
     "glm4moe_unnormed": Twin(
@@ -270,30 +264,9 @@ TWINS = {
         keys={**EXPERT_KEYS, **WINDOW, "intermediate_size": "expert_feed_forward_length"},
         conversions=(split_stacked,),
     ),
-    "llama4": Twin(
-        "llama4",
-        "llama4",
-        {**LLAMA4, "moe_layers": None},
-        keys=LLAMA4_KEYS,
-        conversions=(split_stacked,),
-        left_out=("intermediate_size",),
-    ),
-    "llama4_all_experts": Twin(
-        "llama4",
-        "llama4",
-        {**LLAMA4, "moe_layers": None, "interleave_moe_layer_step": 1, "num_experts_per_tok": 2},
-        keys=LLAMA4_KEYS,
-        conversions=(split_stacked,),
-        left_out=("intermediate_size",),
-    ),
-    "llama4_stretched": Twin(
-        "llama4",
-        "llama4",
-        {**LLAMA4, "moe_layers": None, "rope_scaling": STEP},
-        keys=LLAMA4_KEYS,
-        conversions=(split_stacked,),
-        left_out=("intermediate_size",),
-    ),
+    "llama4": llama4_twin({}),
+    "llama4_all_experts": llama4_twin({"interleave_moe_layer_step": 1, "num_experts_per_tok": 2}),
+    "llama4_stretched": llama4_twin({"rope_scaling": STEP}),
     "mamba2": Twin(
         "mamba2",
         "mamba2",

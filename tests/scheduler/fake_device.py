@@ -9,6 +9,7 @@ told in advance.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -64,6 +65,20 @@ def salt_of(request):
     if request.adapter is None:
         return request.cache_salt
     return f"{request.cache_salt}, {request.adapter.digest}"
+
+
+def random_requests(rng: random.Random, count: int, longest: int) -> list[EngineRequest]:
+    """Requests with prompts of up to `longest` tokens, of different lengths and priorities."""
+    return [
+        make_request(
+            f"r{index}",
+            [rng.randrange(12) for _ in range(rng.randrange(1, longest + 1))],
+            max_tokens=rng.randrange(1, 20),
+            seed=index,
+            priority=rng.randrange(3),
+        )
+        for index in range(count)
+    ]
 
 
 def extend_digest(digest, token_id):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_cases import experts_case
 
 from penstock.ops import quantized as plain
 from penstock.ops import reference
@@ -116,19 +117,6 @@ def test_no_rows_give_no_rows(device: torch.device) -> None:
 
 
 # -- experts
-
-
-def experts_case(
-    device: torch.device, n: int, dtype: torch.dtype, bias: bool
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
-    num_experts, top_k, hidden, size = 5, 2, 160, 96
-    x = torch.randn(n, hidden, device=device).to(dtype)
-    weights = torch.rand(n, top_k, device=device)
-    ids = torch.rand(n, num_experts, device=device).topk(top_k).indices.int()
-    if not bias:
-        return (x, weights, ids), (None, None)
-    first = torch.randn(num_experts, 2 * size, device=device).to(dtype)
-    return (x, weights, ids), (first, torch.randn(num_experts, hidden, device=device).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from expert_cases import experts_case
 
 from penstock.ops import quantized as plain
 from penstock.ops import reference
@@ -307,20 +308,6 @@ def test_rows_with_weights_of_4_floating_point_bits_are_the_references(
 # One token alone may be off by 1.2 % in bfloat16: weights, both products and what is between them
 # are rounded.
 EXPERT_TOKENS = [(1, False), (30, True), (130, False)] if ON_GPU else [(1, False), (9, True)]
-
-
-def experts_case(
-    device: torch.device, n: int, dtype: torch.dtype, bias: bool
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:
-    num_experts, top_k, hidden, size = 5, 2, 160, 96
-    x = torch.randn(n, hidden, device=device).to(dtype)
-    weights = torch.rand(n, top_k, device=device)
-    ids = torch.rand(n, num_experts, device=device).topk(top_k).indices.int()
-    biases: tuple[torch.Tensor | None, ...] = (None, None)
-    if bias:
-        first = torch.randn(num_experts, 2 * size, device=device).to(dtype)
-        biases = (first, torch.randn(num_experts, hidden, device=device).to(dtype))
-    return (x, weights, ids), biases
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
