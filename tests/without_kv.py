@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.layers.blocks import RotaryAttention
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.base import WeightTable
 from penstock.models.llama import LlamaForCausalLM
 

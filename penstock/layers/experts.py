@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.layers.blocks import GatedMLP
 from penstock.layers.build import Build
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.loadable import Expected, Shape, copy_shard
 from penstock.layers.quantization import DeferredQuantization, DenseMethod, LinearMethod, Shard
+from penstock.layers.sublayers import GatedMLP
 from penstock.ops import reference
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.ops.experts import ACTIVATIONS, Routing, dense_experts, run_by_expert, sigmoid

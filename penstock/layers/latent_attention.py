@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from penstock.layers.blocks import Angles
 from penstock.layers.build import Build
 from penstock.layers.context import current_context
 from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.quantization import DenseMethod
 from penstock.layers.rotary import Rotary
+from penstock.layers.sublayers import Angles
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import INT8_SCALE_BYTES, LatentSpec
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from penstock.layers.blocks import Angles, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.loadable import copy_shard
 from penstock.layers.norm import LayerNorm, Norm
+from penstock.layers.sublayers import Angles, RotaryAttention
 from penstock.models.base import Hidden
 from penstock.models.config import read_float
 from penstock.models.decoder import DecoderLM

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.experts import Experts
 from penstock.layers.norm import Norm, RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
+from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import DecoderConfig
 from penstock.protocol.errors import ModelError

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.layers.blocks import Angles, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.context import current_context
 from penstock.layers.embedding import VocabEmbedding
@@ -21,6 +20,7 @@ from penstock.layers.linear import Linear, Part, column_linear, row_linear
 from penstock.layers.norm import LayerNorm
 from penstock.layers.quantization import DenseMethod
 from penstock.layers.rotary import Rotary, rotary_parameters
+from penstock.layers.sublayers import Angles, RotaryAttention
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import TransformerConfig, read_float, read_int, read_num_labels
 from penstock.protocol.errors import ConfigError, ModelError

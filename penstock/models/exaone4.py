@@ -5,7 +5,7 @@ Models with sliding windows use no positions in the layers without a window.
 
 from __future__ import annotations
 
-from penstock.layers.blocks import RotaryAttention
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.decoder import DecoderLM
 from penstock.models.gemma2 import layer_is_windowed
 from penstock.models.olmo2 import Olmo2Layer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.mamba2 import Mamba2, Mamba2Config
 from penstock.layers.norm import Norm
+from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention
 from penstock.models.base import Hidden, WeightTable
 from penstock.models.config import DecoderConfig, read_float, read_int
 from penstock.models.decoder import DecoderLM

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.layers.blocks import GatedMLP, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.norm import ZeroCentredNorm
+from penstock.layers.sublayers import GatedMLP, RotaryAttention
 from penstock.models.base import Hidden
 from penstock.models.config import DecoderConfig, layer_kind, read_float, read_int
 from penstock.models.decoder import DecoderLM

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from penstock.layers.blocks import RotaryAttention
 from penstock.layers.norm import ZeroCentredNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.base import Hidden, WeightTable
 from penstock.models.gemma2 import FULL, WINDOWED, Gemma2ForCausalLM, layer_is_windowed
 from penstock.protocol.errors import ModelError

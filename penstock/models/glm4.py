@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from penstock.layers.blocks import RotaryAttention
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.base import WeightTable
 from penstock.models.decoder import DecoderLM
 

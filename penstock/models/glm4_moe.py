@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from penstock.layers.blocks import RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.experts import Experts
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.config import DecoderConfig, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.models.deepseek_v2 import DeepseekV2ForCausalLM

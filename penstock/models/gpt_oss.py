@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from penstock.layers.blocks import RotaryAttention
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantized.experts import QuantizedExperts
 from penstock.layers.quantized.linear import QuantizedMethod
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.base import WeightTable
 from penstock.models.config import check_fixed
 from penstock.models.decoder import DecoderLM

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from penstock.layers.blocks import Angles, RotaryAttention
 from penstock.layers.build import Build
+from penstock.layers.sublayers import Angles, RotaryAttention
 from penstock.models.base import Hidden
 from penstock.models.config import DecoderConfig, read_float
 from penstock.models.decoder import DecoderLayer

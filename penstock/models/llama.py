@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.layers.blocks import GatedMLP, RotaryAttention
+from penstock.layers.sublayers import GatedMLP, RotaryAttention
 from penstock.models.decoder import DecoderLM
 
 

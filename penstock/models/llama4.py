@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.layers.blocks import Angles, RotaryAttention
 from penstock.layers.build import Build
+from penstock.layers.sublayers import Angles, RotaryAttention
 from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, layer_kind, read_float, read_int
 from penstock.models.decoder import DecoderLM

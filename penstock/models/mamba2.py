@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.layers.blocks import Angles
 from penstock.layers.mamba2 import Mamba2, Mamba2Config
 from penstock.layers.norm import Norm
+from penstock.layers.sublayers import Angles
 from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, read_float, read_int
 from penstock.models.decoder import DecoderLM

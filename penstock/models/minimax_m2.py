@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from penstock.layers.blocks import RotaryAttention
 from penstock.layers.build import Build
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, read_int
 from penstock.models.decoder import DecoderLM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.layers.blocks import RotaryAttention
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.decoder import DecoderLM
 
 

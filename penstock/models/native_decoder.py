@@ -11,12 +11,12 @@ import ctypes
 import torch
 from torch import nn
 
-from penstock.layers.blocks import Angles, GatedMLP, RotaryAttention
 from penstock.layers.context import current_context
 from penstock.layers.linear import Linear
 from penstock.layers.lora import LinearSlots
 from penstock.layers.native import NativeMethod
 from penstock.layers.norm import RMSNorm
+from penstock.layers.sublayers import Angles, GatedMLP, RotaryAttention
 from penstock.models.decoder import DecoderLayer
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.cpu import library, lora

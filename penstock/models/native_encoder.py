@@ -7,12 +7,12 @@ import ctypes
 import torch
 from torch import nn
 
-from penstock.layers.blocks import Angles, RotaryAttention
 from penstock.layers.context import current_context
 from penstock.layers.linear import Linear
 from penstock.layers.lora import is_hooked
 from penstock.layers.native import NativeMethod
 from penstock.layers.norm import LayerNorm
+from penstock.layers.sublayers import Angles, RotaryAttention
 from penstock.models.encoder import EncoderLayer
 from penstock.ops.cpu import library
 from penstock.ops.cpu.ops import ALL_POSITIONS, packed_step_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from penstock.layers.blocks import Angles, RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.loadable import copy_shard
 from penstock.layers.norm import Norm, RMSNorm
+from penstock.layers.sublayers import Angles, RotaryAttention
 from penstock.models.config import DecoderConfig
 from penstock.models.decoder import DecoderLM
 from penstock.ops.blocks import Weight

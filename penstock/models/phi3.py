@@ -5,7 +5,7 @@ Long-context versions have two sets of frequencies (longrope).
 
 from __future__ import annotations
 
-from penstock.layers.blocks import RotaryAttention
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.decoder import DecoderLM
 
 

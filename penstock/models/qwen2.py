@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.layers.blocks import RotaryAttention
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.config import DecoderConfig, layer_kind, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.models.gemma2 import FULL, WINDOWED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from penstock.layers.blocks import RotaryAttention
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.decoder import DecoderLM
 from penstock.models.experts import is_sparse, make_qwen_experts
 from penstock.models.qwen2 import qwen_window

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 
 from penstock.layers.attention import Attention
-from penstock.layers.blocks import Angles
 from penstock.layers.build import Build
 from penstock.layers.gated_delta_net import DeltaNetConfig, GatedDeltaNet
 from penstock.layers.linear import Linear, Part, row_linear
 from penstock.layers.norm import Norm, ZeroCentredNorm
 from penstock.layers.rotary import Rotary
+from penstock.layers.sublayers import Angles
 from penstock.models.base import WeightTable
 from penstock.models.config import DecoderConfig, layer_kind, read_int
 from penstock.models.decoder import DecoderLM

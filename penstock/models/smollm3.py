@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.layers.blocks import RotaryAttention
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.llama import LlamaForCausalLM
 from penstock.models.llama4 import layer_has_positions
 from penstock.models.qwen2 import qwen_window

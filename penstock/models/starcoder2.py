@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.layers.blocks import RotaryAttention
 from penstock.layers.build import Build
 from penstock.layers.linear import column_linear, row_linear
 from penstock.layers.norm import LayerNorm
+from penstock.layers.sublayers import RotaryAttention
 from penstock.models.decoder import DecoderLM
 
 

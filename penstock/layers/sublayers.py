@@ -1,4 +1,4 @@
-"""The attention and MLP modules of most decoder layers."""
+"""The sublayers of most decoder layers: attention with rotary embedding, and the gated MLP."""
 
 from __future__ import annotations
 
