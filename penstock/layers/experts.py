@@ -266,7 +266,7 @@ class StackedExperts(ExpertWeights):
             self.rows_of(self.gate_up, int(expert), name).copy_(own)
 
 
-class UndecidedExperts(nn.Module):
+class DeferredExperts(nn.Module):
     """Stands in for a quantized checkpoint's experts until the plan has chosen a scheme."""
 
     def __init__(self, build: Build, config: ExpertsConfig) -> None:
@@ -334,7 +334,7 @@ class Implementation:
     make: Callable[[Build, ExpertsConfig], nn.Module]
 
 
-def _refuse_undecided(build: Build, config: ExpertsConfig) -> str | None:
+def _refuse_deferred(build: Build, config: ExpertsConfig) -> str | None:
     if not isinstance(build.linear_method, DeferredQuantization):
         return "the checkpoint is not quantized"
     if build.device.type == "cpu":
@@ -383,7 +383,7 @@ def _refuse_torch(build: Build, config: ExpertsConfig) -> str | None:
 
 
 IMPLEMENTATIONS = (
-    Implementation("quantized: as each layer's scheme says", _refuse_undecided, UndecidedExperts),
+    Implementation("quantized: as each layer's scheme says", _refuse_deferred, DeferredExperts),
     Implementation("blocks: as in the GGUF file, grouped by expert", _refuse_blocks, _make_blocks),
     Implementation("triton: grouped by expert, fused", _refuse_triton, _make_triton),
     Implementation(

@@ -13,11 +13,11 @@ from test_formats import EXACT, FORMATS, own_logits, reference_logits, relative_
 from penstock.distributed.mesh import Mesh, RankGroup
 from penstock.layers.build import Build
 from penstock.layers.experts import (
+    DeferredExperts,
     Experts,
     ExpertsConfig,
     ExpertWeights,
     StackedExperts,
-    UndecidedExperts,
 )
 from penstock.layers.quantization import DeferredQuantization, DenseMethod
 from penstock.layers.quantized.checkpoints import choose_quantization
@@ -158,7 +158,7 @@ def test_experts_wait_for_the_plan_where_they_are_to_be_stacked(stored_as: str) 
     build = build_for()
     model = torch.nn.Module()
     model.mlp = Experts(build, CONFIG)
-    model.mlp.experts = UndecidedExperts(build, CONFIG)
+    model.mlp.experts = DeferredExperts(build, CONFIG)
     quantization = choose_quantization({"quantization_config": made.gptq()[0]}, None)
     assert quantization is not None
     names = [

@@ -10,9 +10,9 @@ from torch import nn
 
 from penstock.layers.build import Build
 from penstock.layers.experts import (
+    DeferredExperts,
     ExpertsConfig,
     ExpertWeights,
-    UndecidedExperts,
     choose_implementation,
 )
 from penstock.layers.loadable import Expected
@@ -38,13 +38,13 @@ UNSEEN = torch.finfo(torch.float32).tiny
 
 
 def decide_experts(
-    undecided: UndecidedExperts,
+    deferred: DeferredExperts,
     plain: LinearMethod,
     scheme: Scheme | None,
     present: Mapping[str, Collection[str]],
 ) -> tuple[nn.Module, str]:
-    """The module that replaces undecided experts, and why it was chosen."""
-    build, config = replace(undecided.build, linear_method=plain), undecided.config
+    """The module that replaces deferred experts, and why it was chosen."""
+    build, config = replace(deferred.build, linear_method=plain), deferred.config
     if scheme is None:
         implementation, choice = choose_implementation(build, config)
         return implementation.make(build, config), choice

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from torch import nn
 
 from penstock.layers.embedding import VocabEmbedding
-from penstock.layers.experts import Experts, UndecidedExperts, expert_parts
+from penstock.layers.experts import DeferredExperts, Experts, expert_parts
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.quantization import DeferredQuantization, LinearMethod
 from penstock.layers.quantized.experts import decide_experts
@@ -93,7 +93,7 @@ def assign_methods(
         try_expressions(quantization.expressions, _asked_names(model, stored))
     counts: Counter[str] = Counter()
     for path, module in list(model.named_modules()):
-        if isinstance(module, Experts) and isinstance(module.experts, UndecidedExperts):
+        if isinstance(module, Experts) and isinstance(module.experts, DeferredExperts):
             names = _part_names(path, module)
             own, present = _agreed(quantization, stored, f"{path}.experts", names, "linear")
             module.experts, module.choice = decide_experts(module.experts, plain, own, present)
@@ -174,7 +174,7 @@ def _asked_names(model: nn.Module, stored: StoredLayers | None) -> list[str]:
 
 def _part_names(path: str, module: nn.Module) -> dict[str, str]:
     """The names of a layer's matrices by part; {} if the layer needs no decision."""
-    if isinstance(module, Experts) and isinstance(module.experts, UndecidedExperts):
+    if isinstance(module, Experts) and isinstance(module.experts, DeferredExperts):
         return {part: f"{path}.{part}" for part in expert_parts(module.experts.config)}
     if isinstance(module, MatrixLayer) and isinstance(module.method, DeferredQuantization):
         return {part: _sibling(path, part) for part in module.part_rows}
