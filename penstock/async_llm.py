@@ -28,7 +28,7 @@ from penstock.protocol.sampling import SamplingParams
 from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt
 from penstock.text.pooling import (
     InputOptions,
-    Truncation,
+    InputTruncation,
     join_pieces,
     pooling_info,
     prepare_pieces,
@@ -165,7 +165,7 @@ class AsyncLLM:
         """
         params = pooling_params or PoolingParams()
         text, cache_salt = read_prompt(prompt)
-        truncation = Truncation(truncate_prompt_tokens)
+        truncation = InputTruncation(truncate_prompt_tokens)
         options = InputOptions(truncation, priority=priority, cache_salt=cache_salt)
         frontend = self.frontend
         with self._registered(request_id) as (request_id, own_id):

@@ -32,9 +32,9 @@ from penstock.protocol.request import EngineRequest
 from penstock.text.frontend import Frontend, Prompt, read_prompt, with_priorities
 from penstock.text.pooling import (
     InputOptions,
+    InputTruncation,
     Pair,
     PoolingPrompt,
-    Truncation,
     join_pieces,
     pooling_info,
     prepare_pieces,
@@ -93,7 +93,7 @@ class PoolingMethods:
             )
         task = params.task if pooling_task is None else pooling_task
         params = msgspec.structs.replace(params, task=task)
-        truncation = Truncation(truncate_prompt_tokens)
+        truncation = InputTruncation(truncate_prompt_tokens)
         items = with_priorities(prompts, priority)
         adapters = self._adapters_of_pooled(lora_request, len(items))
         inputs = []
@@ -159,7 +159,7 @@ class PoolingMethods:
         kind = score_kind(info)
         adapters = self._adapters_of_pooled(lora_request, 1)
         pairs = pair_up(_texts("data_1", data_1), _texts("data_2", data_2))
-        options = InputOptions(Truncation(truncate_prompt_tokens))
+        options = InputOptions(InputTruncation(truncate_prompt_tokens))
         if kind == "cross-encoder":
             params = PoolingParams(task="classify", use_activation=use_activation)
             prompts = [Pair(query, document, instruction) for query, document in pairs]

@@ -106,7 +106,7 @@ class NativeDecoderLayer:
         assert isinstance(q_norm, RMSNorm | None)
         assert isinstance(k_norm, RMSNorm | None)
         weights = [_weights(linear) for linear in self._linears]
-        self._struct = library.DecoderLayer(
+        self._struct = library.DecoderLayerStruct(
             layer.input_layernorm.weight.data_ptr(),
             layer.post_attention_layernorm.weight.data_ptr(),
             q_norm.weight.data_ptr() if q_norm is not None else None,

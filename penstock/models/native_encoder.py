@@ -77,7 +77,7 @@ class NativeEncoderLayer:
         attention, mlp = layer.self_attn, layer.mlp
         self._linears = _linears(layer)
         self._steps = steps
-        self._struct = library.EncoderLayer(
+        self._struct = library.EncoderLayerStruct(
             _norm(layer.post_attention_layernorm),
             _norm(layer.post_mlp_layernorm),
             *[_weights(linear) for linear in self._linears],
@@ -109,11 +109,11 @@ class NativeEncoderLayer:
         return x
 
 
-def _norm(norm: LayerNorm | None) -> library.LayerNorm:
+def _norm(norm: LayerNorm | None) -> library.LayerNormStruct:
     if norm is None:
-        return library.LayerNorm(None, None, 0.0)
+        return library.LayerNormStruct(None, None, 0.0)
     bias = None if norm.bias is None else norm.bias.data_ptr()
-    return library.LayerNorm(norm.weight.data_ptr(), bias, norm.eps)
+    return library.LayerNormStruct(norm.weight.data_ptr(), bias, norm.eps)
 
 
 def _weights(linear: Linear) -> library.Weights:

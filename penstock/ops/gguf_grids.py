@@ -24,7 +24,7 @@ _EACH_128 = int.from_bytes(b"\x80" * 8, "little", signed=True)
 class Codes(NamedTuple):
     """The fields of some quantization blocks."""
 
-    places: torch.Tensor  # [num_blocks, 32 or 64]: one or two per octet
+    indices: torch.Tensor  # [num_blocks, 32 or 64]: one or two per octet
     signs: torch.Tensor  # [num_blocks, 32]: one bit per column, 1 is negative
     scale: torch.Tensor  # [num_blocks, 1] float16
     steps: torch.Tensor  # [num_blocks, sub-blocks]: s
@@ -53,9 +53,8 @@ def table(type_name: str) -> torch.Tensor:
         source = getattr(quants, type_name)
     except (ImportError, AttributeError) as error:
         raise ModelError(
-            f"{type_name} blocks are places in a table that the gguf package has, which is not "
-            "installed, or too old: pip install 'gguf>=0.17' (or 'penstock[iq]'), or choose a file "
-            "of another type"
+            f"{type_name} needs a table of the gguf package, which is missing or too old: "
+            "pip install 'gguf>=0.17' (or 'penstock[iq]'), or choose a file of another type"
         ) from error
     source.init_grid()
     numbers = torch.from_numpy(source.grid).view(source.grid_shape)
@@ -77,8 +76,8 @@ def grid_numbers(type_name: str, blocks: torch.Tensor) -> torch.Tensor:
     codes = own.codes(blocks)
     # Eight numbers at once, one per byte. No byte carries into the next.
     dtype = torch.int64 if own.each == 8 else torch.int32
-    places, signs = codes.places.flatten().int(), codes.signs.flatten().int()
-    found = table(type_name).to(blocks.device).view(dtype).flatten()[places].view(torch.int64)
+    indices, signs = codes.indices.flatten().int(), codes.signs.flatten().int()
+    found = table(type_name).to(blocks.device).view(dtype).flatten()[indices].view(torch.int64)
     negative = _sign_bytes().to(blocks.device)[signs]  # 1 in negative bytes
     if own.shifts:
         numbers = found - 2 * negative
@@ -109,7 +108,7 @@ def _steps(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _iq2_xxs(blocks: torch.Tensor) -> Codes:
-    # f16 | 8 x (4 places, 4 x 7 signs and s: 4 bits)
+    # f16 | 8 x (4 indices, 4 x 7 signs and s: 4 bits)
     fields = blocks[:, 2:].view(-1, 8, 8)
     signs = view_as(fields[:, :, 4:], torch.int32).flatten(1)
     return Codes(
@@ -128,14 +127,14 @@ def _iq2_xs(blocks: torch.Tensor) -> Codes:
 
 
 def _iq2_s(blocks: torch.Tensor) -> Codes:
-    # f16 | 32 x low 8 bits of places | 32 x 8 signs | 32 x their high 2 bits | 16 x s: 4 bits
+    # f16 | 32 x low 8 bits of indices | 32 x 8 signs | 32 x their high 2 bits | 16 x s: 4 bits
     high = bits_in_order(blocks[:, 66:74], 4, 2).int()
-    places = blocks[:, 2:34] | (high << 8)
-    return Codes(places, blocks[:, 34:66], half(blocks, 0), _steps(blocks[:, 74:]))
+    indices = blocks[:, 2:34] | (high << 8)
+    return Codes(indices, blocks[:, 34:66], half(blocks, 0), _steps(blocks[:, 74:]))
 
 
 def _iq3_xxs(blocks: torch.Tensor) -> Codes:
-    # f16 | 64 places | 8 x (4 x 7 signs, s: 4 bits)
+    # f16 | 64 indices | 8 x (4 x 7 signs, s: 4 bits)
     signs = view_as(blocks[:, 66:], torch.int32)
     return Codes(
         blocks[:, 2:66],
@@ -146,29 +145,29 @@ def _iq3_xxs(blocks: torch.Tensor) -> Codes:
 
 
 def _iq3_s(blocks: torch.Tensor) -> Codes:
-    # f16 | 64 x low 8 bits of places | 64 x their high bit | 32 x 8 signs | 8 x s: 4 bits
+    # f16 | 64 x low 8 bits of indices | 64 x their high bit | 32 x 8 signs | 8 x s: 4 bits
     high = bits_in_order(blocks[:, 66:74], 8, 1).int()
-    places = blocks[:, 2:66] | (high << 8)
-    return Codes(places, blocks[:, 74:106], half(blocks, 0), _steps(blocks[:, 106:]))
+    indices = blocks[:, 2:66] | (high << 8)
+    return Codes(indices, blocks[:, 74:106], half(blocks, 0), _steps(blocks[:, 106:]))
 
 
 def _iq1_s(blocks: torch.Tensor) -> Codes:
-    # f16 | 32 x low 8 bits of places | 8 x (4 x their high 3 bits, s: 3 bits, sign of the shift)
+    # f16 | 32 x low 8 bits of indices | 8 x (4 x their high 3 bits, s: 3 bits, sign of the shift)
     fields = view_as(blocks[:, 34:], torch.int16).int()
-    places = blocks[:, 2:34] | (bits_in_order(fields, 4, 3) << 8)
+    indices = blocks[:, 2:34] | (bits_in_order(fields, 4, 3) << 8)
     negative = ((fields >> 15) & 1).repeat_interleave(4, dim=1)
-    return Codes(places, negative * 255, half(blocks, 0), (fields >> 12) & 7)
+    return Codes(indices, negative * 255, half(blocks, 0), (fields >> 12) & 7)
 
 
 def _iq1_m(blocks: torch.Tensor) -> Codes:
-    # 32 x low 8 bits of places | 32 x (their high 3 bits, sign of the shift)
+    # 32 x low 8 bits of indices | 32 x (their high 3 bits, sign of the shift)
     # | 4 x (4 x s: 3 bits, and 4 bits of the f16)
     high = bits_in_order(blocks[:, 32:48], 2, 4).int()
     fields = view_as(blocks[:, 48:], torch.int16).int()
     quarters = ((fields >> 12) & 15) << torch.arange(0, 16, 4, device=blocks.device)
     scale = quarters.sum(1, keepdim=True).to(torch.int16).view(torch.float16)
-    places = blocks[:, :32] | ((high & 7) << 8)
-    return Codes(places, (high >> 3) * 255, scale, bits_in_order(fields, 4, 3))
+    indices = blocks[:, :32] | ((high & 7) << 8)
+    return Codes(indices, (high >> 3) * 255, scale, bits_in_order(fields, 4, 3))
 
 
 GRIDS: dict[str, GridFormat] = {

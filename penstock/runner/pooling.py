@@ -29,7 +29,7 @@ Pieces = dict[str, list[torch.Tensor]]
 
 
 @dataclass
-class _Wish:
+class _PoolingTarget:
     """The vectors that one request asks for."""
 
     task: PoolingTask
@@ -40,7 +40,7 @@ class _Wish:
     # Token-wise: rows of earlier chunks, by the name of the vectors.
     pieces: Pieces = field(default_factory=lambda: defaultdict(list))
     num_unpooled: int = 0  # tokens at the beginning that a mean leaves out
-    places: IntArray | None = None  # token-wise: positions to return; None: all
+    positions: IntArray | None = None  # token-wise: positions to return; None: all
 
     @property
     def by_token(self) -> bool:
@@ -67,7 +67,7 @@ class PoolingHead:
     def __init__(self, pooler: Pooler, tables: RequestTables) -> None:
         self.pooler = pooler
         self.tables = tables
-        self._wishes: dict[int, _Wish] = {}  # by slot
+        self._targets: dict[int, _PoolingTarget] = {}  # by slot
         self._num_by_token = 0  # requests among them that want vectors of tokens
         self._num_cut = 0  # those whose first tokens are not pooled
         self._kind = pooler.info.pooling_type
@@ -79,28 +79,28 @@ class PoolingHead:
 
     def add(self, slot: int, request: NewRequest) -> None:
         params = request.pooling
-        wish = _Wish(
+        target = _PoolingTarget(
             params.task or self.pooler.info.tasks[0], params.dimensions, params.use_activation
         )
         tag = self.pooler.step_tag_id
-        if wish.by_token and tag is not None:
-            wish.places = np.nonzero(np.array(request.token_ids) == tag)[0]
-        wish.vectors = tuple(
+        if target.by_token and tag is not None:
+            target.positions = np.nonzero(np.array(request.token_ids) == tag)[0]
+        target.vectors = tuple(
             name for name in dict.fromkeys(params.vectors or ()) if name != "dense"
         )
-        if "sparse" in wish.vectors:
-            wish.token_ids = np.array(request.token_ids, dtype=np.int64)
-        if wish.task == "embed" and self._kind == "MEAN":
-            wish.num_unpooled = request.num_unpooled
-            self._num_cut += wish.num_unpooled > 0
-        self._wishes[slot] = wish
-        self._num_by_token += wish.keeps_tokens
+        if "sparse" in target.vectors:
+            target.token_ids = np.array(request.token_ids, dtype=np.int64)
+        if target.task == "embed" and self._kind == "MEAN":
+            target.num_unpooled = request.num_unpooled
+            self._num_cut += target.num_unpooled > 0
+        self._targets[slot] = target
+        self._num_by_token += target.keeps_tokens
 
     def remove(self, slot: int) -> None:
-        wish = self._wishes.pop(slot, None)
-        if wish is not None:
-            self._num_by_token -= wish.keeps_tokens
-            self._num_cut -= wish.num_unpooled > 0
+        target = self._targets.pop(slot, None)
+        if target is not None:
+            self._num_by_token -= target.keeps_tokens
+            self._num_cut -= target.num_unpooled > 0
 
     def begin(
         self, hidden: Hidden, batch: StepBatch, logits: torch.Tensor | None = None
@@ -112,12 +112,12 @@ class PoolingHead:
         token_ids = {
             index: ids
             for index in by_token
-            if (ids := self._wish(layout, index).token_ids) is not None
+            if (ids := self._target(layout, index).token_ids) is not None
         }
         done = layout.sampling
         if self._num_by_token:
             done = np.array(
-                [i for i in done.tolist() if not self._wish(layout, i).by_token], dtype=np.int64
+                [i for i in done.tolist() if not self._target(layout, i).by_token], dtype=np.int64
             )
         if self._kind == "ALL":
             return PooledVectors([], by_token, token_ids)
@@ -125,8 +125,8 @@ class PoolingHead:
         whole = []
         if len(done):
             whole = [
-                (rows, self._project(pooled, done, rows, wish))
-                for rows, wish in self._alike(layout, done)
+                (rows, self._project(pooled, done, rows, target))
+                for rows, target in self._alike(layout, done)
             ]
         return PooledVectors(whole, by_token, token_ids)
 
@@ -183,25 +183,25 @@ class PoolingHead:
             for index, item in enumerate(layout.requests)
         ]
 
-    def _wish(self, layout: StepLayout, index: int) -> _Wish:
-        return self._wishes[int(layout.slots[index])]
+    def _target(self, layout: StepLayout, index: int) -> _PoolingTarget:
+        return self._targets[int(layout.slots[index])]
 
-    def _alike(self, layout: StepLayout, done: IntArray) -> list[tuple[list[int], _Wish]]:
+    def _alike(self, layout: StepLayout, done: IntArray) -> list[tuple[list[int], _PoolingTarget]]:
         """Requests with identical parameters, with those parameters. Nearly always one entry."""
-        groups: dict[tuple[object, ...], tuple[list[int], _Wish]] = {}
+        groups: dict[tuple[object, ...], tuple[list[int], _PoolingTarget]] = {}
         for index in done.tolist():
-            wish = self._wish(layout, index)
-            key = (wish.task, wish.dimensions, wish.use_activation)
-            groups.setdefault(key, ([], wish))[0].append(index)
+            target = self._target(layout, index)
+            key = (target.task, target.dimensions, target.use_activation)
+            groups.setdefault(key, ([], target))[0].append(index)
         return list(groups.values())
 
     def _project(
-        self, pooled: torch.Tensor, done: IntArray, indexes: list[int], wish: _Wish
+        self, pooled: torch.Tensor, done: IntArray, indexes: list[int], target: _PoolingTarget
     ) -> torch.Tensor:
         if len(indexes) < len(done):
             rows = np.searchsorted(done, np.array(indexes))
             pooled = pooled[to_device(rows, pooled.device)]
-        return self.pooler(pooled, wish.task, wish.dimensions, wish.use_activation)
+        return self.pooler(pooled, target.task, target.dimensions, target.use_activation)
 
     # -- one vector for a prompt
 
@@ -241,8 +241,8 @@ class PoolingHead:
         """By request: how many of its first tokens are not pooled."""
         if not self._num_cut:
             return np.zeros_like(layout.seq_lens)
-        wishes = (self._wish(layout, index) for index in range(len(layout.requests)))
-        return np.array([wish.num_unpooled for wish in wishes], layout.seq_lens.dtype)
+        targets = (self._target(layout, index) for index in range(len(layout.requests)))
+        return np.array([target.num_unpooled for target in targets], layout.seq_lens.dtype)
 
     # -- a vector for each token
 
@@ -252,25 +252,25 @@ class PoolingHead:
         starts = layout.starts.tolist()
         firsts = (layout.seq_lens - layout.counts).tolist()  # positions
         for index, item in enumerate(layout.requests):
-            wish = self._wish(layout, index)
-            if not wish.keeps_tokens:
+            target = self._target(layout, index)
+            if not target.keeps_tokens:
                 continue
             rows = states[starts[index] : starts[index + 1]]
-            if wish.places is not None:
-                own = wish.places - firsts[index]
+            if target.positions is not None:
+                own = target.positions - firsts[index]
                 own = own[(own >= 0) & (own < len(rows))]
                 rows = rows[to_device(own, rows.device)]
             rows = rows.to(torch.float32, copy=True)  # the next step may overwrite these rows
-            if wish.by_token:
-                piece = self.pooler(rows, wish.task, wish.dimensions, wish.use_activation)
-                wish.pieces[WHOLE].append(piece)
-            for name in wish.vectors:
+            if target.by_token:
+                piece = self.pooler(rows, target.task, target.dimensions, target.use_activation)
+                target.pieces[WHOLE].append(piece)
+            for name in target.vectors:
                 # ColBERT's begin behind the first token, whose state is the dense vector.
                 own_rows = rows[1:] if name == "colbert" and firsts[index] == 0 else rows
-                vectors = self.pooler.token_vectors(name, own_rows, wish.use_activation)
-                wish.pieces[name].append(vectors)
+                vectors = self.pooler.token_vectors(name, own_rows, target.use_activation)
+                target.pieces[name].append(vectors)
             if item.samples:
-                found[index] = wish.pieces
+                found[index] = target.pieces
         return found
 
 

@@ -33,7 +33,7 @@ PoolingPrompt = str | Sequence[int] | Pair
 
 
 @dataclass(frozen=True)
-class Truncation:
+class InputTruncation:
     """How a prompt that is too long is truncated. For a pair, the document is truncated."""
 
     num_tokens: int | None = None  # -1: what fits; None: too long is an error
@@ -47,7 +47,7 @@ class Truncation:
 class InputOptions:
     """How an input is tokenized and run."""
 
-    truncation: Truncation = Truncation()
+    truncation: InputTruncation = InputTruncation()
     add_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None
@@ -143,7 +143,7 @@ def prepare_pieces(
             raise
         pieces = _cut(frontend, prompt, params, options)
     raw = PoolingParams(task="embed", use_activation=False)
-    own = replace(options, truncation=Truncation())
+    own = replace(options, truncation=InputTruncation())
     return [
         prepare_pooling(frontend, f"{request_id}.{index}", piece, raw, own)
         for index, piece in enumerate(pieces)
@@ -214,7 +214,7 @@ def pooling_info(frontend: Frontend) -> PoolingInfo:
     return frontend.pooling
 
 
-def _limit(frontend: Frontend, truncation: Truncation) -> int:
+def _limit(frontend: Frontend, truncation: InputTruncation) -> int:
     """Maximum tokens of a prompt."""
     longest, asked = frontend.max_model_len, truncation.num_tokens
     if asked is None or asked == -1:
@@ -231,7 +231,7 @@ def _limit(frontend: Frontend, truncation: Truncation) -> int:
 
 
 def _max_tokens(
-    frontend: Frontend, params: PoolingParams, truncation: Truncation, add_special_tokens: bool
+    frontend: Frontend, params: PoolingParams, truncation: InputTruncation, add_special_tokens: bool
 ) -> int | None:
     """How many tokens a text may have with its prompt, where there is a limit for the text."""
     if not truncation.max_text_tokens:
@@ -274,7 +274,7 @@ def _num_unpooled(frontend: Frontend, before: str, add_special_tokens: bool) -> 
     return len(token_ids) - (token_ids[-1] in {*tokenizer.special_ids, *after[-1:]})
 
 
-def _check_cut(num_tokens: int, num_unpooled: int, truncation: Truncation, field: str) -> None:
+def _check_cut(num_tokens: int, num_unpooled: int, truncation: InputTruncation, field: str) -> None:
     if truncation.num_tokens is not None and truncation.side == "last":
         raise InputError(
             "truncation_side must be right: left would cut off the prompt that stands before the "
@@ -290,7 +290,7 @@ def _check_cut(num_tokens: int, num_unpooled: int, truncation: Truncation, field
 
 
 def _encode_pair(
-    frontend: Frontend, pair: Pair, truncation: Truncation, limit: int, field: str
+    frontend: Frontend, pair: Pair, truncation: InputTruncation, limit: int, field: str
 ) -> tuple[list[int], int | None]:
     """The pair's tokens, and where the second segment begins if the model uses segments."""
     tokenizer = frontend.known_tokenizer()
@@ -321,7 +321,12 @@ def _encode_pair(
 
 
 def _encode_templated(
-    template: str, frontend: Frontend, pair: Pair, truncation: Truncation, limit: int, field: str
+    template: str,
+    frontend: Frontend,
+    pair: Pair,
+    truncation: InputTruncation,
+    limit: int,
+    field: str,
 ) -> tuple[list[int], None]:
     """The tokens of a pair's template. If it is too long, the end of the document is cut."""
     tokenizer = frontend.known_tokenizer()

@@ -92,7 +92,7 @@ class Step(ctypes.Structure):
     ]
 
 
-class DecoderLayer(ctypes.Structure):
+class DecoderLayerStruct(ctypes.Structure):
     """A pre-norm decoder layer's weights and sizes."""
 
     _fields_ = [
@@ -158,18 +158,18 @@ class AdapterStep(ctypes.Structure):
     _fields_ = [("rows", _POINTER), ("starts", _POINTER), ("num_rows", _INT)]
 
 
-class LayerNorm(ctypes.Structure):
+class LayerNormStruct(ctypes.Structure):
     """A layer norm. A null weight means that there is none."""
 
     _fields_ = [("weight", _POINTER), ("bias", _POINTER), ("eps", ctypes.c_float)]
 
 
-class EncoderLayer(ctypes.Structure):
+class EncoderLayerStruct(ctypes.Structure):
     """An encoder layer's weights and sizes."""
 
     _fields_ = [
-        ("attention_norm", LayerNorm),
-        ("mlp_norm", LayerNorm),
+        ("attention_norm", LayerNormStruct),
+        ("mlp_norm", LayerNormStruct),
         ("qkv", Weights),
         ("output", Weights),
         ("up", Weights),

@@ -18,7 +18,7 @@ from penstock.ops.triton.gguf_decode import ONE, load_weights, scales, values
 from penstock.ops.triton.gguf_layout import Planes
 from penstock.ops.triton.pointwise import silu_mul
 from penstock.ops.triton.routing import Blocks, align
-from penstock.ops.triton.tuning_gguf import ExpertsPlan, experts_plan
+from penstock.ops.triton.tuning_gguf import GgufExpertsPlan, gguf_experts_plan
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def gguf_experts(
         return torch.empty_like(x)
     hidden = x.shape[1]
     num_experts, size = down.shape[0] // hidden, down.shape[1]
-    plan = experts_plan(num_tokens * top_k, num_experts, x.element_size())
+    plan = gguf_experts_plan(num_tokens * top_k, num_experts, x.element_size())
     blocks = align(ids, num_experts, plan.tokens)
     both = torch.empty((len(blocks.pairs), 2 * size), dtype=x.dtype, device=x.device)
     each = 2 * size // len(gate_up)
@@ -140,7 +140,7 @@ def _run(
     factors: torch.Tensor | None,  # [n, top_k]: x is sorted, out is not
     blocks: Blocks,
     top_k: int,
-    plan: ExpertsPlan,
+    plan: GgufExpertsPlan,
 ) -> None:
     num_blocks, out_features = len(blocks.experts), out.shape[1]
     num_quads = weight.num_quads

@@ -40,7 +40,7 @@ from penstock.ops.gguf_grids import GRIDS, table
 SLAB = 1 << 24  # numbers repacked at a time
 
 Scales = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-Places = Callable[[torch.Tensor], torch.Tensor]
+BlockField = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Layout(NamedTuple):
@@ -53,12 +53,12 @@ class Layout(NamedTuple):
     group: int  # columns that share a scale
     scales: Scales  # quantization blocks [n, block_bytes] -> up to three tensors [n, ...]
     table: tuple[int, ...] | None = None  # values of the numbers, if they are indexes
-    places: Places | None = None  # quantization blocks -> [n, ...], if they hold grid indexes
+    grid_indices: BlockField | None = None  # quantization blocks -> [n, ...], of grid types
 
     @property
     def columns(self) -> int:
         """Columns per element of `words`."""
-        return 32 // self.low if self.places is None else GRIDS[self.kind].each
+        return 32 // self.low if self.grid_indices is None else GRIDS[self.kind].each
 
     @property
     def offset(self) -> bool:
@@ -138,7 +138,7 @@ def prepare_gguf(weight: BlockTensor, device: torch.device) -> Planes:
                 whole[name] = torch.empty(shape, dtype=tensor.dtype, device=device)
             whole[name][start : start + len(tensor)] = tensor
     optional = {name: whole.get(name) for name in ("high", "second", "third")}
-    if layout.places is not None:
+    if layout.grid_indices is not None:
         optional["grid"] = _grid(weight.type_name, device)
     return Planes(weight.type_name, whole["words"], first=whole["first"], **optional)
 
@@ -154,10 +154,10 @@ def stack_gguf(parts: Sequence[Planes]) -> Planes:
 def _repack(part: BlockTensor, layout: Layout, device: torch.device) -> dict[str, torch.Tensor]:
     rows = part.shape[0]
     blocks = part.data.to(device).reshape(-1, part.block_bytes)
-    if layout.places is None:
+    if layout.grid_indices is None:
         packed = _pack(part, blocks, layout)
     else:
-        packed = {"words": layout.places(blocks).reshape(rows, -1)}
+        packed = {"words": layout.grid_indices(blocks).reshape(rows, -1)}
     for name, tensor in zip(("first", "second", "third"), layout.scales(blocks), strict=False):
         packed[name] = tensor.reshape(rows, -1)
     return packed
@@ -199,12 +199,12 @@ def _join(fields: torch.Tensor, width: int) -> torch.Tensor:
 # -- scales
 
 
-def _from(start: int, end: int, dtype: torch.dtype = torch.uint8) -> Places:
+def _from(start: int, end: int, dtype: torch.dtype = torch.uint8) -> BlockField:
     """Bytes [start, end) of every quantization block, as numbers of a type."""
     return lambda blocks: view_as(blocks[:, start:end], dtype)
 
 
-def _fields(*fields: Places) -> Scales:
+def _fields(*fields: BlockField) -> Scales:
     return lambda blocks: tuple(field(blocks) for field in fields)
 
 
@@ -251,8 +251,8 @@ def _grid(type_name: str, device: torch.device) -> torch.Tensor:
     return view_as(grid, torch.int32).flatten().to(device)
 
 
-def _on_grid(type_name: str, places: Places, scales: Scales) -> Layout:
-    return Layout(type_name, 8, 0, 128, GRIDS[type_name].group, scales, places=places)
+def _on_grid(type_name: str, indices: BlockField, scales: Scales) -> Layout:
+    return Layout(type_name, 8, 0, 128, GRIDS[type_name].group, scales, grid_indices=indices)
 
 
 _ON_GRIDS = [

@@ -62,7 +62,7 @@ def tensor_plan(group: int, out_features: int, in_features: int) -> TensorPlan:
     return TensorPlan(warps, turns, registers)
 
 
-class ExpertsPlan(NamedTuple):
+class GgufExpertsPlan(NamedTuple):
     """One expert's rows by a token block, quads per step, adjacent token blocks."""
 
     rows: int
@@ -72,10 +72,10 @@ class ExpertsPlan(NamedTuple):
     launch: Launch
 
 
-def experts_plan(num_pairs: int, num_experts: int, element_size: int) -> ExpertsPlan:
+def gguf_experts_plan(num_pairs: int, num_experts: int, element_size: int) -> GgufExpertsPlan:
     """Chosen by the average number of (token, expert) pairs per expert."""
     per_expert = num_pairs / num_experts
     tokens = 16 if per_expert <= 8 or element_size == 4 else 32 if per_expert <= 20 else 64
-    return ExpertsPlan(
+    return GgufExpertsPlan(
         64, tokens, 8, 1 if tokens == 16 else 4, Launch(4, 2 if element_size == 4 else 3)
     )

@@ -43,7 +43,7 @@ class ToolResultBlock(Body):
     is_error: bool | None = None
 
 
-Block = Annotated[
+ContentBlock = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
     Field(discriminator="type"),
 ]
@@ -51,7 +51,7 @@ Block = Annotated[
 
 class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: Text | Items[Block]
+    content: Text | Items[ContentBlock]
 
 
 class ClientTool(Body):

@@ -26,7 +26,7 @@ from penstock.server.pooling.protocol import CohereEmbeddings, CohereEmbedReques
 from penstock.server.pooling.run import pool_all
 from penstock.server.pooling.vectors import as_bytes, vector_of
 from penstock.server.service import Service
-from penstock.text.pooling import InputOptions, Truncation, pooling_info
+from penstock.text.pooling import InputOptions, InputTruncation, pooling_info
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
@@ -70,7 +70,7 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
         message = str(error).replace("dimensions", "output_dimension", 1)  # Cohere's name of it
         raise InputError(message, "output_dimension") from error
     request_id, texts = f"embd-{request.state.request_id}", body.texts
-    truncation = Truncation(
+    truncation = InputTruncation(
         None if body.truncate == "NONE" else -1, "last" if body.truncate == "START" else "first"
     )
     options = InputOptions(truncation, priority=body.priority or 0, field="texts")

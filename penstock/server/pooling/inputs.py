@@ -11,7 +11,7 @@ from penstock.protocol.request import EngineRequest
 from penstock.server.openai.prompts import turn_request
 from penstock.server.pooling.protocol import InputBody, PairBody
 from penstock.server.service import Service
-from penstock.text.pooling import InputOptions, PoolingPrompt, Truncation, prepare_pieces
+from penstock.text.pooling import InputOptions, InputTruncation, PoolingPrompt, prepare_pieces
 
 Prepare = Callable[[PoolingPrompt], list[EngineRequest]]
 
@@ -55,7 +55,7 @@ def input_prepare(
     is_chat = body.messages is not None
     special = body.add_special_tokens
     options = InputOptions(
-        Truncation(
+        InputTruncation(
             body.truncate_prompt_tokens, "last" if body.truncation_side == "left" else "first"
         ),
         (not is_chat) if special is None else special,
@@ -90,7 +90,7 @@ def pair_prepare(
         value = getattr(body, name)
         if value is not None and value < 0:
             raise InputError(f"{name} must be at least 0, got {value}", name)
-    truncation = Truncation(
+    truncation = InputTruncation(
         body.truncate_prompt_tokens,
         "first",
         body.max_tokens_per_query,
