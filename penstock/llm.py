@@ -257,7 +257,7 @@ class LLM(PoolingMethods):
             )
         if len(given) != count:
             raise InputError(
-                f"sampling_params must be one, or one a prompt ({count}), got {len(given)}",
+                f"sampling_params must be one, or one per prompt ({count}), got {len(given)}",
                 "sampling_params",
             )
         return given

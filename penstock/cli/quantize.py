@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ConfigError(f"--keep {pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(f"--keep {pattern!r} is not a regular expression: {error}") from error
     # Imports only what finds the model: a wrong model must fail before torch is imported.
     from penstock.config import EngineConfig, LoadConfig, ModelConfig
     from penstock.loading.source import resolve_source

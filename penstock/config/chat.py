@@ -47,5 +47,6 @@ class ChatConfig:
         for name in self.default_chat_template_kwargs or {}:
             if name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
                 raise ConfigError(
-                    f"default_chat_template_kwargs must not hold {name}: it is a request's own"
+                    f"default_chat_template_kwargs must not hold {name}: it belongs to single "
+                    "requests"
                 )

@@ -178,7 +178,7 @@ class EngineConfig:
                 f"least max_model_len ({longest})"
             )
         if self.model.skip_tokenizer_init and self.model.tokenizer is not None:
-            raise ConfigError("skip_tokenizer_init and tokenizer exclude each other: drop one")
+            raise ConfigError("skip_tokenizer_init and tokenizer cannot be combined: drop one")
         if self.model.skip_tokenizer_init and self.model.chat_template is not None:
             raise ConfigError("chat_template needs a tokenizer: drop skip_tokenizer_init")
 

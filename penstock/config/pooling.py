@@ -54,7 +54,7 @@ class PoolingConfig:
                 )
         if bool(given.get("enable_chunked_processing")) != ("max_embed_len" in given):
             raise ConfigError(
-                "pooler_config: enable_chunked_processing and max_embed_len need each other: "
+                "pooler_config: enable_chunked_processing and max_embed_len must be set together: "
                 '{"enable_chunked_processing": true, "max_embed_len": 100000}'
             )
         is_by_token = given.get("pooling_type", "ALL") in ("ALL", "STEP")

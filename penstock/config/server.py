@@ -220,7 +220,7 @@ class ServerConfig:
 
     def _check_tls(self) -> None:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise ConfigError("ssl_keyfile and ssl_certfile need each other: give both or none")
+            raise ConfigError("ssl_keyfile and ssl_certfile must be set together")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_ca_certs needs ssl_keyfile and ssl_certfile")
         for name in ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs"):

@@ -32,8 +32,8 @@ def render_turn(frontend: Frontend, request: TurnRequest) -> str:
     """Render the prompt of a turn. Slow: call it in a thread."""
     if request.chat_template is not None and not frontend.chat.trust_request_chat_template:
         raise InputError(
-            "chat_template is not taken from requests here: that takes "
-            "--trust-request-chat-template, and --chat-template sets one for all",
+            "chat_template is not allowed in requests: start the server with "
+            "--trust-request-chat-template, or set --chat-template for all requests",
             "chat_template",
         )
     options: dict[str, Any] = {}
@@ -63,7 +63,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any], others: Collection[str] = (
     for name in (*GIVEN_APART, *others):
         if name in kwargs:
             raise InputError(
-                f"chat_template_kwargs must not hold {name}, which is a field by itself",
+                f"chat_template_kwargs must not hold {name}, which is a separate field",
                 "chat_template_kwargs",
             )
 

@@ -158,7 +158,7 @@ class EngineCore:
         try:
             return self.grammars.start_masks(plan)
         except Exception:
-            logger.exception("Masks of step %d are not filled ahead", plan.step_id)
+            logger.exception("Computing the masks of step %d ahead failed", plan.step_id)
             return None
 
     def _masks_of(self, plan: StepPlan, started: Future[StepMasks] | None) -> StepMasks | None:
@@ -167,14 +167,14 @@ class EngineCore:
         try:
             return self.grammars.masks(plan) if started is None else started.result()
         except Exception:
-            logger.exception("Masks of step %d could not be filled", plan.step_id)
+            logger.exception("Computing the masks of step %d failed", plan.step_id)
             return None
 
     def _update(self) -> list[EngineDelta]:
         """Collect the oldest step in flight and apply its result."""
         result = self.executor.collect()
         if result.failure is not None:
-            logger.error("Step %d failed; its requests are tried again", result.step_id)
+            logger.error("Step %d failed; retrying its requests", result.step_id)
             return self._recover(result.failure)
         self._forget_step()
         self._metrics.update(result.metrics)

@@ -92,7 +92,7 @@ class Dispatch:
     async def call(self, method: str, *args: Any) -> Any:
         """Run a method of `EngineCore`, in order with the requests sent before and after."""
         if not self.is_healthy:
-            raise EngineDeadError("the engine is being started again; try again later")
+            raise EngineDeadError("the engine is restarting; try again later")
         call_id = next(self._call_ids)
         answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
         self._engine.send(messages.CALL, str(call_id).encode(), method.encode(), *encode_args(args))
@@ -210,7 +210,7 @@ class Dispatch:
         for observer in self._ledger.observers:
             observer.on_ready(info)
         if is_restart:
-            logger.info("The engine is back; %d requests go on", len(self._ledger.records))
+            logger.info("The engine has restarted; %d requests continue", len(self._ledger.records))
             for observer in self._ledger.observers:
                 observer.on_restart()
         self._send_held()
@@ -246,7 +246,7 @@ class Dispatch:
         self._watch_waits()
         accused, convict, was_alone = self._quarantine.on_death(suspects)
         if accused:
-            logger.warning("Requests that may have killed the engine: %s", ", ".join(accused))
+            logger.warning("Requests that may have crashed the engine: %s", ", ".join(accused))
             for observer in self._ledger.observers:
                 observer.on_quarantine(len(accused))
         if convict is not None:
@@ -254,7 +254,7 @@ class Dispatch:
         return RestartDecision(had_progress, is_explained=was_alone)
 
     def _convict(self, record: RequestRecord, death: Death) -> None:
-        logger.error("Request %s fails: it keeps killing the engine", record.request_id)
+        logger.error("Request %s failed: it has crashed the engine repeatedly", record.request_id)
         num_alone = self._config.max_request_crashes
         error = CrashFault(
             f"this request crashed the engine {record.num_deaths} times, {num_alone} of them "

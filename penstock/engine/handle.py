@@ -234,7 +234,7 @@ class EngineHandle:
             await asyncio.sleep(LOOK_INTERVAL_S)
             reading, now = self._box.read(), time.monotonic()
             self._hang = self._hang_watch.look(reading, self.info is not None, now)
-        logger.error("The engine hangs (%s): it is killed", self._hang)
+        logger.error("The engine hangs (%s); killing it", self._hang)
         self.kill()
 
     def _wait_for_exit(self) -> None:

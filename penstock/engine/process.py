@@ -127,11 +127,11 @@ class EngineServer:
             self._core.add(self._decode_request(body))
             return
         except (msgspec.MsgspecError, InputError) as error:
-            logger.warning("Request %s is refused: %s", request_id, error)
+            logger.warning("Request %s was rejected: %s", request_id, error)
             field = error.field if isinstance(error, InputError) else None
             message = str(error)
         except Exception:  # it has not run yet, so no other request is affected
-            logger.exception("Request %s cannot be taken in", request_id)
+            logger.exception("Request %s could not be added", request_id)
             self._core.abort([request_id])
             message = "the engine failed to take this request in"
         self._deltas.append(

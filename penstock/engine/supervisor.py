@@ -181,7 +181,7 @@ class Supervisor:
                 self._give_up(death)
                 return
             if delay_s:
-                logger.warning("The engine is started again in %g s", delay_s)
+                logger.warning("Restarting the engine in %g s", delay_s)
                 await asyncio.sleep(delay_s)
             death = await self._live(config)
 
@@ -213,10 +213,10 @@ class Supervisor:
             try:
                 self._spare = self._start_engine()
             except OSError as error:
-                logger.warning("There is no spare engine, it cannot be started: %s", error)
+                logger.warning("Cannot start a spare engine: %s", error)
                 continue
             death = await self._spare.died()
-            logger.warning("The spare engine died (%s): another is made in %g s", death, delay_s)
+            logger.warning("The spare engine died (%s); starting another in %g s", death, delay_s)
 
     def _take_spare(self) -> EngineHandle | None:
         spare, self._spare = self._spare, None
@@ -226,7 +226,7 @@ class Supervisor:
         num_failures = self._policy.num_failures
         often = f"{num_failures} times in a row soon after its start" if num_failures else "once"
         error = EngineDeadError(
-            f"the engine died {often}, the last time by {death}: it is not started again"
+            f"the engine died {often}, the last time by {death}; it is not restarted"
         )
         logger.critical("Giving up: %s", error)
         self._lose(error)

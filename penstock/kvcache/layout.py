@@ -59,7 +59,7 @@ def make_layout(
     waste = padding(layout, max_model_len, registry)
     if waste > 0:
         logger.info(
-            "KV cache: %d groups of up to %d layers share %d bytes a layer and block; padding "
+            "KV cache: %d groups of up to %d layers share %d bytes per layer and block; padding "
             "takes %.1f %% of what a request of %d tokens holds",
             len(groups), layers_per_page, page_bytes, 100 * waste, max_model_len,
         )  # fmt: skip

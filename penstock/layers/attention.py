@@ -63,7 +63,7 @@ class Attention(nn.Module):
         assert window is None or chunk is None, "a layer has a window or a chunk, not both"
         if kind == "bidirectional" and (softcap or has_sinks or chunk):
             raise ModelError(
-                "attention in both directions is not supported with soft caps, sinks or chunks"
+                "bidirectional attention is not supported with soft caps, sinks or chunks"
             )
         # A window or chunk that no request exceeds has no effect. The layer is then like those
         # without one, and shares their KV group.

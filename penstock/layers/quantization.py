@@ -76,7 +76,7 @@ def _cut(
     start, length = first * size, count * size
     if start % total or length % total:
         raise ModelError(
-            f"a shard's border, {first} or {first + count} of {total}, falls inside an element of "
+            f"a shard boundary, {first} or {first + count} of {total}, falls inside an element of "
             f"{name} {list(tensor.shape)}: use fewer ranks (tensor_parallel_size)"
         )
     return tensor.narrow(dim, start // total, length // total)

@@ -106,8 +106,8 @@ def rotary_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
         parameters["rope_type"] = "longrope"
     if parameters["rope_type"] not in SUPPORTED:
         raise ModelError(
-            f"rope_type {parameters['rope_type']!r} is not supported; "
-            f"supported are {', '.join(SUPPORTED)}"
+            f"rope_type {parameters['rope_type']!r} is not supported; supported: "
+            f"{', '.join(SUPPORTED)}"
         )
     for name in NUMBERS:
         value = parameters.get(name)

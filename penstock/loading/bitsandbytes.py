@@ -133,7 +133,7 @@ class _State:
         is_shape = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
         if not is_shape or len(shape) != 2:
             raise ModelError(
-                f"{layer}.weight.quant_state has shape {shape!r:.80}, supported are matrices"
+                f"{layer}.weight.quant_state has shape {shape!r:.80}; supported: matrices"
             )
         self.shape: tuple[int, int] = (shape[0], shape[1])
 
@@ -161,10 +161,10 @@ class _State:
         name = f"{self._layer}.weight" if part == "weight" else f"{self._layer}.weight.{part}"
         tensor = self._parts.get(part)
         if tensor is None:
-            raise ModelError(f"the checkpoint lacks {name}, without which the layer has no scales")
+            raise ModelError(f"the checkpoint lacks {name}, which holds the layer's scales")
         if dtype is not None and tensor.dtype != dtype:
             raise ModelError(
-                f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}, supported is "
+                f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}; supported: "
                 f"{str(dtype).removeprefix('torch.')}"
             )
         if count is not None and tensor.numel() != count:

@@ -120,7 +120,7 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
 def _claim(owners: dict[str, Path], names: list[str], path: Path) -> None:
     for name in names:
         if name in owners:
-            raise ModelError(f"tensor {name!r} lies in {owners[name]} and again in {path}")
+            raise ModelError(f"tensor {name!r} is in {owners[name]} and again in {path}")
         owners[name] = path
 
 

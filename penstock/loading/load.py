@@ -100,9 +100,7 @@ def load_weights(
                 "; if the output projection is not the embedding, set tie_word_embeddings to false "
                 "in config.json"
             )
-        raise ModelError(
-            f"the checkpoint holds tensors that the model has no place for: {_some(surplus)}{hint}"
-        )
+        raise ModelError(f"the checkpoint has unexpected tensors: {_some(surplus)}{hint}")
     _finish(model)
 
 

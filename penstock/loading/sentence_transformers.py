@@ -201,7 +201,7 @@ def _dense(folder: Path) -> DenseFile:
 def _size(path: Path, content: Mapping[str, Any], key: str) -> int:
     value = content.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ModelError(f"{path}: {key} must be an integer from 1 on, got {value!r:.80}")
+        raise ModelError(f"{path}: {key} must be an integer of at least 1, got {value!r:.80}")
     return value
 
 

@@ -15,7 +15,9 @@ def read_int(raw: Mapping[str, Any], name: str, default: int | None = None, low:
     if value is None:
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ModelError(f"config.json: {name} must be an integer from {low} on, got {value!r:.80}")
+        raise ModelError(
+            f"config.json: {name} must be an integer of at least {low}, got {value!r:.80}"
+        )
     if value >= 2**31:
         raise ModelError(
             f"config.json: {name} must be below 2**31, got an integer of {value.bit_length()} bits"

@@ -115,7 +115,7 @@ class _Packed:
         if blocks.dim() != 4 or blocks.shape[:-1] != scales.shape or blocks.shape[-1] != GROUP // 2:
             raise ModelError(
                 f"tensor {name}: blocks {list(blocks.shape)} and scales {list(scales.shape)} "
-                f"do not fit each other"
+                f"do not match"
             )
         self.blocks, self.scales = blocks, scales
 

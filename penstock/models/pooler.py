@@ -147,7 +147,9 @@ def add_classifier(model: Model, build: Build, config: EngineConfig, source: Mod
     names = [name for name in raw.get("architectures") or [] if isinstance(name, str)]
     tokens = label_tokens(config, source)
     if not isinstance(model, DecoderLM):
-        raise ConfigError(f"convert=classify is not for {names}, which transformers' code runs")
+        raise ConfigError(
+            f"convert=classify is not for {names}, which runs on transformers' implementation"
+        )
     if tokens is not None:
         is_tied = bool(raw.get("tie_word_embeddings", False))
         returned = (config.pooling.pooler_config or {}).get("returned_token_ids")

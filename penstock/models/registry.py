@@ -42,7 +42,7 @@ def build_model(raw: Mapping[str, Any], build: Build, model_impl: ModelImpl = "a
     if theirs is not None:
         from penstock.models.transformers_model import TransformersLM  # needs the package
 
-        logger.info("%s is run by transformers' code, with Penstock's attention", theirs)
+        logger.info("%s runs on transformers' implementation, with Penstock's attention", theirs)
         return TransformersLM(build, theirs, raw).eval()
     if model_impl == "transformers":
         raise ModelError(

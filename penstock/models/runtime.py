@@ -103,7 +103,7 @@ def hold_whole_prompts(limits: StepLimits, config: EngineConfig) -> StepLimits:
     longest, asked = limits.max_model_len, config.scheduler.max_num_batched_tokens
     if asked is not None and asked < longest:
         raise ConfigError(
-            f"this model attends in both directions, so that a prompt is computed in one step: "
+            f"this model has bidirectional attention, so a prompt must fit into one step: "
             f"max_num_batched_tokens ({asked}) must be at least max_model_len ({longest}); raise "
             f"it to {longest}, or lower max_model_len to {asked}"
         )
@@ -141,7 +141,9 @@ def _max_model_len(config: EngineConfig, model_config: Mapping[str, Any]) -> int
     asked = config.model.max_model_len
     says_so = model_config.get("max_position_embeddings") is not None  # Mamba has no positions
     if says_so and asked is not None and asked > longest:
-        raise ConfigError(f"max_model_len must be at most the model's own {longest}, got {asked}")
+        raise ConfigError(
+            f"max_model_len must be at most the model's maximum of {longest}, got {asked}"
+        )
     return asked or longest
 
 

@@ -52,7 +52,8 @@ class TransformersLM(Model):
         super().__init__()
         if build.tp.size > 1:
             raise ConfigError(
-                f"tensor_parallel_size must be 1 for {name}, which is run by transformers' code, "
+                f"tensor_parallel_size must be 1 for {name}, which runs on transformers' "
+                "implementation, "
                 f"got {build.tp.size}"
             )
         model = _construct(build, name, raw)
@@ -107,7 +108,7 @@ class TransformersLM(Model):
             back = self.whole.hidden(x.flip(0), positions.flip(0)).flip(0).float()
         except Exception as error:  # third-party code may raise anything
             raise ModelError(
-                f"{self.name} cannot be run by transformers' code with Penstock's layers: "
+                f"{self.name} cannot run on transformers' implementation with Penstock's layers: "
                 f"{type(error).__name__}: {error}"[:400]
             ) from error
         finally:
@@ -202,8 +203,8 @@ def _check_positions(config: Any, name: str, max_model_len: int) -> None:
             longest = settings.get("original_max_position_embeddings")
     if longest is not None and max_model_len > longest:
         raise ConfigError(
-            f"max_model_len must be at most {longest} for {name}, which is run by transformers' "
-            f"code, got {max_model_len}"
+            f"max_model_len must be at most {longest} for {name}, which runs on transformers' "
+            f"implementation, got {max_model_len}"
         )
 
 

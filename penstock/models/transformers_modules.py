@@ -88,7 +88,8 @@ def materialize(model: PreTrainedModel, device: torch.device) -> None:
         for name, value in vars(module).items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise ModelError(
-                    f"{type(model).__name__} cannot be run by transformers' code: {path}.{name} "
+                    f"{type(model).__name__} cannot run on transformers' implementation: "
+                    f"{path}.{name} "
                     "is a tensor that is neither a parameter nor a buffer"
                 )
 

@@ -100,7 +100,7 @@ def _check_kinds(model: PreTrainedModel) -> None:
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     unknown = sorted(map(str, kinds.difference(KINDS)))
     if unknown:
-        raise Unsupported(f"has layers of the kind {', '.join(unknown)}")
+        raise Unsupported(f"has layers of kind {', '.join(unknown)}")
 
 
 def _run(model: PreTrainedModel) -> None:
@@ -116,7 +116,7 @@ def _run(model: PreTrainedModel) -> None:
 def refusal(name: str, reason: str) -> ModelError:
     """The error for a model. `reason` completes the sentence "it ..."."""
     return ModelError(
-        f"{name} cannot be run by transformers' code (model_impl=transformers): it {reason}"
+        f"{name} cannot run on transformers' implementation (model_impl=transformers): it {reason}"
     )
 
 
@@ -165,14 +165,14 @@ def _note_call(
     if "_penstock_call" in module.__dict__:
         raise Unsupported("uses one attention layer several times")
     if not isinstance(attention_mask, CausalMask):
-        raise Unsupported("makes its attention masks in a way of its own")
+        raise Unsupported("makes its attention masks itself")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise Unsupported("has attention that is not causal")
     if key.shape[2] != NUM_TOKENS or value.shape[2] != NUM_TOKENS:
-        raise Unsupported("has attention to another sequence")
+        raise Unsupported("has cross-attention")
     if not query.shape[3] == key.shape[3] == value.shape[3]:
         raise Unsupported(
-            f"has values of {value.shape[3]} and keys of {key.shape[3]} dimensions a head"
+            f"has values of {value.shape[3]} and keys of {key.shape[3]} dimensions per head"
         )
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:

@@ -74,7 +74,7 @@ class CheckpointNames:
             made = converter.convert(own_name, model=self._model, config=self._model.config)
         except Exception as error:  # third-party code may raise anything
             raise ModelError(
-                f"the checkpoint's tensors for {own_name} cannot be put together: {error}"
+                f"the checkpoint's tensors for {own_name} cannot be merged: {error}"
             ) from error
         for name, tensor in made.items():
             yield name, tensor[0] if isinstance(tensor, list) else tensor

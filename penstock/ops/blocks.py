@@ -70,7 +70,7 @@ def take_columns(weight: Weight, start: int, end: int) -> Weight:
     for at in (start, end):
         if at % weight.block_size:
             raise ModelError(
-                f"a shard's border, column {at}, falls inside a {weight.type_name} block of "
+                f"a shard boundary, column {at}, falls inside a {weight.type_name} block of "
                 f"{weight.block_size}: use fewer ranks, or --gguf-compute dequantize"
             )
     return weight.columns(start, end)

@@ -143,7 +143,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         task = params.task or self.tasks[0]
         if task not in self.tasks:
             raise InputError(
-                f"task {task!r} is not what this model is served for; it does "
+                f"task {task!r} is not supported by this model; supported: "
                 f"{', '.join(self.tasks)} (--convert chooses between embed and classify)",
                 field,
             )
@@ -157,8 +157,8 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             if wanted == self.embedding_size:
                 return task
             raise InputError(
-                f"dimensions is for models trained with matryoshka representations, which this "
-                f"one does not say it is: leave it out for all {self.embedding_size}, or serve it "
+                "dimensions is for models trained with matryoshka representations, which this "
+                f"one does not declare: leave it out for all {self.embedding_size}, or serve it "
                 "with --pooler-config '{\"dimensions\": [...]}'",
                 "dimensions",
             )

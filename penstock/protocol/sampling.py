@@ -181,7 +181,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="samp
         _check_items("stop", stops)
         _check_texts("stop", stops, MAX_STOP_STRINGS)
         if stops and not self.detokenize:
-            raise InputError("stop needs detokenize=True: stop texts are found in text", "stop")
+            raise InputError("stop needs detokenize=True: stop strings are matched in text", "stop")
         _check_items("stop_token_ids", self.stop_token_ids)
         for token_id in self.stop_token_ids or []:
             check_int("stop_token_ids", token_id, 0, 2**31 - 1)

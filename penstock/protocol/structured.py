@@ -160,6 +160,6 @@ def _check_unicode(field: str, text: str) -> None:
     except UnicodeEncodeError as error:
         raise InputError(
             f"{field} has a lone surrogate at position {error.start} of a text, "
-            "which is no character",
+            "which is not a character",
             field,
         ) from None

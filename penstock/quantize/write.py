@@ -54,14 +54,14 @@ def check_source(source: ModelSource) -> None:
     """Refuse a checkpoint that is already quantized."""
     if source.gguf is not None:
         raise ConfigError(
-            f"{source.name} is a GGUF file, quantized by its own means: give a folder or a hub id "
+            f"{source.name} is a GGUF file, which is quantized already: give a folder or a hub id "
             "with safetensors in 16 or 32 bits"
         )
     found = find_quantization_config(source.config)
     if found is not None:
         how = found.get("quant_method", "a method of its own")
         raise ConfigError(
-            f"{source.name} is quantized already ({how}): give the checkpoint that it was made of"
+            f"{source.name} is quantized already ({how}): use the checkpoint that it was made from"
         )
 
 

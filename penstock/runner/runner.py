@@ -75,8 +75,8 @@ class ModelRunner:
     ) -> None:
         if drafter is not None and layout.is_recurrent:
             raise ConfigError(
-                "speculative decoding is not for models with recurrent layers, whose state cannot "
-                "go back behind a draft that does not hold: leave the drafter out"
+                "speculative decoding is not supported for models with recurrent layers, whose "
+                "state cannot be rolled back when a draft is rejected: leave the drafter out"
             )
         self.model = model
         self.routed_experts = routed_experts

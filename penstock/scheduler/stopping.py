@@ -71,7 +71,9 @@ class StopRules:
         except (InputError, RequestFault) as error:
             return failed(str(error), error.field if isinstance(error, InputError) else None)
         except Exception:  # a grammar's library may raise anything: only its request fails
-            logger.exception("Following the output of request %s failed", state.request_id)
+            logger.exception(
+                "Matching the output of request %s against its grammar failed", state.request_id
+            )
             return failed("the request's grammar failed")
 
     def is_complete(self, state: RequestState) -> bool:

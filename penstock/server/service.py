@@ -178,7 +178,7 @@ class Service:
                 f"would exceed the {capacity} that this server takes; try again later"
             )
             if not self.client.is_healthy:
-                raise EngineDeadError(f"the engine is being started again: {message}")
+                raise EngineDeadError(f"the engine is restarting: {message}")
             raise Overloaded(message)
 
     @property
@@ -198,7 +198,7 @@ class Service:
         if num_own + num_new > share:
             raise Overloaded(
                 f"{num_own} completions of this API key are running or queued and {num_new} more "
-                f"would exceed the {share} that are its share; try again later"
+                f"would exceed its share of {share}; try again later"
             )
 
     def check_size(self, num_new: int, field: str) -> None:
@@ -215,7 +215,7 @@ class Service:
         """Raise if the engine cannot run requests now."""
         self._check_not_over()
         if not self.client.is_healthy:
-            raise EngineDeadError("the engine is being started again; requests wait for it")
+            raise EngineDeadError("the engine is restarting; requests wait for it")
 
     # -- running requests
 

@@ -207,7 +207,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocabulary: _Vocabulary) -> tup
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in PRE_TOKENIZERS:
         raise ModelError(
-            f"tokenizer.ggml.pre = {name!r} is not known; known are "
+            f"tokenizer.ggml.pre = {name!r} is unknown; known: "
             f"{', '.join(sorted(PRE_TOKENIZERS))}: {REMEDY}"
         )
     how = PRE_TOKENIZERS[name]

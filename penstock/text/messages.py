@@ -19,7 +19,7 @@ def check_conversation(
     """A plain copy of `messages`. Raises InputError if no renderer could use them."""
     if add_generation_prompt and continue_final_message:
         raise InputError(
-            "continue_final_message and add_generation_prompt exclude each other: one goes on "
+            "continue_final_message and add_generation_prompt cannot be combined: one goes on "
             "with the last message, the other begins a new one",
             "continue_final_message",
         )

@@ -41,7 +41,7 @@ class OutputAssembler:
         shown_tokens: Collection[str] = (),
     ) -> None:
         if params.stop_strings and tokenizer is None:
-            raise InputError("stop needs a tokenizer: stop texts are found in text", "stop")
+            raise InputError("stop needs a tokenizer: stop strings are matched in text", "stop")
         self.request_id = request_id
         self._prompt = prompt
         self._prompt_token_ids = list(prompt_token_ids)

@@ -103,7 +103,7 @@ def pair_up(queries: Sequence[str], documents: Sequence[str]) -> list[tuple[str,
         return [(queries[0], document) for document in documents]
     if len(queries) != len(documents):
         raise InputError(
-            f"there must be one query, or one a document: got {len(queries)} for "
+            f"there must be one query, or one per document: got {len(queries)} for "
             f"{len(documents)} documents"
         )
     return list(zip(queries, documents, strict=True))

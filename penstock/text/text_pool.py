@@ -39,8 +39,8 @@ class TextPool:
         """As `Tokenizer.encode_piece`."""
         if len(piece) > MAX_PIECE_LENGTH:
             raise InputError(
-                f"the text has a stretch of more than {MAX_PIECE_LENGTH} characters with no place "
-                "to cut it, such as a space after a word: send token ids"
+                f"the text has a stretch of more than {MAX_PIECE_LENGTH} characters without a "
+                "boundary to split at, such as a space after a word: send token ids"
             )
         kind = ENCODE_WHOLE if add_special_tokens else ENCODE
         try:
@@ -62,7 +62,7 @@ class TextPool:
             reply = _read_reply(run_confined(self.pool, RENDER + job))
         except (TooMuchMemory, TooMuchTime) as error:
             raise InputError(
-                f"chat_template takes too much for these messages: {error}", "chat_template"
+                f"chat_template exceeds its limits for these messages: {error}", "chat_template"
             ) from error
         if reply.error is not None:
             raise InputError(reply.error, reply.field)

@@ -282,7 +282,7 @@ def _check_characters(text: str) -> None:
             text[start : start + PIECE_LENGTH].encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"the text has a lone surrogate at position {start + error.start}, which is no "
+                f"the text has a lone surrogate at position {start + error.start}, which is not a "
                 "character"
             ) from None
 

@@ -267,7 +267,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("content", ["a letter to my aunt", '{"id":"batch_req_1"}\n', "{}\n"])
 def test_a_file_that_is_no_output_is_left_alone(files: Files, content: str) -> None:
     files.output.write_text(content)
-    with pytest.raises(ConfigError, match="is no result of a batch"):
+    with pytest.raises(ConfigError, match="is not a result of a batch"):
         files.run(line("a"))
     assert files.output.read_text() == content
 

@@ -91,7 +91,7 @@ def test_a_bad_value_is_named_with_its_flag(flags: list[str], message: str) -> N
 
 
 def test_impossible_combinations_are_refused_before_an_engine_is_made() -> None:
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="cannot be combined"):
         engine_options("--skip-tokenizer-init", "--tokenizer", "x")
 
 

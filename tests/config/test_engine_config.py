@@ -86,7 +86,7 @@ def test_host_memory_holds_as_many_adapters_as_there_are_slots_or_as_many_as_ask
         ({"model": ""}, "model must name a folder"),
         (
             {"skip_tokenizer_init": True, "tokenizer": "x"},
-            "skip_tokenizer_init and tokenizer exclude each other",
+            "skip_tokenizer_init and tokenizer cannot be combined",
         ),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 8, "max_model_len": 16},

@@ -63,7 +63,7 @@ class Model:
 
 
 def some_params(rng: random.Random, most: int) -> SamplingParams:
-    """Any features together that do not exclude each other."""
+    """Any features together that do not cannot be combined."""
 
     def perhaps(share: float, **fields: Any) -> dict[str, Any]:
         return fields if rng.random() < share else {}

@@ -370,7 +370,7 @@ def test_a_longer_text_is_the_mean_of_its_pieces_each_by_its_tokens(
 
 
 def test_pieces_of_longer_texts_need_a_length(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="need each other"):
+    with pytest.raises(ConfigError, match="must be set together"):
         open_llm(checkpoint, **POOLING, pooler_config={"enable_chunked_processing": True})
 
 

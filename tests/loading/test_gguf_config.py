@@ -206,7 +206,7 @@ def test_a_table_that_is_not_llama3s_is_refused(tmp_path: Path, table: np.ndarra
 @pytest.mark.parametrize(
     ("metadata", "complaint"),
     [
-        ({"general.architecture": "mamba"}, "'mamba' is not supported; supported are llama, qwen"),
+        ({"general.architecture": "mamba"}, "'mamba' is not supported; supported: llama, qwen"),
         ({"llama.block_count": None}, r"llama\.block_count must be .* got nothing"),
         ({"llama.block_count": 0}, r"llama\.block_count must be .* got 0"),
         ({"llama.block_count": 2**31 - 1}, "tensors of 2"),

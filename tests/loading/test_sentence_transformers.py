@@ -116,7 +116,7 @@ def test_a_pooling_that_is_not_supported_names_its_file(
         ({"activation_function": "river.Wave"}, "activation_function 'river.Wave'"),
         ({"use_residual": True}, "use_residual=True is not supported"),
         ({"module_input_name": "token_embeddings"}, "module_input_name"),
-        ({"in_features": 0}, "in_features must be an integer from 1 on, got 0"),
+        ({"in_features": 0}, "in_features must be an integer of at least 1, got 0"),
     ],
 )
 def test_a_dense_layer_that_is_not_supported_names_its_file(

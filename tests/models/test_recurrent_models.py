@@ -106,7 +106,7 @@ def test_states_that_nobody_holds_are_not_read(
 
 def test_drafts_are_refused(tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path, "mamba2")
-    with pytest.raises(ConfigError, match="not for models with recurrent layers"):
+    with pytest.raises(ConfigError, match="not supported for models with recurrent layers"):
         open_llm(checkpoint, drafter=Stubborn(2))
 
 

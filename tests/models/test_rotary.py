@@ -109,5 +109,5 @@ def test_ntk_scaling_is_that_of_gtes_encoders() -> None:
 
 
 def test_an_unknown_scaling_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="'cubic' is not supported; supported are default"):
+    with pytest.raises(ModelError, match="'cubic' is not supported; supported: default"):
         rotary_parameters({"rope_scaling": {"rope_type": "cubic"}})

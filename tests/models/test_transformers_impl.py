@@ -131,7 +131,7 @@ def test_random_weights_are_made_for_all_of_them() -> None:
         (config_of("Bloom"), "computes attention in a way of its own, not through the interface"),
         (
             config_of("Lfm2", layer_types=["conv", "full_attention"]),
-            "it has layers of the kind conv",
+            "it has layers of kind conv",
         ),
         (
             config_of(
@@ -139,7 +139,7 @@ def test_random_weights_are_made_for_all_of_them() -> None:
                 qk_nope_head_dim=8, v_head_dim=12, first_k_dense_replace=2,
                 num_key_value_heads=4,
             ),
-            "has values of 12 and keys of 16 dimensions a head",
+            "has values of 12 and keys of 16 dimensions per head",
         ),
         (
             config_of("StableLm", rope_parameters={

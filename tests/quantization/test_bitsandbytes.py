@@ -109,10 +109,10 @@ def changed(key: str, value: object) -> Callable[[torch.Tensor], torch.Tensor]:
     [
         (STATE, lambda t: t[:-1], "a.weight.quant_state is not JSON"),
         (STATE, lambda t: torch.tensor([0x5B, 0x5D]).byte(), "must be an object, got"),
-        (STATE, lambda t: t.float(), "stored as float32, supported is uint8"),
-        (STATE, changed("shape", [1024]), r"has shape \[1024\], supported are matrices"),
+        (STATE, lambda t: t.float(), "stored as float32; supported: uint8"),
+        (STATE, changed("shape", [1024]), r"has shape \[1024\]; supported: matrices"),
         (STATE, changed("shape", [4, -128]), r"has shape \[4, -128\]"),
-        (STATE, changed("shape", [16, 64, 1]), "supported are matrices"),
+        (STATE, changed("shape", [16, 64, 1]), "supported: matrices"),
         (STATE, changed("shape", [4, 128]), "two numbers in each do not make the 4 x 128"),
         (STATE, changed("blocksize", 0), "blocksize must be from 1 to 2.31 - 1, got 0"),
         (STATE, changed("blocksize", "64"), "blocksize must be from 1 to 2.31 - 1, got '64'"),

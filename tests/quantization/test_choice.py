@@ -101,7 +101,7 @@ def test_methods_that_are_gone_are_refused_with_what_to_use_instead(method: str)
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "mystery"}, "'mystery' is not known, supported are fp8"),
+        ({"quant_method": "mystery"}, "'mystery' is not known; supported: fp8"),
         ({**GPTQ, "bits": 3}, "bits must be 4 or 8, got 3"),
         ("gptq", "quantization_config must be an object, got 'gptq'"),
         (

@@ -65,7 +65,7 @@ def damage(folder: Path, parameter: str, change: Change) -> None:
         (ORDERED, "g_idx", with_first(8), "g_idx names groups from 0 to 8, but the matrix has 8"),
         (ORDERED, "g_idx", with_first(2**31 - 1), "g_idx names groups from 0 to 2147483647"),
         (ORDERED, "qweight", torch.Tensor.float, "qweight is stored as float32"),
-        (ORDERED, "scales", torch.Tensor.byte, "scales is stored as uint8, supported are floats"),
+        (ORDERED, "scales", torch.Tensor.byte, "scales is stored as uint8; supported: floats"),
         (made.fp8("tensor"), "weight_scale", torch.Tensor.int, "weight_scale is stored as int32"),
         (made.bitsandbytes_int8(), "SCB", torch.Tensor.long, "SCB is stored as int64"),
         (made.awq(), "qweight", torch.Tensor.long, "qweight is stored as int64"),

@@ -300,10 +300,10 @@ def test_a_checkpoint_that_says_elsewhere_that_it_is_quantized_is_refused(
     [
         ("", ["--method", "int4"], "invalid choice"),
         ("", ["--method", "w4a16", "--group-size", "48"], "must be 32, 64 or 128, got '48'"),
-        ("", ["--method", "fp8", "--keep", "("], "is no regular expression"),
+        ("", ["--method", "fp8", "--keep", "("], "is not a regular expression"),
         ("", ["--method", "fp8", "--text", "nowhere.txt"], "cannot read the text nowhere.txt"),
         ("quantized", ["--method", "fp8"], "is quantized already (gptq)"),
-        ("occupied", ["--method", "fp8"], "is there already"),
+        ("occupied", ["--method", "fp8"], "exists already"),
         ("inside", ["--method", "fp8"], "lies inside the model"),
         ("integers", ["--method", "fp8"], "has no layer that could be quantized"),
         ("fused", ["--method", "int8", "--no-perplexity", "--keep", ".*k_proj"], "as one matrix"),

@@ -69,7 +69,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"repetition_penalty": 1e-300}, "repetition_penalty", "at least 0.01"),
     ({"request_id": "a\nE 2026 forged"}, "request_id", "pattern"),
     ({"request_id": "x" * 129}, "request_id", "pattern"),
-    ({"continue_final_message": True}, "continue_final_message", "exclude each other"),
+    ({"continue_final_message": True}, "continue_final_message", "cannot be combined"),
     ({"chat_template": "{{ x }}"}, "chat_template", "--chat-template"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "by itself"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
@@ -87,7 +87,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"structured_outputs": {"choice": ["a"]}, "response_format": {"type": "json_object"}},
         "structured_outputs",
-        "exclude each other",
+        "cannot be combined",
     ),
     ({"audio": {"voice": "x"}}, "audio", "not supported"),
     ({"modalities": ["text", "audio"]}, "modalities", "not supported"),

@@ -127,7 +127,8 @@ def test_eight_mb_of_spaces_are_refused_and_seven_tokens_of_them_are_had(
     answer = post(server, "/v1/completions", spaces)
     assert answer.status_code == 400
     assert (
-        "more than 1048576 characters with no place to cut it" in answer.json()["error"]["message"]
+        "more than 1048576 characters without a boundary to split at"
+        in answer.json()["error"]["message"]
     )
     answer = post(server, "/tokenize", spaces)
     assert answer.status_code == 400

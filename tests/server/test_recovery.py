@@ -206,7 +206,7 @@ def test_while_the_engine_is_away_requests_wait_up_to_the_limit(serve: Serve) ->
     assert ready.status_code == 503
     assert (too_many.status_code, too_many.json()["error"]["code"]) == (503, 503)
     assert int(too_many.headers["retry-after"]) >= 1
-    assert "started again" in too_many.json()["error"]["message"]
+    assert "restarting" in too_many.json()["error"]["message"]
     assert server.get("/ready").status_code == 200
 
 

@@ -209,7 +209,7 @@ def test_an_answer_at_its_limit_is_incomplete(client: openai.OpenAI, default_mod
             "tools[0]",
             "there is no tool server",
         ),
-        ({"tools": TOOLS[:1] * 2}, "tools", "names of their own"),
+        ({"tools": TOOLS[:1] * 2}, "tools", "names must be unique"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "function", "name": "x"}, "tools": TOOLS}, "tool_choice", "'x'"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
@@ -217,7 +217,7 @@ def test_an_answer_at_its_limit_is_incomplete(client: openai.OpenAI, default_mod
         ({"temperature": -1}, "temperature", "temperature"),
         ({"metadata": {"a" * 65: "b"}}, "metadata", "at most 64"),
         ({"background": True, "store": False}, "background", "needs store"),
-        ({"background": True, "stream": True}, "stream", "exclude each other"),
+        ({"background": True, "stream": True}, "stream", "cannot be combined"),
         ({"conversation": "conv_1"}, "conversation", "no conversation"),
         (
             {"text": {"format": {"type": "json_schema", "schema": {"type": "no"}}}},

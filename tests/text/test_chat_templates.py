@@ -147,7 +147,7 @@ def template(text: str) -> ChatTemplate:
 
 
 def test_continuing_the_last_message_excludes_beginning_another() -> None:
-    with pytest.raises(InputError, match="exclude each other"):
+    with pytest.raises(InputError, match="cannot be combined"):
         template(CHATML).render([USER], add_generation_prompt=True, continue_final_message=True)
 
 

@@ -167,7 +167,7 @@ def test_a_last_message_can_be_continued(renderer: Renderer, parser: str, end: s
     prompt = renderer.render(CONVERSATION[:3], **options)
     assert prompt.endswith("Hi!")
     assert renderer.render(CONVERSATION[:3], add_generation_prompt=False).startswith(prompt)
-    with pytest.raises(InputError, match="exclude each other"):
+    with pytest.raises(InputError, match="cannot be combined"):
         renderer.render(CONVERSATION[:3], continue_final_message=True)
 
 

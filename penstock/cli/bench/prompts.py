@@ -93,7 +93,7 @@ def prompts_from_args(args: argparse.Namespace) -> PromptSet:
 
 def _refuse(args: argparse.Namespace, what: str, names: list[str]) -> None:
     if extra := [name for name in names if getattr(args, name) is not None]:
-        raise ConfigError(f"{what} leaves nothing to choose there: drop {', '.join(extra)}")
+        raise ConfigError(f"{what} fixes this already: drop {', '.join(extra)}")
 
 
 def _around(length: int, ratio: float) -> Length:

@@ -43,7 +43,7 @@ class TableScheme(Scheme):
         columns = 2 * packed.shape[1]
         if columns % scales.shape[1]:
             raise ModelError(
-                f"{scales.shape[1]} scales a row do not divide its {columns} columns into groups"
+                f"{scales.shape[1]} scales per row do not divide its {columns} columns into groups"
             )
         table = scales_of(tensors, "quant_map").float().contiguous()
         return TableWeight(packed.contiguous(), scales.float().contiguous(), table)

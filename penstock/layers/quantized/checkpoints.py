@@ -99,7 +99,7 @@ def _method(raw: Mapping[str, Any]) -> str:
         raise ModelError(f"config.json: quant_method {name!r} is not supported: {REFUSED[name]}")
     known = ", ".join(dict.fromkeys(CHECKPOINT.values()))
     raise ModelError(
-        f"config.json: quant_method {name!r:.80} is not known, supported are {known}: take a "
+        f"config.json: quant_method {name!r:.80} is not known; supported: {known}: take a "
         "checkpoint in one of these, or the unquantized one with --quantization fp8 or int8"
     )
 

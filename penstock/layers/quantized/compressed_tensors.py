@@ -102,8 +102,8 @@ def _scheme(name: str, group: Mapping[str, Any]) -> Scheme:
     if (bits, kind) == (8, "float") and symmetric and strategy in ("tensor", "channel", "block"):
         if strategy == "block" and weights.get("block_structure") != [BLOCK, BLOCK]:
             raise ModelError(
-                f"config.json: {name} has fp8 blocks of {weights.get('block_structure')!r:.80}, "
-                f"supported are [{BLOCK}, {BLOCK}]"
+                f"config.json: {name} has fp8 blocks of {weights.get('block_structure')!r:.80}; "
+                f"supported: [{BLOCK}, {BLOCK}]"
             )
         return Fp8Scheme(strategy, static)
     if (bits, kind) == (4, "float") and size in (16, 32):

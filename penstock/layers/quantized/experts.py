@@ -159,7 +159,7 @@ class QuantizedExperts(ExpertWeights):
             if scale is not None and float(scale) <= UNSEEN:
                 raise ModelError(
                     "input_scale is 0 for all experts of a layer: the model was quantized without "
-                    "calibration; quantize it anew"
+                    "calibration; quantize it again"
                 )
         self.gate_up.prepare(self.build.ops)
         self.down.prepare(self.build.ops)

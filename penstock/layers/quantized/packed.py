@@ -102,8 +102,8 @@ class GptqScheme(_Grouped):
             return order_columns(weight, groups if is_set else in_order, self.group_size)
         if is_set and not torch.equal(groups, in_order):
             raise ModelError(
-                "g_idx has columns in activation order, but quantization_config says desc_act "
-                "false: set desc_act to true in config.json"
+                "g_idx has columns in activation order, but quantization_config has "
+                "desc_act=false: set desc_act to true in config.json"
             )
         return weight
 

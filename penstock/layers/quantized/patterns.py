@@ -69,7 +69,7 @@ def try_expressions(expressions: Sequence[Expression], names: Sequence[str]) -> 
     if len(expressions) > MAX_EXPRESSIONS:
         raise ModelError(
             f"config.json: quantization_config has {len(expressions)} patterns, and may have "
-            f"{MAX_EXPRESSIONS}: write them as fewer"
+            f"{MAX_EXPRESSIONS}: use fewer"
         )
     total_s = 0.0
     with ExpressionTrials() as trials:
@@ -78,15 +78,15 @@ def try_expressions(expressions: Sequence[Expression], names: Sequence[str]) -> 
             try:
                 total_s += trials.match(pattern, names)
             except ValueError as error:
-                raise ModelError(f"{where}, which is none: {error}") from error
+                raise ModelError(f"{where}, which is not a regular expression: {error}") from error
             except (TooMuchTime, TooMuchMemory) as error:
                 raise ModelError(
-                    f"{where}, which takes too long to match: {error}. Write it in a simpler way"
+                    f"{where}, which takes too long to match: {error}. Simplify it"
                 ) from error
             except JobError as error:
-                raise ModelError(f"{where}, which could not be tried out: {error}") from error
+                raise ModelError(f"{where}, which could not be tested: {error}") from error
             if total_s > MAX_TOTAL_S:
                 raise ModelError(
                     f"config.json: the patterns of quantization_config take more than "
-                    f"{MAX_TOTAL_S:g} s to match: write them in a simpler way"
+                    f"{MAX_TOTAL_S:g} s to match: simplify them"
                 )

@@ -65,7 +65,7 @@ def check_type(name: str, tensor: torch.Tensor, *known: torch.dtype) -> None:
     """Raise ModelError for another type: its bytes would be read as wrong numbers."""
     if tensor.dtype not in known:
         raise ModelError(
-            f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}, supported is "
+            f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}; supported: "
             f"{' or '.join(str(each).removeprefix('torch.') for each in known)}"
         )
 
@@ -75,7 +75,7 @@ def scales_of(tensors: Tensors, name: str) -> torch.Tensor:
     scales = tensors[name]
     if not scales.is_floating_point():
         raise ModelError(
-            f"{name} is stored as {str(scales.dtype).removeprefix('torch.')}, supported are floats"
+            f"{name} is stored as {str(scales.dtype).removeprefix('torch.')}; supported: floats"
         )
     check_finite(name, scales.float())
     return scales
@@ -86,7 +86,7 @@ def check_finite(name: str, scales: torch.Tensor) -> None:
     if not bool(torch.isfinite(scales).all()):
         raise ModelError(
             f"{name} has scales that are not finite: the checkpoint is damaged, fetch it again or "
-            "quantize the model anew"
+            "quantize the model again"
         )
 
 
@@ -96,7 +96,7 @@ def one_scale(tensors: Tensors, name: str) -> torch.Tensor:
     if not bool((scale > 0).all()):
         raise ModelError(
             f"{name} must be a positive scale, is {float(scale)}: the checkpoint is damaged, or "
-            "was quantized without calibration; quantize the model anew"
+            "was quantized without calibration; quantize the model again"
         )
     return scale
 
@@ -158,7 +158,7 @@ def _own_blocks(scale: torch.Tensor, shard: Shard) -> torch.Tensor:
     last_column = shard.first_column + shard.num_columns
     if shard.first_column % BLOCK or (last_column % BLOCK and last_column != shard.shape[1]):
         raise ModelError(
-            f"a shard's border, column {shard.first_column} or {last_column} of {shard.shape[1]}, "
+            f"a shard boundary, column {shard.first_column} or {last_column} of {shard.shape[1]}, "
             f"falls inside an fp8 block of {BLOCK}: use fewer ranks (tensor_parallel_size)"
         )
     scale = scale[:, shard.first_column // BLOCK : -(-last_column // BLOCK)]

@@ -19,8 +19,8 @@ def architecture_of(file: GGUFFile) -> GGUFArchitecture:
     if not isinstance(name, str) or name not in ARCHITECTURES:
         fail(
             file,
-            f"the GGUF architecture {name!r} is not supported; "
-            f"supported are {', '.join(ARCHITECTURES)}",
+            f"the GGUF architecture {name!r} is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}",
         )
     if name == "llama" and file.metadata.get("llama.expert_count"):
         return MIXTRAL

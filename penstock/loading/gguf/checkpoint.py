@@ -156,7 +156,6 @@ def join_kv_b(name: str, keys: torch.Tensor, values: torch.Tensor) -> torch.Tens
     """Join keys [heads, rank, key_dim] and values [heads, value_dim, rank] into one matrix."""
     if (keys.shape[0], keys.shape[1]) != (values.shape[0], values.shape[2]):
         raise ModelError(
-            f"tensor {name}: keys {list(keys.shape)} and values {list(values.shape)} do not fit "
-            f"each other"
+            f"tensor {name}: keys {list(keys.shape)} and values {list(values.shape)} do not match"
         )
     return torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)

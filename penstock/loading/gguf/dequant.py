@@ -49,6 +49,7 @@ def check_supported(tensor: GGUFTensor, path: Path | None = None) -> None:
             raise ModelError(f"{where}tensor {tensor.name!r}: {error}") from error
     if tensor.type.name not in SUPPORTED_TYPES:
         raise ModelError(
-            f"{where}tensor {tensor.name!r} is of type {tensor.type.name}, which is not supported; "
-            f"supported are {', '.join(SUPPORTED_TYPES)}: choose a file quantized to one of them"
+            f"{where}tensor {tensor.name!r} is of type {tensor.type.name}, which is not "
+            f"supported; supported: {', '.join(SUPPORTED_TYPES)}: choose a file quantized to one "
+            "of them"
         )

@@ -31,8 +31,8 @@ def rope_scaling(
     if kind not in (None, "none", "linear", "yarn"):
         fail(
             metadata.file,
-            f"{metadata.prefix}.rope.scaling.type {kind!r} is not supported; "
-            "supported are none, linear, yarn, and Llama 3's table rope_freqs.weight",
+            f"{metadata.prefix}.rope.scaling.type {kind!r} is not supported; supported: none, "
+            "linear, yarn, and Llama 3's table rope_freqs.weight",
         )
     if kind == "yarn":
         return _yarn_scaling(metadata, architecture)

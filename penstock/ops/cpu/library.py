@@ -273,9 +273,9 @@ def open_library(path: Path, expected_sources: str | None) -> Found:
 def _check(status: int, function: Any, arguments: tuple[Any, ...]) -> int:
     """Raise the error of a library call. Its output is then undefined."""
     if status == _NO_MEMORY:
-        raise OutOfMemory(f"{function.__name__} can't allocate memory to compute in")
+        raise OutOfMemory(f"{function.__name__} could not allocate working memory")
     if status == _BAD_INDEX:
-        raise IndexError(f"{function.__name__}: a row, slot or block that is not there")
+        raise IndexError(f"{function.__name__}: row, slot or block out of range")
     return status
 
 

@@ -234,7 +234,7 @@ class BatchOutput:
                     end, last = end + len(line), line
                 elif line.endswith(b"\n") or not _may_be_cut_short(line):
                     raise ConfigError(
-                        f"line {number} of {self.path} is no result of a batch: choose another "
+                        f"line {number} of {self.path} is not a result of a batch: choose another "
                         "output file, or remove that line to go on"
                     )
         self._file.truncate(end)

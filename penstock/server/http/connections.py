@@ -111,7 +111,7 @@ class ConnectionWatch:
         ):
             wait.since, wait.num_unsent, wait.num_resumes = now, num_unsent, connection.num_resumes
         elif is_writing and now - wait.since > self._write_timeout_s:
-            logger.info("A client does not read its answer: %d bytes are dropped", num_unsent)
+            logger.info("A client does not read its response: dropped %d bytes", num_unsent)
             transport.abort()
         elif not is_writing and now - wait.since > self._read_timeout_s:
             message = (

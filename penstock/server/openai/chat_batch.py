@@ -44,7 +44,7 @@ async def create_chat_batch(body: ChatBatchRequest, request: Request) -> Respons
 
 def _check(service: Service, body: ChatBatchRequest) -> None:
     if body.stream:
-        raise InputError("stream must be off: the answers of a batch come whole", "stream")
+        raise InputError("stream must be off: batch requests cannot be streamed", "stream")
     if body.n not in (None, 1):
         raise InputError(f"n must be 1: each conversation has one choice, got {body.n}", "n")
     num, most = len(body.messages), service.server_config.max_prompts

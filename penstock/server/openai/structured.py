@@ -18,7 +18,7 @@ def structured_outputs(body: CompletionBody) -> StructuredOutputsParams | None:
         return asked
     if asked is not None:
         raise InputError(
-            "structured_outputs and response_format exclude each other: leave one out",
+            "structured_outputs and response_format cannot be combined: leave one out",
             "structured_outputs",
         )
     given = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)

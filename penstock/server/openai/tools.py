@@ -177,9 +177,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
             what = f"the parameters of the tool {tool.name!r}"
             raise InputError(f"{what} must be of type object, got {kind!r:.40}", "tools")
         if tool.name in names:
-            raise InputError(
-                f"tools must have names of their own, got {tool.name!r} twice", "tools"
-            )
+            raise InputError(f"tool names must be unique, got {tool.name!r} twice", "tools")
         names.add(tool.name)
 
 

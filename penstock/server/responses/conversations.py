@@ -53,8 +53,7 @@ class Conversations:
         found = await self._store.get(owner, conversation_id)
         if not isinstance(found, StoredConversation):
             raise NotFound(
-                f"there is no conversation {conversation_id!r:.100}: it was deleted, or made room "
-                "for newer ones",
+                f"there is no conversation {conversation_id!r:.100}: it was deleted or evicted",
                 "conversation_id",
             )
         return found

@@ -65,16 +65,18 @@ def check_body(body: ResponseRequest) -> None:
         raise InputError("prompt is not supported here: use instructions", "prompt")
     if body.conversation is not None and body.previous_response_id is not None:
         raise InputError(
-            "conversation and previous_response_id exclude each other: a conversation has all that "
-            "was said in it",
+            "conversation and previous_response_id cannot be combined: a conversation includes "
+            "its earlier responses",
             "conversation",
         )
     if body.input is None and body.conversation is None and body.previous_response_id is None:
-        raise InputError("input is needed where nothing is continued", "input")
+        raise InputError(
+            "input is required unless a response or conversation is continued", "input"
+        )
     if body.background and body.store is False:
         raise InputError("background needs store: leave store out or make it true", "background")
     if body.background and body.stream:
-        raise InputError("background and stream exclude each other here: leave one out", "stream")
+        raise InputError("background and stream cannot be combined here: leave one out", "stream")
     for name in ("tools", "text"):  # these are stored and echoed
         with plain_json(name):
             json.dumps(body.model_dump(include={name}), allow_nan=False)

@@ -150,8 +150,8 @@ class ResponseRunner:
         stored = await self.find(owner, response_id)
         if stored is None:
             raise NotFound(
-                f"there is no response {response_id!r:.100}: it was not stored, was deleted, or "
-                "made room for newer ones",
+                f"there is no response {response_id!r:.100}: it was not stored, was deleted or "
+                "was evicted",
                 "response_id",
             )
         return stored

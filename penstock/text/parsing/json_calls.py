@@ -114,7 +114,7 @@ def read_call_object(
         elif key in ("name", "function") and name is None:
             set_name((yield from read_whole_value(stream)))
         elif known_names is not None and name is None and key not in _OTHER_KEYS:
-            raise Malformed(f"{key!r:.40} is no key of a call")
+            raise Malformed(f"{key!r:.40} is not a key of a call")
         else:
             value = yield from read_whole_value(stream)
             if key == "id" and isinstance(value, str) and value.isprintable():

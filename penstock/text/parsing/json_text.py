@@ -115,12 +115,12 @@ def _read_escape(stream: TextStream, sink: Sink) -> Steps[None]:
         sink(stream.take(2))
         return
     if escape[1] != "u":
-        raise Malformed(f"{escape!r} is no escape in JSON")
+        raise Malformed(f"{escape!r} is not a JSON escape")
     escape = yield from stream.peek(6)
     if len(escape) < 6:
         raise Truncated
     if not re.fullmatch(r"\\u[0-9a-fA-F]{4}", escape):
-        raise Malformed(f"{escape!r} is no escape in JSON")
+        raise Malformed(f"{escape!r} is not a JSON escape")
     sink(stream.take(6))
 
 
@@ -134,11 +134,11 @@ def _read_scalar(stream: TextStream, sink: Sink) -> Steps[None]:
             break
         text = available
         if len(text) > _MAX_SCALAR or not _begins_scalar(text):
-            raise Malformed(f"{text!r:.40} is no JSON value")
+            raise Malformed(f"{text!r:.40} is not a JSON value")
     if not _SCALAR.fullmatch(text):
         if at_end:
             raise Truncated
-        raise Malformed(f"{text!r:.40} is no JSON value")
+        raise Malformed(f"{text!r:.40} is not a JSON value")
     sink(stream.take(len(text)))
 
 

@@ -70,7 +70,7 @@ def _read_keywords(stream: TextStream, out: Emitter) -> Steps[None]:
         yield from stream.skip_space()
         yield from stream.expect("=")
         if not key.isidentifier():
-            raise Malformed(f"{key!r:.40} is no parameter's name")
+            raise Malformed(f"{key!r:.40} is not a parameter name")
         text = yield from _read_literal(stream)
         value = python_literal(text)
         if value is None and text != "None":
@@ -90,7 +90,7 @@ def _json_literal(text: str) -> object:
     try:
         return load_json(text)
     except ValueError:
-        raise Malformed(f"{text!r:.40} is no literal") from None
+        raise Malformed(f"{text!r:.40} is not a literal") from None
 
 
 def _read_literal(stream: TextStream) -> Steps[str]:

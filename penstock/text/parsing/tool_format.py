@@ -169,4 +169,4 @@ def check_name(name: object) -> str:
         name = name.strip()
         if _NAME.fullmatch(name) and name.isprintable():
             return name
-    raise Malformed(f"{name!r:.40} is no function's name")
+    raise Malformed(f"{name!r:.40} is not a function name")

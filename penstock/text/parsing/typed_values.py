@@ -135,7 +135,7 @@ class ArgumentsWriter:
     def begin_value(self, key: str) -> None:
         key = key.strip()
         if not key.isprintable() or not key:
-            raise Malformed(f"{key!r:.40} is no parameter's name")
+            raise Malformed(f"{key!r:.40} is not a parameter name")
         self._types = allowed_types(self._properties.get(key), self._parameters)
         self._pieces = []
         self._out.arguments((", " if self._num_values else "") + to_json(key) + ": ")

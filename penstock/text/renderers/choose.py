@@ -28,7 +28,7 @@ def choose_renderer(
     operator's `tool_parser` cannot read calls in the added format.
     """
     if chat_template is not None and name not in ("auto", "template"):
-        raise ConfigError(f"chat_template and chat_renderer={name} exclude each other: drop one")
+        raise ConfigError(f"chat_template and chat_renderer={name} cannot be combined: drop one")
     kind = str(source.config.get("model_type", ""))
     if name == "harmony" or (name == "auto" and chat_template is None and kind == "gpt_oss"):
         return HarmonyRenderer()

@@ -102,10 +102,10 @@ def run(script: str, *arguments: str) -> tuple[str, str]:
 def test_functions_raise_for_want_of_memory_and_work_on_with_less() -> None:
     output, _ = run(CALLS)
     assert output.splitlines() == [
-        "linear: penstock_linear can't allocate memory to compute in",
-        "attention: penstock_attend can't allocate memory to compute in",
-        "attention in threads: penstock_attend can't allocate memory to compute in",
-        "choose_tokens in threads: penstock_choose_tokens can't allocate memory to compute in",
+        "linear: penstock_linear could not allocate working memory",
+        "attention: penstock_attend could not allocate working memory",
+        "attention in threads: penstock_attend could not allocate working memory",
+        "choose_tokens in threads: penstock_choose_tokens could not allocate working memory",
     ]
 
 
