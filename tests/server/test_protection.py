@@ -149,7 +149,7 @@ def test_a_request_counts_as_many_completions_as_it_asks_for(
     with held(guarded, client, 1):
         both = client.post("/v1/completions", json={"prompt": ["a", "b"]})
         assert both.status_code == 429
-        assert "2 more would exceed its share of 2" in both.json()["error"]["message"]
+        assert "2 more would exceed the 2" in both.json()["error"]["message"]
     eventually(lambda: client.get("/load").json()["server_load"] == 0)
     assert client.post("/v1/completions", json={"prompt": ["a", "b"]}).status_code == 200
 
