@@ -114,7 +114,7 @@ def _unknown(names: object, known: list[str], found: list[FoundPlugin]) -> str:
     nearest = dict.fromkeys(near for names_near in close for near in names_near)
     if nearest:
         message += f"the nearest are {', '.join(nearest)}; "
-    message += f"supported are {', '.join(known)}"
+    message += f"supported: {', '.join(known)}"
     if find_in_transformers(names) is not None:
         message += "; transformers knows it: use --model-impl auto or transformers"
     elif has_transformers():

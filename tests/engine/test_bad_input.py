@@ -301,7 +301,7 @@ def test_models_that_cannot_be_loaded_say_what_is_wrong(tmp_path: Path, tiny_lla
     empty.mkdir()
     with pytest.raises(ModelError, match=r"config\.json"):
         LLM(str(empty), **OPTIONS)
-    with pytest.raises(ModelError, match=r"architectures.*not supported; .*supported are .*Llama"):
+    with pytest.raises(ModelError, match=r"architectures.*not supported; .*supported: .*Llama"):
         LLM(str(make_unknown(tmp_path / "unknown")), **OPTIONS)
     broken = make_checkpoint(tmp_path / "broken", "llama")
     weights = load_file(broken / "model.safetensors")
@@ -421,7 +421,9 @@ def make_unknown(folder: Path) -> Path:
 def test_impossible_engine_options_are_refused(tiny_llama: str) -> None:
     with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
         LLM(tiny_llama, max_model_lenght=5)
-    with pytest.raises(ConfigError, match="max_model_len must be at most the model's own 512"):
+    with pytest.raises(
+        ConfigError, match="max_model_len must be at most the model's maximum of 512"
+    ):
         LLM(tiny_llama, max_model_len=1024, **OPTIONS)
     with pytest.raises(ConfigError, match="set max_model_len to at most 48"):
         LLM(tiny_llama, max_model_len=512, num_gpu_blocks_override=4, **OPTIONS)

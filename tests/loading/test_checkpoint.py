@@ -93,7 +93,7 @@ def test_files_without_an_index_are_all_read(folder: Path) -> None:
 def test_a_tensor_in_two_files_is_refused_with_both(folder: Path) -> None:
     save_file({"a": torch.ones(2)}, folder / "one.safetensors")
     save_file({"a": torch.ones(2)}, folder / "two.safetensors")
-    with pytest.raises(ModelError, match=r"'a' lies in .*one\.safetensors and again in .*two\.saf"):
+    with pytest.raises(ModelError, match=r"'a' is in .*one\.safetensors and again in .*two\.saf"):
         checkpoint_of(folder)
 
 

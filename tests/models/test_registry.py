@@ -113,7 +113,7 @@ def test_an_unknown_architecture_is_told_its_nearest_names() -> None:
         find_model(["Qwen3MoForCausalLM"])
     message = str(caught.value)
     assert "the nearest are Qwen3MoeForCausalLM, Qwen3ForCausalLM, " in message
-    assert "supported are BertForMaskedLM, " in message
+    assert "supported: BertForMaskedLM, " in message
     assert " CohereForCausalLM, " in message
 
 

@@ -93,7 +93,9 @@ def test_patterns_are_tried_before_they_are_used() -> None:
 
 @pytest.mark.parametrize("pattern", ["(", "(" * 5000 + ")" * 5000, "a{99999999999}"])
 def test_what_is_no_pattern_is_said(pattern: str) -> None:
-    with pytest.raises(ModelError, match=r"ignored_layers has the pattern .* which is none"):
+    with pytest.raises(
+        ModelError, match=r"ignored_layers has the pattern .* which is not a regular expression"
+    ):
         try_expressions(find_expressions({"ignored_layers": [f"re:{pattern}"]}), NAMES)
 
 

@@ -71,7 +71,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"request_id": "x" * 129}, "request_id", "pattern"),
     ({"continue_final_message": True}, "continue_final_message", "cannot be combined"),
     ({"chat_template": "{{ x }}"}, "chat_template", "--chat-template"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "by itself"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "separate field"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),

@@ -126,10 +126,7 @@ def test_eight_mb_of_spaces_are_refused_and_seven_tokens_of_them_are_had(
     spaces = {"prompt": " " * (8 * MIB), "max_tokens": 1}
     answer = post(server, "/v1/completions", spaces)
     assert answer.status_code == 400
-    assert (
-        "more than 1048576 characters without a boundary to split at"
-        in answer.json()["error"]["message"]
-    )
+    assert "more than 1048576 characters without a boundary" in answer.json()["error"]["message"]
     answer = post(server, "/tokenize", spaces)
     assert answer.status_code == 400
     body = {"prompt": LARGE, "max_tokens": 1, "truncate_prompt_tokens": 7}

@@ -122,7 +122,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_slows_nobody(strict: ServerP
         eventually(lambda: strict.get("/load").json()["server_load"] > 0)
         answer = strict.post("/v1/completions", LONG)  # beside it, and done long before it
         assert answer.json()["usage"]["completion_tokens"] == 240
-        eventually(lambda: any("does not read its answer" in line for line in strict.log))
+        eventually(lambda: any("does not read its response" in line for line in strict.log))
         eventually(strict.is_idle)
         received = b""
         with contextlib.suppress(ConnectionError):
@@ -135,11 +135,11 @@ def test_a_client_that_never_reads_is_cut_off_for_less_than_kernels_like_to_hold
 ) -> None:
     """Left alone, Linux takes up to 4 MiB for it, and the request ends as if all were well."""
     body = json.dumps({**VERBOSE, "n": 8, "stream": True}).encode()
-    num_before = sum("does not read its answer" in line for line in strict.log)
+    num_before = sum("does not read its response" in line for line in strict.log)
     with connect(strict) as connection:
         connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         eventually(
-            lambda: sum("does not read its answer" in line for line in strict.log) > num_before
+            lambda: sum("does not read its response" in line for line in strict.log) > num_before
         )
         eventually(strict.is_idle)
 

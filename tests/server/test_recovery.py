@@ -310,7 +310,7 @@ def test_connections_that_take_all_files_do_not_keep_the_engine_from_coming_back
             for _ in range(200):
                 stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             os.kill(first, signal.SIGKILL)
-            eventually(lambda: server.has_logged("The engine is back"))
+            eventually(lambda: server.has_logged("The engine has restarted"))
         assert not server.has_logged("cannot be started")
         assert server.has_logged("136 connections at once")
         eventually(lambda: server.post("/v1/completions", GREEDY).status_code == 200)

@@ -112,4 +112,4 @@ def test_functions_raise_for_want_of_memory_and_work_on_with_less() -> None:
 def test_a_step_that_a_layer_has_no_memory_for_is_made_smaller(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "llama", intermediate_size=2**16, num_hidden_layers=1)
     _, log = run(ENGINE, str(folder))
-    assert "penstock_decoder_layer can't allocate memory" in log
+    assert "penstock_decoder_layer could not allocate working memory" in log
