@@ -254,9 +254,7 @@ class AsyncLLM:
         await self._client.call("reset_prefix_cache")
 
     def get_tokenizer(self) -> Tokenizer:
-        if self.frontend.tokenizer is None:
-            raise ConfigError("there is no tokenizer: skip_tokenizer_init is set")
-        return self.frontend.tokenizer
+        return self.frontend.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the defaults from the model's generation_config.json."""

@@ -23,7 +23,7 @@ from penstock.engine.pooled import PoolingMethods
 from penstock.loading.source import resolve_source
 from penstock.observability.logs import setup_logging
 from penstock.protocol.adapter import Adapter, LoRARequest
-from penstock.protocol.errors import ConfigError, InputError
+from penstock.protocol.errors import InputError
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.runner.drafter import Drafter
@@ -210,9 +210,7 @@ class LLM(PoolingMethods):
             self._withdraw([request])
 
     def get_tokenizer(self) -> Tokenizer:
-        if self.frontend.tokenizer is None:
-            raise ConfigError("there is no tokenizer: skip_tokenizer_init is set")
-        return self.frontend.tokenizer
+        return self.frontend.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the defaults from the model's generation_config.json."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -87,6 +88,18 @@ RunExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, rows of x) -
 RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, RunExpert], torch.Tensor]
 
 
+def of_expert(
+    linear: Callable[..., torch.Tensor],  # (rows, own tensors..., bias)
+    *stacked: torch.Tensor | None,  # [num_experts, ...]
+) -> ExpertLinear:
+    """`linear` with one expert's part of each tensor."""
+
+    def run(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear(rows, *[None if own is None else own[expert] for own in stacked], bias)
+
+    return run
+
+
 def gated(
     first: ExpertLinear,  # gate rows, then up rows
     second: ExpertLinear,
@@ -115,41 +128,12 @@ def experts(
     activation: str,
     gate_up_bias: torch.Tensor | None = None,  # [num_experts, 2 * intermediate]
     down_bias: torch.Tensor | None = None,  # [num_experts, hidden]
+    run_experts: RunExperts | None = None,  # default: run_by_expert
 ) -> torch.Tensor:
     """Each token's weighted sum over its experts: [n, hidden]."""
-    run = _plain(gate_up, down, activation, gate_up_bias, down_bias)
-    return run_by_expert(x, weights, ids, len(gate_up), run)
-
-
-def dense_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    activation: str,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Like `experts`, but every expert computes every token."""
-    run = _plain(gate_up, down, activation, gate_up_bias, down_bias)
-    return run_all_experts(x, weights, ids, len(gate_up), run)
-
-
-def _plain(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    activation: str,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-) -> RunExpert:
-    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(rows, gate_up[expert], bias)
-
-    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(rows, down[expert], bias)
-
-    return gated(first, second, activation, gate_up_bias, down_bias)
+    first, second = of_expert(F.linear, gate_up), of_expert(F.linear, down)
+    run = gated(first, second, activation, gate_up_bias, down_bias)
+    return (run_experts or run_by_expert)(x, weights, ids, len(gate_up), run)
 
 
 def run_all_experts(
@@ -191,3 +175,7 @@ def run_by_expert(
         output.index_add_(0, rows, result.to(output.dtype))
         start += count
     return output
+
+
+# Like `experts`, but every expert computes every token.
+dense_experts = partial(experts, run_experts=run_all_experts)

@@ -5,9 +5,11 @@ The layouts are those of `quantized.py`, with the matrices of all experts in one
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from penstock.ops.experts import RunExperts, gated, run_by_expert
+from penstock.ops.experts import RunExperts, gated, of_expert, run_by_expert
 from penstock.ops.quantized import fp4_linear, fp8_linear, table_linear, w4_linear
 
 
@@ -26,13 +28,14 @@ def fp8_experts(
     down_bias: torch.Tensor | None = None,  # [experts, hidden]
 ) -> torch.Tensor:
     """Each token's weighted sum over its experts: [n, hidden]."""
-
-    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return fp8_linear(rows, gate_up[expert], gate_up_scale[expert], gate_up_input_scale, bias)
-
-    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return fp8_linear(rows, down[expert], down_scale[expert], down_input_scale, bias)
-
+    first = of_expert(
+        lambda rows, own, scale, bias: fp8_linear(rows, own, scale, gate_up_input_scale, bias),
+        *(gate_up, gate_up_scale),
+    )
+    second = of_expert(
+        lambda rows, own, scale, bias: fp8_linear(rows, own, scale, down_input_scale, bias),
+        *(down, down_scale),
+    )
     run = gated(first, second, activation, gate_up_bias, down_bias)
     return run_by_expert(x, weights, ids, len(gate_up), run)
 
@@ -66,14 +69,8 @@ def w4_experts(
         group = min(group_size, rows.shape[1])
         return w4_linear(rows, packed, scales, zeros, group, bias, bits)
 
-    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        zeros = None if gate_up_zeros is None else gate_up_zeros[expert]
-        return linear(rows, gate_up[expert], gate_up_scales[expert], zeros, bias)
-
-    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        zeros = None if down_zeros is None else down_zeros[expert]
-        return linear(rows, down[expert], down_scales[expert], zeros, bias)
-
+    first = of_expert(linear, gate_up, gate_up_scales, gate_up_zeros)
+    second = of_expert(linear, down, down_scales, down_zeros)
     run = gated(first, second, activation, gate_up_bias, down_bias)
     return run_experts(x, weights, ids, len(gate_up), run)
 
@@ -117,14 +114,11 @@ def fp4_experts(
 ) -> torch.Tensor:
     """Each token's weighted sum over its experts: [n, hidden]."""
 
-    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        own = None if gate_up_global is None else gate_up_global[expert]
-        return fp4_linear(rows, gate_up[expert], gate_up_scales[expert], own, group_size, bias)
+    def linear(rows: torch.Tensor, own: Any, scales: Any, scale: Any, bias: Any) -> torch.Tensor:
+        return fp4_linear(rows, own, scales, scale, group_size, bias)
 
-    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        own = None if down_global is None else down_global[expert]
-        return fp4_linear(rows, down[expert], down_scales[expert], own, group_size, bias)
-
+    first = of_expert(linear, gate_up, gate_up_scales, gate_up_global)
+    second = of_expert(linear, down, down_scales, down_global)
     run = gated(first, second, activation, gate_up_bias, down_bias)
     return run_by_expert(x, weights, ids, len(gate_up), run)
 
@@ -144,11 +138,10 @@ def table_experts(
 ) -> torch.Tensor:
     """Each token's weighted sum over its experts: [n, hidden]."""
 
-    def first(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return table_linear(rows, gate_up[expert], gate_up_scales[expert], values, bias)
+    def linear(rows: torch.Tensor, own: Any, scales: Any, bias: Any) -> torch.Tensor:
+        return table_linear(rows, own, scales, values, bias)
 
-    def second(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return table_linear(rows, down[expert], down_scales[expert], values, bias)
-
+    first = of_expert(linear, gate_up, gate_up_scales)
+    second = of_expert(linear, down, down_scales)
     run = gated(first, second, activation, gate_up_bias, down_bias)
     return run_by_expert(x, weights, ids, len(gate_up), run)

@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.config import ChatConfig, ModelConfig
 from penstock.loading.source import ModelSource
-from penstock.protocol.errors import ContextOverflow, InputError, ModelError
+from penstock.protocol.errors import ConfigError, ContextOverflow, InputError, ModelError
 from penstock.protocol.pooling import PoolingInfo
 from penstock.protocol.request import EngineRequest, ThinkingFormat
 from penstock.protocol.sampling import SamplingParams, check_int
@@ -203,6 +203,11 @@ class Frontend:
     @property
     def encode_piece(self) -> EncodePiece | None:
         return None if self.pool is None else self.pool.encode_piece
+
+    def get_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ConfigError("there is no tokenizer: skip_tokenizer_init is set")
+        return self.tokenizer
 
     def known_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

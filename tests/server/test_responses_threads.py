@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from penstock.config import EngineConfig, ServerConfig
 from penstock.server.http import errors
@@ -40,9 +40,7 @@ def user(text: str) -> Item:
 def test_items_of_large_requests_are_written_in_a_thread(
     runner: ResponseRunner, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = FastAPI()
-    app.state.service, app.state.responses = runner.service, runner
-    app.include_router(conversations.router)
+    app = app_of(runner, conversations.router)
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=2**30)
     app.add_middleware(RequestContext)
@@ -106,6 +104,13 @@ def test_a_response_to_a_large_request_is_written_once_in_a_thread(
     assert (thread is threading.main_thread()) == (num_bytes == 0)
 
 
+def app_of(runner: ResponseRunner, router: APIRouter) -> FastAPI:
+    app = FastAPI()
+    app.state.service, app.state.responses = runner.service, runner
+    app.include_router(router)
+    return app
+
+
 def test_what_is_continued_counts_as_a_part_of_the_request(runner: ResponseRunner) -> None:
     async def run() -> None:
         items = StoredItems.of([{**user(LARGE_TEXT), "id": "msg_1"}])
@@ -120,9 +125,7 @@ def test_what_is_continued_counts_as_a_part_of_the_request(runner: ResponseRunne
 def test_of_a_client_that_left_nothing_more_is_prepared(
     runner: ResponseRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = FastAPI()
-    app.state.service, app.state.responses = runner.service, runner
-    app.include_router(routes.router)
+    app = app_of(runner, routes.router)
     app.add_middleware(RequestContext)
     preparing, ended, sent = asyncio.Event(), asyncio.Event(), []
 
@@ -229,9 +232,7 @@ def test_items_that_come_at_once_have_ids_of_their_own(
     runner: ResponseRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two requests read the conversation before either adds to it."""
-    app = FastAPI()
-    app.state.service, app.state.responses = runner.service, runner
-    app.include_router(conversations.router)
+    app = app_of(runner, conversations.router)
     find, both_have_read = runner.conversations.find, asyncio.Event()
     num_reads = 0
 

@@ -95,6 +95,16 @@ def test_rows_are_found_by_number(type_name: str, device: torch.device) -> None:
     assert kernels.gguf_embed(ids[:0], planes, torch.bfloat16).shape == (0, planes.shape[1])
 
 
+def matmul_case(
+    n: int, planes: Planes, rows: int, has_bias: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Activations, a bias and a poisoned output."""
+    device = planes.words.device
+    x = (torch.randn(n, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
+    bias = torch.randn(rows, device=device).to(dtype) if has_bias else None
+    return x, bias, torch.full((n, rows), torch.nan, dtype=dtype, device=device)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "rows", "blocks", "steps"), [(1, 1, 3, 1), (3, 7, 1, 2)])
 @pytest.mark.parametrize("type_name", TYPES)
@@ -108,9 +118,7 @@ def test_single_rows_are_multiplied_by_every_type(
     device: torch.device,
 ) -> None:
     planes, floats = make(type_name, rows, columns_of(type_name, blocks), device)
-    x = (torch.randn(n, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
-    bias = torch.randn(rows, device=device).to(dtype) if rows > 1 else None
-    out = torch.full((n, rows), torch.nan, dtype=dtype, device=device)
+    x, bias, out = matmul_case(n, planes, rows, rows > 1, dtype)
     plan = RowPlan(16, steps, Launch(1, 3))
     check(kernels.single_rows(x, planes, bias, out, plan), x, floats, bias)
 
@@ -134,9 +142,7 @@ def test_single_rows_are_multiplied_on_the_tensor_cores(
     device: torch.device,
 ) -> None:
     planes, floats = make(type_name, rows, columns_of(type_name, blocks), device)
-    x = (torch.randn(n, planes.shape[1], device=device) * 0.01).to(dtype)  # in float16's range
-    bias = torch.randn(rows, device=device).to(dtype) if rows > 16 else None
-    out = torch.full((n, rows), torch.nan, dtype=dtype, device=device)
+    x, bias, out = matmul_case(n, planes, rows, rows > 16, dtype)
     plan = TensorPlan(warps, turns, None)
     check(tensor_rows(x, planes, bias, out, plan), x, floats, bias)
 
