@@ -47,6 +47,6 @@ class ChatConfig:
         for name in self.default_chat_template_kwargs or {}:
             if name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
                 raise ConfigError(
-                    f"default_chat_template_kwargs must not hold {name}: it belongs to single "
+                    f"default_chat_template_kwargs must not contain {name}: it belongs to single "
                     "requests"
                 )

@@ -46,7 +46,8 @@ class PoolingConfig:
         for key, value in given.items():
             if key not in POOLER_KEYS:
                 raise ConfigError(
-                    f"pooler_config must not hold {key!r}: it may hold {', '.join(POOLER_KEYS)}"
+                    f"pooler_config must not contain {key!r}: it may contain "
+                    f"{', '.join(POOLER_KEYS)}"
                 )
             if not _fits(key, value):
                 raise ConfigError(

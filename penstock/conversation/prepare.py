@@ -63,7 +63,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any], others: Collection[str] = (
     for name in (*GIVEN_APART, *others):
         if name in kwargs:
             raise InputError(
-                f"chat_template_kwargs must not hold {name}, which is a separate field",
+                f"chat_template_kwargs must not contain {name}, which is a separate field",
                 "chat_template_kwargs",
             )
 

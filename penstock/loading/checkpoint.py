@@ -110,7 +110,7 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     except (OSError, RuntimeError, UnpicklingError, EOFError, ValueError) as error:
         raise _unreadable(path, error) from error
     if not isinstance(tensors, dict):
-        raise ModelError(f"{path}: must hold a dict of tensors, got {type(tensors).__name__}")
+        raise ModelError(f"{path}: must contain a dict of tensors, got {type(tensors).__name__}")
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ModelError(f"{path}: entry {name!r} is not a tensor but {type(tensor).__name__}")

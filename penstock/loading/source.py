@@ -215,7 +215,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a model's file. Raises a ModelError that names the file."""
     value = read_json_value(path)
     if not isinstance(value, dict):
-        raise ModelError(f"{path}: must hold a JSON object, got {type(value).__name__}")
+        raise ModelError(f"{path}: must contain a JSON object, got {type(value).__name__}")
     return value
 
 

@@ -286,7 +286,7 @@ class Dense(nn.Module):
             expected["linear.bias"] = [file.out_features]
         found = {name: list(tensor.shape) for name, tensor in tensors.items()}
         if found != expected:
-            raise ModelError(f"{path}: must hold {expected}, got {found}")
+            raise ModelError(f"{path}: must contain {expected}, got {found}")
         self.weight = tensors["linear.weight"].float().to(device)
         self.bias = tensors["linear.bias"].float().to(device) if file.bias else None
         self.activate = ACTIVATIONS[file.activation]

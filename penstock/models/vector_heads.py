@@ -54,7 +54,7 @@ class VectorHead(nn.Module):
         ):
             rows = 1 if is_sparse else "n"
             raise ModelError(
-                f"{path}: must hold a weight of [{rows}, {in_features}] and a bias of [{rows}], "
+                f"{path}: must contain a weight of [{rows}, {in_features}] and a bias of [{rows}], "
                 f"got {found!r:.200}"
             )
         self.weight = tensors["weight"].float().to(device)
@@ -86,7 +86,7 @@ def _read(path: Path) -> dict[str, Any]:
         reason = str(error).partition("\n")[0]
         raise ModelError(f"{path}: cannot be read: {reason:.200}") from error
     if not isinstance(tensors, dict):
-        raise ModelError(f"{path}: must hold tensors by name, got {type(tensors).__name__}")
+        raise ModelError(f"{path}: must contain tensors by name, got {type(tensors).__name__}")
     return tensors
 
 

@@ -193,7 +193,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="samp
         named = self.logprob_token_ids or []
         if len(named) > MAX_LOGPROB_TOKEN_IDS:
             raise InputError(
-                f"logprob_token_ids may hold at most {MAX_LOGPROB_TOKEN_IDS} token ids, "
+                f"logprob_token_ids may contain at most {MAX_LOGPROB_TOKEN_IDS} token ids, "
                 f"got {len(named)}",
                 "logprob_token_ids",
             )
@@ -211,7 +211,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="samp
                 )
             if len(self.logit_bias) > MAX_BIAS_ENTRIES:
                 raise InputError(
-                    f"logit_bias may hold at most {MAX_BIAS_ENTRIES} entries, "
+                    f"logit_bias may contain at most {MAX_BIAS_ENTRIES} entries, "
                     f"got {len(self.logit_bias)}",
                     "logit_bias",
                 )
@@ -253,11 +253,11 @@ def _shown(value: float) -> str:
 
 def _check_texts(name: str, texts: Collection[str], most: int) -> None:
     if len(texts) > most:
-        raise InputError(f"{name} may hold at most {most} strings, got {len(texts)}", name)
+        raise InputError(f"{name} may contain at most {most} strings, got {len(texts)}", name)
     for text in texts:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_TEXT_LENGTH:
             raise InputError(
-                f"{name} must hold non-empty strings of at most {MAX_TEXT_LENGTH} characters, "
+                f"{name} must contain non-empty strings of at most {MAX_TEXT_LENGTH} characters, "
                 f"got {text!r:.80}",
                 name,
             )

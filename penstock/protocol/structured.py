@@ -77,7 +77,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
         given = [name for name in KINDS if _is_set(getattr(self, name))]
         if len(given) != 1:
             found = ", ".join(given) or "none"
-            raise InputError(f"{FIELD} must hold exactly one of {', '.join(KINDS)}, got {found}",
+            raise InputError(f"{FIELD} must contain exactly one of {', '.join(KINDS)}, got {found}",
                              FIELD)  # fmt: skip
         for name in ("regex", "grammar", "whitespace_pattern", "reasoning_start"):
             value = getattr(self, name)
@@ -108,7 +108,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, omit_defaults=True, 
             )
         if len(self.choice) > MAX_CHOICES:
             raise InputError(
-                f"{FIELD}.choice may hold at most {MAX_CHOICES} texts, got {len(self.choice)}",
+                f"{FIELD}.choice may contain at most {MAX_CHOICES} texts, got {len(self.choice)}",
                 FIELD,
             )
 

@@ -31,7 +31,7 @@ def check_length(request: EngineRequest, longest: int) -> None:
     """Raise InputError if the prompt is empty or too long, or no token is left to generate."""
     num_prompt, num_output = len(request.prompt_token_ids), len(request.output_token_ids)
     if num_prompt == 0:
-        raise InputError("the prompt must hold at least 1 token, got 0", "prompt_token_ids")
+        raise InputError("the prompt must contain at least 1 token, got 0", "prompt_token_ids")
     if request.pools and num_prompt > longest:
         raise InputError(
             f"the prompt must be at most max_model_len ({longest}) tokens long, got {num_prompt}",

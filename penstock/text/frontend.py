@@ -232,7 +232,7 @@ class Frontend:
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
-            raise InputError("prompt must hold at least one token, got none", "prompt")
+            raise InputError("prompt must contain at least one token, got none", "prompt")
         self.check_token_ids(token_ids, "prompt_token_ids")
         if len(token_ids) >= self.max_model_len:
             raise ContextOverflow(len(token_ids), self.max_model_len)
@@ -253,7 +253,8 @@ class Frontend:
             token_ids = getattr(params, name) or ()
             if len(token_ids) > self.vocab_size:
                 raise InputError(
-                    f"{name} may hold at most {self.vocab_size} token ids, as many as there are, "
+                    f"{name} may contain at most {self.vocab_size} token ids, as many as there "
+                    "are, "
                     f"got {len(token_ids)}",
                     name,
                 )
@@ -267,7 +268,8 @@ class Frontend:
             is_int = isinstance(token_id, int) and not isinstance(token_id, bool)
             if not is_int or not 0 <= token_id < self.vocab_size:
                 raise InputError(
-                    f"{name} must hold token ids from 0 to {self.vocab_size - 1}, got {token_id!r}",
+                    f"{name} must contain token ids from 0 to {self.vocab_size - 1}, got "
+                    f"{token_id!r}",
                     name,
                 )
 
@@ -291,7 +293,8 @@ class Frontend:
         allowed = params.allowed_token_ids
         if allowed is not None and not set(closing) <= set(allowed):
             raise InputError(
-                f"allowed_token_ids must hold those that end the reasoning for {name}: {closing}",
+                f"allowed_token_ids must contain those that end the reasoning for {name}: "
+                f"{closing}",
                 "allowed_token_ids",
             )
         return ThinkingFormat(
@@ -366,7 +369,7 @@ def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:
         for name, value in prompt.items():
             if name not in PROMPT_KEYS and value:
                 raise InputError(
-                    f"a prompt may hold {', '.join(PROMPT_KEYS)}, got {name!r}", "prompt"
+                    f"a prompt may contain {', '.join(PROMPT_KEYS)}, got {name!r}", "prompt"
                 )
         if isinstance(prompt.get("prompt_token_ids"), (list, tuple)):
             return prompt["prompt_token_ids"], prompt.get("cache_salt")

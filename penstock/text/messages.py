@@ -41,7 +41,7 @@ def check_messages(
             "messages",
         )
     if not messages:
-        raise InputError("messages must hold at least one message, got none", "messages")
+        raise InputError("messages must contain at least one message, got none", "messages")
     return [_check_message(message, i, keep_parts) for i, message in enumerate(messages)]
 
 

@@ -96,7 +96,7 @@ def prepare_pooling(
             token_ids = token_ids[:limit] if truncation.side == "first" else token_ids[-limit:]
         frontend.check_token_ids(token_ids, field)
     if not token_ids:
-        raise InputError(f"{field} must hold at least one token, got none", field)
+        raise InputError(f"{field} must contain at least one token, got none", field)
     if len(token_ids) > frontend.max_model_len:
         raise InputOverflow(len(token_ids), frontend.max_model_len, field)
     return EngineRequest(

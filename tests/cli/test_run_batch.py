@@ -105,7 +105,7 @@ def test_batches_may_ask_for_vectors_and_scores(files: Files, url: str) -> None:
     ("bad", "code", "param", "message"),
     [
         ("{", "invalid_json_line", None, "not valid JSON"),
-        ("[1]", "invalid_json_line", None, "must hold a JSON object"),
+        ("[1]", "invalid_json_line", None, "must contain a JSON object"),
         pytest.param(
             '{"a": ' + "[" * 50_000, "invalid_json_line", None, "less deeply", id="nested deeply"
         ),

@@ -130,7 +130,7 @@ def test_what_is_no_conversation_is_refused(llm: LLM) -> None:
         with pytest.raises(InputError, match="messages"):
             llm.chat(messages, use_tqdm=False)
     for name in ("messages", "tools", "add_generation_prompt"):
-        with pytest.raises(InputError, match=f"chat_template_kwargs must not hold {name}"):
+        with pytest.raises(InputError, match=f"chat_template_kwargs must not contain {name}"):
             llm.chat([message], use_tqdm=False, chat_template_kwargs={name: []})
 
 

@@ -205,7 +205,7 @@ def test_a_cross_encoder_knows_which_text_is_which(tmp_path: Path) -> None:
 
 def test_pooler_config_is_checked() -> None:
     for wrong, words in [
-        ({"pooling": "MEAN"}, "must not hold 'pooling'"),
+        ({"pooling": "MEAN"}, "must not contain 'pooling'"),
         ({"pooling_type": "MEDIAN"}, "pooling_type must be CLS, LAST, MEAN, ALL or STEP"),
         ({"pooling_type": "STEP"}, "STEP needs a step_tag_id"),
         ({"pooling_type": "LAST", "step_tag_id": 5}, "set it to STEP, not LAST"),

@@ -170,8 +170,8 @@ def test_texts_are_as_long_as_the_model_was_trained_for(folder: Path) -> None:
     ("change", "message"),
     [
         ({"in_features": 32}, r"2_Dense.config\.json: in_features is 32"),
-        ({"out_features": 8}, r"2_Dense.model\.safetensors: must hold"),
-        ({"bias": False}, r"2_Dense.model\.safetensors: must hold"),
+        ({"out_features": 8}, r"2_Dense.model\.safetensors: must contain"),
+        ({"bias": False}, r"2_Dense.model\.safetensors: must contain"),
     ],
 )
 def test_a_dense_layer_that_does_not_fit_names_its_file(

@@ -163,11 +163,11 @@ class Foreign:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"weight": torch.ones(1, 8), "bias": torch.ones(1)}, "must hold a weight of"),
-        ({"weight": torch.ones(2, 64), "bias": torch.ones(2)}, "must hold a weight of"),
-        ({"weight": torch.ones(1, 64)}, "must hold a weight of"),
-        ({"weight": 3, "bias": torch.ones(1)}, "must hold a weight of"),
-        ([torch.ones(1)], "must hold tensors by name"),
+        ({"weight": torch.ones(1, 8), "bias": torch.ones(1)}, "must contain a weight of"),
+        ({"weight": torch.ones(2, 64), "bias": torch.ones(2)}, "must contain a weight of"),
+        ({"weight": torch.ones(1, 64)}, "must contain a weight of"),
+        ({"weight": 3, "bias": torch.ones(1)}, "must contain a weight of"),
+        ([torch.ones(1)], "must contain tensors by name"),
         (Foreign(), "cannot be read"),
     ],
 )

@@ -102,7 +102,7 @@ def test_shards_come_in_the_order_of_the_index(folder: Path) -> None:
         ({"weight_map": {"x": ["model.safetensors"]}}, "not the name of a file beside it"),
         ({"weight_map": {}}, "no weight_map"),
         ({}, "no weight_map"),
-        ([], "must hold a JSON object, got list"),
+        ([], "must contain a JSON object, got list"),
     ],
     ids=str,
 )
@@ -130,7 +130,7 @@ def test_a_config_that_is_not_json_is_refused_by_name(
     folder: Path, name: str, text: str | bytes
 ) -> None:
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ModelError, match=rf"/{name}: (not valid JSON|must hold a JSON object)"):
+    with pytest.raises(ModelError, match=rf"/{name}: (not valid JSON|must contain a JSON object)"):
         resolve(folder)
 
 

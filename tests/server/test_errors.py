@@ -271,7 +271,7 @@ def test_a_request_that_runs_out_of_tokens_to_choose_is_told_which_fields_do_tha
 
     response = server.post("/v1/completions", {**body, "stream": True})
     assert response.status_code == 200
-    *chunks, fault, end = events(response.text)  # a chunk may hold both tokens
+    *chunks, fault, end = events(response.text)  # a chunk may contain both tokens
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "77"
     assert fault == {"error": error}
     assert end == "[DONE]"

@@ -176,7 +176,7 @@ def test_a_replay_goes_on_as_the_original(llm: LLM, alone: list[list[int]]) -> N
 
 def test_a_budget_needs_a_model_whose_reasoning_is_known(byte_model: str, llm: LLM) -> None:
     params = SamplingParams(thinking_token_budget=4, allowed_token_ids=[5])
-    with pytest.raises(InputError, match="must hold those that end the reasoning"):
+    with pytest.raises(InputError, match="must contain those that end the reasoning"):
         llm.generate("x", params, use_tqdm=False)
     with pytest.raises(InputError, match="thinking_token_budget must be at least -1"):
         SamplingParams(thinking_token_budget=-2)

@@ -226,7 +226,7 @@ class StreamRecord:
 
     @property
     def itls(self) -> list[float]:
-        """Times between chunks. A chunk of a busy server may hold several tokens."""
+        """Times between chunks. A chunk of a busy server may contain several tokens."""
         return [b - a for a, b in itertools.pairwise(self.token_times)]
 
 

@@ -254,7 +254,7 @@ def _weight(
 def order_columns(weight: W4Weight, groups: torch.Tensor, group_size: int) -> W4Weight:
     """Sort columns by quantization group. `groups` [in] is the scale column of each column.
 
-    A shard may hold any number of a group's columns. They are padded with zero columns to small
+    A shard may contain any number of a group's columns. They are padded with zero columns to small
     groups of equal size.
     """
     columns, num_groups = len(groups), weight.scales.shape[1]

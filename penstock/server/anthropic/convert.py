@@ -149,7 +149,7 @@ def _assistant_message(message: InputMessage) -> dict[str, Any]:
 
 def _refuse(block: Any, role: str) -> None:
     raise InputError(
-        f"a message of role {role} must not hold a block of type {block.type}", "messages"
+        f"a message of role {role} must not contain a block of type {block.type}", "messages"
     )
 
 

@@ -75,7 +75,7 @@ def parse_line(line: bytes) -> BatchRequest:
     try:
         fields = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as error:
-        raise BadLine("invalid_json_line", "a line must hold a JSON object") from error
+        raise BadLine("invalid_json_line", "a line must contain a JSON object") from error
     except RecursionError as error:
         raise BadLine("invalid_json_line", "a line must be nested less deeply") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -118,7 +118,7 @@ def _body(fields: dict[str, msgspec.Raw], custom_id: str) -> bytes:
 
 def _required(fields: dict[str, msgspec.Raw], name: str, custom_id: str | None) -> msgspec.Raw:
     if name not in fields:
-        message = f"the line has no {name}; it must hold custom_id, url and body"
+        message = f"the line has no {name}; it must contain custom_id, url and body"
         raise BadLine("missing_required_parameter", message, custom_id, name)
     return fields[name]
 

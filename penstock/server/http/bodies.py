@@ -96,12 +96,13 @@ def read_body(kind: type[BaseModel], body: bytearray) -> BaseModel:
     body.clear()
     if num_parts(text) > MAX_JSON_PARTS:
         raise InputError(
-            f"the body may hold at most {MAX_JSON_PARTS} objects, lists and fields together: "
+            f"the body may contain at most {MAX_JSON_PARTS} objects, lists and fields together: "
             "send less at a time"
         )
     if num_values(text) > MAX_JSON_VALUES:
         raise InputError(
-            f"the body may hold at most {MAX_JSON_VALUES} values, such as token ids: send less at "
+            f"the body may contain at most {MAX_JSON_VALUES} values, such as token ids: send less "
+            "at "
             "a time"
         )
     # The callbacks into Python let other threads run.

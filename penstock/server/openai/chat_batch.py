@@ -49,7 +49,9 @@ def _check(service: Service, body: ChatBatchRequest) -> None:
         raise InputError(f"n must be 1: each conversation has one choice, got {body.n}", "n")
     num, most = len(body.messages), service.server_config.max_prompts
     if num > most:
-        raise InputError(f"messages may hold at most {most} conversations, got {num}", "messages")
+        raise InputError(
+            f"messages may contain at most {most} conversations, got {num}", "messages"
+        )
     service.check_size(num, "messages")
 
 

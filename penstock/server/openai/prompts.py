@@ -95,7 +95,7 @@ def prepare_completions(
     most = service.server_config.max_prompts
     if len(prompts) > most:
         raise InputError(
-            f"prompt may hold at most {most} prompts here, got {len(prompts)}", "prompt"
+            f"prompt may contain at most {most} prompts here, got {len(prompts)}", "prompt"
         )
     field = "prompt" if len(prompts) > 1 else "n"
     service.check_size(len(prompts) * params.n, field)  # before each is tokenized

@@ -96,7 +96,7 @@ def _detokenize(frontend: Frontend, body: DetokenizeRequest) -> DetokenizeReply:
     for token_id in body.tokens:
         if token_id >= size:
             raise InputError(
-                f"tokens must hold token ids from 0 to {size - 1}, got {token_id}", "tokens"
+                f"tokens must contain token ids from 0 to {size - 1}, got {token_id}", "tokens"
             )
     return DetokenizeReply(prompt=tokenizer.decode(body.tokens, bool(body.skip_special_tokens)))
 

@@ -53,7 +53,7 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
         if kind not in TYPES:
             remedy = ": for 8 bits, ask for float and quantize" if kind in BYTES else ""
             raise InputError(
-                f"embedding_types may hold {', '.join(TYPES)}, got {kind!r:.80}{remedy}",
+                f"embedding_types may contain {', '.join(TYPES)}, got {kind!r:.80}{remedy}",
                 "embedding_types",
             )
     info = pooling_info(service.frontend)

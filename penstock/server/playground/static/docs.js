@@ -162,7 +162,7 @@ function tryForm(path, method, parameters, body) {
     let target = path.slice(1); // relative, as a proxy may serve this under a path of its own
     for (const [item, input] of inputs) {
       if (item.in === "path") {
-        // A model's name may hold slashes, which are part of the path.
+        // A model's name may contain slashes, which are part of the path.
         const value = input.value.split("/").map(encodeURIComponent).join("/");
         target = target.replace(`{${item.name}}`, value).replace(`{${item.name}:path}`, value);
       } else if (input.value) query.set(item.name, input.value);
