@@ -149,7 +149,7 @@ def test_settings_of_a_model_may_be_overridden(folder: Path) -> None:
         assert len(embed(llm, TEXT, dimensions=3)) == 3
         with pytest.raises(InputError, match="dimensions must be from 1 to 16, got 17"):
             embed(llm, TEXT, dimensions=17)
-    with pytest.raises(ModelError, match="position_embedding_type 'round' is not supported"):
+    with pytest.raises(ModelError, match="position_embedding_type must be 'absolute', got 'round'"):
         open_model(folder, hf_overrides={"position_embedding_type": "round"})
 
 
