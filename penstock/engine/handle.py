@@ -205,7 +205,9 @@ class EngineHandle:
             self._handle(messages.decode_message(frame))
         except Exception:
             self._is_heard = False  # later messages would leave a gap
-            logger.critical("What the engine sent was not taken in: it is killed", exc_info=True)
+            logger.critical(
+                "The engine's messages could not be processed; killing the engine", exc_info=True
+            )
             self.kill()
 
     def _handle(self, answer: messages.EngineMessage) -> None:

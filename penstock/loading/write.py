@@ -28,7 +28,7 @@ VECTOR_HEADS = ("sparse_linear", "colbert_linear")
 def check_target(out: Path, source: ModelSource) -> None:
     """Refuse a target that is not empty or not writable."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already: name a folder that is not, or that is empty")
+        raise ConfigError(f"{out} exists already: choose a new or empty folder")
     out = out.resolve()
     root = _root(source)
     if out.is_relative_to(root.resolve()):

@@ -185,7 +185,7 @@ def test_the_command_writes_a_folder_with_the_model_s_other_files(
     names = {path.name for path in out.iterdir()}
     assert names == {path.name for path in checkpoint.iterdir()}
     assert main(["merge", str(checkpoint), str(adapter_of("q_and_v")), str(out)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_a_router_with_a_correction_beside_its_weight_merges(
