@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from adapters import FLAVOURS, MakeAdapter, MakeCheckpoint, MergedReference, reference_tokens
-from plans import Driver
+from lora_plans import Driver
 from tiny_engine import random_prompts
 
 from penstock.layers.linear import Linear
