@@ -119,7 +119,8 @@ def longest_context(model_config: Mapping[str, Any]) -> int:
     """The model's maximum context length, including its rope scaling."""
     learned = read_int(model_config, "n_positions", 2048)  # GPT-2's name
     length = read_int(model_config, "max_position_embeddings", learned)
-    names = model_config.get("architectures") or ()
+    names = model_config.get("architectures")
+    names = names if isinstance(names, list) else []  # the registry refuses anything else
     if any(str(name).startswith(POSITIONS_BEHIND_PADDING) for name in names):
         length -= read_int(model_config, "pad_token_id", 1, low=0) + 1
     scaling = rotary_parameters(model_config)
