@@ -12,6 +12,7 @@ from tiny_engine import random_prompts
 from penstock.layers.linear import Linear
 from penstock.models.decoder import DecoderLayer
 from penstock.protocol.adapter import DropAdapter, PlaceAdapter
+from penstock.protocol.step import StepFailure
 
 PROMPTS = random_prompts("adapters", 3, 21, 40)
 LINEAR_FLAVOURS = [
@@ -132,3 +133,23 @@ def test_a_reset_worker_keeps_its_adapters(driver: Driver) -> None:
     driver.step([(driver.request(PROMPTS[1], 0), 5)])
     driver.executor.call("reset")
     assert driver.generate([driver.request(PROMPTS[0], 1)])[0].bits == before
+
+
+def test_jobs_of_a_skipped_step_are_done(
+    driver: Driver, adapter_of: MakeAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = driver.fetch(adapter_of("all_linear"))
+    driver.step(jobs=[PlaceAdapter(digest, 3)])
+    expected = driver.generate([driver.request(PROMPTS[0], 3)])[0].bits
+    driver.step(jobs=[PlaceAdapter(driver.fetch(adapter_of("rank_1")), 3)])
+
+    def fail(layout: object) -> None:
+        raise RuntimeError("a step fails")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.executor.runner.steps, "run", fail)
+        assert driver.step([(driver.request(PROMPTS[1], 0), 5)]).failure is StepFailure.ERROR
+    skipped = driver.step(jobs=[PlaceAdapter(digest, 3), DropAdapter(digest)])
+    assert skipped.failure is StepFailure.SKIPPED
+    driver.executor.call("reset")
+    assert driver.generate([driver.request(PROMPTS[0], 3)])[0].bits == expected
