@@ -128,8 +128,9 @@ class Adapters:
         else:
             wait.is_parked = True
         self.num_parked += 1
-        self._may_wake = True  # its copy may now be fetched at the cost of later requests
         self._file(self._entry_of(state))
+        if self._for_copy and self._for_copy.peek() is state:
+            self._may_wake = True  # its copy may be fetched at the cost of later requests
 
     def unpark(self, state: RequestState) -> None:
         """The caller keeps the request from now on. Others are ignored."""
@@ -361,17 +362,20 @@ class Adapters:
 
     def _file(self, entry: AdapterState) -> None:
         """Update the queue that the adapter's first request is stuck in."""
-        if entry.stuck is not None:
-            self._for_copy.remove(entry.stuck)
-            self._for_slot.remove(entry.stuck)
-            entry.stuck = None
-        if not entry.queue or entry.copy is Copy.FETCHING:
+        stuck, queue = None, None
+        if entry.queue and entry.copy is not Copy.FETCHING:
+            first = entry.queue.peek()
+            wait = self._waits.get(first)
+            if wait is not None and wait.is_parked:
+                stuck = first
+                queue = self._for_slot if entry.copy is Copy.READY else self._for_copy
+        if (stuck, queue) == (entry.stuck, entry.stuck_in):
             return
-        first = entry.queue.peek()
-        wait = self._waits.get(first)
-        if wait is not None and wait.is_parked:
-            entry.stuck = first
-            (self._for_slot if entry.copy is Copy.READY else self._for_copy).put_back(first)
+        if entry.stuck is not None and entry.stuck_in is not None:
+            entry.stuck_in.remove(entry.stuck)
+        if stuck is not None and queue is not None:
+            queue.put_back(stuck)
+        entry.stuck, entry.stuck_in = stuck, queue
 
     def _fetch_for_parked(self) -> None:
         """Fetch for parked requests in order. The first may displace copies of later ones."""

@@ -30,6 +30,7 @@ class AdapterState:
     num_running: int = 0  # requests; implies a slot
     is_pinned: bool = False
     stuck: RequestState | None = None  # its first request, if that is parked
+    stuck_in: WaitingQueue | None = None  # among the stuck requests of other adapters
     loads: list[Future[None]] = field(default_factory=list)  # answered once the copy is ready
 
     @property
