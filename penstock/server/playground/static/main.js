@@ -59,8 +59,9 @@ function showModels(data) {
   $("model").disabled = data.length < 2;
 }
 
-/** Adapters come and go while the page is open. */
+/** Adapters come and go while the page is open. Before the first list, nothing is asked for. */
 async function refreshModels() {
+  if (!$("model").options.length) return;
   const { data } = await (await request("v1/models")).json();
   const shown = [...$("model").options].map((option) => option.value);
   if (data.map((card) => card.id).join("\n") !== shown.join("\n")) showModels(data);
