@@ -1,5 +1,5 @@
-// The C interface: which instruction set computes, packing, and element-wise operations. Matmul,
-// attention and whole layers have files of their own.
+// The C interface: the choice of the instruction set, packing, and element-wise operations. Matmul,
+// attention and whole layers are in other files.
 
 #include <cstring>
 
@@ -56,7 +56,7 @@ bool supports(const Kernels& kernels) {
 #if defined(__linux__)
     return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
 #else
-    return true;  // Apple's have dot products
+    return true;  // Apple's processors have dot products
 #endif
 }
 
@@ -91,7 +91,7 @@ PENSTOCK_API const char* penstock_sources() { return PENSTOCK_SOURCES; }
 
 PENSTOCK_API const char* penstock_isa() { return active->name; }
 
-// 0 if there is no such instruction set here. Weights packed before are then unreadable.
+// Returns 0 if the machine lacks the instruction set. Weights packed before become unreadable.
 PENSTOCK_API int penstock_select_isa(const char* name) {
     for (const Kernels* kernels : kAll) {
         if (std::strcmp(kernels->name, name) == 0 && supports(*kernels)) {
@@ -102,7 +102,7 @@ PENSTOCK_API int penstock_select_isa(const char* name) {
     return 0;
 }
 
-// Returns how many there are then: less where the system gives no more.
+// Returns the number of threads, which is lower if the system allows no more.
 PENSTOCK_API int penstock_set_threads(int count) {
     const std::lock_guard<std::mutex> turn(turn_mutex());
     return set_num_threads(count);
@@ -115,7 +115,7 @@ PENSTOCK_API int64_t penstock_packed_bytes(int32_t type, int64_t rows, int64_t k
     return divide_up(rows, active->lanes) * active->group_bytes(static_cast<Type>(type), k);
 }
 
-// Rows of a checkpoint's matrix, row_bytes apart, into packed.
+// Packs rows of a checkpoint's matrix, which are row_bytes apart.
 PENSTOCK_API int32_t penstock_pack(int32_t type, const uint8_t* rows, int64_t row_bytes,
                                    int64_t num_rows, int64_t k, uint8_t* packed) {
     const Kernels& isa = *active;
@@ -130,7 +130,7 @@ PENSTOCK_API int32_t penstock_pack(int32_t type, const uint8_t* rows, int64_t ro
     });
 }
 
-// Some of a packed weight's num_rows as floats: out [count, k].
+// Unpacks some rows of a weight to floats: out [count, k].
 PENSTOCK_API int32_t penstock_embed(int32_t type, const uint8_t* packed, int64_t num_rows, int64_t k,
                                     const int64_t* ids, int64_t count, float* out) {
     const Kernels& isa = *active;

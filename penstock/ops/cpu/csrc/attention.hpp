@@ -1,8 +1,8 @@
-// Attention of some rows and heads to one kv head of a request: in its paged cache, or in rows.
+// Attention of some rows and heads to one KV head of a request, in the paged cache or in rows.
 //
-// Keys and values are visited in tiles of 32 positions that begin at multiples of 32, with one
-// running maximum and sum for each row and head: what a row computes depends on its position alone,
-// not on the rows beside it or on how the request was cut into steps.
+// Keys and values are read in tiles of 32 positions that begin at multiples of 32, with a running
+// maximum and sum per row and head (online softmax). So a row's result depends only on its position,
+// not on other rows or on how the request was split into steps.
 #pragma once
 
 #include "elementwise.hpp"
@@ -21,12 +21,12 @@ int64_t attention_scratch(int64_t rows_and_heads, int64_t head_dim) {
     return rows_and_heads * state_size(padded(head_dim)) + 3 * kTile * padded(head_dim);
 }
 
-// Keys lie dimension by dimension, so that the scores of a vector of positions grow side by side.
+// Keys are stored by dimension, so that a vector accumulates the scores of several positions.
 struct Tile {
     float* keys;  // [padded, kTile]
-    float* rows;  // [2 * kTile, padded]: keys and values as floats, where the cache has them otherwise
+    float* rows;  // [2 * kTile, padded]: keys and values as floats, if the cache has another type
     const float* value[kTile];
-    const uint8_t* entry[kTile];  // where the cache has the keys; the values are to_values(task) further
+    const uint8_t* entry[kTile];  // the keys in the cache; the values are at an offset of to_values(task)
 };
 
 inline int64_t entry_bytes(const AttentionTask& task) {
@@ -38,8 +38,8 @@ inline int64_t to_values(const AttentionTask& task) {
     return task.block_size * task.num_kv_heads * entry_bytes(task);
 }
 
-// Where `count` positions from `start` on lie. They are fetched, too: the pieces that a head has of
-// each token lie apart, and the hardware does not foresee them.
+// Finds the entries of `count` positions from `start` on, and prefetches them: a head's entries are
+// far apart, so the hardware prefetcher misses them.
 void find_tile(const AttentionTask& task, int64_t start, int64_t count, Tile& tile) {
     if (count <= 0) return;
     const int64_t size = entry_bytes(task), distance = to_values(task);
@@ -113,7 +113,7 @@ void load_tile(const AttentionTask& task, int64_t count, Tile& tile) {
         key[j] = row;
         tile.value[j] = row + width;
     }
-    for (int64_t j = count; j < kTile; ++j) key[j] = key[0];  // read, and then masked
+    for (int64_t j = count; j < kTile; ++j) key[j] = key[0];  // read but masked
     for (int64_t d = 0; d < dim; d += 4) {
         for (int64_t j = 0; j < kTile; j += kWide) {
             Isa::four_rows_of(key + j, d, tile.keys + d * kTile + j, kTile);
@@ -130,7 +130,7 @@ void load_tile(const AttentionTask& task, int64_t count, Tile& tile) {
     }
 }
 
-// A row and head on its way through the tiles.
+// The state of a row and head.
 struct State {
     float* query;   // [padded], times the scale
     float* output;  // [padded]
@@ -153,8 +153,8 @@ void cap_scores(float* scores, float softcap) {
     }
 }
 
-// Scores become weights, of which those outside [low, high) are zero; returns what the weights of
-// earlier tiles are to be multiplied with.
+// Turns scores into weights, which are zero outside [low, high). Returns the factor that rescales the
+// earlier tiles.
 float weigh(float* scores, int64_t low, int64_t high, float softcap, const State& state) {
     if (softcap > 0.0f) cap_scores(scores, softcap);
     for (int64_t j = 0; j < low; ++j) scores[j] = -INFINITY;
@@ -163,7 +163,7 @@ float weigh(float* scores, int64_t low, int64_t high, float softcap, const State
     for (int i = 0; i < 4; ++i) s[i] = f8_load(scores + 8 * i);
     const float tile_most = f8_hmax(f8_max(f8_max(s[0], s[1]), f8_max(s[2], s[3])));
     const float most = tile_most > *state.most ? tile_most : *state.most;
-    float keep[8] = {1.0f};  // what exp gives for 0
+    float keep[8] = {1.0f};  // exp(0)
     if (most != *state.most) f8_store(keep, f8_exp(f8_set(*state.most - most)));
     for (int i = 0; i < 4; ++i) f8_store(scores + 8 * i, f8_exp(s[i] - f8_set(most)));
     for (int64_t j = 0; j < low; ++j) scores[j] = 0.0f;
@@ -204,8 +204,8 @@ inline void add_values(const Tile& tile, const float (*weights)[kTile], const fl
     }
 }
 
-// `count` states from the one with index `first` on; positions [low, high) are visible to them. Each
-// state's numbers are the same for every count.
+// `count` states from index `first` on, which see positions [low, high). A state's result is the same
+// for every count.
 template <int count>
 __attribute__((noinline))
 void visit_tile(const Tile& tile, int64_t dim, int64_t low, int64_t high, float softcap, float* states,
@@ -306,7 +306,7 @@ void attend(const AttentionTask& task) {
     for (; start < end; start += kTile) {
         load_tile(task, positions_at(start), tile);
         find_tile(task, start + kTile, positions_at(start + kTile), tile);
-        // Of this tile, what the token at a position sees.
+        // The part of this tile that the token sees.
         const auto low_of = [&](int64_t position) {
             const int64_t low = first_seen(position) - start;
             return low > 0 ? low : 0;

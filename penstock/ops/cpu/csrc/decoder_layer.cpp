@@ -1,5 +1,5 @@
-// A whole pre-norm decoder layer in one call: the same kernels in the same order as its parts called
-// one by one, so the result is the same to the last bit, without the time between the calls.
+// A whole pre-norm decoder layer in one call. It runs the same kernels in the same order as separate
+// calls, so the result is bitwise equal. It saves the overhead between the calls.
 
 #include "lora_slots.hpp"
 
@@ -29,12 +29,12 @@ struct StepLora {
     const AdapterStep* step;
 };
 
-// Rows that go through the wide middle of the MLP together: bounds scratch memory.
+// Rows of an MLP that are computed together. Bounds the scratch memory of the intermediate size.
 constexpr int64_t kMlpRows = 256;
 
 Scratch attention_scratch, mlp_scratch;
 
-// The input of a matmul, made row by row where it is used: `make(row, out)` fills a row of `x`.
+// The input of a matmul, computed row by row when needed: `make(row, out)` fills a row of `x`.
 template <class Make>
 Activations activations(const Weights& weights, float* x, int64_t rows, int64_t k, const Make& make) {
     Activations result{x, k, rows, k, {}};
@@ -59,7 +59,7 @@ void adapted_linear(const Weights& weights, const Activations& activations,
     }
 }
 
-// residual += x (or = x where there is none yet); out = its norm.
+// residual += x, or residual = x in the first layer; out = norm(residual).
 void add_and_norm(const float* x, float* residual, bool has_residual, const float* weight, float eps,
                   int64_t size, float* out) {
     if (has_residual) {
@@ -78,7 +78,7 @@ void attention_block(const DecoderLayer& layer, const Cache& cache, const Step& 
     const int64_t qkv_size = query_size + 2 * key_size;
     const int64_t widest = std::max(hidden, query_size);
     float* qkv = attention_scratch.floats(rows * (qkv_size + widest));
-    float* wide = qkv + rows * qkv_size;  // the norm's output, then attention's
+    float* wide = qkv + rows * qkv_size;  // the output of the norm, then of attention
 
     const Activations normed =
         activations(layer.qkv, wide, rows, hidden, [&](int64_t row, float* out) {

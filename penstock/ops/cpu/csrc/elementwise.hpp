@@ -1,4 +1,4 @@
-// Operations on single rows. A row's tail is padded and goes through the same vector code.
+// Operations on single rows. The tail of a row is padded and uses the same vector code.
 #pragma once
 
 #include <cmath>
@@ -58,7 +58,7 @@ void quantize_row(const float* x, const QuantizedRows& out, int64_t row) {
             not_finite = f8_fma(v[i], f8_set(0.0f), not_finite);
         }
         const float largest = f8_hmax(most);
-        // What is not finite must show in the result, which integers would hide.
+        // Integers would hide NaN and infinity. They must show in the result.
         const float scale = largest / 127.0f + f8_hsum(not_finite);
         const bool usable = largest > 1e-30f && largest < INFINITY && scale == scale;
         const F8 inverse = f8_set(usable ? 127.0f / largest : 0.0f);
@@ -100,7 +100,7 @@ void layer_norm_row(const float* x, const float* weight, const float* bias, floa
         const F8 v = (left >= 8 ? f8_load(x + i) : load_tail(x + i, left)) - mean;
         if (left >= 8) {
             squares = f8_fma(v, v, squares);
-        } else {  // the tail's padding is not zero any more
+        } else {  // the padding of the tail is no longer zero
             float own[8];
             f8_store(own, v * v);
             squares = squares + load_tail(own, left);
@@ -196,7 +196,7 @@ inline uint16_t to_bf16(float value) {  // to nearest even
     return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// One head in 8 bits: x[i] = scale * q[i], the scale behind the numbers.
+// One head in 8 bits: x[i] = scale * q[i]. The scale follows the numbers.
 void store_int8_entry(const float* x, int64_t size, uint8_t* out) {
     F8 most = f8_set(0.0f), not_finite = f8_set(0.0f);
     for (int64_t i = 0; i < size; i += 8) {
@@ -205,7 +205,7 @@ void store_int8_entry(const float* x, int64_t size, uint8_t* out) {
         not_finite = f8_fma(v, f8_set(0.0f), not_finite);
     }
     const float largest = f8_hmax(most);
-    // What is not finite must show in the result, which integers would hide.
+    // Integers would hide NaN and infinity. They must show in the result.
     const float scale = largest / 127.0f + f8_hsum(not_finite);
     const bool usable = largest > 1e-30f && largest < INFINITY && scale == scale;
     const F8 inverse = f8_set(usable ? 127.0f / largest : 0.0f);

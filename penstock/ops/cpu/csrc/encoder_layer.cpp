@@ -1,5 +1,5 @@
-// A whole encoder layer in one call: bidirectional attention and an MLP, with layer norms behind them
-// (BERT) or before them (ModernBERT).
+// A whole encoder layer in one call: bidirectional attention and an MLP, post-norm (BERT) or pre-norm
+// (ModernBERT).
 
 #include "runtime.hpp"
 
@@ -13,18 +13,18 @@ struct LayerNorm {
 
 struct EncoderLayer {
     LayerNorm attention_norm, mlp_norm;
-    Weights qkv, output, up, down;  // `up` has the gates first where the MLP is gated
+    Weights qkv, output, up, down;  // in a gated MLP, `up` has the gates first
     int64_t hidden, num_heads, head_dim, intermediate;
     int64_t reach;  // how many tokens attention sees on each side
     int64_t activation;
     int64_t is_gated;
-    int64_t norm_first;  // whether norms stand before attention and MLP, not behind the additions
+    int64_t norm_first;  // pre-norm; 0: post-norm
     float scale;
 };
 
 namespace {
 
-// Rows that go through the wide middle of the MLP together: they stay in the cache.
+// Rows of an MLP that are computed together, so that they stay in the cache.
 constexpr int64_t kMlpRows = 256;
 
 Scratch attention_scratch, mlp_scratch;
@@ -33,7 +33,7 @@ void norm_row(const LayerNorm& norm, const float* x, int64_t size, float* out) {
     kernels().layer_norm_row(x, norm.weight, norm.bias, norm.eps, size, out);
 }
 
-// y = weights times some rows. `make(row)` gives each, in memory of its own, before it is needed.
+// y = some rows times the weights. `make(row)` returns a row, in its own memory, when it is needed.
 template <class Make>
 void project(const Weights& weights, const float* x, int64_t rows, int64_t k, float* y,
              const Make& make) {
@@ -47,7 +47,7 @@ void project(const Weights& weights, const float* x, int64_t rows, int64_t k, fl
     linear(weights, input, y, weights.columns());
 }
 
-// x += y, and its norm where that stands behind.
+// x += y; post-norm: x = norm(x).
 void add_rows(const EncoderLayer& layer, const LayerNorm& norm, const float* y, int64_t rows, float* x) {
     for_rows(rows, [&](int64_t row) {
         float* own = x + row * layer.hidden;
@@ -56,7 +56,7 @@ void add_rows(const EncoderLayer& layer, const LayerNorm& norm, const float* y, 
     });
 }
 
-// Whether the input of attention or MLP is the norm of x, and not x itself.
+// Whether the input of attention or MLP is norm(x) instead of x.
 bool norms_input(const EncoderLayer& layer, const LayerNorm& norm) {
     return layer.norm_first && norm.weight != nullptr;
 }
@@ -65,7 +65,7 @@ void attention_block(const EncoderLayer& layer, const Step& step, float* x) {
     const int64_t rows = step.rows, hidden = layer.hidden;
     const int64_t size = layer.num_heads * layer.head_dim, widest = std::max(hidden, size);
     float* qkv = attention_scratch.floats(rows * (3 * size + widest));
-    float* wide = qkv + rows * 3 * size;  // the norm's output, then attention's
+    float* wide = qkv + rows * 3 * size;  // the output of the norm, then of attention
     const bool is_normed = norms_input(layer, layer.attention_norm);
     project(layer.qkv, is_normed ? wide : x, rows, hidden, qkv, [&](int64_t row) {
         if (is_normed) norm_row(layer.attention_norm, x + row * hidden, hidden, wide + row * hidden);
@@ -73,7 +73,7 @@ void attention_block(const EncoderLayer& layer, const Step& step, float* x) {
     if (step.cos) rotate(qkv, 2 * layer.num_heads, 3 * size, layer.head_dim, step);
     const KeyValueRows kv{qkv + size, qkv + 2 * size, 3 * size, layer.num_heads, layer.head_dim};
     attend_rows(qkv, 3 * size, layer.num_heads, kv, step, layer.scale, layer.reach, wide);
-    float* projected = qkv;  // which nobody reads any more
+    float* projected = qkv;  // no longer read
     project(layer.output, wide, rows, size, projected, [](int64_t) {});
     add_rows(layer, layer.attention_norm, projected, rows, x);
 }

@@ -1,8 +1,8 @@
 // What one instruction set implements. Each isa_*.cpp fills one of these tables.
 //
-// Those files are compiled with flags of their own, so they share no inline function with the rest:
-// everything in them has internal linkage and they use no standard library containers. Memory and
-// threads are their callers' business.
+// Those files are compiled with different flags, so they must not share inline functions with the
+// rest: everything in them has internal linkage, and they use no standard library containers. Callers
+// provide memory and threads.
 #pragma once
 
 #include <cstddef>
@@ -10,22 +10,22 @@
 
 namespace penstock {
 
-// The numbers that GGUF files give them.
+// Tensor types, numbered as in GGUF files.
 enum Type : int32_t {
     F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,
     Q4_K = 12, Q5_K = 13, Q6_K = 14, Int8 = 24, BF16 = 30,
 };
 
-// How the KV cache keeps one head of one token: its numbers, and behind those of type Int8 the float
-// that they are to be multiplied with. Elements are what strides count.
+// An entry of the KV cache is one head of one token: its numbers, followed by a float scale for type
+// Int8. Strides count elements.
 static constexpr int64_t element_bytes(Type type) { return type == F32 ? 4 : type == Int8 ? 1 : 2; }
 static constexpr int64_t entry_elements(Type type, int64_t head_dim) {
     return head_dim + (type == Int8 ? sizeof(float) : 0);
 }
 
-constexpr int kBlock = 32;  // activations are quantized in blocks of so many
+constexpr int kBlock = 32;  // size of a quantization block of activations
 
-// Rows of activations in 8 bits: x[i] = scale * q[i] in each block.
+// 8-bit activations: x[i] = scale * q[i] in each quantization block.
 struct QuantizedRows {
     int8_t* q;        // [rows, k]
     float* scale;     // [rows, k / 32]
@@ -34,14 +34,14 @@ struct QuantizedRows {
     int64_t k;
 };
 
-// A stretch of a weight's output columns times some rows of activations.
+// Some rows of activations times a range of a weight's output columns.
 struct MatmulTask {
     const uint8_t* packed;  // the weight's first group
     int64_t first_group, end_group;
     int64_t columns;  // of the weight; the last group may be partly filled
     int64_t k;
     const QuantizedRows* quantized;  // for block types
-    uint8_t* scratch;                // for them, too: matmul_scratch(k) bytes
+    uint8_t* scratch;                // also for block types: matmul_scratch(k) bytes
     const float* x;                  // for float types: [rows, k] with stride ldx
     int64_t ldx;
     int64_t first_row, end_row;
@@ -90,7 +90,7 @@ struct AttentionTask {
     Type kv_type;  // F32, F16, BF16 or Int8
     int64_t block_size, num_heads, num_kv_heads, head_dim;
     float scale;
-    int64_t before, after;  // positions that a token sees on each side of its own
+    int64_t before, after;  // visible positions on each side of a token
     float softcap;       // 0: none
     const float* sinks;  // [heads], or null
     float* output;       // [tokens, heads, head_dim], contiguous
@@ -107,12 +107,12 @@ struct AttentionTask {
 
 enum class Activation : int64_t { kGelu = 0, kGeluTanh = 1, kRelu = 2, kSilu = 3 };
 
-constexpr int64_t kTokenBlock = 64;  // a row of logits is looked at in blocks of so many
+constexpr int64_t kTokenBlock = 64;  // tokens per block of a row of logits
 
-// A row of logits as it is drawn from: (logit - best) / temperature, so that the best is at 0.
+// A row of logits to sample from, as (logit - best) / temperature: the best is 0.
 struct ScaledRow {
     const float* logits;
-    const uint32_t* allowed;  // a bit a token, or null: any
+    const uint32_t* allowed;  // one bit per token; null: all are allowed
     int64_t size;
     float best, temperature;
 };
@@ -145,7 +145,7 @@ struct Kernels {
                            int64_t size, float* out);
     void (*add_row)(const float* a, const float* b, int64_t size, float* out);
     void (*silu_mul_row)(const float* x, int64_t size, float* out);
-    // out[i] = activation(x[i]), times x[size + i] where it is gated; out may be x.
+    // out[i] = activation(x[i]), if gated times x[size + i]; out may be x.
     void (*activate_row)(Activation activation, bool is_gated, const float* x, int64_t size,
                          float* out);
     void (*rotate_row)(const float* x, const float* cos, const float* sin, int64_t half, float* out);
@@ -157,7 +157,7 @@ struct Kernels {
     // The best logit of a row and of each of its blocks; NaN if one is NaN or plus infinity.
     float (*best_of_row)(const float* logits, const uint32_t* allowed, int64_t size,
                          float* block_best);
-    // The block that begins at `first`: its tokens from the floor on, or what they weigh.
+    // Of the block that begins at `first`: its tokens at or above the floor, or their mass.
     void (*gather_block)(const ScaledRow& row, int64_t first, float floor, Candidates& out);
     double (*mass_of_block)(const ScaledRow& row, int64_t first, float floor);
     void (*mass_of_tokens)(const float* scaled, int64_t count, float* out);

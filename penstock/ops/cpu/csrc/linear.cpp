@@ -1,12 +1,12 @@
-// Matmul: cut into pieces of columns, and of rows where those are many.
+// Matmul, split into pieces of columns, and of rows if there are many.
 
 #include "runtime.hpp"
 
 namespace penstock {
 namespace {
 
-constexpr int64_t kSmallWork = 16 * 1024;  // bytes of weights times rows that are not worth a fork
-constexpr int64_t kRowBlockBytes = 256 * 1024;  // of 8-bit activations, to stay in the L2 cache
+constexpr int64_t kSmallWork = 16 * 1024;  // bytes of weights times rows: less is not worth a fork
+constexpr int64_t kRowBlockBytes = 256 * 1024;  // of 8-bit activations, so that they stay in the L2 cache
 
 Scratch scratch;
 
@@ -40,7 +40,7 @@ void linear(const Weights& weights, const Activations& activations, float* y, in
     for_each(pieces * num_blocks, unpacked, [&](int64_t index, uint8_t* memory) {
         const int64_t piece = index % pieces, block = index / pieces;
         const int64_t first = num_groups * piece / pieces, end = num_groups * (piece + 1) / pieces;
-        int64_t before = 0;  // groups of the parts before
+        int64_t before = 0;  // groups of the earlier parts
         for (int64_t p = 0; p < weights.num_parts; ++p) {
             const WeightPart& part = weights.parts[p];
             const int64_t groups = divide_up(part.columns, isa.lanes);

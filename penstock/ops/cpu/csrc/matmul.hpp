@@ -1,11 +1,10 @@
-// Rows of activations times a stretch of packed weights.
+// Rows of activations times a range of packed weights.
 //
-// Every output is one lane of an accumulator that walks the columns from first to last, and every
-// tile shape does the same arithmetic in the same order: a row's result does not depend on the
-// rows beside it.
+// Every output is one lane of an accumulator that adds the columns from first to last. Every tile
+// shape does the same arithmetic in the same order, so a row's result does not depend on other rows.
 //
-// Few rows read blocks as they are packed. Many rows share the work of unpacking them to bytes, and
-// then take two groups at once, so that each four of activations are loaded for two vectors.
+// For few rows, blocks are read as packed. Many rows share the work of unpacking them to bytes, and
+// then compute two groups at once, so that four activations are loaded for two vectors.
 #pragma once
 
 #include "weights.hpp"
@@ -27,8 +26,8 @@ void finish_tile(const MatmulTask& task, int64_t group, int64_t row, Isa::F valu
     }
 }
 
-// Dot products of one block with some rows of activations, `stride` apart. Formats with a scale for
-// each half of a block have them apart in low and high, others all in low.
+// Dot products of one block with some rows of activations, `stride` apart. Formats with a scale per
+// half of a block return the halves in low and high, others use only low.
 template <int bits, bool halves, int rows>
 inline void block_dots(const uint8_t* data, const int8_t* x, int64_t stride, Isa::I* low, Isa::I* high) {
 #pragma GCC unroll 8
@@ -78,7 +77,7 @@ inline void block_dots(const uint8_t* data, const int8_t* x, int64_t stride, Isa
     }
 }
 
-// A block's eight vectors of bytes.
+// The eight vectors of bytes of a block.
 template <int bits>
 inline void block_bytes(const uint8_t* data, Isa::B* w) {
     if constexpr (bits == 8) {
@@ -102,7 +101,7 @@ inline void block_bytes(const uint8_t* data, Isa::B* w) {
     }
 }
 
-// What the integers of a group's block are to be multiplied with, and what is to be added.
+// The scales and offsets of a block of a group.
 struct BlockScales {
     Isa::F scale, minimum;
     Isa::I first, second;  // of the halves
@@ -126,7 +125,7 @@ inline BlockScales block_scales(const uint8_t* block, const uint8_t* super) {
     return s;
 }
 
-// A block's dot products onto a row's sums; `at` is the block of the row of activations.
+// Adds a block's dot products to the sums of a row; `at` is the block of the row's activations.
 template <Type type>
 inline Isa::F add_block(Isa::F acc, Isa::I low, Isa::I high, const BlockScales& s,
                         const QuantizedRows& x, int64_t at) {
@@ -176,7 +175,7 @@ void packed_tile(const MatmulTask& task, const uint8_t* packed, int64_t group, i
     for (int r = 0; r < rows; ++r) finish_tile(task, group, row + r, acc[r]);
 }
 
-// An unpacked block: its scales in as many vectors as it needs, then 8 vectors of bytes.
+// An unpacked block: vectors of scales, then 8 vectors of bytes.
 template <Type type>
 struct Unpacked {
     static constexpr Format format = format_of(type);
@@ -272,11 +271,11 @@ void unpacked_tile(const MatmulTask& task, int64_t group, int64_t row) {
     }
 }
 
-// Rows that pass over the weights together: what they write stays in the L1 cache until the columns
-// beside it are written too.
+// Rows that are computed together: their outputs stay in the L1 cache until the neighbouring columns
+// are written.
 constexpr int64_t kRowBlock = 32;
 constexpr int64_t kUnpackedRows = 48;
-constexpr int64_t kManyRows = 12;  // are worth the unpacking
+constexpr int64_t kManyRows = 12;  // from here on, unpacking pays off
 
 template <Type type>
 void packed_rows(const MatmulTask& task, int64_t group, int64_t row, int64_t end) {
@@ -294,7 +293,7 @@ void unpacked_rows(const MatmulTask& task, int64_t group, int64_t row, int64_t e
         Unpacked<type>::unpack(task.packed + (group + i) * bytes, num_blocks,
                                task.scratch + i * num_blocks * Unpacked<type>::kStride);
     }
-    constexpr int most = Unpacked<type>::in_halves ? 4 : 6;  // what registers hold
+    constexpr int most = Unpacked<type>::in_halves ? 4 : 6;  // as many as fit into registers
     for (; row + most <= end; row += most) unpacked_tile<type, most, 2>(task, group, row);
     for (; row + 2 <= end; row += 2) unpacked_tile<type, 2, 2>(task, group, row);
     if (row < end) unpacked_tile<type, 1, 2>(task, group, row);
@@ -375,9 +374,9 @@ void dense_matmul(const MatmulTask& whole) {
     }
 }
 
-// Bytes that a matmul of a type in blocks needs.
+// Scratch bytes of a matmul of a block type.
 int64_t matmul_scratch(int64_t k) {
-    return Isa::kUnpacks ? 2 * (k / kBlock) * Unpacked<Q6_K>::kStride : 0;  // of all types the widest
+    return Isa::kUnpacks ? 2 * (k / kBlock) * Unpacked<Q6_K>::kStride : 0;  // the widest type
 }
 
 void matmul(Type type, const MatmulTask& task) {
@@ -393,7 +392,7 @@ void matmul(Type type, const MatmulTask& task) {
         case Q4_K: return quantized_matmul<Q4_K>(task);
         case Q5_K: return quantized_matmul<Q5_K>(task);
         case Q6_K: return quantized_matmul<Q6_K>(task);
-        case Int8: return;  // of caches, not of weights
+        case Int8: return;  // a type of caches only
     }
 }
 

@@ -1,4 +1,4 @@
-// Rotary positions, the paged KV cache, and attention to it: cut into pieces of rows and heads.
+// Rotary embedding, the paged KV cache, and paged attention, split into pieces of rows and heads.
 
 #include "runtime.hpp"
 
@@ -10,7 +10,7 @@ constexpr int64_t kStates = 64;  // rows times heads of a piece
 
 Scratch task_memory;
 
-// Whether request i's rows are among the step's, and all of its tokens in the cache.
+// Whether request i's rows are within the step and its tokens within the cache.
 bool is_sound(const Step& step, const Cache& cache, int64_t i) {
     const int64_t first = step.query_starts[i], end = step.query_starts[i + 1];
     const int64_t length = step.seq_lens[i], blocks = divide_up(length, cache.block_size);
@@ -70,7 +70,7 @@ void attend(const float* query, int64_t query_stride, int64_t num_heads, const C
     whole.sinks = scoring.sinks;
     whole.output = output;
 
-    // Heads that share keys go together, unless that leaves threads without work.
+    // Heads that share keys are computed together, unless threads would be idle.
     int64_t heads = std::min(group, kStates);
     if (step.num_requests * cache.num_kv_heads < num_threads()) heads = 1;
     const int64_t num_rows = std::max<int64_t>(std::min(kRows, kStates / heads), 1);

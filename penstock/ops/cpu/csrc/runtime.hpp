@@ -1,4 +1,4 @@
-// What the C interface is made of: the kernels in use, turns and errors, loops over rows, and the
+// Shared by the C interface: the kernels in use, serialization and errors, loops over rows, and the
 // structures that cross the interface.
 #pragma once
 
@@ -17,18 +17,18 @@ namespace penstock {
 
 const Kernels& kernels();  // of the instruction set in use
 
-// Pieces a thread gets of a loop: several, so that one that is late takes fewer.
+// Pieces per thread of a loop: several, so that a slow thread takes fewer.
 constexpr int kPiecesPerThread = 4;
 constexpr int64_t kSmallRows = 8;  // element-wise work on fewer rows is not worth a fork
 
-// A number from outside that leads out of a table or the cache.
+// An index from a caller that is out of range.
 struct BadIndex {};
 
-// What functions of the C interface return.
+// Return codes of the C interface.
 enum Status : int32_t { kDone = 0, kNoMemory = 1, kBadIndex = 2 };
 
-// Every function of the C interface that computes does so in here: one at a time, so that threads and
-// scratch memory are its own, and without an exception that leaves the library.
+// Runs the body of every function of the C interface that computes: one at a time, so that it owns the
+// threads and the scratch memory, and without letting exceptions out of the library.
 template <class Body>
 int32_t in_turn(const Body& body) noexcept {
     const std::lock_guard<std::mutex> turn(turn_mutex());
@@ -70,7 +70,7 @@ void for_rows(int64_t rows, const Body& body) {
     });
 }
 
-// One packed matrix among those that a matmul puts side by side.
+// One of the packed matrices that a matmul concatenates.
 struct WeightPart {
     const uint8_t* packed;
     int64_t type;
@@ -93,7 +93,7 @@ struct Weights {
     }
 };
 
-// Rows of activations, as floats and, for weights in blocks, in 8 bits.
+// Rows of activations as floats and, for block types, in 8 bits.
 struct Activations {
     const float* x;  // [rows, k], rows ldx apart
     int64_t ldx;
@@ -102,7 +102,7 @@ struct Activations {
     QuantizedRows quantized;
 };
 
-// 8-bit rows in scratch memory, good until the next call.
+// 8-bit rows in scratch memory, valid until the next call.
 QuantizedRows quantized_rows(int64_t rows, int64_t k);
 
 // y [rows, ldy] = activations times each part, plus the bias.
@@ -114,7 +114,7 @@ struct Cache {
     int64_t type;  // F32, F16, BF16 or Int8
 };
 
-// Where a step's rows stand: request i has rows query_starts[i] to query_starts[i + 1], the last
+// The layout of a step: request i has rows query_starts[i] to query_starts[i + 1], the last
 // tokens of its seq_lens[i].
 struct Step {
     const int32_t* query_starts;
@@ -130,11 +130,11 @@ struct Step {
     int64_t half;
 };
 
-// Keys and values [rows, kv_heads * head_dim] to their slots. Throws BadIndex.
+// Writes keys and values [rows, kv_heads * head_dim] to their slots. Throws BadIndex.
 void write_kv(const float* key, int64_t key_stride, const float* value, int64_t value_stride,
               const Cache& cache, const int64_t* slots, int64_t rows);
 
-// What becomes of the product of a query and a key before the softmax.
+// How scores are computed before the softmax.
 struct Scoring {
     float scale;
     int64_t window;      // 0: none
@@ -146,8 +146,7 @@ struct Scoring {
 void attend(const float* query, int64_t query_stride, int64_t num_heads, const Cache& cache,
             const Step& step, const Scoring& scoring, float* output);
 
-// Keys and values in rows, as many as there are queries: [rows, kv_heads, head_dim], rows `stride`
-// floats apart.
+// Keys and values [rows, kv_heads, head_dim], rows `stride` floats apart, one row per query.
 struct KeyValueRows {
     const float* key;
     const float* value;

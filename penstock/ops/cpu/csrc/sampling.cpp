@@ -1,9 +1,8 @@
-// Choosing tokens: the most likely, or a draw with the request's own noise, as
-// penstock/ops/sampling.py defines it.
+// Samples tokens: greedy, or with the request's own Gumbel noise, as penstock/ops/sampling.py defines.
 //
-// The vocabulary is read once from end to end: that gives the best token, all that a greedy row
-// needs, and the best of every block of tokens. Whatever follows has a floor below which no token
-// matters, and looks only into blocks whose best reaches it.
+// One pass over the logits finds the best token, which is all that a greedy row needs, and the best
+// logit of each block of tokens. The later passes have a floor below which no token matters. They
+// read only blocks whose best logit reaches the floor.
 
 #include <algorithm>
 #include <cmath>
@@ -18,14 +17,14 @@ namespace {
 
 constexpr float kGreedy = std::numeric_limits<float>::min();  // the tables' temperature 0
 constexpr float kMaxNoise = 16.64f;    // penstock.ops.random.MAX_GUMBEL
-constexpr float kNoMass = -24.3f;      // exp(x) * 2^34 rounds to nothing from here on down
-constexpr float kHead = -10.0f;        // mostly as far down as one must look; a matter of speed
+constexpr float kNoMass = -24.3f;      // exp(x) * 2^34 rounds to 0 below this
+constexpr float kHead = -10.0f;        // first guess of the floor; affects only speed
 
 struct Item {
     float scaled, mass;
 };
 
-// A row's blocks, and memory for as many candidates as it has tokens.
+// The blocks of a row, and memory for one candidate per token.
 struct Workspace {
     static int64_t block_bytes(int64_t vocab) {
         return align(divide_up(vocab, kTokenBlock) * sizeof(float));
@@ -51,7 +50,7 @@ struct Workspace {
     Item* items;     // [vocab]
 };
 
-// The least value such that what lies above it weighs less than the limit.
+// The lowest value such that the mass above it is below the limit.
 float nucleus_cutoff(Item* items, int64_t count, double limit) {
     float cutoff = INFINITY;
     double above = 0.0;
@@ -85,7 +84,7 @@ class Drawing {
     int64_t draw(int64_t best_token, uint64_t seed, uint64_t position, float log_min_p,
                  int64_t top_k, float top_p) {
         const int32_t token = static_cast<int32_t>(best_token);
-        float score;  // the best token's: its scaled logit is 0
+        float score;  // of the best token, whose scaled logit is 0
         isa_.noise_of_tokens(&token, 1, seed, position, &score);
         float cutoff = log_min_p;
         if (top_k < row_.size) cutoff = std::max(cutoff, kth_largest(top_k, cutoff, top_p < 1.0f));
@@ -100,7 +99,7 @@ class Drawing {
   private:
     float scale(float logit) const { return (logit - row_.best) / row_.temperature; }
 
-    // Every token at or above the floor, in order, unless more are known already.
+    // Gathers the tokens at or above the floor, in order, unless a lower floor was gathered already.
     void gather(float floor) {
         if (floor >= gathered_) return;
         space_.candidates.count = 0;
@@ -112,11 +111,12 @@ class Drawing {
         gathered_ = floor;
     }
 
-    // Where it lies below what matters, something as low. floor: what must survive besides.
+    // The k-th largest scaled logit, or any value as low if that is below all that matters. `floor` is
+    // a cutoff that applies anyway.
     float kth_largest(int64_t k, float floor, bool has_top_p) {
         const int64_t blocks = divide_up(row_.size, kTokenBlock);
         float least = has_top_p ? kNoMass : -INFINITY;
-        if (k <= blocks) {  // k blocks have a best, so that k tokens are at least as good
+        if (k <= blocks) {  // the best tokens of k blocks are k tokens
             float* const copy = space_.block_copy;
             std::copy(space_.block_best, space_.block_best + blocks, copy);
             std::nth_element(copy, copy + k - 1, copy + blocks, std::greater<float>());
@@ -157,7 +157,7 @@ class Drawing {
         return nucleus_cutoff(space_.items, num_items_, total * static_cast<double>(top_p));
     }
 
-    // Candidates at or above the floor as items; their mass.
+    // Makes items of the candidates at or above the floor. Returns their mass.
     double weigh(float floor) {
         const Candidates& candidates = space_.candidates;
         isa_.mass_of_tokens(candidates.scaled, candidates.count, space_.numbers);
@@ -171,8 +171,8 @@ class Drawing {
         return total;
     }
 
-    // Compares score, and the token that has it, with those of all tokens from the floor on. The
-    // lowest token of equals wins.
+    // Updates the best score and its token with all tokens at or above the floor. Ties go to the
+    // lowest token.
     void score_above(float floor, uint64_t seed, uint64_t position, float& score, int64_t& winner) {
         gather(floor);
         Candidates& candidates = space_.candidates;
@@ -205,7 +205,7 @@ bool is_allowed(const uint32_t* allowed, int64_t token) {
     return allowed == nullptr || (allowed[token / 32] >> (token % 32) & 1);
 }
 
-// The lowest token that has the row's best logit.
+// The lowest token with the row's best logit.
 int64_t best_token(const ScaledRow& row, const float* block_best) {
     int64_t block = 0;
     while (block_best[block] != row.best) ++block;
@@ -219,7 +219,7 @@ int64_t best_token(const ScaledRow& row, const float* block_best) {
 // One token for each row of logits [rows, vocab], rows `stride` apart. Tables by slot, see
 // penstock/runner/sampling_tables.py: floats (temperature, log of min_p, top_p), ints (top_k, seed).
 // allowed: bits [rows, mask_stride] of the tokens that may be chosen, or null. A row with NaN or
-// infinity, or without an allowed token, is faulted and gets token 0.
+// infinity, or without an allowed token, is marked as faulty and gets token 0.
 PENSTOCK_API int32_t penstock_choose_tokens(
     const float* logits, int64_t rows, int64_t stride, int64_t vocab, const int64_t* slots,
     int64_t num_slots, const int64_t* positions, const float* floats, int64_t floats_stride,

@@ -1,5 +1,5 @@
-// What choosing a token does to many tokens at once. exp, log and the noise are those of
-// penstock/ops/exact.py and random.py, to the bit: additions and multiplications, never fused.
+// The vectorized parts of sampling. exp, log and the noise are bitwise equal to penstock/ops/exact.py
+// and random.py: additions and multiplications, never fused.
 #pragma once
 
 #include "elementwise.hpp"
@@ -30,7 +30,7 @@ inline int sign_bits(S8 v) {
     for (int i = 0; i < 8; ++i) bits |= (v[i] < 0) << i;
     return bits;
 }
-inline F8 whole(F8 x) {  // of numbers that are not negative: from 2^23 on they are whole
+inline F8 whole(F8 x) {  // rounds to an integer; x >= 0, and all floats from 2^23 on are integers
     const F8 magic = f8_set(8388608.0f);
     return x < magic ? (x + magic) - magic : x;
 }
@@ -84,7 +84,7 @@ inline F8 load_logits(const float* p, int64_t count) {
     return f8_load(padded);
 }
 
-// Bits of the eight tokens from `token`, a multiple of 8, on.
+// The bits of eight tokens from `token` on, which is a multiple of 8.
 inline uint32_t allowed_bits(const uint32_t* allowed, int64_t token) {
     return allowed == nullptr ? 255u : (allowed[token / 32] >> (token % 32)) & 255u;
 }
@@ -130,7 +130,7 @@ void gather_block(const ScaledRow& row, int64_t first, float floor, Candidates& 
     }
 }
 
-// exp(scaled) in whole numbers, the best token's being 2^34.
+// exp(scaled) as an integer; 2^34 for the best token.
 inline F8 masses(F8 scaled) { return whole(exact_exp(scaled) * f8_set(17179869184.0f)); }
 
 double mass_of_block(const ScaledRow& row, int64_t first, float floor) {
@@ -140,7 +140,7 @@ double mass_of_block(const ScaledRow& row, int64_t first, float floor) {
     D8 total = {};
     for (int64_t token = first; token < end; token += 8) {
         F8 scaled = (load_logits(row.logits + token, end - token) - best) / temperature;
-        if (row.allowed != nullptr) {  // what is banned may be far above the best
+        if (row.allowed != nullptr) {  // masked logits may be far above the best
             const U8 lanes = {1, 2, 4, 8, 16, 32, 64, 128};
             const U8 bits = u8_set(allowed_bits(row.allowed, token)) & lanes;
             scaled = bits != 0 ? scaled : f8_set(-INFINITY);

@@ -1,4 +1,4 @@
-// Memory that calls compute in and leave for the next.
+// Scratch memory that calls reuse.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@ namespace penstock {
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t align(int64_t bytes) { return divide_up(bytes, 64) * 64; }
 
-// Belongs to the call in progress (see in_turn), good until it asks for more. Never given back: at
-// the end of a process threads may still compute when destructors run.
+// Belongs to the call in progress (see in_turn) and is valid until it asks for more. Never freed: at
+// exit, threads may still compute while destructors run.
 class Scratch {
   public:
-    // Throws std::bad_alloc; what was there is gone then, and a smaller request may succeed.
+    // Throws std::bad_alloc. The old contents are then lost, and a smaller request may succeed.
     uint8_t* get(int64_t bytes) {
         if (bytes > size_) {
             std::free(memory_);

@@ -1,5 +1,7 @@
-// Vectors of AVX2, FMA and F16C; matmuls with maddubs, or with vpdpbusd where PENSTOCK_VNNI is set.
+// Vectors of AVX2, FMA and F16C. Matmuls use maddubs, or vpdpbusd if PENSTOCK_VNNI is defined.
 #pragma once
+
+#include "eight_lanes.hpp"
 
 #include <immintrin.h>
 
@@ -61,15 +63,10 @@ inline void f8_store_half(uint16_t* p, F8 v) {
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #if !defined(PENSTOCK_AVX512)
-// How matmuls see the machine: vectors of kLanes floats or ints, and 4 * kLanes bytes.
-struct Isa {
-    static constexpr int kLanes = 8;
-    static constexpr int kRowTile = 4;  // of matmuls with floats
-    static constexpr bool kUnpacks = false;
-    static constexpr int kStateTile = 2;  // rows and heads that attention takes at once
-    static constexpr int kScoreChains = 1;  // so that their latency does not show
+// The vectors of matmul and attention: kLanes floats or ints, or 4 * kLanes bytes.
+struct Isa : EightLanes {
 #if defined(PENSTOCK_VNNI)
-    static constexpr bool kUnsignedBytes = true;  // weights of 8 bits are stored plus 128
+    static constexpr bool kUnsignedBytes = true;  // 8-bit weights are stored with 128 added
 #else
     static constexpr bool kUnsignedBytes = false;
 #endif
@@ -85,9 +82,9 @@ struct Isa {
     static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static F fnma(F a, F b, F c) { return _mm256_fnmadd_ps(a, b, c); }
-    // Numbers from `column` on of eight rows: four vectors, `stride` apart, of one column each.
+    // Transposes four columns of eight rows, beginning at `column`, into four vectors `stride` apart.
     static void four_rows_of(const float* const* rows, int64_t column, float* out, int64_t stride) {
-        __m256 v[4];  // row i of each four
+        __m256 v[4];  // row i of each group of four
         for (int i = 0; i < 4; ++i) {
             v[i] = _mm256_castps128_ps256(_mm_loadu_ps(rows[i] + column));
             v[i] = _mm256_insertf128_ps(v[i], _mm_loadu_ps(rows[i + 4] + column), 1);
@@ -123,7 +120,7 @@ struct Isa {
     static B high_nibbles(B b) {
         return _mm256_and_si256(_mm256_srli_epi16(b, 4), _mm256_set1_epi8(15));
     }
-    // Bits [from, from + width) of each byte, moved to bit 4, onto b.
+    // Moves bits [from, from + width) of each byte to bit 4 and adds them to b.
     static B with_high(B b, B plane, int from, int width) {
         const B moved = from > 4 ? _mm256_srli_epi16(plane, from - 4)
                                  : _mm256_slli_epi16(plane, 4 - from);

@@ -1,4 +1,4 @@
-// Matmuls and attention with AVX-512 and its VNNI; operations on single rows as with AVX2.
+// Matmuls and attention with AVX-512 VNNI. Operations on single rows are those of AVX2.
 #pragma once
 
 #define PENSTOCK_AVX512
@@ -8,11 +8,11 @@ namespace {
 
 struct Isa {
     static constexpr int kLanes = 16;
-    static constexpr int kRowTile = 8;  // of matmuls with floats
-    static constexpr bool kUnpacks = true;  // registers hold two groups of many rows
-    static constexpr int kStateTile = 4;  // rows and heads that attention takes at once
-    static constexpr int kScoreChains = 2;  // so that their latency does not show
-    static constexpr bool kUnsignedBytes = true;  // weights of 8 bits are stored plus 128
+    static constexpr int kRowTile = 8;  // rows of a tile of float matmuls
+    static constexpr bool kUnpacks = true;  // for many rows, unpack two groups of weights at once
+    static constexpr int kStateTile = 4;  // rows and heads that attention computes together
+    static constexpr int kScoreChains = 2;  // independent sums of a score, to hide latency
+    static constexpr bool kUnsignedBytes = true;  // 8-bit weights are stored with 128 added
     using F = __m512;
     using I = __m512i;
     using B = __m512i;
@@ -25,9 +25,9 @@ struct Isa {
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static F fnma(F a, F b, F c) { return _mm512_fnmadd_ps(a, b, c); }
-    // Numbers from `column` on of sixteen rows: four vectors, `stride` apart, of one column each.
+    // Transposes four columns of sixteen rows, beginning at `column`, into four vectors.
     static void four_rows_of(const float* const* rows, int64_t column, float* out, int64_t stride) {
-        __m512 v[4];  // row i of each four
+        __m512 v[4];  // row i of each group of four
         for (int i = 0; i < 4; ++i) {
             v[i] = _mm512_castps128_ps512(_mm_loadu_ps(rows[i] + column));
             v[i] = _mm512_insertf32x4(v[i], _mm_loadu_ps(rows[i + 4] + column), 1);

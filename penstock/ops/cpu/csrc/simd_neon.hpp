@@ -1,5 +1,5 @@
-// Matmuls and attention with NEON and its dot products (ARMv8.2); operations on single rows are the
-// portable ones, whose vectors the compiler cuts into NEON's.
+// Matmuls and attention with NEON and its dot products (ARMv8.2). Operations on single rows are the
+// portable ones: the compiler splits their vectors into NEON's.
 #pragma once
 
 #define PENSTOCK_NEON
@@ -10,13 +10,8 @@
 namespace {
 
 // Two registers make a vector of eight floats or ints, or of 32 bytes.
-struct Isa {
-    static constexpr int kLanes = 8;
-    static constexpr int kRowTile = 4;  // of matmuls with floats
-    static constexpr bool kUnpacks = false;
-    static constexpr int kStateTile = 2;  // rows and heads that attention takes at once
-    static constexpr int kScoreChains = 1;  // so that their latency does not show
-    static constexpr bool kUnsignedBytes = false;  // weights of 8 bits are stored as they are
+struct Isa : EightLanes {
+    static constexpr bool kUnsignedBytes = false;  // 8-bit weights are stored unchanged
     struct F { float32x4_t low, high; };
     struct I { int32x4_t low, high; };
     struct B { int8x16_t low, high; };
@@ -33,7 +28,7 @@ struct Isa {
     static F fnma(F a, F b, F c) {
         return {vfmsq_f32(c.low, a.low, b.low), vfmsq_f32(c.high, a.high, b.high)};
     }
-    // Numbers from `column` on of eight rows: four vectors, `stride` apart, of one column each.
+    // Transposes four columns of eight rows, beginning at `column`, into four vectors `stride` apart.
     static void four_rows_of(const float* const* rows, int64_t column, float* out, int64_t stride) {
         for (int i = 0; i < 4; ++i) {
             for (int lane = 0; lane < 8; ++lane) out[i * stride + lane] = rows[lane][column + i];
@@ -70,14 +65,14 @@ struct Isa {
         return {vandq_s8(b.low, vdupq_n_s8(15)), vandq_s8(b.high, vdupq_n_s8(15))};
     }
     static B high_nibbles(B b) { return {shifted(b.low, -4), shifted(b.high, -4)}; }
-    // Bits [from, from + width) of each byte, moved to bit 4, onto b.
+    // Moves bits [from, from + width) of each byte to bit 4 and adds them to b.
     static B with_high(B b, B plane, int from, int width) {
         const int8x16_t mask = vdupq_n_s8(static_cast<int8_t>(((1 << width) - 1) << 4));
         return {vorrq_s8(b.low, vandq_s8(shifted(plane.low, 4 - from), mask)),
                 vorrq_s8(b.high, vandq_s8(shifted(plane.high, 4 - from), mask))};
     }
 
-    // Dot products of four columns at a time. Weights of less than 8 bits are as good signed.
+    // Dot products of four columns at a time. Weights below 8 bits can be treated as signed.
     using Partial = I;
     template <int bits>
     static constexpr int run() { return 8; }
@@ -95,7 +90,7 @@ struct Isa {
     static I mac8(I sum, B w, B x) { return mac(sum, w, x); }
 
   private:
-    // Each byte by so many bits to the left, or to the right if negative, filled with zeros.
+    // Shifts each byte left, or right if negative, and fills with zeros.
     static int8x16_t shifted(int8x16_t bytes, int by) {
         const int8x16_t count = vdupq_n_s8(static_cast<int8_t>(by));
         return vreinterpretq_s8_u8(vshlq_u8(vreinterpretq_u8_s8(bytes), count));

@@ -1,6 +1,8 @@
 // Vectors in plain C++ (with the vector types of GCC and Clang), for any machine.
 #pragma once
 
+#include "eight_lanes.hpp"
+
 #include <cstdint>
 #include <cstring>
 
@@ -94,14 +96,9 @@ inline void f8_store_half(uint16_t* p, F8 v) {
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #if !defined(PENSTOCK_NEON)
-// How matmuls see the machine: vectors of kLanes floats or ints, and 4 * kLanes bytes.
-struct Isa {
-    static constexpr int kLanes = 8;
-    static constexpr int kRowTile = 4;  // of matmuls with floats
-    static constexpr bool kUnpacks = false;
-    static constexpr int kStateTile = 2;  // rows and heads that attention takes at once
-    static constexpr int kScoreChains = 1;  // so that their latency does not show
-    static constexpr bool kUnsignedBytes = false;  // weights of 8 bits are stored as they are
+// The vectors of matmul and attention: kLanes floats or ints, or 4 * kLanes bytes.
+struct Isa : EightLanes {
+    static constexpr bool kUnsignedBytes = false;  // 8-bit weights are stored unchanged
     using F = F8;
     using I = I8;
     struct B { uint8_t v[32]; };
@@ -114,7 +111,7 @@ struct Isa {
     static F mul(F a, F b) { return a * b; }
     static F fma(F a, F b, F c) { return f8_fma(a, b, c); }
     static F fnma(F a, F b, F c) { return c - a * b; }
-    // Numbers from `column` on of eight rows: four vectors, `stride` apart, of one column each.
+    // Transposes four columns of eight rows, beginning at `column`, into four vectors `stride` apart.
     static void four_rows_of(const float* const* rows, int64_t column, float* out, int64_t stride) {
         for (int i = 0; i < 4; ++i) {
             for (int lane = 0; lane < 8; ++lane) out[i * stride + lane] = rows[lane][column + i];
@@ -145,7 +142,7 @@ struct Isa {
     static B load_bytes(const uint8_t* p) { B b; std::memcpy(&b, p, sizeof b); return b; }
     static B low_nibbles(B b) { for (auto& v : b.v) v &= 15; return b; }
     static B high_nibbles(B b) { for (auto& v : b.v) v >>= 4; return b; }
-    // Bits [from, from + width) of each byte, moved to bit 4, onto b.
+    // Moves bits [from, from + width) of each byte to bit 4 and adds them to b.
     static B with_high(B b, B plane, int from, int width) {
         for (int i = 0; i < 32; ++i) b.v[i] |= ((plane.v[i] >> from) & ((1 << width) - 1)) << 4;
         return b;

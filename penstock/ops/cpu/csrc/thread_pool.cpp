@@ -19,8 +19,8 @@
 namespace penstock {
 namespace {
 
-// A waiting thread spins this long before it sleeps: longer than the gap between two loops of one
-// step, much shorter than a step.
+// How long a waiting thread spins before it sleeps: longer than the gap between two loops of a step,
+// and much shorter than a step.
 constexpr auto kSpinTime = std::chrono::microseconds(150);
 constexpr int kSpinsPerClockRead = 64;
 
@@ -33,8 +33,8 @@ inline void pause() {
 }
 
 // The loop in progress, in one word: number of the loop (24 bits) | next index (20) | count (20).
-// A piece is claimed by compare-and-swap of the whole word, so a claim is good only for the loop
-// that the claimer saw; and a loop with a piece claimed cannot end before that piece is done.
+// A piece is claimed by compare-and-swap of the whole word, so a claim is valid only for the loop
+// that the thread saw. A loop does not end before its claimed pieces are done.
 constexpr int kIndexBits = 20;
 constexpr int64_t kMaxCount = (int64_t{1} << kIndexBits) - 1;
 
@@ -52,8 +52,8 @@ class Pool {
                 threads_.emplace_back([this, thread] { work(thread); });
             }
         } catch (const std::exception&) {
-            // The system gives no more of them, and the caller is told: across the C interface
-            // this would end the process.
+            // The system allows no more threads. The caller learns the number: an exception must
+            // not cross the C interface.
         }
         return size_ = static_cast<int>(threads_.size()) + 1;
     }
@@ -76,7 +76,7 @@ class Pool {
     std::mutex turn_mutex;
 
   private:
-    // A slice for each thread. They keep their places from loop to loop, whatever those need.
+    // One slice per thread, at the same address in every loop.
     void take_scratch(int64_t bytes, int threads) {
         slices_ = nullptr;
         slice_bytes_ = 0;
@@ -102,7 +102,7 @@ class Pool {
         take_pieces(0);
         int spins = 0;
         while (done_.load(std::memory_order_acquire) != count) {
-            // More threads than cores: let the one that holds the last piece run.
+            // More threads than cores: yield to the thread with the last piece.
             if (++spins > 4000) std::this_thread::yield(); else pause();
         }
     }
@@ -159,7 +159,7 @@ class Pool {
     }
 
     std::vector<std::thread> threads_;
-    std::atomic<int> size_{1};  // others ask for it while it changes
+    std::atomic<int> size_{1};  // read by other threads while it changes
 
     LoopBody body_ = nullptr;
     void* context_ = nullptr;
@@ -178,8 +178,8 @@ class Pool {
     std::atomic<bool> stopping_{false};
 };
 
-// Never destroyed: at the end of a process, threads may no longer run when destructors do. Not on the
-// heap either: there is always a pool.
+// Never destroyed: at exit, the threads may be gone before destructors run. Not on the heap, so that
+// creating it cannot fail.
 Pool& pool() {
     alignas(Pool) static unsigned char memory[sizeof(Pool)];
     static Pool* instance = new (memory) Pool;

@@ -6,21 +6,21 @@
 
 namespace penstock {
 
-// body(context, index, scratch): one piece of a loop. `scratch` is the running thread's own. Must not
-// throw: a worker has nobody to tell.
+// body(context, index, scratch): one piece of a loop. `scratch` belongs to the running thread. Must
+// not throw.
 using LoopBody = void (*)(void* context, int64_t index, uint8_t* scratch);
 
-// Held by whoever uses what follows, but for num_threads: one call of the library at a time.
+// Held by callers of the functions below, except num_threads: one call of the library at a time.
 std::mutex& turn_mutex();
 
-// The number of threads that loops run on, the calling one among them. Returns how many they are: less
-// than asked for where the system gives no more.
+// Sets the number of threads of loops, including the caller. Returns the actual number, which is
+// lower if the system allows no more.
 int set_num_threads(int count);
 int num_threads();
 
-// Runs body for every index below `count` and returns when all are done. Pieces are handed out one
-// by one, so a thread that the system does not run holds nobody up. Memory for all threads,
-// `scratch_bytes` each, is taken before the first piece begins: std::bad_alloc is thrown then or never.
+// Runs body for every index below `count` and returns when all are done. Pieces are claimed one by
+// one, so a descheduled thread does not delay the others. Memory, `scratch_bytes` per thread, is
+// allocated before the first piece begins, and std::bad_alloc is thrown only then.
 void parallel_for(int64_t count, int64_t scratch_bytes, LoopBody body, void* context);
 
 // The same for a callable: for_each(count, bytes, [&](int64_t index, uint8_t* scratch) { ... }).

@@ -1,11 +1,11 @@
-// Attention inside each request of a packed batch, without a cache: cut into pieces of rows and heads.
+// Attention within each request of a packed batch, without a cache, split into rows and heads.
 
 #include "runtime.hpp"
 
 namespace penstock {
 namespace {
 
-constexpr int64_t kRows = 64;  // of a piece: they share the work of turning keys around
+constexpr int64_t kRows = 64;  // per piece: they share the transposed keys
 
 Scratch task_memory;
 

@@ -1,13 +1,13 @@
-// How weights lie in memory, and how they get there from GGUF blocks.
+// The memory layout of packed weights, and packing from GGUF blocks.
 //
-// A group holds the kLanes rows that one vector of outputs needs. Its blocks of 32 columns follow
-// each other, each with its scales first and then, four columns of all lanes at a time, its numbers:
+// A group holds the kLanes rows of one vector of outputs, in consecutive blocks of 32 columns. A block
+// has its scales, then its numbers, four columns of all lanes at a time:
 //   4 bits: column groups 0-3 in the low and 4-7 in the high halves of 4 vectors;
 //   5 bits: the same, then a vector whose bit g is the fifth bit of column group g;
 //   6 bits: the same, then 2 vectors with two bits for each of column groups 0-3 and 4-7;
 //   8 bits: 8 vectors.
-// The scales of K types that serve eight blocks lie behind the last block.
-// Floats lie column by column: [k, kLanes].
+// The scales of K types that apply to eight blocks follow the last block.
+// Floats are stored by column: [k, kLanes].
 #pragma once
 
 #include "kernels.hpp"
@@ -22,7 +22,7 @@ enum class Scales { kScale, kScaleAndMin, kSuper, kSuperHalves };
 
 struct Format {
     int bits;
-    int offset;  // what the stored numbers are too large by
+    int offset;  // was added to the stored numbers
     Scales scales;
     int block_bytes;  // in a GGUF file, for 32 elements or for 256 of K types
     constexpr bool is_super() const { return scales == Scales::kSuper || scales == Scales::kSuperHalves; }
@@ -205,7 +205,7 @@ inline float half_at(const uint8_t* p) {
     return half_to_float(bits);
 }
 
-// A scale is multiplied in before an offset is added, as two roundings: as GGUF's reference does.
+// First the scale, then the offset, with two roundings, as in GGUF's reference.
 void unpack_row(Type type, const uint8_t* group, int64_t lane, int64_t k, float* out) {
     if (const int bytes = float_bytes(type)) {
         for (int64_t i = 0; i < k; ++i) {
