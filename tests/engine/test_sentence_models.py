@@ -115,6 +115,17 @@ def test_a_score_compares_a_query_with_documents_by_their_own_prompts(folder: Pa
         assert score.outputs.score == pytest.approx(cosine, abs=1e-5)
 
 
+def test_a_score_compares_texts_that_are_longer_than_the_context(folder: Path) -> None:
+    long = " ".join(WORDS[:40])  # the context has 12 tokens
+    pieces = {"enable_chunked_processing": True, "max_embed_len": 100}
+    with open_model(folder, pooler_config=pieces) as llm:
+        (found,) = llm.score(TEXT, long, use_tqdm=False)
+        query, document = embed(llm, TEXT, prompt_name="query"), embed(llm, long)
+    cosine = query @ document / (np.linalg.norm(query) * np.linalg.norm(document))
+    assert found.outputs.score == pytest.approx(cosine, abs=1e-5)
+    assert len(found.prompt_token_ids) == (2 + 2 + 5) + (40 + 4 * 2)  # with frames and prompt
+
+
 def test_the_default_prompt_stands_before_every_text(folder: Path) -> None:
     path = folder / "config_sentence_transformers.json"
     write(path, {**json.loads(path.read_text()), "default_prompt_name": "query"})
