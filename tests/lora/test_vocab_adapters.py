@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from adapters import FLAVOURS, MergedReference, make_flavour, reference_tokens
+from adapters import FLAVOURS, MergedReference, make_adapter, make_flavour, reference_tokens
 from lora_slots import open_with_slots
 from tiny_engine import greedy_tokens, random_prompts
 from tiny_models import make_checkpoint
@@ -25,7 +25,20 @@ PROMPTS = random_prompts(11, 5, 9)
 )  # fmt: skip
 def test_tokens_equal_those_of_the_merged_model(flavour: str, backend: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", FLAVOURS[flavour].variant)
-    adapter = make_flavour(tmp_path / "adapter", checkpoint, flavour)
+    check(checkpoint, make_flavour(tmp_path / "adapter", checkpoint, flavour), backend)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_dora_scales_what_the_model_and_the_adapter_give(
+    module: str, backend: str, tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", "llama")
+    settings = {"target_modules": [module, "q_proj"], "use_dora": True}
+    check(checkpoint, make_adapter(tmp_path / "adapter", checkpoint, **settings), backend)
+
+
+def check(checkpoint: Path, adapter: Path, backend: str) -> None:
     expected = reference_tokens(MergedReference(checkpoint, adapter), PROMPTS)
     with open_with_slots(checkpoint, cpu_backend=backend) as (llm, slots):
         base = greedy_tokens(llm, PROMPTS)
