@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.layers.matrix import MatrixLayer
 
 INT8_COLUMNS = 32
+FLOATS_ROWS = 256  # that are converted to floats at once
 
 
 class NativeWeights:
@@ -72,4 +73,6 @@ class NativeMethod(LinearMethod):
         return matrix.embed(rows)
 
     def floats(self, layer: MatrixLayer, part: str) -> torch.Tensor:
-        return layer.native.parts[part].embed(torch.arange(layer.part_rows[part]))
+        matrix, rows = layer.native.parts[part], torch.arange(layer.part_rows[part])
+        # In pieces: steps use the library meanwhile, one call at a time.
+        return torch.cat([matrix.embed(some) for some in torch.split(rows, FLOATS_ROWS)])
