@@ -331,9 +331,10 @@ def test_a_client_that_leaves_during_a_load_leaves_nothing(
     server: ServerProcess, folder: Path
 ) -> None:
     body = {"lora_name": "x", "lora_path": str(folder / "c"), "pinned": True}
+    patience = httpx.Timeout(240, read=1.0)
     with server.engine_stopped():
         with server.client() as client, pytest.raises(httpx.ReadTimeout):
-            client.post("/v1/load_lora_adapter", json=body, headers=ADMIN, timeout=1.0)
+            client.post("/v1/load_lora_adapter", json=body, headers=ADMIN, timeout=patience)
         error_of(unload(server, "x"), 404)  # it comes after the load, which has been given up
     for _ in range(2):  # its pin and its name are free
         assert load(server, "x", folder / "c", pinned=True).status_code == 200
