@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plans import Driver
+from lora_plans import Driver
 from safetensors.torch import save_file
 
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
