@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import torch
 from adapters import MakeCheckpoint, make_adapter
 from safetensors.torch import load_file, save_file
@@ -116,33 +115,3 @@ def test_every_request_ends_with_its_own_adapters_tokens(
         alone = tokens_alone(llm, adapters, 6)
     assert len(set(alone.values())) > 0.9 * len(adapters)
     assert [(name, tokens) for name, tokens in ended if alone[name] != tokens] == []
-
-
-def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096
-
-
-@pytest.mark.slow
-def test_the_default_model_serves_two_hundred_adapters_in_flat_memory(tmp_path: Path) -> None:
-    from penstock.loading.source import resolve_source
-
-    with LLM(
-        enable_lora=True,
-        max_loras=NUM_SLOTS,
-        max_cpu_loras=NUM_COPIES,
-        max_num_seqs=16,
-        kv_cache_memory_bytes=256 << 20,
-        log_level="error",
-    ) as llm:
-        source = resolve_source(llm.config.model, llm.config.load)
-        adapters = make_adapters(tmp_path, Path(source.path), NUM_ADAPTERS, 0.02)
-        rng = random.Random(0)
-        run_traffic(llm, rng, adapters, 250, 8)
-        before = resident_bytes()
-        ended = run_traffic(llm, rng, adapters, 400, 8)
-        grown = resident_bytes() - before
-        check_stats(llm)
-        alone = tokens_alone(llm, adapters, 8)
-    assert [(name, tokens) for name, tokens in ended if alone[name] != tokens] == []
-    assert grown < 64 << 20
