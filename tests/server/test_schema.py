@@ -43,6 +43,8 @@ OPERATIONS = [
     ("GET", "/ping"),
     ("POST", "/ping"),
     ("POST", "/reset_prefix_cache"),
+    ("POST", "/v1/load_lora_adapter"),
+    ("POST", "/v1/unload_lora_adapter"),
     ("GET", "/version"),
     ("GET", "/load"),
     ("GET", "/metrics"),
@@ -74,6 +76,7 @@ def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
         str(tiny_model),
         *DUMMY,
         *("--max-model-len", "64", "--max-n", "4"),
+        *("--enable-lora", "--allow-runtime-lora-updating"),
     ) as process:
         yield process
 

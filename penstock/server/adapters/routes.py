@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from starlette.responses import PlainTextResponse
@@ -15,6 +17,11 @@ from penstock.server.http.replies import unless_gone
 from penstock.server.schema.base import Body, Text
 from penstock.server.service import Service
 
+# With PlainTextResponse as response_class, the schema would say that errors are plain text, too.
+REPLIES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}},
+    **describe_errors(400, 401, 404, 408, 413, 503),
+}
 router = APIRouter(tags=["Operations"], route_class=JsonRoute)
 
 
@@ -45,8 +52,8 @@ class UnloadAdapterRequest(Body):
 
 @router.post(
     "/v1/load_lora_adapter",
-    response_class=PlainTextResponse,
-    responses=describe_errors(400, 401, 404, 503),
+    response_class=Response,
+    responses=REPLIES,
 )
 async def load_adapter(body: LoadAdapterRequest, request: Request) -> Response:
     """Load a LoRA adapter. It is checked completely before the answer."""
@@ -59,8 +66,8 @@ async def load_adapter(body: LoadAdapterRequest, request: Request) -> Response:
 
 @router.post(
     "/v1/unload_lora_adapter",
-    response_class=PlainTextResponse,
-    responses=describe_errors(400, 401, 404),
+    response_class=Response,
+    responses=REPLIES,
 )
 async def unload_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
     """Unload a LoRA adapter. New requests no longer find it, even before the answer."""
