@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from scheduler.fake_device import FakeDevice, expected_output, make_request, ran
 from penstock.engine.core import EngineCore
 from penstock.executor.step_queue import StepQueue
 from penstock.kvcache.manager import KVCacheManager
+from penstock.protocol.adapter import Job
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
@@ -39,6 +41,9 @@ class LateRunner:
         result: StepResult = self.device.collect()
         assert result.step_id == handle.step_id, "steps are collected in the order of their launch"
         return result
+
+    def run_jobs(self, jobs: Sequence[Job]) -> None:
+        assert not jobs, "no request has an adapter here"
 
     def reset(self) -> None:
         self.device.reset()

@@ -136,6 +136,9 @@ def test_of_a_client_that_left_nothing_more_is_prepared(
         finally:
             ended.set()
 
+    async def admit(model: str | None) -> str:
+        return "model"
+
     async def receive() -> dict[str, Any]:
         if not preparing.is_set():
             return {"type": "http.request", "body": b'{"input": "Hi"}', "more_body": False}
@@ -145,7 +148,7 @@ def test_of_a_client_that_left_nothing_more_is_prepared(
         sent.append(message)
 
     monkeypatch.setattr(runner, "prepare", prepare)
-    monkeypatch.setattr(runner.service, "admit", lambda model: "model")
+    monkeypatch.setattr(runner.service, "admit", admit)
     headers = [(b"content-type", b"application/json")]
     scope = {
         "type": "http", "method": "POST", "path": "/v1/responses", "headers": headers,
