@@ -13,7 +13,6 @@ from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
 from penstock.layers.lora import AdapterWeights, make_slots
-from penstock.loading.adapters.read import read_adapter
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
@@ -78,6 +77,8 @@ class Worker:
         lora, model = self.config.lora, self.model
         if not lora.enable_lora:
             return None
+        from penstock.loading.adapters.read import read_adapter  # most engines need none of it
+
         dtype = self.dtypes.compute
         if lora.lora_dtype != "auto":
             dtype = getattr(torch, lora.lora_dtype)

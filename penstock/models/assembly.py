@@ -20,7 +20,6 @@ from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.backend import ModelBackend, choose_backend
 from penstock.models.base import Model
-from penstock.models.merging import make_merger
 from penstock.models.pooler import add_classifier
 from penstock.models.registry import build_model
 from penstock.models.runtime import Dtypes, resolve_dtypes
@@ -59,6 +58,8 @@ def load_model(
     merger = None
     settings = source.config
     if source.adapter is not None:
+        from penstock.models.merging import make_merger  # few engines need it
+
         merger, _ = make_merger(
             source, source.adapter, source.adapter_digest, build, config.model.model_impl
         )

@@ -138,16 +138,7 @@ class EmbeddingSlots(LoraSlots):
         return output
 
 
-def lora_slots(
-    num_slots: int,
-    in_features: int,
-    part_rows: Sequence[int],
-    max_rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> LoraSlots:
-    """The slots of one linear layer. See `LoraSlots`."""
-    return LoraSlots(num_slots, in_features, part_rows, max_rank, dtype, device)
+lora_slots = LoraSlots  # the op
 
 
 def embedding_slots(

@@ -52,10 +52,9 @@ def _bias_difference(layer: Linear, part: str, bias: torch.Tensor) -> torch.Tens
     """What to add to a layer's bias. With several ranks, only this rank's rows matter."""
     assert layer.bias is not None
     own = layer.rows_of(layer.bias, part).float().cpu()
-    rank, ranks = layer.build.tp.rank, layer.build.tp.size
-    first = rank * layer.parts[part].num_shards // ranks * len(own)
+    rows, _ = layer.shard_of(part)
     difference = bias.clone()
-    difference[first : first + len(own)] -= own
+    difference[rows] -= own
     return difference
 
 

@@ -391,16 +391,7 @@ class DeviceEmbeddingSlots(DeviceLoraSlots):
         return self._expand(v, output, step)
 
 
-def lora_slots(
-    num_slots: int,
-    in_features: int,
-    part_rows: Sequence[int],
-    max_rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> DeviceLoraSlots:
-    """The slots of one linear layer, for steps that are grouped on the device."""
-    return DeviceLoraSlots(num_slots, in_features, part_rows, max_rank, dtype, device)
+lora_slots = DeviceLoraSlots  # the op
 
 
 def embedding_slots(
