@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from penstock.runner.tables import RequestTables
+from penstock.runner.drafter import Drafter, Drafts, DraftStep
 
 
-class Oracle:
+class Oracle(Drafter):
     """Drafts what followed the last two tokens in an undisturbed run. Every few positions the
     second draft is `wrong` instead; `num_accepted` counts those that held."""
 
@@ -22,15 +22,9 @@ class Oracle:
             for end in range(2, len(tokens)):
                 self._following[tuple(tokens[end - 2 : end])] = tokens[end : end + num_drafts]
 
-    def propose(
-        self,
-        tables: RequestTables,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
-        slots: torch.Tensor,
-        num_accepted: torch.Tensor,
-    ) -> torch.Tensor:
-        self.num_accepted += int(num_accepted.sum())
+    def propose(self, step: DraftStep) -> Drafts:
+        self.num_accepted += int(step.num_accepted.sum())
+        tables, slots = step.tables, step.slots
         drafts = []
         for slot, count in zip(slots.tolist(), tables.num_tokens[slots].tolist(), strict=True):
             pair = tuple(tables.token_ids[slot, count - 2 : count].tolist())
@@ -38,22 +32,15 @@ class Oracle:
             if count % self._wrong_every == 0:
                 draft[1 % self.num_drafts] = self._wrong
             drafts.append(draft)
-        return torch.tensor(drafts)
+        return Drafts(torch.tensor(drafts)[:, : step.num_drafts])
 
 
-class Stubborn:
+class Stubborn(Drafter):
     """Drafts the same token every time, which hardly ever holds."""
 
     def __init__(self, num_drafts: int = 5, token_id: int = 9) -> None:
         self.num_drafts = num_drafts
         self._token_id = token_id
 
-    def propose(
-        self,
-        tables: RequestTables,
-        hidden: torch.Tensor,
-        sampled: torch.Tensor,
-        slots: torch.Tensor,
-        num_accepted: torch.Tensor,
-    ) -> torch.Tensor:
-        return torch.full((len(slots), self.num_drafts), self._token_id)
+    def propose(self, step: DraftStep) -> Drafts:
+        return Drafts(torch.full((len(step.slots), step.num_drafts), self._token_id))

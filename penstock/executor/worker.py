@@ -52,6 +52,7 @@ class Worker:
             source.config,
             platform,
             num_drafts=drafter.num_drafts if drafter else 0,
+            num_lookahead=drafter.num_lookahead if drafter else 0,
             needs_tokens=any(processor.needs_tokens for processor in self.processors),
         )
         task = choose_task(config, source)

@@ -30,6 +30,7 @@ def resolve_limits(
     platform: Platform,
     *,
     num_drafts: int = 0,
+    num_lookahead: int = 0,
     needs_tokens: bool = False,
 ) -> StepLimits:
     """Fill in defaults for unset limits. Raises for what the model cannot do.
@@ -57,6 +58,7 @@ def resolve_limits(
         max_model_len=max_model_len,
         max_in_flight=2 if overlap and not needs_tokens else 1,
         num_drafts=num_drafts,
+        num_lookahead=num_lookahead,
         long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
     )

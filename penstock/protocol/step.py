@@ -27,6 +27,7 @@ class NewRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs are delivered already
     num_unpooled: int = 0  # see EngineRequest
     second_segment: int | None = None  # see EngineRequest
+    cache_salt: str | None = None  # drafters share past outputs only between requests of one salt
     adapter_slot: int = NO_SLOT
 
     @property
@@ -65,6 +66,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     jobs: list[Job] = []  # in order, before the new requests
     released_ids: list[str] = []  # finished, aborted or preempted: their rows may be reused
     masked: bool = False  # a request with a grammar samples: `StepMasks` come before the tokens
+    num_drafts: int = 0  # to propose after this step for each sampling request; 0: no drafter runs
 
     @property
     def num_tokens(self) -> int:
@@ -118,6 +120,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     named: dict[str, Payload] = {}  # and what else it asked for, by name: see `NAMED`
     fault: str | None = None  # this request failed; its blocks are never published
     drafts: list[int] = []  # proposed to come next, where the request has a grammar
+    num_drafts: int | None = None  # proposed to come next; None: as many as the plan asks for
 
 
 class StepFailure(enum.Enum):

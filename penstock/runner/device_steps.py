@@ -23,6 +23,7 @@ from penstock.models.base import Hidden, Model
 from penstock.ops.triton.lora import DeviceAdapterStep
 from penstock.runner.adapters import AdapterStore
 from penstock.runner.device_batch import Bucket, StepBuffers, exact_bucket
+from penstock.runner.drafter import Drafter
 from penstock.runner.forward import ForwardInputs, StepBatch, forward
 from penstock.runner.forward import logits as logits_of
 from penstock.runner.graphs import MIXED_SIZES, GraphPool, at_least, decode_sizes
@@ -46,9 +47,11 @@ class DeviceSteps:
         dtype: torch.dtype,  # of the logits
         has_logits: bool = True,
         adapters: AdapterStore | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model = model
         self.adapters = adapters
+        self.drafter = drafter
         self.metrics = Counter[str]()
         num_slots = 0 if adapters is None else adapters.num_slots
         self.buffers = StepBuffers(tables, memory, max_num_batched_tokens, num_drafts, num_slots)
@@ -137,6 +140,8 @@ class DeviceSteps:
         if isinstance(inputs.context.adapters, DeviceAdapterStep):
             inputs.context.adapters.group()
         hidden = forward(self.model, inputs)
+        if self.drafter is not None:
+            self.drafter.observe(inputs, hidden)
         if bucket.decode and self._has_logits:
             # Every row samples, in order. The logits of padding rows are never read.
             everything = slice(0, bucket.num_requests)

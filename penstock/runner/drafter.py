@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
-from penstock.runner.tables import RequestTables
+from penstock.models.base import Hidden
+from penstock.protocol.step import NewRequest
+from penstock.runner.forward import ForwardInputs
+from penstock.runner.tables import IntArray, RequestTables
 
 
-class Drafter(Protocol):
-    """Proposes `num_drafts` tokens for each request that has just sampled."""
+@dataclass(frozen=True)
+class DraftStep:
+    """The requests that have just sampled. Their tokens are in the tables."""
 
-    num_drafts: int
+    tables: RequestTables
+    slots: torch.Tensor  # [num_requests]
+    host_slots: IntArray  # the same, on the host
+    last_rows: torch.Tensor  # [num_requests]: the row of each one's last accepted token
+    num_accepted: torch.Tensor  # [num_requests]: accepted drafts of this step
+    num_drafts: int  # to propose for each
 
-    def propose(
-        self,
-        tables: RequestTables,
-        hidden: torch.Tensor,  # [num_logits_rows, hidden_size]
-        sampled: torch.Tensor,  # [num_requests] last token of each request
-        slots: torch.Tensor,  # [num_requests]
-        num_accepted: torch.Tensor,  # [num_requests] accepted drafts of the last step
-    ) -> torch.Tensor:  # [num_requests, num_drafts]
-        ...
+
+@dataclass(frozen=True)
+class Drafts:
+    token_ids: torch.Tensor  # [num_requests, num_drafts], padded with any valid token
+    counts: IntArray | None = None  # [num_requests]: drafts without padding; None: all are drafts
+
+
+class Drafter:
+    """Proposes up to `num_drafts` tokens for each request that has just sampled.
+
+    Any proposal is safe: a draft that is not what the request itself would sample is rejected.
+    """
+
+    num_drafts: int  # the most that it proposes for a request
+    num_lookahead: int = 0  # positions after a step's last one that its layers write
+
+    def add(self, slot: int, request: NewRequest) -> None:
+        """A request enters a slot, now or again after a preemption."""
+
+    def remove(self, slot: int) -> None:
+        """The request leaves its slot."""
+
+    def observe(self, inputs: ForwardInputs, hidden: Hidden) -> None:
+        """Every step: its rows and their hidden states, before tokens are sampled.
+
+        On a GPU this may be captured with the forward pass.
+        """
+
+    def propose(self, step: DraftStep) -> Drafts:
+        raise NotImplementedError

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout
 from penstock.runner.sampler import SamplingRows
 from penstock.runner.tables import RequestTables
+
+if TYPE_CHECKING:
+    from penstock.runner.drafter import Drafter
 
 
 @dataclass(frozen=True)
@@ -77,18 +80,27 @@ class HostSteps:
     """
 
     def __init__(
-        self, model: Model, tables: RequestTables, memory: KVMemory, num_adapter_slots: int = 0
+        self,
+        model: Model,
+        tables: RequestTables,
+        memory: KVMemory,
+        num_adapter_slots: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         self.model = model
         self.tables = tables
         self.memory = memory
         self.num_adapter_slots = num_adapter_slots
+        self.drafter = drafter
         self.metrics = Counter[str]()
 
     def run(self, layout: StepLayout) -> tuple[StepBatch, Hidden, torch.Tensor | None]:
         self.metrics["eager_steps"] += 1
         batch = self.materialize(layout)
-        return batch, forward(self.model, batch.inputs), None
+        hidden = forward(self.model, batch.inputs)
+        if self.drafter is not None:
+            self.drafter.observe(batch.inputs, hidden)
+        return batch, hidden, None
 
     def materialize(self, layout: StepLayout) -> StepBatch:
         tables, slots, counts = self.tables, layout.slots, layout.counts

@@ -10,7 +10,7 @@ import torch
 
 from penstock.models.base import Hidden, Model
 from penstock.protocol.step import NewRequest, RequestResult, StepMasks, TokenLogprobs
-from penstock.runner.drafter import Drafter
+from penstock.runner.drafter import Drafter, Drafts, DraftStep
 from penstock.runner.forward import StepBatch
 from penstock.runner.forward import logits as logits_of
 from penstock.runner.layout import StepLayout
@@ -18,7 +18,7 @@ from penstock.runner.masks import mask_logits
 from penstock.runner.prompt_logprobs import PromptLogprobsHead, PromptPiece
 from penstock.runner.sampler import SampledTokens, Sampler
 from penstock.runner.sampling_tables import to_device
-from penstock.runner.tables import RequestTables
+from penstock.runner.tables import IntArray, RequestTables
 
 if TYPE_CHECKING:
     from penstock.runner.sampling_graphs import SamplingGraphs
@@ -34,7 +34,6 @@ class PendingLogits:
     """What `finish` needs. It is released once the tokens are chosen."""
 
     logits: torch.Tensor | None  # [num_logits_rows, vocab_size]; None if no request samples
-    hidden: torch.Tensor | None  # [num_logits_rows, hidden_size], for a drafter
     prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
 
 
@@ -46,6 +45,7 @@ class HeadOutput:
     num_new: torch.Tensor | None  # [num_sampling] new tokens of each request; None: one each
     prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
     drafts: torch.Tensor | None = None  # [num_sampling, k], if a grammar needs them
+    num_drafts: IntArray | None = None  # [num_sampling] drafts of each; None: as many as planned
 
 
 class GenerationHead:
@@ -68,11 +68,15 @@ class GenerationHead:
         if request.sampling.is_masked:
             self._with_grammar.add(slot)
         self.sampler.add(slot, request)
+        if self.drafter is not None:
+            self.drafter.add(slot, request)
         self.prompt_logprobs.add(slot, request)
 
     def remove(self, slot: int) -> None:
         self._with_grammar.discard(slot)
         self.sampler.remove(slot)
+        if self.drafter is not None:
+            self.drafter.remove(slot)
         self.prompt_logprobs.remove(slot)
 
     def begin(
@@ -84,11 +88,10 @@ class GenerationHead:
         """
         pieces = self.prompt_logprobs.run(hidden, batch.layout)
         if not len(batch.layout.sampling):
-            return PendingLogits(None, None, pieces)
+            return PendingLogits(None, pieces)
         if logits is None:
             logits = logits_of(self.model, hidden, batch.logits_rows).float()
-        states = hidden.states[batch.logits_rows] if self.drafter else None
-        return PendingLogits(logits, states, pieces)
+        return PendingLogits(logits, pieces)
 
     def finish(
         self, pending: PendingLogits, batch: StepBatch, masks: StepMasks | None
@@ -108,36 +111,53 @@ class GenerationHead:
         is_entered = sampled is not None
         if sampled is None:
             sampled = self.sampler.sample(pending.logits, batch.sampling_rows, allowed)
-        num_new, known_drafts, last = None, None, sampled.token_ids
+        num_new = None
         if not has_drafts and not is_entered:
-            self.tables.append_tokens(slots, last)
+            self.tables.append_tokens(slots, sampled.token_ids)
         elif has_drafts:
-            rows = batch.layout.rows_per_sample
-            first = np.cumsum(rows) - rows
-            slots = slots[to_device(first, slots.device)]
-            num_new, last = self._verify(sampled.token_ids, slots, batch)
-        if self.drafter is not None:
-            assert pending.hidden is not None
-            accepted = torch.zeros_like(slots) if num_new is None else num_new - 1
-            drafts = self.drafter.propose(self.tables, pending.hidden, last, slots, accepted)
-            self.tables.write_drafts(slots, drafts)
+            num_new = self._verify(sampled.token_ids, batch)
+        output = HeadOutput(sampled, num_new, pending.prompt_pieces)
+        if self.drafter is not None and batch.layout.num_drafts:
+            drafts = self._draft(self.drafter, batch, num_new)
+            output.num_drafts = drafts.counts
             if masks is not None:
-                known_drafts = drafts.to("cpu", non_blocking=True)
+                output.drafts = drafts.token_ids.to("cpu", non_blocking=True)
+        output.sampled = sampled.to_host()
         if num_new is not None:
-            num_new = num_new.to("cpu", non_blocking=True)
-        return HeadOutput(sampled.to_host(), num_new, pending.prompt_pieces, known_drafts)
+            output.num_new = num_new.to("cpu", non_blocking=True)
+        return output
 
-    def _verify(
-        self, token_ids: torch.Tensor, slots: torch.Tensor, batch: StepBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draft(self, drafter: Drafter, batch: StepBatch, num_new: torch.Tensor | None) -> Drafts:
+        """Let the drafter propose what comes next, and write it behind the known tokens."""
+        layout, first_rows = batch.layout, batch.logits_rows
+        slots = batch.sampling_rows.slots
+        if num_new is None:
+            num_accepted = torch.zeros_like(slots)
+        else:
+            first = to_device(layout.first_samples, slots.device)
+            num_accepted, slots, first_rows = num_new - 1, slots[first], first_rows[first]
+        step = DraftStep(
+            self.tables,
+            slots,
+            layout.slots[layout.sampling],
+            first_rows + num_accepted,
+            num_accepted,
+            layout.num_drafts,
+        )
+        drafts = drafter.propose(step)
+        self.tables.write_drafts(slots, drafts.token_ids)
+        return drafts
+
+    def _verify(self, token_ids: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Keep each request's sampled tokens up to the first one that differs from its draft.
 
+        Returns how many tokens each request keeps.
         A draft is accepted if and only if it equals the token that the request's own noise selects.
         Therefore the output is the same with and without speculation.
         """
         device = token_ids.device
         rows = to_device(batch.layout.rows_per_sample, device)  # [n]
-        first = rows.cumsum(0) - rows
+        first = to_device(batch.layout.first_samples, device)
         column = torch.arange(int(batch.layout.rows_per_sample.max()), device=device)
         exists = column < rows[:, None]  # [n, 1 + drafts]
         index = torch.where(exists, first[:, None] + column, first[:, None])
@@ -146,9 +166,9 @@ class GenerationHead:
         held = (sampled[:, :-1] == drafted) & exists[:, 1:]
         num_accepted = held.int().cumprod(dim=1).sum(dim=1)
         rejected = rows - 1 - num_accepted
+        slots = batch.sampling_rows.slots[first]
         self.tables.append_verified(slots, sampled, num_accepted + 1, rejected)
-        last = sampled.gather(1, num_accepted[:, None]).squeeze(1)
-        return num_accepted + 1, last
+        return num_accepted + 1
 
     def results(self, output: HeadOutput, layout: StepLayout) -> list[RequestResult]:
         """One result per scheduled request, in row order.
@@ -161,6 +181,10 @@ class GenerationHead:
         rows = self._rows_by_request(output, layout)
         token_ids, faulted, errors, logprobs = _on_host(output.sampled)
         drafts = self._drafts_by_request(output, layout)
+        num_drafts: dict[int, int] = {}
+        if output.num_drafts is not None:
+            counts = output.num_drafts.tolist()
+            num_drafts = dict(zip(layout.sampling.tolist(), counts, strict=True))
         for index, item in enumerate(layout.requests):
             own = rows.get(index, range(0))
             fault = next((errors.get(row, FAULT) for row in own if faulted[row]), None)
@@ -174,6 +198,7 @@ class GenerationHead:
                     prompt_logprobs=piece.to_protocol() if piece else None,
                     fault=fault,
                     drafts=drafts.get(index, []),
+                    num_drafts=num_drafts.get(index),
                 )
             )
         return results
@@ -193,7 +218,7 @@ class GenerationHead:
         sampled = output.sampled
         if sampled is None or output.num_new is not None or output.prompt_pieces:
             return False
-        if output.drafts is not None:
+        if output.drafts is not None or output.num_drafts is not None:
             return False
         return not sampled.errors and sampled.logprobs is None and not sampled.faulted.any()
 
@@ -213,8 +238,7 @@ class GenerationHead:
         """The logits rows whose tokens each sampling request keeps."""
         if output.sampled is None:
             return {}
-        rows = layout.rows_per_sample
-        first = np.cumsum(rows) - rows
+        rows, first = layout.rows_per_sample, layout.first_samples
         if output.num_new is None:
             num_new = np.ones_like(rows)
         else:

@@ -30,6 +30,7 @@ class StepLayout:
     logits_rows: IntArray  # [num_logits_rows]: the last rows of each sampling request
     sample_slots: IntArray  # [num_logits_rows]
     adapter_slots: IntArray | None = None  # [num_rows]: NO_SLOT without one; None: no row has one
+    num_drafts: int = 0  # to propose after the step
 
     @property
     def num_rows(self) -> int:
@@ -47,6 +48,11 @@ class StepLayout:
     @property
     def max_seq_len(self) -> int:
         return int(self.seq_lens.max())
+
+    @property
+    def first_samples(self) -> IntArray:
+        """The first row of logits of each sampling request."""
+        return np.cumsum(self.rows_per_sample) - self.rows_per_sample
 
     @property
     def has_drafts(self) -> bool:
@@ -89,6 +95,7 @@ def lay_out(plan: StepPlan, tables: RequestTables) -> StepLayout:
         logits_rows=logits_rows,
         sample_slots=slots[np.repeat(sampling, rows_per_sample)],
         adapter_slots=_adapter_slots(slots, counts, tables) if tables.num_with_adapters else None,
+        num_drafts=plan.num_drafts,
     )
 
 

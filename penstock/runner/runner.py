@@ -96,11 +96,11 @@ class ModelRunner:
             self.steps = steps = DeviceSteps(
                 model, vocab_size, self.tables, self.memory,
                 limits.max_num_batched_tokens, limits.num_drafts, capture_graphs, dtype,
-                has_logits=pooler is None, adapters=adapters,
+                has_logits=pooler is None, adapters=adapters, drafter=drafter,
             )  # fmt: skip
         else:
             self.tables = RequestTables(*sizes)
-            self.steps = HostSteps(model, self.tables, self.memory, num_adapter_slots)
+            self.steps = HostSteps(model, self.tables, self.memory, num_adapter_slots, drafter)
         self.head: Head
         if pooler is not None:
             self.memory.second_segments = self.tables.mark_segments()

@@ -8,15 +8,18 @@ from penstock.protocol.request import EngineRequest
 from penstock.scheduler.request import RequestState
 
 
-def share(limits: StepLimits, state: RequestState, budget: int) -> tuple[int, int]:
-    """Return how many tokens the request computes next, and how many of them are drafts."""
+def share(limits: StepLimits, state: RequestState, budget: int, num_drafts: int) -> tuple[int, int]:
+    """Return how many tokens the request computes next, and how many of them are drafts.
+
+    `num_drafts`: the most that it may verify.
+    """
     num_left = state.num_total_tokens - state.num_computed_tokens
     if not state.has_sampled:
         return chunk(limits, num_left, budget), 0
     num_samples_left = state.max_total_tokens - state.num_total_tokens
     if num_samples_left <= 0:
         return 0, 0  # steps in flight may already produce its last token
-    num_drafts = min(limits.num_drafts, num_samples_left - 1, budget - 1)
+    num_drafts = min(num_drafts, num_samples_left - 1, budget - 1)
     return 1 + num_drafts, num_drafts
 
 

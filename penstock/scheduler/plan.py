@@ -17,6 +17,7 @@ class PlannedStep:
         self.budget = budget  # tokens left
         self.states: list[RequestState] = []
         self.jobs: list[Job] = []
+        self.num_drafts = 0  # to propose after the step
         self._rows: list[ScheduledRequest] = []  # one per state, sent to the runner
         self._planned: list[ScheduledRequest] = []  # same rows, but `decode_row` for plain decodes
         self._ids: list[str] = []
@@ -44,6 +45,8 @@ class PlannedStep:
     ) -> None:
         """Schedule a request that the runner already holds."""
         samples = state.advance(self.step_id, num_tokens, num_drafts)
+        if samples:
+            state.num_drafts = self.num_drafts
         row = ScheduledRequest(
             state.request_id, state.incarnation, num_tokens, samples, block_ids, num_drafts
         )
@@ -78,6 +81,7 @@ class PlannedStep:
                 num_prompt_logprobs=state.num_prompt_logprobs,
                 num_unpooled=request.num_unpooled,
                 second_segment=request.second_segment,
+                cache_salt=state.cache_salt,
                 adapter_slot=adapter_slot,
             )
         )
@@ -91,6 +95,7 @@ class PlannedStep:
             jobs=self.jobs,
             released_ids=released_ids,
             masked=self._is_masked,
+            num_drafts=self.num_drafts,
         )
 
     def match(

@@ -72,6 +72,7 @@ class RequestState(_EveryStep):
         "is_plain",
         "max_total_tokens",
         "num_cached_tokens",
+        "num_drafts",
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "pools",
@@ -99,7 +100,8 @@ class RequestState(_EveryStep):
         self.num_computed_tokens = 0
         self.num_confirmed_tokens = 0
         self.num_placeholders = 0
-        self.has_sampled = False  # in this incarnation; the runner then has drafts
+        self.has_sampled = False  # in this incarnation
+        self.num_drafts = 0  # in the runner's tables when the steps in flight are done, at most
         self.last_step_id = 0
         self.entered_at: float | None = None  # reset at the first token
         self.num_cached_tokens = 0
@@ -169,7 +171,7 @@ class RequestState(_EveryStep):
         num_confirmed, token_ids = self.num_confirmed_tokens + 1, result.token_ids
         if num_confirmed >= self.quiet_until or len(token_ids) != 1:
             return False
-        if result.fault is not None or result.routed_experts is not None:
+        if result.fault is not None or result.routed_experts is not None or result.num_drafts:
             return False
         if token_ids[0] in self.stop_ids:
             return False
@@ -203,6 +205,7 @@ class RequestState(_EveryStep):
         self.incarnation += 1
         self.num_computed_tokens = self.num_confirmed_tokens = self.num_placeholders = 0
         self.has_sampled = False
+        self.num_drafts = 0
         self._forget_decoding()
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None) -> None:

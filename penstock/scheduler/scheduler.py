@@ -30,6 +30,7 @@ from penstock.scheduler.policy import POLICIES, WaitingQueue
 from penstock.scheduler.queue_timeouts import QueueTimeouts
 from penstock.scheduler.request import RequestState, RequestStatus
 from penstock.scheduler.running import RunningRequests
+from penstock.scheduler.speculation import Speculation
 from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.step_retries import StepRetries
 from penstock.scheduler.stopping import StopRules, delta_of
@@ -74,6 +75,7 @@ class Scheduler:
         self._retries = StepRetries(self._policy, limits)
         self._running = RunningRequests()
         self._stops = StopRules(grammars, vocab_size)
+        self._speculation = Speculation(limits)
         self._in_flight: deque[PlannedStep] = deque()
         self._released_ids: list[str] = []  # the runner drops these at the next plan
         self._deltas: list[EngineDelta] = []  # of requests that ended outside a step
@@ -150,6 +152,8 @@ class Scheduler:
         self._end_long_waits()
         budget = self._retries.num_tokens
         step = PlannedStep(self._last_step_id + 1, budget)
+        if self._speculation.is_enabled:
+            step.num_drafts = self._speculation.num_to_propose(len(self._running))
         if self._retries:
             self._try_alone(step)
         elif self._continue_running(step):
@@ -195,17 +199,20 @@ class Scheduler:
         for state in self._running.in_order():
             if step.budget == 0:
                 break
-            if state.num_computed_tokens < state.ready_until:
+            if state.num_computed_tokens < state.ready_until and not (
+                step.num_drafts or state.num_drafts
+            ):
                 step.repeat(state)
                 continue
             if state.status is not RequestStatus.RUNNING:
                 continue  # preempted by a request before it
-            num_tokens, num_drafts = share(self.limits, state, step.budget)
+            most = self._speculation.num_to_verify(state) if state.num_drafts else 0
+            num_tokens, num_drafts = share(self.limits, state, step.budget, most)
             if num_tokens == 0:
                 continue
             if not enough_blocks and self._kv.num_missing(state, num_tokens) > 0:
                 continue  # free blocks are reserved for an earlier request that waits for more
-            block_ids = self._kv.allocate(state, num_tokens - num_drafts, num_drafts)
+            block_ids = self._allocate(state, num_tokens, num_drafts)
             if block_ids is None:
                 enough_blocks = False
                 block_ids = self._make_room(state, num_tokens, num_drafts)
@@ -248,15 +255,28 @@ class Scheduler:
             self._policy.insert_running(self._running, state)
             self._kv.adopt(state, prefix)
             state.enter(num_computed)
-            new_block_ids = self._kv.allocate(state, num_tokens)
+            new_block_ids = self._allocate(state, num_tokens, 0)
             assert new_block_ids is not None, "there was room for all of the request"
             slot = self.adapters.admit(state)
             step.add_new(state, num_tokens, self._kv.block_ids(state), slot)
             self._make_ready(state)
 
+    def _allocate(
+        self, state: RequestState, num_tokens: int, num_drafts: int
+    ) -> list[list[int]] | None:
+        """Allocate KV blocks for a step, and for the drafter if there are enough."""
+        num_new = num_tokens - num_drafts
+        if self.limits.num_lookahead:
+            num_left = state.max_total_tokens - state.num_computed_tokens - num_tokens
+            num_lookahead = num_drafts + max(min(self.limits.num_lookahead, num_left), 0)
+            block_ids = self._kv.allocate(state, num_new, num_lookahead)
+            if block_ids is not None:
+                return block_ids
+        return self._kv.allocate(state, num_new, num_drafts)
+
     def _make_ready(self, state: RequestState) -> None:
         """Put a decoding request on the fast path if it qualifies."""
-        if state.has_sampled and state.is_plain and not self.limits.num_drafts:
+        if state.has_sampled and state.is_plain:
             state.make_ready(self._kv.num_slots(state))
 
     def _make_room(
@@ -271,7 +291,7 @@ class Scheduler:
         while True:
             num_missing = self._kv.num_missing(state, num_tokens)
             if num_missing <= self._kv.pool.num_free:
-                return self._kv.allocate(state, num_tokens - num_drafts, num_drafts)
+                return self._allocate(state, num_tokens, num_drafts)
             if num_missing <= self._kv.pool.num_free + self._kv.pool.num_draining:
                 return None
             if len(self._running) == 1 and self._in_flight:
@@ -381,6 +401,8 @@ class Scheduler:
         token_ids = result.token_ids
         first = state.num_confirmed_tokens
         state.confirm(planned, int(planned.samples) if state.pools else len(token_ids))
+        if self._speculation.is_enabled and planned.samples:
+            self._speculation.record(state, planned, result)
         if stop is not None:
             token_ids = token_ids[: stop.num_tokens]
         state.token_ids += token_ids
