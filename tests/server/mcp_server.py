@@ -1,11 +1,13 @@
-"""A tool server in a process of its own: `python mcp_server.py PORT [sse]`."""
+"""A tool server in a process of its own: `python mcp_server.py BOUND_SOCKET [sse]`."""
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import Literal
 
 import anyio
+import uvicorn
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -56,9 +58,6 @@ def web_search(query: str) -> str:
 
 
 if __name__ == "__main__":
-    port = int(sys.argv[1])
-    print("starting", flush=True)
-    if sys.argv[2:] == ["sse"]:
-        server.run("sse", port=port)
-    else:
-        server.run("streamable-http", port=port)
+    app = server.sse_app() if sys.argv[2:] == ["sse"] else server.streamable_http_app()
+    config = uvicorn.Config(app, log_level="error")
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=int(sys.argv[1]))])

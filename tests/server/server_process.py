@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -162,12 +161,6 @@ def environment(more: Mapping[str, str]) -> dict[str, str]:
     paths = [each["PYTHONPATH"] for each in (more, os.environ) if each.get("PYTHONPATH")]
     path = {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
     return {**os.environ, **more, **path}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def children_of(pid: int) -> set[int]:

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 from scripted import make_scripted_model
-from server_process import DUMMY, ServerProcess, free_port
+from server_process import DUMMY, ServerProcess
 from waiting import eventually
 
 from penstock.config import ServerConfig
@@ -28,9 +28,11 @@ MAX_ROUNDS = 3
 
 class ToolServerProcess:
     def __init__(self, *flags: str) -> None:
-        self.port = free_port()
-        command = [sys.executable, str(HERE / "mcp_server.py"), str(self.port), *flags]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        with socket.socket() as bound:
+            bound.bind(("127.0.0.1", 0))
+            self.port = bound.getsockname()[1]
+            command = [sys.executable, str(HERE / "mcp_server.py"), str(bound.fileno()), *flags]
+            self._process = subprocess.Popen(command, pass_fds=[bound.fileno()])
         eventually(self._listens)
 
     def _listens(self) -> bool:
