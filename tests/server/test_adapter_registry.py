@@ -1,141 +1,24 @@
-"""Names of adapters: loading, replacing, unloading and resolving, with a scripted engine."""
+"""Names of adapters: loading, replacing and unloading, with a scripted engine."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_scenarios import Setup, make_folders, play, settle
 
 from penstock.config.lora_modules import AdapterPlaces, LoRAModule
-from penstock.protocol.adapter import Adapter
-from penstock.protocol.errors import ConfigError, EngineDeadError, InputError, ModelError
-from penstock.server.adapters import registry as registry_module
-from penstock.server.adapters.holds import AdapterHolds, Hold, current_hold, held_for_longer
-from penstock.server.adapters.registry import MAX_FAILURES, AdapterRegistry
+from penstock.protocol.errors import ConfigError, EngineDeadError, InputError
+from penstock.server.adapters.holds import current_hold, held_for_longer
 from penstock.server.http.errors import NotFound
-
-
-class ScriptedEngine:
-    """Remembers what it was asked, and fails or waits if told to."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self.pinned: set[str] = set()
-        self.error: Exception | None = None
-        self.may_load = asyncio.Event()
-        self.may_load.set()
-
-    async def load(self, adapter: Adapter, pin: bool) -> None:
-        self.calls.append(("load", adapter.digest))
-        if pin:
-            self.pinned.add(adapter.digest)
-        await self.may_load.wait()
-        if self.error is not None:
-            raise self.error
-
-    async def unload(self, digest: str) -> None:
-        self.calls.append(("unload", digest))
-        self.pinned.discard(digest)
-
-    def end_requests(self, adapter: Adapter, error: Exception) -> None:
-        self.calls.append(("end", adapter.digest, str(error)))
-
-
-class Files:
-    """Contents by path, as if on a disk."""
-
-    def __init__(self, **contents: str) -> None:
-        self.contents = contents
-        self.num_reads = 0
-
-    def find(self, name: str, path: str) -> Adapter:
-        self.num_reads += 1
-        key = Path(path).name
-        if key not in self.contents:
-            raise ModelError(f"no adapter at {path!r}")
-        return Adapter(name, f"digest of {self.contents[key]}", path)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in ("a", "b", "org/c"):
-        path = tmp_path / "adapters" / name
-        path.mkdir(parents=True)
-        (path / "adapter_config.json").write_text("{}")
-    return tmp_path / "adapters"
-
-
-class Setup:
-    def __init__(self, folder: Path, resolves: bool = False) -> None:
-        self.engine = ScriptedEngine()
-        self.files = Files(a="A", b="B", c="C")
-        places = AdapterPlaces.parse("places", [str(folder)])
-        self.registry = AdapterRegistry(
-            self.engine,
-            base_names=["base"],
-            resolver=places if resolves else AdapterPlaces(),
-            allowed=places,
-            num_host=2,
-            find=self.files.find,
-        )
-        self.folder = folder
-
-    async def load(self, name: str, at: str | None = None, **options: bool) -> None:
-        module = LoRAModule(name, str(self.folder / (at or name)))
-        await self.registry.load(module, **{"replace": False, "pin": False, **options})
-
-    @contextlib.asynccontextmanager
-    async def request(self, name: str) -> AsyncIterator[Hold]:
-        """An HTTP request for a model, until its response was sent."""
-        begun, may_end = asyncio.Event(), asyncio.Event()
-        holds: list[Hold] = []
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            try:
-                assert await self.registry.hold(name)
-                hold = current_hold.get()
-                assert hold is not None
-                holds.append(hold)
-            finally:
-                begun.set()
-            await may_end.wait()
-
-        nothing: Any = None
-        task = asyncio.ensure_future(AdapterHolds(app)({"type": "http"}, nothing, nothing))
-        await begun.wait()
-        if not holds:
-            await task
-        yield holds[0]
-        may_end.set()
-        await task
-
-
-async def settle() -> None:
-    """Let every task run that can."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-Scenario = Callable[[Setup], Coroutine[Any, Any, None]]
-
-
-def play(folder: Path, scenario: Scenario, resolves: bool = False) -> Setup:
-    made: list[Setup] = []
-
-    async def run() -> None:
-        made.append(Setup(folder, resolves))
-        try:
-            await scenario(made[0])
-            await settle()
-        finally:
-            made[0].registry.close()
-
-    asyncio.run(run())
-    return made[0]
+    return make_folders(tmp_path / "adapters")
 
 
 def test_a_request_keeps_the_version_that_it_began_with(folder: Path) -> None:
@@ -319,91 +202,6 @@ def test_an_engine_that_starts_again_gets_pinned_adapters_and_recent_ones(folder
 
     setup = play(folder, scenario)
     assert setup.engine.calls == [("load", "digest of A"), ("load", "digest of C")]
-
-
-@pytest.mark.parametrize("name", ["a", "b", "org/c"])
-def test_unknown_names_are_found_in_the_resolvers_folder(folder: Path, name: str) -> None:
-    async def scenario(setup: Setup) -> None:
-        async with setup.request(name) as hold:
-            assert hold.adapter is not None
-            assert hold.adapter.path == str(folder / name)
-        async with setup.request(name):
-            pass
-        assert setup.files.num_reads == 1
-        assert [item.name for item in setup.registry.versions] == [name]
-
-    play(folder, scenario, resolves=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "..", "../adapters/a", "a/../b", "./a", "a/", "/a", "~", "~/a", "org", "", " ", "a\0",
-        "a\nb", "org\\c", "org//c", "x" * 257, "x" * 1_000_000, "link",
-    ],
-)  # fmt: skip
-def test_names_that_lead_elsewhere_are_not_found(folder: Path, name: str) -> None:
-    outside = folder.parent / "outside"
-    outside.mkdir()
-    (outside / "adapter_config.json").write_text("{}")
-    (folder / "link").symlink_to(outside)
-
-    async def scenario(setup: Setup) -> None:
-        assert not await setup.registry.hold(name)
-        assert not setup.files.num_reads
-        assert not setup.registry._failures
-
-    play(folder, scenario, resolves=True)
-
-
-def test_an_absolute_path_is_not_a_name(folder: Path) -> None:
-    async def scenario(setup: Setup) -> None:
-        assert not await setup.registry.hold(str(folder / "a"))
-
-    play(folder, scenario, resolves=True)
-
-
-def test_a_broken_adapter_is_read_once_for_many_requests(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(setup: Setup) -> None:
-        setup.engine.error = InputError("NaN in layer 3")
-        for _ in range(10):
-            with pytest.raises(InputError, match="NaN in layer 3") as caught:
-                await setup.registry.hold("a")
-            assert caught.value.field == "model"
-        assert setup.files.num_reads == 1
-        monkeypatch.setattr(registry_module, "FAILURE_S", 0.0)
-        setup.engine.error = None
-        async with setup.request("a"):
-            assert setup.files.num_reads == 2
-        assert not setup.registry._failures
-
-    play(folder, scenario, resolves=True)
-
-
-def test_only_so_many_failures_are_remembered(folder: Path) -> None:
-    async def scenario(setup: Setup) -> None:
-        setup.files.contents.clear()
-        for number in range(MAX_FAILURES + 10):
-            name = f"n{number}"
-            (folder / name).mkdir()
-            (folder / name / "adapter_config.json").write_text("{}")
-            with pytest.raises(InputError):
-                await setup.registry.hold(name)
-        assert len(setup.registry._failures) == MAX_FAILURES
-
-    play(folder, scenario, resolves=True)
-
-
-def test_requests_for_one_unknown_name_load_it_once(folder: Path) -> None:
-    async def scenario(setup: Setup) -> None:
-        current_hold.set(Hold())
-        assert all(await asyncio.gather(*(setup.registry.hold("a") for _ in range(10))))
-        assert setup.files.num_reads == 1
-        assert setup.engine.calls == [("load", "digest of A")]
-
-    play(folder, scenario, resolves=True)
 
 
 @pytest.mark.parametrize(

@@ -15,23 +15,19 @@ from typing import Any
 
 import httpx
 import pytest
+from adapter_requests import ADMIN, GREEDY, LORA, error_of, load, names, say, unload
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import SMALL, ServerProcess, environment
-from tiny_adapters import write_adapter
+from tiny_adapters import write_adapter, write_adapters
 from waiting import eventually
 
-ADMIN = {"Authorization": "Bearer admin-key"}
-LORA = ("--enable-lora", "--max-loras", "3", "--max-cpu-loras", "3", "--load-format", "dummy")
 PATIENT = ("--engine-heartbeat-timeout-s", "600")  # with engines that are stopped
-GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Adapters that may be loaded: a, b and c, and what only looks like some."""
-    root = tmp_path_factory.mktemp("roots") / "adapters"
-    for seed, name in enumerate("abc"):
-        write_adapter(root / name, seed)
+    root = write_adapters(tmp_path_factory.mktemp("roots") / "adapters")
     write_adapter(root / "on-demand" / "d", 3)
     write_adapter(root.parent / "outside", 4)
     (root / "link").symlink_to(root.parent / "outside")
@@ -49,33 +45,6 @@ def server(tiny_model: Path, folder: Path) -> Iterator[ServerProcess]:
     )
     yield process
     process.close()
-
-
-def say(server: ServerProcess, model: str, prompt: str = "Hello", **fields: Any) -> str:
-    response = server.post("/v1/completions", {"model": model, "prompt": prompt, **GREEDY} | fields)
-    assert response.status_code == 200, response.text
-    assert response.json()["model"] == model
-    text: str = response.json()["choices"][0]["text"]
-    return text
-
-
-def load(server: ServerProcess, name: str, path: Path | str, **fields: Any) -> httpx.Response:
-    body = {"lora_name": name, "lora_path": str(path), **fields}
-    return server.post("/v1/load_lora_adapter", body, headers=ADMIN)
-
-
-def unload(server: ServerProcess, name: str, **fields: Any) -> httpx.Response:
-    return server.post("/v1/unload_lora_adapter", {"lora_name": name, **fields}, headers=ADMIN)
-
-
-def names(server: ServerProcess) -> list[str]:
-    return [card["id"] for card in server.get("/v1/models").json()["data"]]
-
-
-def error_of(response: httpx.Response, status: int = 400) -> tuple[str, str | None]:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    return error["message"], error["param"]
 
 
 # -- names
@@ -445,54 +414,7 @@ def test_a_load_while_the_engine_restarts_is_a_503_or_a_success(
     assert server.get("/health").status_code == 200
 
 
-# -- without the options
-
-
-def test_a_server_without_adapters_says_how_to_get_them(
-    serve_tiny: Callable[..., ServerProcess], folder: Path
-) -> None:
-    server = serve_tiny("--admin-api-key", "admin-key", "--served-model-name", "tiny")
-    assert "--enable-lora" in error_of(load(server, "a", folder / "a"))[0]
-    error_of(server.post("/v1/completions", {"model": "a", "prompt": "x"}), 404)
-
-
-def test_without_an_admin_key_nothing_is_loaded_unless_allowed(
-    serve_tiny: Callable[..., ServerProcess], folder: Path
-) -> None:
-    server = serve_tiny("--enable-lora")
-    assert "--admin-api-key" in error_of(load(server, "a", folder / "a"))[0]
-    server = serve_tiny("--enable-lora", "--allow-runtime-lora-updating")
-    assert "from nowhere" in error_of(load(server, "a", folder / "a"))[0]
-
-
 # -- other ways in
-
-
-def test_the_models_name_chooses_the_adapter_of_a_pooling_model(
-    serve_tiny: Callable[..., ServerProcess], folder: Path
-) -> None:
-    server = serve_tiny(
-        *("--runner", "pooling", "--enable-lora", "--served-model-name", "tiny"),
-        *("--lora-modules", f"a={folder / 'a'}", f"b={folder / 'b'}"),
-    )
-    routes: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
-        "/v1/embeddings": ({"input": "Hello"}, lambda r: r["data"][0]["embedding"]),
-        "/pooling": ({"input": "Hello"}, lambda r: r["data"][0]["data"]),
-        "/score": ({"text_1": "Hello", "text_2": "you"}, lambda r: r["data"][0]["score"]),
-        "/rerank": (
-            {"query": "Hello", "documents": ["you"]},
-            lambda r: r["results"][0]["relevance_score"],
-        ),
-        "/v2/embed": ({"texts": ["Hello"]}, lambda r: r["embeddings"]["float"][0]),
-    }
-    for path, (body, result_of) in routes.items():
-        found = []
-        for model in ("tiny", "a", "b"):
-            reply = server.post(path, {**body, "model": model}).json()
-            assert reply.get("model", model) == model
-            found.append(json.dumps(result_of(reply)))
-        assert len(set(found)) == 3, path
-        assert server.post(path, {**body, "model": "nothing"}).status_code == 404
 
 
 def test_lines_of_a_batch_file_choose_adapters(
@@ -521,32 +443,3 @@ def test_lines_of_a_batch_file_choose_adapters(
     wanted = {"tiny": "tiny", "a": "a", "on-demand/d": "d"}
     assert texts == {name: say(server, own) for name, own in wanted.items()}
     assert unload(server, "d").status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--lora-modules", "a=/nowhere"), "lora_modules needs enable_lora"),
-        (("--enable-lora", "--lora-modules", "a"), "must be name=path"),
-        (("--enable-lora", "--lora-modules", "a=x", "a=y"), "'a' twice"),
-        (("--enable-lora", "--lora-modules", '{"name": "a"}'), "name=path or JSON"),
-        (("--enable-lora", "--allowed-lora-paths", "/nowhere"), "which is no folder"),
-        (("--enable-lora", "--lora-resolver", "pypi:*"), "lora_resolver must hold folders"),
-    ],
-)
-def test_options_that_cannot_work_end_the_start(
-    tiny_model: Path, flags: tuple[str, ...], reason: str
-) -> None:
-    command = [sys.executable, "-m", "penstock", "serve", str(tiny_model), "--port", "0", *flags]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment({}))
-    assert ended.returncode == 2
-    assert reason in ended.stderr
-
-
-def test_an_adapter_that_cannot_be_loaded_ends_the_start(tiny_model: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "penstock", "serve", str(tiny_model), "--port", "0", *LORA]
-    command += [*SMALL, "--max-lora-rank", "2", "--lora-modules", f"a={folder / 'a'}"]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment({}))
-    assert ended.returncode != 0
-    assert "lora_modules: 'a': " in ended.stderr
-    assert "rank" in ended.stderr

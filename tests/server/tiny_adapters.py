@@ -36,3 +36,10 @@ def write_adapter(folder: Path, seed: int, rank: int = 4, scale: float = 1.0) ->
             tensors[f"{prefix}.{part}.weight"] = values.astype(np.float32)
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
+
+
+def write_adapters(root: Path) -> Path:
+    """Three that differ, below a folder: a, b and c."""
+    for seed, name in enumerate("abc"):
+        write_adapter(root / name, seed)
+    return root
