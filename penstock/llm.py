@@ -12,9 +12,6 @@ import msgspec
 from tqdm import tqdm
 
 from penstock.config import EngineConfig
-from penstock.conversation.output import join_steps
-from penstock.conversation.prepare import check_template_kwargs, prepare_turn
-from penstock.conversation.request import TurnRequest, read_tool_choice, read_tools
 from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
@@ -125,6 +122,10 @@ class LLM(PoolingMethods):
         "tool_calls". `tool_choice` is then "none", "auto", "required" or
         {"function": {"name": ...}}.
         """
+        from penstock.conversation.output import join_steps  # `generate` needs none of it
+        from penstock.conversation.prepare import check_template_kwargs, prepare_turn
+        from penstock.conversation.request import TurnRequest, read_tool_choice, read_tools
+
         several = _is_list(messages) and bool(messages) and _is_list(messages[0])
         conversations: Sequence[Any] = messages if several else [messages]
         params = self._params_for(len(conversations), sampling_params)

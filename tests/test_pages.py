@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.main import build_parser
+from penstock.cli.main import Parser, build_parser
 from penstock.config.engine import all_options
 from penstock.config.options import options_of
 from penstock.config.server import ServerConfig
@@ -62,7 +62,8 @@ def sources() -> str:
 
 @cache
 def flags() -> frozenset[str]:
-    def of(parser: argparse.ArgumentParser) -> set[str]:
+    def of(parser: Parser) -> set[str]:
+        parser.load()
         known = set(parser._option_string_actions)
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):

@@ -37,9 +37,6 @@ class Stream(Protocol):
     ) -> Iterator[RequestOutput]: ...
 
 
-HELP = "Chat with a model in the terminal."
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system-prompt", metavar="TEXT", help="System prompt.")
     add_engine_arguments(parser)

@@ -39,9 +39,6 @@ PACKAGES = (
 )
 
 
-HELP = "Print versions and hardware, for bug reports."
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
 

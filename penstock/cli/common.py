@@ -1,13 +1,13 @@
-"""Shared by the commands: how they are registered and how they create an engine."""
+"""Shared by the commands: their arguments and how they create an engine."""
 
 from __future__ import annotations
 
 import argparse
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from penstock.config.cli import engine_options_from_args, sampling_options_from_args
 from penstock.protocol.errors import InputError, RequestFault
@@ -15,39 +15,6 @@ from penstock.protocol.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from penstock.llm import LLM
-
-Subparsers = argparse._SubParsersAction  # generic only in the type stubs
-
-
-class Command(Protocol):
-    """A module of this package. The command has its name, with ``-`` for ``_``.
-
-    `ARGUMENTS`, if defined, are shown in the usage line after the options.
-    """
-
-    __name__: str
-    HELP: str
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the command's flags."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Run the command. Returns its exit code."""
-
-
-def add_commands(
-    parser: argparse.ArgumentParser, dest: str, commands: Sequence[Command]
-) -> Subparsers[Any]:
-    """Add these commands to `parser`."""
-    subparsers = parser.add_subparsers(dest=dest, metavar=dest.upper(), required=True)
-    for command in commands:
-        name, help = command.__name__.rpartition(".")[2].replace("_", "-"), command.HELP
-        own = subparsers.add_parser(name, help=help, description=help, allow_abbrev=False)
-        arguments = getattr(command, "ARGUMENTS", "")
-        own.usage = f"{own.prog} [OPTIONS] {arguments}".rstrip()  # without a list of all flags
-        own.set_defaults(run=command.run, parser=own)
-        command.add_arguments(own)
-    return subparsers
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 128
 
 
-HELP = "Complete prompts. The text goes to standard output, everything else to standard error."
-ARGUMENTS = "PROMPT [PROMPT ...]"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "prompts",

@@ -7,21 +7,85 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import penstock
-from penstock.cli import bench, chat, collect_env, generate, merge, quantize, run_batch, serve
-from penstock.cli.common import Command, add_commands
 from penstock.protocol.errors import ConfigError, InputError, PenstockError
 
-COMMANDS: Sequence[Command] = (serve, generate, chat, run_batch, quantize, merge, collect_env)
+
+class Command(NamedTuple):
+    """A module of this package that defines `add_arguments(parser)` and `run(args)`.
+
+    The module has the command's name. It is imported when the command is chosen.
+    """
+
+    help: str
+    arguments: str = ""  # shown in the usage line after the options
+
+
+COMMANDS = {
+    "serve": Command("Serve a model behind an OpenAI-compatible API.", "[MODEL]"),
+    "generate": Command(
+        "Complete prompts. The text goes to standard output, everything else to standard error.",
+        "PROMPT [PROMPT ...]",
+    ),
+    "chat": Command("Chat with a model in the terminal."),
+    "run-batch": Command(
+        "Run the requests in an OpenAI batch file. Results are appended to the output file as they "
+        "finish. A second run with the same output file resumes the first.",
+        "-i FILE -o FILE [MODEL]",
+    ),
+    "quantize": Command(
+        "Quantize a checkpoint to the compressed-tensors format and compare perplexity before and "
+        "after.",
+        "MODEL OUT",
+    ),
+    "merge": Command(
+        "Merge a LoRA adapter into a checkpoint, which then needs no adapter.", "MODEL ADAPTER OUT"
+    ),
+    "collect-env": Command("Print versions and hardware, for bug reports."),
+}
+BENCH_HELP = "Measure throughput, latency, startup or a server."
+BENCHMARKS = {
+    "throughput": Command(
+        "Measure tokens per second, or with a pooling model texts per second, with all requests "
+        "sent at once. Prefix caching is off by default."
+    ),
+    "latency": Command(
+        "Measure the latency of one batch of requests: time to first token (in a separate run of "
+        "one token), time per output token and end-to-end latency. Of a pooling model, the time "
+        "for all vectors. Prefix caching is off by default."
+    ),
+    "startup": Command(
+        "Measure the time from process start to the first token, in fresh processes. The warm-up "
+        "run downloads the model if necessary."
+    ),
+    "serve": Command(
+        "Measure latency and throughput of any OpenAI-compatible server.", "--base-url URL"
+    ),
+}
 
 
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line. argparse would print all flags."""
+
+    module: str | None = None  # of a command whose arguments are not added yet
+
+    def load(self) -> None:
+        """Import the command and add its arguments."""
+        if self.module is not None:
+            command = importlib.import_module(self.module)
+            self.module = None
+            command.add_arguments(self)
+            self.set_defaults(run=command.run, parser=self)
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        self.load()
+        return super().parse_known_args(*args, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"penstock: error: {message} (see {self.prog} --help)\n")
@@ -34,12 +98,23 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
-    commands = add_commands(parser, "command", COMMANDS)
+    commands = _add_commands(parser, "command", COMMANDS, "penstock.cli")
     benchmarks = commands.add_parser(
-        "bench", help=bench.HELP, description=bench.HELP, allow_abbrev=False
+        "bench", help=BENCH_HELP, description=BENCH_HELP, allow_abbrev=False
     )
-    add_commands(benchmarks, "benchmark", bench.BENCHMARKS)
+    _add_commands(benchmarks, "benchmark", BENCHMARKS, "penstock.cli.bench")
     return parser
+
+
+def _add_commands(
+    parser: Parser, dest: str, commands: Mapping[str, Command], package: str
+) -> argparse._SubParsersAction[Parser]:
+    subparsers = parser.add_subparsers(dest=dest, metavar=dest.upper(), required=True)
+    for name, (help, arguments) in commands.items():
+        own = subparsers.add_parser(name, help=help, description=help, allow_abbrev=False)
+        own.usage = f"{own.prog} [OPTIONS] {arguments}".rstrip()  # without a list of all flags
+        own.module = f"{package}.{name.replace('-', '_')}"
+    return subparsers
 
 
 def main(argv: Sequence[str] | None = None) -> int:

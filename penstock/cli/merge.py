@@ -7,9 +7,6 @@ from pathlib import Path
 
 from penstock.cli.common import sigterm_unwinds
 
-HELP = "Merge a LoRA adapter into a checkpoint, which then needs no adapter."
-ARGUMENTS = "MODEL ADAPTER OUT"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

@@ -21,13 +21,6 @@ METHODS = {
 }
 
 
-HELP = (
-    "Quantize a checkpoint to the compressed-tensors format and compare perplexity before and "
-    "after."
-)
-ARGUMENTS = "MODEL OUT"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",

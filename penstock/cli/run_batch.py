@@ -30,13 +30,6 @@ ADAPTER_OPTIONS = ("lora_modules", "lora_resolver")
 NO_LIMIT = 2**31  # of the queue: the batch itself limits concurrency
 
 
-HELP = (
-    "Run the requests in an OpenAI batch file. Results are appended to the output file as they "
-    "finish. A second run with the same output file resumes the first."
-)
-ARGUMENTS = "-i FILE -o FILE [MODEL]"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument(

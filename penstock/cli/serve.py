@@ -13,9 +13,6 @@ from penstock.config.cli import (
     serve_options_from_args,
 )
 
-HELP = "Serve a model behind an OpenAI-compatible API."
-ARGUMENTS = "[MODEL]"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -13,11 +14,16 @@ from penstock.executor.base import Capabilities
 from penstock.executor.kv_budget import kv_budget
 from penstock.executor.step_queue import StepQueue
 from penstock.layers.lora import AdapterWeights, make_slots
+from penstock.loading.sentence_transformers import read_sentence_transformers
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
-from penstock.models.pooler import Pooler, make_pooler, needs_whole_prompts, sentence_files
-from penstock.models.runtime import hold_whole_prompts, keep_trained_length, resolve_limits
+from penstock.models.runtime import (
+    hold_whole_prompts,
+    keep_trained_length,
+    needs_whole_prompts,
+    resolve_limits,
+)
 from penstock.platforms.platform import Platform
 from penstock.protocol.adapter import Adapter
 from penstock.protocol.kv import KVCacheLayout
@@ -28,6 +34,9 @@ from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor, load_processors
 from penstock.runner.routed_experts import RoutedExpertsRecorder
 from penstock.runner.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from penstock.models.pooler import Pooler
 
 
 class Worker:
@@ -56,7 +65,9 @@ class Worker:
             needs_tokens=any(processor.needs_tokens for processor in self.processors),
         )
         task = choose_task(config, source)
-        files = sentence_files(source) if task == "embed" else None
+        files = None
+        if task == "embed" and source.modules_folder is not None:
+            files = read_sentence_transformers(source.modules_folder)
         if files is not None and config.model.max_model_len is None:
             self.limits = keep_trained_length(self.limits, files.max_seq_length)
         self.model, self.dtypes, self.ops = load_model(
@@ -66,6 +77,8 @@ class Worker:
             self.limits = hold_whole_prompts(self.limits, config)
         self.pooler: Pooler | None = None
         if task != "generate":
+            from penstock.models.pooler import make_pooler  # language models need none of it
+
             self.pooler = make_pooler(self.model, task, config, source, files)
         self.adapters = self._make_adapters()
         self.runner: ModelRunner | None = None

@@ -20,7 +20,6 @@ from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task
 from penstock.models.backend import ModelBackend, choose_backend
 from penstock.models.base import Model
-from penstock.models.pooler import add_classifier
 from penstock.models.registry import build_model
 from penstock.models.runtime import Dtypes, resolve_dtypes
 from penstock.ops.registry import Ops
@@ -71,6 +70,8 @@ def load_model(
     try:
         model = build_model(settings, build, config.model.model_impl)
         if task == "classify":
+            from penstock.models.pooler import add_classifier  # language models need none of it
+
             add_classifier(model, build, config, source)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

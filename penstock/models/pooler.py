@@ -14,20 +14,19 @@ from safetensors.torch import load_file
 from torch import nn
 
 from penstock.config import EngineConfig
-from penstock.layers.attention import Attention
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part
 from penstock.loading.sentence_transformers import (
     ActivationName,
     DenseFile,
     SentenceTransformer,
-    read_sentence_transformers,
 )
 from penstock.loading.source import ModelSource
 from penstock.loading.tasks import Task, label_tokens
 from penstock.models.base import Model
 from penstock.models.config import read_num_labels
 from penstock.models.decoder import DecoderLM
+from penstock.models.runtime import needs_whole_prompts
 from penstock.models.vector_heads import NO_IDS, VectorHeads, load_vector_heads
 from penstock.ops.blocks import BlockTensor, Weight, take_rows
 from penstock.ops.gguf_blocks import dequantize
@@ -45,14 +44,6 @@ ACTIVATIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": nn.functional.silu,
     "sigmoid": torch.sigmoid,
 }
-
-
-def needs_whole_prompts(model: nn.Module) -> bool:
-    """Whether a token's state depends on later tokens, so that prompts cannot be chunked."""
-    return any(
-        isinstance(module, Attention) and module.kind == "bidirectional"
-        for module in model.modules()
-    )
 
 
 class ScoreHead(nn.Module):
@@ -293,12 +284,6 @@ class Dense(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.activate(nn.functional.linear(x, self.weight, self.bias))
-
-
-def sentence_files(source: ModelSource) -> SentenceTransformer | None:
-    """The sentence-transformers settings of a model; None if there are none."""
-    folder = source.modules_folder
-    return None if folder is None else read_sentence_transformers(folder)
 
 
 def make_pooler(

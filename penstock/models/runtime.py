@@ -8,8 +8,10 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from penstock.config import EngineConfig
+from penstock.layers.attention import Attention
 from penstock.layers.rotary import rotary_parameters
 from penstock.models.config import read_int
 from penstock.platforms.platform import Platform
@@ -98,6 +100,14 @@ def keep_trained_length(limits: StepLimits, max_seq_length: int | None) -> StepL
     if max_seq_length is None or max_seq_length >= limits.max_model_len:
         return limits
     return msgspec.structs.replace(limits, max_model_len=max_seq_length)
+
+
+def needs_whole_prompts(model: nn.Module) -> bool:
+    """Whether a token's state depends on later tokens, so that prompts cannot be chunked."""
+    return any(
+        isinstance(module, Attention) and module.kind == "bidirectional"
+        for module in model.modules()
+    )
 
 
 def hold_whole_prompts(limits: StepLimits, config: EngineConfig) -> StepLimits:

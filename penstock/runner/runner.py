@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from penstock.models.base import Hidden, Model
-from penstock.models.pooler import Pooler
 from penstock.protocol.adapter import Job
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
@@ -22,10 +21,12 @@ from penstock.runner.generation import GenerationHead
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout, lay_out
 from penstock.runner.logits_processors import LogitsProcessor
-from penstock.runner.pooling import PoolingHead
 from penstock.runner.routed_experts import RoutedExpertsRecorder
 from penstock.runner.sampler import ChooseTokens, Sampler
 from penstock.runner.tables import RequestTables
+
+if TYPE_CHECKING:
+    from penstock.models.pooler import Pooler
 
 
 @dataclass
@@ -103,6 +104,8 @@ class ModelRunner:
             self.steps = HostSteps(model, self.tables, self.memory, num_adapter_slots, drafter)
         self.head: Head
         if pooler is not None:
+            from penstock.runner.pooling import PoolingHead  # language models need none of it
+
             self.memory.second_segments = self.tables.mark_segments()
             self.head = PoolingHead(pooler, self.tables)
             return

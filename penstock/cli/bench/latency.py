@@ -20,12 +20,6 @@ from penstock.cli.bench.common import (
 from penstock.cli.bench.workloads import Workload
 from penstock.cli.common import open_llm
 
-HELP = (
-    "Measure the latency of one batch of requests: time to first token (in a separate run of "
-    "one token), time per output token and end-to-end latency. Of a pooling model, the time for "
-    "all vectors. Prefix caching is off by default."
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_batch_arguments(

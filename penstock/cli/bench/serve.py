@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 GOALS = ("ttft", "tpot", "e2el")
 
 
-HELP = "Measure latency and throughput of any OpenAI-compatible server."
-ARGUMENTS = "--base-url URL"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_server_arguments(parser.add_argument_group("server"))
     _add_prompt_arguments(parser.add_argument_group("prompts"))

@@ -22,12 +22,6 @@ PROMPT_TOKEN_IDS = [1, 2, 3, 4]  # without a tokenizer
 MARK = "penstock-startup "  # begins the line that the measured process prints at its first token
 
 
-HELP = (
-    "Measure the time from process start to the first token, in fresh processes. The warm-up "
-    "run downloads the model if necessary."
-)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser, num_iters=3, warmup=1)
     add_engine_arguments(parser)

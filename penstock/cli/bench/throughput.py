@@ -24,11 +24,6 @@ from penstock.config.lora_modules import LoRAModule, parse_lora_module
 from penstock.protocol.adapter import LoRARequest
 from penstock.protocol.errors import ConfigError
 
-HELP = (
-    "Measure tokens per second, or with a pooling model texts per second, with all requests sent "
-    "at once. Prefix caching is off by default."
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_batch_arguments(
