@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from penstock.engine.lora_requests import with_adapters
 from penstock.llm import LLM
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import SamplingParams
@@ -55,3 +56,24 @@ def prompt_logprobs(
         pairs = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
         found += [at[token].logprob for at, token in pairs if at is not None]
     return torch.tensor(found)
+
+
+def run_without_waiting(
+    llm: LLM, params: Sequence[SamplingParams], adapters: Any = None
+) -> list[list[int]] | None:
+    """Tokens of a run in which whatever waits for the device, but for an event, raises; None where
+    a step did, which fails its requests. LoRA adapters must be in their slots already."""
+    prompts = as_inputs(PROMPTS)
+    requests = [llm._prepare(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    requests = with_adapters(requests, llm._adapters_of(adapters, len(requests)))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        llm._submit(requests)
+        while llm.engine.has_work():
+            llm._step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    outputs = [request.assembler.take() for request in requests]
+    if any(output is None or output.error for output in outputs):
+        return None
+    return tokens([output for output in outputs if output is not None])

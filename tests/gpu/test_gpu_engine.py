@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_runs import PROMPTS, SETTINGS, as_inputs, run, sampling, tokens
+from gpu_runs import PROMPTS, SETTINGS, as_inputs, run, run_without_waiting, sampling, tokens
 from tiny_models import make_checkpoint
 from without_kv import encode, forget
 
@@ -129,24 +129,6 @@ def test_sampling_is_replayed_from_a_graph_of_its_own_for_each_kind(qwen3: Path)
     assert found[0] == {(False, False)}
     assert found[1] == {(False, False), (True, False)}
     assert found[2] == found[3] == {(False, False), (True, False), (True, True)}
-
-
-def run_without_waiting(llm: LLM, params: list[SamplingParams]) -> list[list[int]] | None:
-    """Tokens of a run in which whatever waits for the device, but for an event, raises; None where
-    a step did, which fails its requests."""
-    prompts = as_inputs(PROMPTS)
-    requests = [llm._prepare(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        llm._submit(requests)
-        while llm.engine.has_work():
-            llm._step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    outputs = [request.assembler.take() for request in requests]
-    if any(output is None or output.error for output in outputs):
-        return None
-    return tokens([output for output in outputs if output is not None])
 
 
 def test_no_step_of_a_steady_state_waits_for_the_device(checkpoint: Path) -> None:
