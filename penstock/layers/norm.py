@@ -72,8 +72,9 @@ class LayerNorm(nn.Module):
         self.weight = build.empty(*shape)
         self.bias = build.empty(*shape) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of x, or of x + residual."""
+        normed: torch.Tensor = self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)
         return normed
 
     def add(

@@ -152,8 +152,8 @@ class EncoderLayer(nn.Module):
             x = x + self.self_attn(normed, angles)
             return x + self.mlp(mlp_norm(x))  # type: ignore[no-any-return]
         assert attention_norm is not None
-        x = attention_norm(x + self.self_attn(x, angles))
-        output: torch.Tensor = mlp_norm(x + self.mlp(x))
+        x = attention_norm(x, self.self_attn(x, angles))
+        output: torch.Tensor = mlp_norm(x, self.mlp(x))
         return output
 
 

@@ -108,13 +108,18 @@ def add_rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(x - mean) / deviation * weight + bias over the last dimension, computed in float32.
 
-    The weight may have several dimensions: [heads, d] for x [n, heads, d].
+    The residual, if any, is added to x first. The weight may have several dimensions: [heads, d]
+    for x [n, heads, d].
     """
-    centred = x.float()
+    centred = (x if residual is None else x + residual).float()
     centred = centred - centred.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
     return (normed if bias is None else normed + bias.float()).to(x.dtype)

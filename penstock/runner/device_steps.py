@@ -7,8 +7,9 @@ bit of the output.
 
 A graph reads the step's buffers, which never move. It ends at the logits, because the host may
 still change them (`sampling_graphs` follows). Steps larger than every bucket run without padding:
-for them the device is slower than the host. So do steps with adapters that need the host, such as
-those of experts. A step without adapters has graphs of its own, which know nothing of them.
+for them the device is slower than the host. Models without a KV cache have larger buckets. Steps
+with adapters that need the host, such as those of experts, also run without padding. A step without
+adapters has graphs of its own, which know nothing of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import Counter
 
 import torch
 
+from penstock.layers.linear import Linear
 from penstock.models.base import Hidden, Model
 from penstock.ops.triton.lora import DeviceAdapterStep
 from penstock.runner.adapters import AdapterStore
@@ -26,7 +28,7 @@ from penstock.runner.device_batch import Bucket, StepBuffers, exact_bucket
 from penstock.runner.drafter import Drafter
 from penstock.runner.forward import ForwardInputs, StepBatch, forward
 from penstock.runner.forward import logits as logits_of
-from penstock.runner.graphs import MIXED_SIZES, GraphPool, at_least, decode_sizes
+from penstock.runner.graphs import NUM_REQUESTS, GraphPool, at_least, decode_sizes, mixed_sizes
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout
 from penstock.runner.tables import RequestTables
@@ -58,8 +60,11 @@ class DeviceSteps:
         self.pool = GraphPool(capture_graphs)
         self._decode_sizes = decode_sizes(self.buffers.max_num_seqs)
         # The host decides how recurrent layers split longer queries into chunks.
-        sizes = () if memory.layout.is_recurrent else MIXED_SIZES
-        self._mixed_sizes = [size for size in sizes if size <= self.buffers.max_rows]
+        self._mixed_sizes: list[int] = []
+        self._has_cache = bool(tables.groups)
+        if not memory.layout.is_recurrent:
+            mean_weights = None if self._has_cache else _mean_weights(model)
+            self._mixed_sizes = mixed_sizes(self.buffers.max_rows, mean_weights)
         # Output buffer for the logits of decode buckets.
         self._has_logits = has_logits
         shape = (self._decode_sizes[-1] if has_logits else 0, vocab_size)
@@ -96,6 +101,9 @@ class DeviceSteps:
         if size is None:
             return None
         num_requests = min(size, self.buffers.max_num_seqs)
+        if not self._has_cache:  # fewer programs without work
+            fewer = at_least([*NUM_REQUESTS], len(layout.requests))
+            num_requests = min(num_requests, fewer or num_requests)
         return Bucket(size, num_requests, decode=False, adapters=adapters)
 
     def _run_padded(self, bucket: Bucket, layout: StepLayout) -> Hidden:
@@ -147,3 +155,9 @@ class DeviceSteps:
             everything = slice(0, bucket.num_requests)
             logits_of(self.model, hidden, everything, self.logits[everything])
         return hidden
+
+
+def _mean_weights(model: Model) -> float:
+    """Of a matmul."""
+    sizes = [m.in_features * m.out_features for m in model.modules() if isinstance(m, Linear)]
+    return sum(sizes) / len(sizes) if sizes else 0.0

@@ -16,6 +16,11 @@ DECODE_SIZES = (
     256, 288, 320, 352, 384, 416, 448, 480, 512,
 )  # fmt: skip
 MIXED_SIZES = (16, 32, 64, 128, 256, 512)
+# Steps of models without a KV cache, up to a size at which a matmul takes the device as long as the
+# host takes to launch it: rows times the weights of a matmul, on an H200.
+LARGER_SIZES = (*range(640, 1024, 128), *range(1024, 2048, 256), *range(2048, 8193, 512))
+MAX_PADDED_WORK = 9e9
+NUM_REQUESTS = (8, 64)  # that such a step is padded to
 
 
 class GraphPool:
@@ -46,6 +51,18 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     """The padded sizes of decode steps, ascending."""
     sizes = [size for size in DECODE_SIZES if size < max_num_seqs]
     return [*sizes, min(max_num_seqs, DECODE_SIZES[-1])]
+
+
+def mixed_sizes(max_rows: int, mean_weights: float | None) -> list[int]:
+    """The padded sizes of other steps, ascending.
+
+    `mean_weights` are those of a matmul of a model without a KV cache, None of another. Kernels
+    that read a cache are faster if the host tells them about large steps, which a graph cannot.
+    """
+    sizes = [*MIXED_SIZES]
+    if mean_weights is not None:
+        sizes += [size for size in LARGER_SIZES if size * mean_weights <= MAX_PADDED_WORK]
+    return [size for size in sizes if size <= max_rows]
 
 
 def at_least(sizes: list[int], wanted: int) -> int | None:

@@ -80,9 +80,15 @@ def add_rms_norm(
 
 
 def layer_norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference."""
+    if residual is not None:
+        x = x + residual
     size = x.shape[-1]
     is_fit = x.dtype == _F32 and x.is_contiguous() and _is_vector(weight, _F32, size)
     if not (is_fit and (bias is None or _is_vector(bias, _F32, size))):

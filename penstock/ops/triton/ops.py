@@ -16,7 +16,7 @@ from penstock.ops.triton.lora import embedding_slots, lora_slots
 from penstock.ops.triton.packed import fp4_linear, table_linear, w4_linear, w8_linear
 from penstock.ops.triton.packed_experts import fp4_experts, table_experts, w4_experts, w8_experts
 from penstock.ops.triton.packed_layout import prepare_fp4, prepare_table, prepare_w4
-from penstock.ops.triton.pointwise import add_rms_norm, embed, rms_norm, silu_mul
+from penstock.ops.triton.pointwise import add_rms_norm, embed, layer_norm, rms_norm, silu_mul
 from penstock.ops.triton.recurrent import causal_conv, gated_delta_rule, mamba2_scan
 from penstock.ops.triton.rotary import norm_rotate_write
 from penstock.ops.triton.routing import route
@@ -39,6 +39,7 @@ __all__ = [
     "gguf_linear",
     "int8_linear",
     "latent_attention",
+    "layer_norm",
     "linear",
     "lora_slots",
     "mamba2_scan",

@@ -16,6 +16,37 @@ from penstock.ops.triton.tuning import prompt_tile
 LOG2_E = 1.4426950408889634
 
 
+@triton.jit
+def _attend(
+    q, best, total, acc, k_ptr, v_ptr, at, queries, start, length, k_stride, v_stride, column,
+    in_head, scale, reach,
+    TILE: tl.constexpr, MASKED: tl.constexpr, HAS_REACH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax, over TILE tokens. Not MASKED: all of them are seen."""
+    tokens = at + tl.arange(0, TILE)
+    mask = in_head
+    if MASKED:
+        mask = mask & (tokens < length)[:, None]
+    rows = (start + tokens).to(tl.int64)[:, None]
+    k = tl.load(k_ptr + rows * k_stride + column, mask=mask, other=0.0)
+    s = tl.dot(q, k.T, input_precision=PRECISION) * scale
+    if MASKED:
+        seen = (tokens < length)[None, :]
+        if HAS_REACH:
+            seen = seen & (tl.abs(tokens[None, :] - queries[:, None]) <= reach)
+        s = tl.where(seen, s, float("-inf"))
+    new_best = tl.maximum(best, tl.max(s, axis=1))
+    base = new_best
+    if MASKED:  # a row that has seen no token yet: avoid inf - inf
+        base = tl.where(new_best == float("-inf"), 0.0, new_best)
+    p = tl.exp2(s - base[:, None])
+    weight = tl.exp2(best - base)
+    total = total * weight + tl.sum(p, axis=1)
+    v = tl.load(v_ptr + rows * v_stride + column, mask=mask, other=0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * weight[:, None], input_precision=PRECISION)
+    return new_best, total, acc
+
+
 # Arguments that change per step must not trigger a new specialization.
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])
 def _varlen_kernel(
@@ -47,25 +78,17 @@ def _varlen_kernel(
         low = tl.maximum(first - reach, 0) // TILE * TILE
         high = tl.minimum(first + QUERIES + reach, length)
     kv_column = head // GROUP * HEAD_DIM + dims[None, :]
-    for at in range(low, high, TILE):
-        tokens = at + tl.arange(0, TILE)
-        kv_mask = (tokens < length)[:, None] & in_head
-        kv_rows = (start + tokens).to(tl.int64)[:, None]
-        k = tl.load(k_ptr + kv_rows * k_stride + kv_column, mask=kv_mask, other=0.0)
-        s = tl.dot(q, k.T, input_precision=PRECISION) * scale
-        seen = (tokens < length)[None, :]
-        if HAS_REACH:
-            seen = seen & (tl.abs(tokens[None, :] - queries[:, None]) <= reach)
-        s = tl.where(seen, s, float("-inf"))
-        new_best = tl.maximum(best, tl.max(s, axis=1))
-        # A row that has seen no token yet: avoid inf - inf.
-        base = tl.where(new_best == float("-inf"), 0.0, new_best)
-        p = tl.exp2(s - base[:, None])
-        weight = tl.exp2(best - base)
-        total = total * weight + tl.sum(p, axis=1)
-        v = tl.load(v_ptr + kv_rows * v_stride + kv_column, mask=kv_mask, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * weight[:, None], input_precision=PRECISION)
-        best = new_best
+    whole = low if HAS_REACH else high // TILE * TILE  # up to here, nothing is masked
+    for at in range(low, whole, TILE):
+        best, total, acc = _attend(
+            q, best, total, acc, k_ptr, v_ptr, at, queries, start, length, k_stride, v_stride,
+            kv_column, in_head, scale, reach, TILE, False, HAS_REACH, PRECISION,
+        )  # fmt: skip
+    for at in range(whole, high, TILE):
+        best, total, acc = _attend(
+            q, best, total, acc, k_ptr, v_ptr, at, queries, start, length, k_stride, v_stride,
+            kv_column, in_head, scale, reach, TILE, True, HAS_REACH, PRECISION,
+        )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)  # rows behind the end of the request
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows * out_stride + column, out, mask=mask)

@@ -3,11 +3,13 @@ under an engine whose tokens must be those of the plain path."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_encoders
 import torch
 from lora_slots import open_with_slots, random_adapter, runner_of, slots_of
 from tiny_models import make_checkpoint
@@ -17,6 +19,7 @@ from penstock import LLM, SamplingParams
 from penstock.executor.in_process import InProcessExecutor
 from penstock.ops import registry
 from penstock.runner.generation import GenerationHead
+from penstock.runner.pooling import PoolingHead
 from penstock.runner.sampler import SampledTokens, Sampler, SamplingRows
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -24,6 +27,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from penstock.ops.triton.sampling import choose_tokens
 from penstock.runner.device_steps import DeviceSteps
 from penstock.runner.device_tables import DeviceTables
+from penstock.runner.graphs import MIXED_SIZES, mixed_sizes
 from penstock.runner.sampling_graphs import SamplingGraphs
 
 pytestmark = pytest.mark.skipif(
@@ -203,3 +207,49 @@ def test_models_without_kv_groups_give_the_plain_paths_tokens(
     with LLM(checkpoint, **options) as llm:
         take_device_path(llm)
         assert generate(llm, params) == expected
+
+
+def test_only_models_without_a_cache_are_padded_to_large_sizes() -> None:
+    assert mixed_sizes(8192, None) == [*MIXED_SIZES]
+    assert mixed_sizes(300, None) == [16, 32, 64, 128, 256]
+    assert max(mixed_sizes(8192, 384 * 384 * 3)) == 8192  # MiniLM
+    assert max(mixed_sizes(8192, 768 * 768 * 3)) == 4608  # BERT-base
+    assert max(mixed_sizes(8192, 4096 * 4096 * 3)) == 512  # the host is fast enough
+    sizes = mixed_sizes(8192, 0.0)
+    assert sizes == sorted(set(sizes))
+    for smaller, size in itertools.pairwise(sizes[5:]):
+        assert size <= 1.25 * smaller, "little padding"
+
+
+def test_encoders_in_padded_steps_give_the_plain_paths_vectors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    small["num_attention_heads"] = 2
+    name, settings = tiny_encoders.ENCODERS["bert"]
+    monkeypatch.setitem(tiny_encoders.ENCODERS, "bert", (name, settings | small))
+    tiny_encoders.make_encoder(tmp_path, "bert")
+    options = {**OPTIONS, "max_num_batched_tokens": 64}
+    prompts = [{"prompt_token_ids": [8 + row] * length} for row, length in enumerate((1, 30, 9))]
+
+    def vectors(llm: LLM) -> list[Any]:
+        outputs = llm.embed(prompts, use_tqdm=False)
+        assert all(output.error is None for output in outputs)
+        return [output.outputs.embedding for output in outputs]
+
+    with LLM(str(tmp_path), **options) as llm:
+        expected = vectors(llm)
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    with LLM(str(tmp_path), **options) as llm:
+        runner = runner_of(llm)
+        assert isinstance(runner.head, PoolingHead)
+        tables = DeviceTables(4, 32, runner.tables.groups, CPU)
+        runner.memory.second_segments = tables.mark_segments()
+        steps = DeviceSteps(
+            runner.model, VOCAB_SIZE, tables, runner.memory, max_num_batched_tokens=64,
+            num_drafts=0, capture_graphs=False, dtype=torch.float32, has_logits=False,
+        )  # fmt: skip
+        runner.tables, runner.steps = tables, steps
+        runner.head = PoolingHead(runner.head.pooler, tables)
+        for found, own in zip(vectors(llm), expected, strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(own), atol=1e-4, rtol=0)

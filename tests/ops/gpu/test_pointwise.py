@@ -42,6 +42,38 @@ def test_norm_of_heads_that_lie_apart(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 100, 1024])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm_with_and_without_residual(
+    device: torch.device, dtype: torch.dtype, size: int, has_bias: bool
+) -> None:
+    x, wide = torch.randn(2, 5, 2 * size, device=device, dtype=dtype) + 3
+    x, residual = x[:, :size], wide[:, size:]  # rows that lie apart
+    weight, bias = torch.randn(2, size, device=device, dtype=dtype)
+    own = bias if has_bias else None
+    for other in (None, residual):
+        ours = pointwise.layer_norm(x, weight, own, 1e-6, other)
+        close(ours, reference.layer_norm(x, weight, own, 1e-6, other))
+
+
+def test_layer_norm_of_heads(device: torch.device) -> None:
+    heads, weight = torch.randn(3, 2, 32, device=device), torch.randn(2, 32, device=device)
+    expected = reference.layer_norm(heads, weight, None, 1e-6)
+    close(pointwise.layer_norm(heads, weight, None, 1e-6), expected)
+
+
+@pytest.mark.parametrize("size", [40, 200])
+def test_sums_of_segments(device: torch.device, size: int) -> None:
+    x = torch.randn(200, size, device=device, dtype=torch.float16)
+    x[170:] = float("nan")  # belongs to no segment
+    starts = torch.tensor([0, 1, 65, 129, 170], dtype=torch.int32, device=device)
+    found = pointwise.segment_sums(x, starts)
+    assert found.dtype == torch.float32
+    expected = torch.stack([own.double().sum(0) for own in x[:170].split([1, 64, 64, 41])])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [48, 1500])
 def test_silu_mul(device: torch.device, dtype: torch.dtype, size: int) -> None:
     x = torch.randn(4, 2 * size, device=device, dtype=dtype)
