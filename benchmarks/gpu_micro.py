@@ -1,6 +1,6 @@
 """Single kernels on a GPU, with other configurations than those of `ops/triton/tuning.py`.
 
-python benchmarks/gpu_micro.py [decode] [prefill] [prompt] [matmul] [sampling]
+python benchmarks/gpu_micro.py [decode] [prefill] [prompt] [varlen] [matmul] [sampling]
 
 Times are medians of calls captured in a graph, without launch gaps.
 """
@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.triton import attention
 from penstock.ops.triton import prompt_attention as prompts
+from penstock.ops.triton import varlen_attention as texts
 from penstock.ops.triton.linear import linear
 from penstock.ops.triton.sampling import choose_tokens
 from penstock.ops.triton.tuning import DecodePlan, Launch, PrefillTile
@@ -145,6 +146,29 @@ def prompt() -> None:
             print(f"  {us:8.1f} us {flops / us / 1e6:5.0f} TFLOP/s  {backend.name}, dense")
 
 
+def varlen() -> None:
+    """us and TFLOP/s of bidirectional attention over packed texts; torch's own beside it."""
+    for n, length, heads, size in (1, 512, 12, 64), (8, 512, 12, 64), (16, 512, 12, 64):
+        flops = 4 * n * length**2 * heads * size
+        parts = randn(n * length, 3 * heads, size).chunk(3, dim=1)
+        starts = torch.arange(n + 1, device="cuda", dtype=torch.int32) * length
+
+        def ours(parts=parts, starts=starts, size=size) -> None:  # type: ignore[no-untyped-def]
+            texts.varlen_attention(*parts, starts, size**-0.5)
+
+        print(f"varlen {n} x {length} heads={heads} x {size}; ours, then the best, then torch's:")
+        print_tiles(texts, "prompt_tile", texts.prompt_tile(2, length), ours, flops)
+        dense = [part.unflatten(0, (n, length)).transpose(1, 2) for part in parts]
+
+        def theirs(dense=dense) -> None:  # type: ignore[no-untyped-def]
+            F.scaled_dot_product_attention(*dense)
+
+        for backend in SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION:
+            with sdpa_kernel(backend):
+                us = time_us(theirs, 2)
+            print(f"  {us:8.1f} us {flops / us / 1e6:5.0f} TFLOP/s  {backend.name}, dense")
+
+
 def matmul() -> None:
     """us per matrix, over enough matrices that none is in the GPU's cache."""
     shapes = (4096, 1024), (1024, 2048), (6144, 1024), (6144, 4096), (24576, 4096), (4096, 12288)
@@ -178,6 +202,6 @@ def sampling() -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    parts = {part.__name__: part for part in (decode, prefill, prompt, matmul, sampling)}
+    parts = {part.__name__: part for part in (decode, prefill, prompt, varlen, matmul, sampling)}
     for name in sys.argv[1:] or parts:
         parts[name]()
