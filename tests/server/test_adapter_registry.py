@@ -204,6 +204,28 @@ def test_an_engine_that_starts_again_gets_pinned_adapters_and_recent_ones(folder
     assert setup.engine.calls == [("load", "digest of A"), ("load", "digest of C")]
 
 
+def test_nothing_is_pinned_before_what_was_pinned_when_the_engine_crashed(folder: Path) -> None:
+    async def scenario(setup: Setup) -> None:
+        await setup.load("first", "a", pin=True)
+        await setup.load("second", "b", pin=True)
+        setup.engine.calls.clear()
+        setup.engine.may_load.clear()
+        nothing: Any = None
+        setup.registry.on_ready(nothing)
+        setup.registry.on_ready(nothing)  # it crashed again
+        new = asyncio.ensure_future(setup.load("new", "org/c", pin=True))
+        while setup.files.num_reads < 3:  # the new one has been read
+            await asyncio.sleep(0)
+        await settle()
+        setup.engine.may_load.set()
+        await new
+
+    setup = play(folder, scenario)
+    loaded = [digest for _, digest in setup.engine.calls]
+    assert loaded[-1] == "digest of C"
+    assert sorted(set(loaded)) == ["digest of A", "digest of B", "digest of C"]
+
+
 @pytest.mark.parametrize(
     ("module", "field", "message"),
     [

@@ -398,6 +398,34 @@ def test_adapters_survive_the_engine(server: ServerProcess, folder: Path) -> Non
     assert unload(server, "pinned").status_code == 200
 
 
+def test_pinned_adapters_are_pinned_again_after_a_crash(
+    server: ServerProcess, folder: Path
+) -> None:
+    places = {name: write_adapter(folder / name, 200 + ord(name)) for name in "pqr"}
+    try:
+        for name in "pq":  # as many as three slots allow
+            assert load(server, name, places[name], pinned=True).status_code == 200
+        os.kill(server.engine_pid, signal.SIGKILL)
+        answers = []
+
+        def is_refused() -> bool:
+            answers.append(load(server, "r", places["r"], pinned=True))
+            return answers[-1].status_code == 400
+
+        eventually(is_refused)
+        assert {answer.status_code for answer in answers} <= {400, 503}
+        message, param = error_of(answers[-1])
+        assert param == "lora_name"
+        assert "(pinned: q, p)" in message  # the most recent first
+        for name in "pq":
+            assert unload(server, name).status_code == 200
+        assert load(server, "r", places["r"], pinned=True).status_code == 200
+        assert unload(server, "r").status_code == 200
+    finally:
+        for place in places.values():
+            shutil.rmtree(place)
+
+
 def test_a_load_while_the_engine_restarts_is_a_503_or_a_success(
     server: ServerProcess, folder: Path
 ) -> None:

@@ -79,6 +79,7 @@ class AdapterRegistry(Observer):
         self._failures: dict[str, tuple[float, Refusal]] = {}  # of the resolver, by name
         self._uses = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reload: asyncio.Task[None] | None = None  # into an engine that started again
         self._threads = ThreadPoolExecutor(NUM_FILE_THREADS, thread_name_prefix="adapters")
 
     def close(self) -> None:
@@ -188,6 +189,8 @@ class AdapterRegistry(Observer):
             raise InputError(str(error), field) from error
         self._loading[adapter.digest] += 1
         try:
+            if pin and self._reload is not None:  # those that were pinned before come first
+                await asyncio.wait([self._reload])
             await self._engine.load(adapter, pin)
         except BaseException as error:
             self._run(self._drop(adapter.digest))  # it may be loaded or pinned all the same
@@ -251,9 +254,11 @@ class AdapterRegistry(Observer):
 
     def on_ready(self, info: EngineInfo) -> None:
         """An engine has been started again: load what requests are likely to want."""
-        self._run(self._reload())
+        if self._reload is not None:
+            self._reload.cancel()
+        self._reload = self._run(self._load_again())
 
-    async def _reload(self) -> None:
+    async def _load_again(self) -> None:
         recent = sorted(self._versions.values(), key=lambda item: -item.last_used)
         recent.sort(key=lambda item: not item.is_pinned)
         for version in recent[: self._num_host]:
@@ -266,10 +271,11 @@ class AdapterRegistry(Observer):
 
     # -- helpers
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _in_thread(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
