@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,7 @@ from penstock.config import EngineConfig, ServerConfig
 from penstock.config.cli import (
     add_engine_arguments,
     add_server_arguments,
-    engine_options_from_args,
-    server_options_from_args,
+    serve_options_from_args,
 )
 from penstock.protocol.errors import ConfigError
 
@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     take_model_argument(args)
-    config = EngineConfig.from_options(engine_options_from_args(args))
-    server_config = ServerConfig(max_queued_requests=NO_LIMIT, **server_options_from_args(args))
+    config, server_config = serve_options_from_args(args, only=ADAPTER_OPTIONS)
+    server_config = replace(server_config, max_queued_requests=NO_LIMIT)
     check_files(args.input_file, args.output_file)
 
     from penstock.observability.logs import setup_logging

@@ -73,11 +73,6 @@ def add_server_arguments(
             _add_flag(group, declared, takes_several=declared.name in several)
 
 
-def server_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of the server that were given as flags."""
-    return _given(args, options_of(ServerConfig))
-
-
 def engine_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
     """The engine options that the user gave, flags over the ``--config`` file.
 
@@ -89,12 +84,17 @@ def engine_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def serve_options_from_args(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """The configuration of a server and its engine: flags over the ``--config`` file."""
-    ours = list(options_of(ServerConfig))
+def serve_options_from_args(
+    args: argparse.Namespace, only: Collection[str] | None = None
+) -> tuple[EngineConfig, ServerConfig]:
+    """The configuration of a server and its engine: flags over the ``--config`` file.
+
+    `only` names the server's options that the command has; others are refused in the file.
+    """
+    ours = [option for option in options_of(ServerConfig) if only is None or option.name in only]
     engine = {} if args.config is None else read_config_file(args.config, extra=ours)
     server = {option.name: engine.pop(option.name) for option in ours if option.name in engine}
-    server |= server_options_from_args(args)
+    server |= _given(args, ours)
     engine |= _given(args, *all_options().values())
     return EngineConfig.from_options(engine), ServerConfig.from_options(server)
 

@@ -114,6 +114,25 @@ def test_the_file_of_a_server_is_told_the_servers_nearest_option(yaml_file: Path
         serve_options_from_args(args)
 
 
+def test_a_command_with_a_few_of_the_servers_options_has_them_in_the_file_too(
+    yaml_file: Path,
+) -> None:
+    own = ("lora_modules", "lora_resolver")
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    add_server_arguments(parser, several=own, only=own)
+    folder = str(yaml_file.parent)
+    yaml_file.write_text(f"lora-modules: [a=/a]\nlora_resolver: ['{folder}']\nmax_loras: 2\n")
+    args = parser.parse_args(["--config", str(yaml_file), "--lora-modules", "b=/b"])
+    config, server = serve_options_from_args(args, only=own)
+    assert config.lora.max_loras == 2
+    assert server.lora_modules == ["b=/b"]  # flags win
+    assert server.lora_resolver == [folder]
+    yaml_file.write_text("port: 80\n")
+    with pytest.raises(ConfigError, match="unknown option 'port'"):
+        serve_options_from_args(args, only=own)
+
+
 def test_an_empty_file_gives_nothing(yaml_file: Path) -> None:
     yaml_file.write_text("# all defaults\n")
     assert engine_options("--config", str(yaml_file)) == {}

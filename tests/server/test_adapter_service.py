@@ -461,7 +461,8 @@ def test_lines_of_a_batch_file_choose_adapters(
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     command = [sys.executable, "-m", "penstock", "run-batch", str(tiny_model), *SMALL[:4], *LORA]
     command += ["--served-model-name", "tiny", "--lora-modules", f"a={folder / 'a'}"]
-    command += ["--lora-resolver", str(folder)]
+    (tmp_path / "config.yaml").write_text(json.dumps({"lora-resolver": [str(folder)]}))
+    command += ["--config", str(tmp_path / "config.yaml")]
     command += ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     subprocess.run(command, check=True, capture_output=True, env=environment({}))
     results = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
