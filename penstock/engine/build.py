@@ -131,6 +131,7 @@ def plan_cache(
         num_blocks=blocks,
         must_hold=asked or SHORTEST_CONTEXT,
         max_step_tokens=limits.max_num_batched_tokens,
+        draft_specs=capabilities.draft_specs,
     )
     fits = longest_request(layout, limits.max_model_len)
     if fits < limits.max_model_len:

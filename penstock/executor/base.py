@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from penstock.protocol.kv import AnyKVCacheSpec
@@ -21,6 +21,7 @@ class Capabilities:
     kv_specs: dict[str, AnyKVCacheSpec]
     kv_budget: int  # bytes for the KV cache on each rank
     pooling: PoolingInfo | None = None  # for pooling models
+    draft_specs: dict[str, AnyKVCacheSpec] = field(default_factory=dict)  # of a drafter's layers
 
 
 def merge_capabilities(ranks: Sequence[Capabilities]) -> Capabilities:

@@ -10,12 +10,12 @@ from dataclasses import replace
 import torch
 
 from penstock.config import EngineConfig
-from penstock.kvcache.layout import plan_groups
+from penstock.kvcache.layout import NO_LAYERS, plan_layout
 from penstock.models.base import Model
 from penstock.ops.attention import AttentionMetadata
 from penstock.platforms.platform import GIB, Platform
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.kv import KVCacheLayout, KVCacheSpec, LatentSpec
+from penstock.protocol.kv import KVCacheSpec, LatentSpec
 from penstock.protocol.limits import StepLimits
 from penstock.runner.forward import ForwardInputs, forward
 from penstock.runner.kv_memory import KVMemory
@@ -33,15 +33,16 @@ def kv_budget(
     kv_specs: Mapping[str, KVCacheSpec],
     limits: StepLimits,
     generates: bool = True,
+    draft_specs: Mapping[str, KVCacheSpec] = NO_LAYERS,
 ) -> int:
-    """Bytes for the KV cache on this rank."""
+    """Bytes for the KV cache on this rank, draft layers included."""
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes
     available = platform.available_memory()
     if platform.device.type == "cpu":
         # The OS allocates pages when they are first written, so this is only an upper bound.
         return min(available // 4, DEFAULT_CPU_KV_BYTES)
-    return _gpu_kv_budget(config, platform, model, kv_specs, limits, generates)
+    return _gpu_kv_budget(config, platform, model, kv_specs, limits, generates, draft_specs)
 
 
 def _gpu_kv_budget(
@@ -51,12 +52,13 @@ def _gpu_kv_budget(
     kv_specs: Mapping[str, KVCacheSpec],
     limits: StepLimits,
     generates: bool,
+    draft_specs: Mapping[str, KVCacheSpec],
 ) -> int:
     """Usable GPU memory minus what is in use and what the largest step needs."""
     share = config.cache.gpu_memory_utilization
     total = torch.cuda.get_device_properties(platform.device).total_memory
     peak = measure_peak_step(
-        model, kv_specs, platform.device, limits, config.cache.block_size, generates
+        model, kv_specs, platform.device, limits, config.cache.block_size, generates, draft_specs
     )
     used = total - platform.available_memory()
     budget = int(total * share) - used - peak
@@ -84,14 +86,14 @@ def measure_peak_step(
     limits: StepLimits,
     block_size: int,
     generates: bool = True,
+    draft_specs: Mapping[str, KVCacheSpec] = NO_LAYERS,
 ) -> int:
     """Bytes that the largest step needs beyond the weights, plus `FIXED_BYTES`.
 
     The step runs on a cache that has only the null block. It also compiles kernels, so that the
     first prompt does not wait for them.
     """
-    groups, page_bytes = plan_groups(specs, block_size, limits.max_model_len)
-    layout = KVCacheLayout(groups=groups, num_blocks=1, page_bytes=page_bytes)
+    layout = plan_layout(specs, block_size, limits.max_model_len, draft_specs)
     memory = KVMemory(layout, device)
     longest = min(limits.max_model_len, limits.max_num_batched_tokens)
     lengths = [longest] * (limits.max_num_batched_tokens // longest)
@@ -122,7 +124,7 @@ def measure_peak_step(
         # Tokens after computed ones use another attention path, with other memory needs.
         steps.append(replace(metadata, num_prompts=0, num_prompt_rows=0))
     for step in steps:
-        context = memory.context([step] * len(groups), starts, torch.zeros_like(rows))
+        context = memory.context([step] * len(layout.groups), starts, torch.zeros_like(rows))
         hidden = forward(model, ForwardInputs(torch.zeros_like(rows), rows % longest, context))
         if generates:
             model.logits(hidden, rows[: limits.max_num_seqs]).float().argmax(-1)

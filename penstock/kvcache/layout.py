@@ -5,15 +5,22 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+import msgspec
 
 from penstock.kvcache.groups import RULES, RulesRegistry, rules_for
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import (
     STATE_ALIGNMENT,
     UNBOUNDED,
+    AttentionSpec,
+    FullAttentionSpec,
     KVCacheGroup,
     KVCacheLayout,
     KVCacheSpec,
+    LatentSpec,
+    RecurrentSpec,
 )
 
 logger = logging.getLogger(__name__)
@@ -21,6 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_PADDING = 0.15  # padding per used memory that is accepted for fewer, larger groups
 MAX_GROUPS = 16  # each group has its own block table to fill in every step
 CHECKPOINT_BYTES = 4096  # maximum bytes per token for recurrent-state checkpoints
+NO_LAYERS: Mapping[str, KVCacheSpec] = MappingProxyType({})
 
 
 def make_layout(
@@ -32,38 +40,77 @@ def make_layout(
     num_blocks: int | None = None,
     must_hold: int | None = None,
     max_step_tokens: int = UNBOUNDED,
+    draft_specs: Mapping[str, KVCacheSpec] = NO_LAYERS,
     registry: RulesRegistry = RULES,
 ) -> KVCacheLayout:
     """Lay out the cache of `specs` (by layer name) in `memory_bytes`, or in `num_blocks` blocks.
 
-    Raises ConfigError if the cache cannot hold the null block and one request of `must_hold` (or
-    `max_model_len`) tokens, computed in steps of at most `max_step_tokens`. The scheduler relies
-    on this to finish every request.
+    `draft_specs` are the layers of a drafter (see `plan_layout`). Raises ConfigError if the cache
+    cannot hold the null block and one request of `must_hold` (or `max_model_len`) tokens, computed
+    in steps of at most `max_step_tokens`. The scheduler relies on this to finish every request.
     """
     assert (memory_bytes is None) != (num_blocks is None), "give a budget or a count"
-    if not specs:
-        return KVCacheLayout(groups=[], num_blocks=1, page_bytes=0)
-    groups, page_bytes = plan_groups(specs, block_size, max_model_len, registry)
-    layers_per_page = max(len(group.layer_names) for group in groups)
-    block_bytes = page_bytes * layers_per_page
+    layout = plan_layout(specs, block_size, max_model_len, draft_specs, registry)
+    if not layout.groups:
+        return layout
     if num_blocks is None:
         assert memory_bytes is not None
-        num_blocks = max(memory_bytes, 0) // block_bytes
-    layout = KVCacheLayout(
-        groups=groups,
-        num_blocks=num_blocks,
-        page_bytes=page_bytes,
-        max_step_tokens=max_step_tokens,
-    )
+        num_blocks = max(memory_bytes, 0) // layout.block_bytes
+    layout = msgspec.structs.replace(layout, num_blocks=num_blocks, max_step_tokens=max_step_tokens)
     _check_capacity(layout, must_hold or max_model_len, registry)
     waste = padding(layout, max_model_len, registry)
     if waste > 0:
         logger.info(
             "KV cache: %d groups of up to %d layers share %d bytes per layer and block; padding "
             "takes %.1f %% of what a request of %d tokens holds",
-            len(groups), layers_per_page, page_bytes, 100 * waste, max_model_len,
+            len(layout.groups), layout.layers_per_page, layout.page_bytes, 100 * waste,
+            max_model_len,
         )  # fmt: skip
     return layout
+
+
+def plan_layout(
+    specs: Mapping[str, KVCacheSpec],
+    block_size: int,
+    max_model_len: int,
+    draft_specs: Mapping[str, KVCacheSpec] = NO_LAYERS,
+    registry: RulesRegistry = RULES,
+) -> KVCacheLayout:
+    """Lay out a cache that has only the null block.
+
+    The layers of a drafter use the block table of the first group that keeps all tokens: a group
+    of their own would split the other layers into smaller groups. If no group keeps all tokens,
+    the layers are grouped like any others.
+    """
+    for name, spec in draft_specs.items():
+        if isinstance(spec, RecurrentSpec):
+            raise ConfigError(
+                f"the drafter's layer {name} keeps a state that cannot be rolled back when a draft "
+                "is rejected: choose a draft model without recurrent layers"
+            )
+    groups, page_bytes = plan_groups(specs, block_size, max_model_len, registry)
+    if draft_specs:
+        for index, group in enumerate(groups):
+            if isinstance(group.spec, FullAttentionSpec | LatentSpec):
+                return KVCacheLayout(
+                    groups=groups,
+                    num_blocks=1,
+                    page_bytes=page_bytes,
+                    draft_layers=dict(draft_specs),
+                    draft_group=index,
+                )
+        drafts = {name: _keep_all(spec) for name, spec in draft_specs.items()}
+        groups, page_bytes = plan_groups({**specs, **drafts}, block_size, max_model_len, registry)
+    return KVCacheLayout(groups=groups, num_blocks=1, page_bytes=page_bytes)
+
+
+def _keep_all(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec without its window. A drafter that catches up writes blocks behind the window."""
+    if not isinstance(spec, AttentionSpec):
+        return spec
+    return FullAttentionSpec(
+        num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=spec.dtype
+    )
 
 
 def plan_groups(
@@ -109,13 +156,19 @@ def blocks_for_request(
 
 
 def padding(layout: KVCacheLayout, num_tokens: int, registry: RulesRegistry = RULES) -> float:
-    """The share of padding in the bytes that a request of `num_tokens` tokens holds."""
+    """The share of padding in the bytes that a request of `num_tokens` tokens holds.
+
+    What draft layers have for blocks of other groups is padding, too.
+    """
     held = used = 0
-    for group in layout.groups:
+    draft_bytes = layout.block_bytes - layout.page_bytes * layout.layers_per_page
+    for index, group in enumerate(layout.groups):
         rules = rules_for(group.spec, group.block_size, registry)
         num_blocks = rules.max_held(num_tokens, 1)
-        held += num_blocks * layout.layers_per_page * layout.page_bytes
+        held += num_blocks * layout.block_bytes
         used += num_blocks * len(group.layer_names) * group.spec.block_bytes(group.block_size)
+        if index == layout.draft_group:
+            used += num_blocks * draft_bytes
     return 1 - used / held if held else 0.0
 
 
@@ -216,7 +269,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 def _check_capacity(layout: KVCacheLayout, max_model_len: int, registry: RulesRegistry) -> None:
     step_tokens, num_blocks = layout.max_step_tokens, layout.num_blocks
-    block_bytes = layout.page_bytes * layout.layers_per_page
+    block_bytes = layout.block_bytes
     needed = blocks_for_request(layout.groups, max_model_len, registry, step_tokens) + 1
     if needed <= num_blocks:
         return

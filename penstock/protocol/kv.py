@@ -122,12 +122,17 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     Every block of every group has the same size in bytes: `page_bytes` for each of at most
     `layers_per_page` layers.
+
+    Layers of a drafter need no group of their own. They use the block table of a group that keeps
+    all tokens, with buffers beside the pages.
     """
 
     groups: list[KVCacheGroup]
     num_blocks: int  # block 0, the null block, included
     page_bytes: int  # one layer's share of a block
     max_step_tokens: int = UNBOUNDED  # that a request gets in one step, at most
+    draft_layers: dict[str, AnyKVCacheSpec] = {}  # by name; those in `groups` are not among them
+    draft_group: int = 0  # index of the group whose block table the draft layers use
 
     @property
     def is_recurrent(self) -> bool:
@@ -139,5 +144,13 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
         return max((len(group.layer_names) for group in self.groups), default=0)
 
     @property
+    def block_bytes(self) -> int:
+        """What a block takes in all buffers: its pages, and its share of the draft layers'."""
+        num_bytes = self.page_bytes * self.layers_per_page
+        for spec in self.draft_layers.values():
+            num_bytes += spec.block_bytes(self.groups[self.draft_group].block_size)
+        return num_bytes
+
+    @property
     def total_bytes(self) -> int:
-        return self.num_blocks * self.page_bytes * self.layers_per_page
+        return self.num_blocks * self.block_bytes

@@ -1,4 +1,4 @@
-"""Allocates the KV cache: one buffer per layer index, shared by all groups."""
+"""Allocates the KV cache: one buffer per layer index, shared by all groups, and per draft layer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.ops.lora import AdapterStep
 from penstock.protocol.kv import (
     DTYPE_BYTES,
     AttentionSpec,
-    KVCacheGroup,
     KVCacheLayout,
+    KVCacheSpec,
     LatentSpec,
     RecurrentSpec,
 )
@@ -42,7 +42,7 @@ class KVMemory:
             for _ in range(layout.layers_per_page)
         ]
         self.second_segments: torch.Tensor | None = None  # a column of the request tables
-        self.layer_names = [group.layer_names for group in layout.groups]
+        self.layer_names = [list(group.layer_names) for group in layout.groups]
         self.caches: dict[str, torch.Tensor] = {}
         self.states: dict[str, tuple[torch.Tensor, ...]] = {}
         self._state_block_sizes: dict[str, int] = {}
@@ -52,7 +52,16 @@ class KVMemory:
                     self.states[name] = _view_state(buffer, group.spec)
                     self._state_block_sizes[name] = group.block_size
                 else:
-                    self.caches[name] = _view_tokens(buffer, group)
+                    self.caches[name] = _view_tokens(buffer, group.spec, group.block_size)
+        for name, spec in layout.draft_layers.items():
+            block_size = layout.groups[layout.draft_group].block_size
+            buffer = _zeros(layout.num_blocks, spec.block_bytes(block_size), device)
+            self.caches[name] = _view_tokens(buffer, spec, block_size)
+            self.layer_names[layout.draft_group].append(name)
+
+    def group_of(self, layer_name: str) -> int:
+        """The index of the group whose block table the layer uses."""
+        return next(i for i, names in enumerate(self.layer_names) if layer_name in names)
 
     def context(
         self,
@@ -77,17 +86,16 @@ class KVMemory:
         )
 
 
-def _view_tokens(buffer: torch.Tensor, group: KVCacheGroup) -> torch.Tensor:
+def _view_tokens(buffer: torch.Tensor, spec: KVCacheSpec, block_size: int) -> torch.Tensor:
     """A layer's KV blocks, without the padding of the page.
 
     Keys and values: [num_blocks, 2, block_size, num_kv_heads, entry_size]. Latent vectors:
     [num_blocks, block_size, entry_size].
     """
-    spec = group.spec
     assert isinstance(spec, AttentionSpec | LatentSpec)
-    shape: tuple[int, ...] = (group.block_size, spec.entry_size)
+    shape: tuple[int, ...] = (block_size, spec.entry_size)
     if isinstance(spec, AttentionSpec):
-        shape = (2, group.block_size, spec.num_kv_heads, spec.entry_size)
+        shape = (2, block_size, spec.num_kv_heads, spec.entry_size)
     return _view(buffer, 0, shape, spec.dtype)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvcache.kv_fakes import FULL
 
+from penstock.kvcache.groups import rules_for
 from penstock.kvcache.layout import (
     MAX_GROUPS,
     blocks_for_request,
@@ -17,6 +18,7 @@ from penstock.kvcache.layout import (
     make_layout,
     padding,
     plan_groups,
+    plan_layout,
 )
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import (
@@ -259,3 +261,81 @@ def test_a_layout_that_is_made_can_hold_one_request_of_full_length(length, num_b
     except ConfigError:
         return
     assert blocks_for_request(layout.groups, length) < layout.num_blocks
+
+
+DRAFT = FullAttentionSpec(num_kv_heads=1, head_dim=4, dtype="float16")  # 16 bytes a token
+
+
+def test_draft_layers_use_the_block_table_of_the_targets_full_attention():
+    plain = make_layout(layers(window=3, full=2), 16, 100, num_blocks=99)
+    layout = make_layout(
+        layers(window=3, full=2), 16, 100, num_blocks=99, draft_specs={"draft.0": DRAFT}
+    )
+    assert layout.groups == plain.groups
+    assert layout.page_bytes == plain.page_bytes
+    assert layout.groups[layout.draft_group].spec == FULL
+    assert layout.draft_layers == {"draft.0": DRAFT}
+    assert layout.block_bytes == plain.block_bytes + 16 * 16
+
+
+def test_draft_layers_share_the_budget_of_the_cache():
+    specs = layers(full=30)
+    memory = 30 * 64 * 16 * 50
+    layout = make_layout(specs, 16, 100, memory_bytes=memory, draft_specs={"draft.0": DRAFT})
+    assert layout.num_blocks == memory // (30 * 64 * 16 + 16 * 16) < 50
+    assert layout.total_bytes <= memory
+    assert padding(layout, 100) == 0
+
+
+def test_draft_layers_have_groups_where_the_target_keeps_no_more_than_a_window():
+    window = SlidingWindowSpec(num_kv_heads=1, head_dim=4, dtype="float16", window=8)
+    drafts = {"draft.0": DRAFT, "draft.1": window}
+    layout = make_layout(layers(window=3), 16, 100, num_blocks=99, draft_specs=drafts)
+    assert layout.draft_layers == {}
+    of_drafts = [group for group in layout.groups if group.layer_names[0].startswith("draft.")]
+    assert {name for group in of_drafts for name in group.layer_names} == set(drafts)
+    assert {group.spec for group in of_drafts} == {DRAFT}, "no block is dropped"
+
+
+def test_recurrent_draft_layers_are_refused():
+    state = RecurrentSpec(shapes=((5, 3),), dtypes=("float32",))
+    with pytest.raises(ConfigError, match=r"draft\.0 keeps a state"):
+        plan_layout(layers(full=2), 16, 100, {"draft.0": state})
+
+
+@torch.inference_mode()
+@given(
+    kinds=st.lists(st.integers(0, 4), min_size=1, max_size=8),
+    drafts=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    size=st.sampled_from([1, 4, 16]),
+)
+def test_any_draft_layers_fit_beside_any_target(kinds, drafts, size):
+    heads = {"num_kv_heads": 2, "head_dim": 8, "dtype": "int8"}
+    known = [
+        FullAttentionSpec(**heads),
+        SlidingWindowSpec(window=8, **heads),
+        ChunkedLocalSpec(chunk=8, **heads),
+        LatentSpec(entry_size=40, dtype="bfloat16"),
+        RecurrentSpec(shapes=((5, 3, 7), (9,)), dtypes=("float32", "bfloat16")),
+    ]
+    specs = {f"layer.{index}": known[kind] for index, kind in enumerate(kinds)}
+    draft_specs = {f"draft.{index}": known[kind] for index, kind in enumerate(drafts)}
+    sizes = {"num_blocks": 400, "max_step_tokens": 4}
+    layout = make_layout(specs, size, 16, draft_specs=draft_specs, **sizes)
+    if layout.draft_layers:
+        assert layout.groups == make_layout(specs, size, 16, **sizes).groups
+    memory = KVMemory(layout, torch.device("cpu"))
+    for name, spec in draft_specs.items():
+        group = layout.groups[memory.group_of(name)]
+        rules = rules_for(group.spec, group.block_size)
+        assert rules.num_droppable(1000) == 0, "a drafter may write any of a request's blocks"
+        assert memory.caches[name].shape[:1] == (layout.num_blocks,)
+        assert memory.caches[name][0].nbytes == spec.block_bytes(group.block_size)
+    # No layer of a group shares a byte of a block with another: each finds what was written last.
+    names = memory.layer_names[memory.group_of("draft.0")]
+    views = {name: memory.caches[name][5] for name in names}
+    for number, view in enumerate(views.values(), 1):
+        view.fill_(number)
+    for number, (name, view) in enumerate(views.items(), 1):
+        assert (view == number).all(), name
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=type(layout)) == layout
