@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 
 from penstock.runner.drafter import Drafter, Drafts, DraftStep
@@ -44,3 +46,16 @@ class Stubborn(Drafter):
 
     def propose(self, step: DraftStep) -> Drafts:
         return Drafts(torch.full((len(step.slots), step.num_drafts), self._token_id))
+
+
+class AtRandom(Drafter):
+    """Proposes anything, also tokens that do not exist. It is the same on all ranks."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self.num_drafts = num_drafts
+        self._rng = random.Random(0)
+
+    def propose(self, step: DraftStep) -> Drafts:
+        draw, shape = self._rng.randrange, (len(step.slots), step.num_drafts)
+        drafts = [[draw(-9, 600) for _ in range(shape[1])] for _ in range(shape[0])]
+        return Drafts(torch.tensor(drafts))

@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. `argv` defaults to the process's arguments."""
     open_standard_streams()
     parser = build_parser()
-    args, unknown = parser.parse_known_args(argv)
+    args, unknown = parser.parse_known_args(_expand(parser, argv))
     if unknown:
         args.parser.error(_unknown_arguments(args.parser, unknown))
     try:
@@ -140,6 +140,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         # standard output at exit, so that goes to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _expand(parser: Parser, argv: Sequence[str] | None) -> Sequence[str]:
+    """The arguments, with `--option.key` as part of its option."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not any(argument.startswith("--") and "." in argument for argument in argv):
+        return argv
+    from penstock.config.cli import expand_dotted_flags  # not for a plain --help
+
+    try:
+        return expand_dotted_flags(argv)
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def open_standard_streams() -> None:

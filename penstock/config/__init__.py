@@ -14,6 +14,7 @@ from penstock.config.lora import LoRAConfig
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.pooling import PoolingConfig
 from penstock.config.server import ServerConfig
+from penstock.config.speculative import SpeculativeConfig, SpeculativeSettings
 
 __all__ = [
     "CacheConfig",
@@ -28,5 +29,7 @@ __all__ = [
     "PoolingConfig",
     "SchedulerConfig",
     "ServerConfig",
+    "SpeculativeConfig",
+    "SpeculativeSettings",
     "StructuredConfig",
 ]

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from penstock.config.engine import (
-    EngineConfig,
-    all_options,
-    coerce,
-    parse_bytes,
-    refuse_unknown_option,
-)
-from penstock.config.options import Option, options_of
+from penstock.config.engine import EngineConfig, all_options
+from penstock.config.options import Option, coerce, options_of, parse_bytes, refuse_unknown_option
 from penstock.config.sampling import sampling_options
 from penstock.config.server import ServerConfig
 from penstock.protocol.errors import ConfigError
@@ -172,7 +166,51 @@ def override(defaults: SamplingParams, options: dict[str, Any]) -> SamplingParam
     return SamplingParams(**{**msgspec.structs.asdict(defaults), **options})
 
 
+def expand_dotted_flags(argv: Sequence[str]) -> list[str]:
+    """`--option.key VALUE` as `--option {"key": VALUE}`, for options that take a JSON object.
+
+    VALUE is JSON, or else a text.
+    """
+    every = [option for options in all_options().values() for option in options]
+    objects = {option.flag for option in every if option.type is dict}
+    expanded: list[str] = []
+    rest = iter(argv)
+    for argument in rest:
+        flag, dot, key = argument.partition(".")
+        if argument == "--":
+            return [*expanded, argument, *rest]
+        if not dot or flag not in objects:
+            expanded.append(argument)
+            continue
+        key, separator, value = key.partition("=")
+        found = value if separator else next(rest, None)
+        if found is None or (not separator and found.startswith("--")):
+            raise ConfigError(f"argument {flag}.{key}: expected a value")
+        expanded += [flag, json.dumps({key: _value_of(found)})]
+    return expanded
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 _UNSET = object()
+
+
+class _Merge(argparse.Action):
+    """Joins the keys of objects. Of two values for a key, the later one counts."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest, {}), **values})
 
 
 class _Extend(argparse.Action):
@@ -213,7 +251,9 @@ def _add_flag(
         settings["choices"] = declared.choices
     else:
         settings["type"], settings["metavar"] = _parser_and_metavar(declared)
-    if declared.is_list and takes_several:
+    if declared.type is dict:
+        settings["action"] = _Merge
+    elif declared.is_list and takes_several:
         settings |= {"action": _Extend, "nargs": "+"}
     elif declared.is_list:
         # Once for each value: a flag that takes several would swallow the prompts after it.

@@ -9,6 +9,7 @@ from penstock.config.engine import all_options
 from penstock.config.options import Option, options_of
 from penstock.config.sampling import sampling_options
 from penstock.config.server import ServerConfig
+from penstock.config.speculative import SpeculativeSettings
 
 _INTRODUCTION = """\
 # Configuration
@@ -19,7 +20,12 @@ An engine option has one name everywhere: `--max-model-len 2048` on the command 
 `LLM(max_model_len=2048)` in Python and `max-model-len: 2048` (or `max_model_len`) in the file that
 `--config file.yaml` names. Flags take precedence over the file. Sizes can be written as `4GiB`. To
 turn off a flag that is on by default, add `no-`: `--no-enable-prefix-caching`. To give a list,
-repeat the flag.
+repeat the flag. A key of a JSON object can be a flag of its own:
+`--speculative-config.method ngram`.
+"""
+
+_SPECULATIVE = """\
+Keys of `speculative_config`. [Speculative decoding](speculation.md) says which method to use when.
 """
 
 _SERVER = """\
@@ -42,15 +48,19 @@ def render() -> str:
     for section, options in all_options().items():
         title = "LoRA" if section == "lora" else section.capitalize()
         parts.append(f"## {title}\n\n{_table(options)}")
+        if section == "speculative":
+            parts.append(
+                _SPECULATIVE + "\n" + _table(options_of(SpeculativeSettings), "speculative_config.")
+            )
     parts.append(_SERVER + "\n" + _table(options_of(ServerConfig)))
     parts.append(_SAMPLING + "\n" + _table(sampling_options()))
     return "\n".join(parts)
 
 
-def _table(options: Iterable[Option]) -> str:
+def _table(options: Iterable[Option], prefix: str = "") -> str:
     rows = ["| option | type | default | |", "|---|---|---|---|"]
     for declared in options:
-        cells = (f"`{declared.name}`", _type(declared), _default(declared), declared.help)
+        cells = (f"`{prefix}{declared.name}`", _type(declared), _default(declared), declared.help)
         rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from penstock.config.chat import ChatConfig
 from penstock.config.lora import LoRAConfig
 from penstock.config.model import LoadConfig, ModelConfig
-from penstock.config.options import Option, option, options_of, require
+from penstock.config.options import (
+    Option,
+    coerce,
+    option,
+    options_of,
+    refuse_unknown_option,
+    require,
+)
 from penstock.config.pooling import PoolingConfig
+from penstock.config.speculative import SpeculativeConfig
 from penstock.protocol.errors import ConfigError
 
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
@@ -168,6 +174,7 @@ class EngineConfig:
     chat: ChatConfig = field(default_factory=ChatConfig)
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     def __post_init__(self) -> None:
@@ -210,51 +217,3 @@ class EngineConfig:
 def all_options() -> dict[str, list[Option]]:
     """Every engine option, by section: what the CLI and the docs list."""
     return {name: list(options_of(cls)) for name, cls in EngineConfig.sections().items()}
-
-
-def coerce(declared: Option, value: Any) -> Any:
-    """`value` as the option's type, or a ConfigError that names both."""
-    if value is None and declared.optional:
-        return None
-    if declared.is_list:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, (list, tuple)):
-            raise ConfigError(f"{declared.name} must be a list, got {value!r}")
-        for item in items:
-            if type(item) is not declared.type:
-                raise ConfigError(
-                    f"{declared.name} must be a list of {declared.type.__name__}, got {value!r}"
-                )
-        return list(items)
-    if declared.choices and value not in declared.choices:
-        allowed = ", ".join(declared.choices)
-        raise ConfigError(f"{declared.name} must be one of {allowed}, got {value!r}")
-    if declared.type is int and isinstance(value, str) and declared.name.endswith("_bytes"):
-        return parse_bytes(declared.name, value)
-    if declared.type is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if declared.type is str and hasattr(value, "__fspath__"):
-        return str(value)
-    if type(value) is not declared.type:
-        raise ConfigError(f"{declared.name} must be {declared.type.__name__}, got {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{declared.name} must be a finite number, got {value}")
-    return value
-
-
-def parse_bytes(name: str, text: str) -> int:
-    """``"4GiB"``, ``"500M"`` or ``"1048576"`` as a number of bytes."""
-    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-    number = text.strip().lower().removesuffix("b").removesuffix("i")
-    unit = number[-1:] if number[-1:] in units else ""
-    try:
-        return int(float(number.removesuffix(unit)) * units[unit])
-    except (ValueError, OverflowError):
-        raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}") from None
-
-
-def refuse_unknown_option(name: str, known: Iterable[str]) -> NoReturn:
-    """Raise the ConfigError for a name that none of `known` is, with the nearest of them."""
-    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"unknown option {name!r}{hint}")

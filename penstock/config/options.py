@@ -7,11 +7,13 @@ dataclasses that use `option`, so an option cannot exist without its documentati
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import math
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
 from penstock.protocol.errors import ConfigError
 
@@ -19,7 +21,10 @@ _HELP = "help"
 
 
 def option(default: Any, help: str) -> Any:
-    """A documented dataclass field. `help` is one or two plain sentences."""
+    """A documented dataclass field. `help` is one or two plain sentences.
+
+    A field whose default is `dataclasses.MISSING` is required.
+    """
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata={_HELP: help})
     return dataclasses.field(default=default, metadata={_HELP: help})
@@ -62,7 +67,7 @@ def options_of(config_class: type) -> Iterator[Option]:
     for field in dataclasses.fields(config_class):
         if _HELP not in field.metadata:
             continue
-        default = field.default
+        default = None if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         yield describe(field.name, field.metadata[_HELP], default, hints[field.name])
@@ -85,3 +90,51 @@ def describe(name: str, help: str, default: Any, hint: Any) -> Option:
     if get_origin(hint) is dict:
         hint = dict
     return Option(name, help, default, hint, optional, is_list, choices)
+
+
+def coerce(declared: Option, value: Any) -> Any:
+    """`value` as the option's type, or a ConfigError that names both."""
+    if value is None and declared.optional:
+        return None
+    if declared.is_list:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)):
+            raise ConfigError(f"{declared.name} must be a list, got {value!r}")
+        for item in items:
+            if type(item) is not declared.type:
+                raise ConfigError(
+                    f"{declared.name} must be a list of {declared.type.__name__}, got {value!r}"
+                )
+        return list(items)
+    if declared.choices and value not in declared.choices:
+        allowed = ", ".join(declared.choices)
+        raise ConfigError(f"{declared.name} must be one of {allowed}, got {value!r}")
+    if declared.type is int and isinstance(value, str) and declared.name.endswith("_bytes"):
+        return parse_bytes(declared.name, value)
+    if declared.type is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if declared.type is str and hasattr(value, "__fspath__"):
+        return str(value)
+    if type(value) is not declared.type:
+        raise ConfigError(f"{declared.name} must be {declared.type.__name__}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{declared.name} must be a finite number, got {value}")
+    return value
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """``"4GiB"``, ``"500M"`` or ``"1048576"`` as a number of bytes."""
+    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+    number = text.strip().lower().removesuffix("b").removesuffix("i")
+    unit = number[-1:] if number[-1:] in units else ""
+    try:
+        return int(float(number.removesuffix(unit)) * units[unit])
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}") from None
+
+
+def refuse_unknown_option(name: str, known: Iterable[str]) -> NoReturn:
+    """Raise the ConfigError for a name that none of `known` is, with the nearest of them."""
+    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"unknown option {name!r}{hint}")

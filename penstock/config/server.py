@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config.engine import coerce
 from penstock.config.lora_modules import AdapterPlaces, parse_lora_module
-from penstock.config.options import option, options_of, require
+from penstock.config.options import coerce, option, options_of, require
 from penstock.protocol.errors import ConfigError
 
 SHORTEST_SILENCE_S = 2.0  # a healthy process may be silent for less, while it waits for a core

@@ -26,11 +26,13 @@ from penstock.models.runtime import (
 )
 from penstock.platforms.platform import Platform
 from penstock.protocol.adapter import Adapter
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.adapters import AdapterStore
 from penstock.runner.drafter import Drafter
+from penstock.runner.drafters import make_drafter
 from penstock.runner.logits_processors import LogitsProcessor, load_processors
 from penstock.runner.routed_experts import RoutedExpertsRecorder
 from penstock.runner.runner import ModelRunner
@@ -55,6 +57,16 @@ class Worker:
         self.platform = platform
         self.mesh = mesh
         self.processors = load_processors([*config.model.logits_processors, *processors])
+        task = choose_task(config, source)
+        settings = config.speculative.settings
+        if settings is not None:
+            assert drafter is None, "the caller refuses both"
+            if task != "generate":
+                raise ConfigError(
+                    f"speculative_config is for models that generate text, but this one is used "
+                    f"to {task}: drop it, or set runner=generate"
+                )
+            drafter = make_drafter(settings, int(source.config["vocab_size"]))
         self.drafter = drafter
         self.limits = resolve_limits(
             config,
@@ -63,8 +75,8 @@ class Worker:
             num_drafts=drafter.num_drafts if drafter else 0,
             num_lookahead=drafter.num_lookahead if drafter else 0,
             needs_tokens=any(processor.needs_tokens for processor in self.processors),
+            drafts_on_host=drafter is not None and drafter.is_on_host,
         )
-        task = choose_task(config, source)
         files = None
         if task == "embed" and source.modules_folder is not None:
             files = read_sentence_transformers(source.modules_folder)

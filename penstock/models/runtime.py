@@ -34,10 +34,12 @@ def resolve_limits(
     num_drafts: int = 0,
     num_lookahead: int = 0,
     needs_tokens: bool = False,
+    drafts_on_host: bool = False,
 ) -> StepLimits:
     """Fill in defaults for unset limits. Raises for what the model cannot do.
 
-    With `needs_tokens`, a step starts only when the tokens of the previous one are known.
+    With `needs_tokens`, a step starts only when the tokens of the previous one are known. With
+    `drafts_on_host` that is the default: how many drafts a request has is then known too.
     """
     max_model_len = _max_model_len(config, model_config)
     max_num_seqs = config.scheduler.max_num_seqs or platform.max_num_seqs
@@ -53,7 +55,7 @@ def resolve_limits(
         )
     overlap = config.scheduler.async_scheduling
     if overlap is None:
-        overlap = platform.asynchronous
+        overlap = platform.asynchronous and not drafts_on_host
     return StepLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,

@@ -38,6 +38,7 @@ class Drafter:
 
     num_drafts: int  # the most that it proposes for a request
     num_lookahead: int = 0  # positions after a step's last one that its layers write
+    is_on_host: bool = False  # it waits for the tokens, so steps do not overlap unless asked to
 
     def add(self, slot: int, request: NewRequest) -> None:
         """A request enters a slot, now or again after a preemption."""

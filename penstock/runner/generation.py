@@ -145,7 +145,8 @@ class GenerationHead:
             layout.num_drafts,
         )
         drafts = drafter.propose(step)
-        self.tables.write_drafts(slots, drafts.token_ids)
+        if drafts.counts is None or drafts.counts.any():
+            self.tables.write_drafts(slots, drafts.token_ids)
         return drafts
 
     def _verify(self, token_ids: torch.Tensor, batch: StepBatch) -> torch.Tensor:

@@ -7,7 +7,6 @@ for it nor are affected by it.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.step import NewRequest
+from penstock.runner.plugins import find_class
 from penstock.runner.sampling_tables import to_device
 
 logger = logging.getLogger(__name__)
@@ -177,23 +177,10 @@ def load_processors(specs: Sequence[str | type]) -> list[LogitsProcessor]:
     Raises `ConfigError` if one cannot be imported, is not a `LogitsProcessor`, or fails to
     construct.
     """
-    return [_construct(_find(spec) if isinstance(spec, str) else spec) for spec in specs]
-
-
-def _find(spec: str) -> object:
-    module_name, separator, class_name = spec.partition(":")
-    if not separator or not module_name or not class_name:
-        raise ConfigError(f'logits processor must be "module:Class", got "{spec}"')
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a plugin's module may raise anything
-        raise ConfigError(
-            f'logits processor "{spec}": cannot import {module_name}: {error!r}'
-        ) from error
-    if not hasattr(module, class_name):
-        raise ConfigError(f'logits processor "{spec}": {module_name} has no {class_name}')
-    found: object = getattr(module, class_name)
-    return found
+    return [
+        _construct(find_class(spec, "logits processor") if isinstance(spec, str) else spec)
+        for spec in specs
+    ]
 
 
 def _construct(candidate: object) -> LogitsProcessor:

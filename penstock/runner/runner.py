@@ -77,7 +77,7 @@ class ModelRunner:
         if drafter is not None and layout.is_recurrent:
             raise ConfigError(
                 "speculative decoding is not supported for models with recurrent layers, whose "
-                "state cannot be rolled back when a draft is rejected: leave the drafter out"
+                "state cannot be rolled back when a draft is rejected: drop speculative_config"
             )
         self.model = model
         self.routed_experts = routed_experts

@@ -171,8 +171,10 @@ class RequestState(_EveryStep):
         num_confirmed, token_ids = self.num_confirmed_tokens + 1, result.token_ids
         if num_confirmed >= self.quiet_until or len(token_ids) != 1:
             return False
-        if result.fault is not None or result.routed_experts is not None or result.num_drafts:
+        if result.fault is not None or result.routed_experts is not None:
             return False
+        if result.num_drafts is not None:
+            return False  # it has fewer drafts than the plan assumed
         if token_ids[0] in self.stop_ids:
             return False
         self.num_confirmed_tokens = num_confirmed

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.config.engine import EngineConfig, all_options, parse_bytes
+from penstock.config.engine import EngineConfig, all_options
+from penstock.config.options import parse_bytes
 from penstock.protocol.errors import ConfigError
 
 

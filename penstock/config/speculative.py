@@ -1,0 +1,124 @@
+"""Speculative decoding: which drafter proposes tokens, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from penstock.config.options import coerce, option, options_of, require
+from penstock.protocol.errors import ConfigError
+
+Method = Literal["ngram", "custom"]
+
+NUM_TOKENS: Mapping[Method, int] = {"ngram": 5, "custom": 3}  # unless the user says
+MOST_TOKENS = 64  # drafts of a request in one step
+LONGEST_LOOKUP = 32  # tokens; every length is indexed
+
+# Keys that only some methods read. All others have the rest.
+_ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
+    "model": ("custom",),
+    "prompt_lookup_min": ("ngram",),
+    "prompt_lookup_max": ("ngram",),
+}
+
+
+@dataclass(frozen=True)
+class SpeculativeSettings:
+    """The keys of `speculative_config`."""
+
+    method: Method = option(
+        dataclasses.MISSING,
+        "Drafter to use; required. ngram: repeats what followed the last tokens earlier in the "
+        "request; custom: a class of your own.",
+    )
+    num_speculative_tokens: int | None = option(
+        None,
+        f"Maximum drafts per request and step, from 1 to {MOST_TOKENS}; default: "
+        + ", ".join(f"{count} for {method}" for method, count in NUM_TOKENS.items())
+        + ".",
+    )
+    model: str | None = option(
+        None, "custom: the drafter as module:Class, a subclass of penstock.runner.drafter.Drafter."
+    )
+    prompt_lookup_min: int = option(
+        2, "ngram: minimum number of last tokens that must have occurred before."
+    )
+    prompt_lookup_max: int = option(
+        5, "ngram: maximum number of last tokens that are compared. The longest match wins."
+    )
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> SpeculativeSettings:
+        """Raises `ConfigError`, which names the key."""
+        declared = {key.name: key for key in options_of(cls)}
+        for key in given:
+            if key not in declared:
+                close = difflib.get_close_matches(str(key), declared, n=1)
+                hint = f"did you mean {close[0]!r}?" if close else f"keys: {', '.join(declared)}"
+                raise ConfigError(f"unknown key {key!r}; {hint}")
+        if "method" not in given:
+            raise ConfigError(f"method is missing: choose one of {', '.join(get_args(Method))}")
+        values = {key: coerce(declared[key], value) for key, value in given.items()}
+        for key in values:
+            methods = _ONLY_FOR.get(key)
+            if methods is not None and values["method"] not in methods:
+                raise ConfigError(
+                    f"{key} is for method {' or '.join(methods)}, got method {values['method']}: "
+                    f"drop {key}"
+                )
+        # A bound that was given alone moves the other one's default.
+        if "prompt_lookup_min" in values:
+            values.setdefault("prompt_lookup_max", max(values["prompt_lookup_min"], 5))
+        elif "prompt_lookup_max" in values:
+            values["prompt_lookup_min"] = max(min(values["prompt_lookup_max"], 2), 1)
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        require(self, "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max", least=1)
+        if self.num_tokens > MOST_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens must be at most {MOST_TOKENS}, got {self.num_tokens}"
+            )
+        if self.prompt_lookup_max > LONGEST_LOOKUP:
+            raise ConfigError(
+                f"prompt_lookup_max must be at most {LONGEST_LOOKUP}, got {self.prompt_lookup_max}"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
+            )
+        if self.method == "custom" and self.model is None:
+            raise ConfigError('method custom needs model: "module:Class" of a drafter')
+
+    @property
+    def num_tokens(self) -> int:
+        """Maximum drafts of a request in one step."""
+        asked = self.num_speculative_tokens
+        return NUM_TOKENS[self.method] if asked is None else asked
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    speculative_config: dict[str, Any] | None = option(
+        None,
+        'Speculative decoding settings as JSON, such as {"method": "ngram"}. Keys: '
+        + ", ".join(key.name for key in options_of(SpeculativeSettings))
+        + "; see docs/speculation.md. Default: off.",
+    )
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.settings
+        except ConfigError as error:
+            raise ConfigError(f"speculative_config: {error}") from None
+
+    @property
+    def settings(self) -> SpeculativeSettings | None:
+        """None: no speculation."""
+        if self.speculative_config is None:
+            return None
+        return SpeculativeSettings.parse(self.speculative_config)

@@ -1,0 +1,20 @@
+"""Makes the drafter that a configuration asks for. One table: methods by name."""
+
+from __future__ import annotations
+
+from penstock.config import SpeculativeSettings
+from penstock.runner.drafter import Drafter
+
+
+def make_drafter(settings: SpeculativeSettings, vocab_size: int) -> Drafter:
+    """Only the method that is used is imported. Raises `ConfigError`."""
+    if settings.method == "ngram":
+        from penstock.runner.drafters.ngram import NgramDrafter
+
+        return NgramDrafter(
+            settings.num_tokens, settings.prompt_lookup_min, settings.prompt_lookup_max
+        )
+    from penstock.runner.drafters.custom import CustomDrafter
+
+    assert settings.model is not None, "checked by the settings"
+    return CustomDrafter(settings.model, settings.num_tokens, vocab_size)
