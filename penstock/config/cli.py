@@ -31,6 +31,7 @@ _NO_FLAG = {
     "spaces_between_special_tokens",
     "output_kind",
     "structured_outputs",
+    "speculative",
     "extra_args",
 }
 

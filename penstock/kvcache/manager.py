@@ -78,6 +78,7 @@ class KVCacheManager:
         registry: RulesRegistry = RULES,
     ) -> None:
         self.pool = BlockPool(layout.num_blocks)
+        self.num_spare = 0  # tokens past those of a step that get blocks, too, if enough are free
         self._null = self.pool.null_block
         self.groups = [rules_for(g.spec, g.block_size, registry) for g in layout.groups]
         self.num_prefix_queries = 0  # tokens of requests that may read the cache
@@ -157,14 +158,17 @@ class KVCacheManager:
     ) -> list[list[int]] | None:
         """Allocate blocks for `num_new` tokens after the computed ones, and `num_lookahead` drafts.
 
-        Returns the ids of new blocks by group, or [] if none are needed. Returns None and changes
-        nothing if there are not enough free blocks.
+        It also takes blocks for `num_spare` more tokens if enough are free. Returns the ids of new
+        blocks by group, or [] if none are needed. Returns None and changes nothing if there are not
+        enough free blocks.
         """
         holding = self._holding(request)
         num_slots = request.num_computed_tokens + num_new + num_lookahead
-        if num_slots <= holding.num_slots:
+        if num_slots + self.num_spare <= holding.num_slots:
             return []
-        missing = self._missing(holding, num_slots)
+        missing = self._missing(holding, num_slots + self.num_spare)
+        if self.num_spare and sum(missing) > self.pool.num_free:
+            missing = self._missing(holding, num_slots)
         if sum(missing) > self.pool.num_free:
             return None
         new_blocks = [self.pool.take(num_blocks) for num_blocks in missing]

@@ -27,6 +27,7 @@ FLAGS = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
+    "speculative",
 )
 
 
@@ -104,6 +105,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="samp
     """What the output must match: a JSON schema, a regular expression, a choice, a grammar."""
     thinking_token_budget: int | None = None
     """Maximum reasoning tokens; then the reasoning is ended. None or -1: no limit."""
+    speculative: bool = True
+    """Let the engine draft tokens for this request, if it does so. The output is the same."""
     extra_args: dict[str, Any] | None = None
     """Arguments for custom logits processors."""
 

@@ -18,6 +18,8 @@ class PlannedStep:
         self.states: list[RequestState] = []
         self.jobs: list[Job] = []
         self.num_drafts = 0  # to propose after the step
+        self.is_decode = True  # every request samples, and computes only drafts besides
+        self.started_at = 0.0
         self._rows: list[ScheduledRequest] = []  # one per state, sent to the runner
         self._planned: list[ScheduledRequest] = []  # same rows, but `decode_row` for plain decodes
         self._ids: list[str] = []
@@ -34,6 +36,7 @@ class PlannedStep:
         state.last_step_id = self.step_id
         state.num_computed_tokens += 1
         state.num_placeholders += 1
+        state.num_drafts = 0
         self.budget -= 1
 
     @property
@@ -45,8 +48,9 @@ class PlannedStep:
     ) -> None:
         """Schedule a request that the runner already holds."""
         samples = state.advance(self.step_id, num_tokens, num_drafts)
-        if samples:
+        if samples and state.speculates:
             state.num_drafts = self.num_drafts
+        self.is_decode = self.is_decode and samples and num_tokens == 1 + num_drafts
         row = ScheduledRequest(
             state.request_id, state.incarnation, num_tokens, samples, block_ids, num_drafts
         )

@@ -64,6 +64,8 @@ class RequestState(_EveryStep):
     __slots__ = (
         "adapter",
         "cache_salt",
+        "drafts_held",
+        "drafts_tried",
         "entered_at",
         "finish_reason",
         "has_sampled",
@@ -72,14 +74,19 @@ class RequestState(_EveryStep):
         "is_plain",
         "max_total_tokens",
         "num_cached_tokens",
+        "num_draft_tokens",
         "num_drafts",
+        "num_drafts_accepted",
+        "num_drafts_verified",
         "num_prompt_logprobs",
         "num_prompt_tokens",
+        "num_skipped_drafts",
         "pools",
         "rank",
         "read_prefix_cache",
         "request",
         "sequence",
+        "speculates",
         "status",
         "stop_reason",
     )
@@ -102,6 +109,9 @@ class RequestState(_EveryStep):
         self.num_placeholders = 0
         self.has_sampled = False  # in this incarnation
         self.num_drafts = 0  # in the runner's tables when the steps in flight are done, at most
+        self.drafts_held = self.drafts_tried = 0.0  # decayed counts, see Speculation
+        self.num_skipped_drafts = 0  # steps in a row to which it brought none of its drafts
+        self.num_drafts_verified = self.num_draft_tokens = self.num_drafts_accepted = 0
         self.last_step_id = 0
         self.entered_at: float | None = None  # reset at the first token
         self.num_cached_tokens = 0
@@ -109,8 +119,10 @@ class RequestState(_EveryStep):
         self.pools = request.pools  # its sampling step is the last and produces no token
         self.is_masked = self.is_plain = False
         self.stop_ids: frozenset[int] = frozenset()
+        self.speculates = False
         if not self.pools:
             params = request.sampling
+            self.speculates = params.speculative
             self.is_masked = params.is_masked
             wants_logprobs = params.wants_logprobs or params.prompt_logprobs is not None
             self.is_plain = not (self.is_masked or wants_logprobs)
@@ -193,6 +205,12 @@ class RequestState(_EveryStep):
         self.num_placeholders -= num_expected
         self.num_computed_tokens -= num_rejected
         self.num_confirmed_tokens += planned.num_tokens - num_rejected
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a verified proposal."""
+        self.num_drafts_verified += 1
+        self.num_draft_tokens += num_drafts
+        self.num_drafts_accepted += num_accepted
 
     def take_prefill_s(self) -> float:
         """Return the seconds from `enter` to the first token on the first call, then 0."""

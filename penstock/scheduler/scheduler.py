@@ -66,6 +66,7 @@ class Scheduler:
         self.limits = limits
         self.num_scheduled_tokens = 0  # since the start
         self._kv = kv_manager
+        self._kv.num_spare = limits.num_lookahead
         self._grammars = grammars
         self._policy = POLICIES[policy]()
         self.adapters = Adapters(max_loras, max_cpu_loras, limits.max_num_seqs, self._policy)
@@ -75,16 +76,15 @@ class Scheduler:
         self._retries = StepRetries(self._policy, limits)
         self._running = RunningRequests()
         self._stops = StopRules(grammars, vocab_size)
-        self._speculation = Speculation(limits)
+        self.speculation = Speculation(limits)
         self._in_flight: deque[PlannedStep] = deque()
         self._released_ids: list[str] = []  # the runner drops these at the next plan
         self._deltas: list[EngineDelta] = []  # of requests that ended outside a step
         self._sequence = itertools.count()
         self._queue_timeouts = QueueTimeouts(queue_timeout_s)
-        self._last_step_id = 0
+        self._last_step_id = self._num_preemptions = 0
         self._refused: RequestState | None = None  # the last request that did not fit
         self._num_free_when_refused = 0
-        self._num_preemptions = 0
 
     # -- requests come and go
 
@@ -152,8 +152,7 @@ class Scheduler:
         self._end_long_waits()
         budget = self._retries.num_tokens
         step = PlannedStep(self._last_step_id + 1, budget)
-        if self._speculation.is_enabled:
-            step.num_drafts = self._speculation.num_to_propose(len(self._running))
+        self.speculation.plan(step, self._running)
         if self._retries:
             self._try_alone(step)
         elif self._continue_running(step):
@@ -199,20 +198,18 @@ class Scheduler:
         for state in self._running.in_order():
             if step.budget == 0:
                 break
-            if state.num_computed_tokens < state.ready_until and not (
-                step.num_drafts or state.num_drafts
-            ):
+            if state.num_computed_tokens < state.ready_until and not step.num_drafts:
                 step.repeat(state)
                 continue
             if state.status is not RequestStatus.RUNNING:
                 continue  # preempted by a request before it
-            most = self._speculation.num_to_verify(state) if state.num_drafts else 0
+            most = self.speculation.num_to_verify(state)
             num_tokens, num_drafts = share(self.limits, state, step.budget, most)
             if num_tokens == 0:
                 continue
             if not enough_blocks and self._kv.num_missing(state, num_tokens) > 0:
                 continue  # free blocks are reserved for an earlier request that waits for more
-            block_ids = self._allocate(state, num_tokens, num_drafts)
+            block_ids = self._kv.allocate(state, num_tokens - num_drafts, num_drafts)
             if block_ids is None:
                 enough_blocks = False
                 block_ids = self._make_room(state, num_tokens, num_drafts)
@@ -242,9 +239,8 @@ class Scheduler:
             if self._refused is state and self._kv.pool.num_free <= self._num_free_when_refused:
                 break  # it did not fit, and no block was freed since: skip the prefix lookup
             prefix = self._kv.match(state)
-            num_computed = prefix.num_tokens
             num_known = len(state.token_ids)
-            num_tokens = chunk(self.limits, num_known - num_computed, step.budget)
+            num_tokens = chunk(self.limits, num_known - prefix.num_tokens, step.budget)
             if num_tokens == 0:
                 break
             if not self._kv.fits(prefix, num_known):
@@ -254,25 +250,12 @@ class Scheduler:
             waiting.pop()
             self._policy.insert_running(self._running, state)
             self._kv.adopt(state, prefix)
-            state.enter(num_computed)
-            new_block_ids = self._allocate(state, num_tokens, 0)
+            state.enter(prefix.num_tokens)
+            new_block_ids = self._kv.allocate(state, num_tokens)
             assert new_block_ids is not None, "there was room for all of the request"
             slot = self.adapters.admit(state)
             step.add_new(state, num_tokens, self._kv.block_ids(state), slot)
             self._make_ready(state)
-
-    def _allocate(
-        self, state: RequestState, num_tokens: int, num_drafts: int
-    ) -> list[list[int]] | None:
-        """Allocate KV blocks for a step, and for the drafter if there are enough."""
-        num_new = num_tokens - num_drafts
-        if self.limits.num_lookahead:
-            num_left = state.max_total_tokens - state.num_computed_tokens - num_tokens
-            num_lookahead = num_drafts + max(min(self.limits.num_lookahead, num_left), 0)
-            block_ids = self._kv.allocate(state, num_new, num_lookahead)
-            if block_ids is not None:
-                return block_ids
-        return self._kv.allocate(state, num_new, num_drafts)
 
     def _make_ready(self, state: RequestState) -> None:
         """Put a decoding request on the fast path if it qualifies."""
@@ -291,7 +274,7 @@ class Scheduler:
         while True:
             num_missing = self._kv.num_missing(state, num_tokens)
             if num_missing <= self._kv.pool.num_free:
-                return self._allocate(state, num_tokens, num_drafts)
+                return self._kv.allocate(state, num_tokens - num_drafts, num_drafts)
             if num_missing <= self._kv.pool.num_free + self._kv.pool.num_draining:
                 return None
             if len(self._running) == 1 and self._in_flight:
@@ -330,8 +313,7 @@ class Scheduler:
         elif failure is not None:
             failed = self._in_flight[0]
             suspects = [state for state in failed.states if not state.is_finished]
-            out_of_memory = failure is StepFailure.OUT_OF_MEMORY
-            error = self._retries.take_in(failed, suspects, out_of_memory)
+            error = self._retries.take_in(failed, suspects, failure is StepFailure.OUT_OF_MEMORY)
             if error is not None:
                 deltas = [self._end(state, FinishReason.ERROR, error=error) for state in suspects]
         for state in self._retries:
@@ -380,13 +362,13 @@ class Scheduler:
         deltas = self.take_deltas()
         for state, planned, item in step.match(result.results):
             if planned is state.decode_row and state.take_token(item):
-                delta = EngineDelta(request_id=item.request_id, token_ids=item.token_ids)
-                deltas.append(delta)
+                deltas.append(EngineDelta(request_id=item.request_id, token_ids=item.token_ids))
             elif state.incarnation == planned.incarnation and not state.is_finished:
                 deltas += self._apply(state, planned, item)
         for job in result.finished_jobs:
             deltas += self._end_failed(self.adapters.finish(job))
         self._end_trial(step)
+        self.speculation.record_time(step)
         if result.results:
             self._retries.count_good_step()
         return deltas
@@ -401,8 +383,7 @@ class Scheduler:
         token_ids = result.token_ids
         first = state.num_confirmed_tokens
         state.confirm(planned, int(planned.samples) if state.pools else len(token_ids))
-        if self._speculation.is_enabled and planned.samples:
-            self._speculation.record(state, planned, result)
+        self.speculation.record(state, planned, result)
         if stop is not None:
             token_ids = token_ids[: stop.num_tokens]
         state.token_ids += token_ids

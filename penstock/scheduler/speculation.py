@@ -1,38 +1,155 @@
-"""Speculation: decides how many draft tokens each request brings to a step."""
+"""Speculation: decides how many draft tokens each request brings to a step.
+
+A step verifies the drafts that its predecessor proposed. The output does not depend on their
+number. Therefore the number may depend on the load and on measured times.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import RequestResult, ScheduledRequest
+from penstock.scheduler.plan import PlannedStep
 from penstock.scheduler.request import RequestState
+from penstock.scheduler.running import RunningRequests
+from penstock.scheduler.stats import SpeculationStats
+from penstock.scheduler.step_costs import StepCosts
+
+DECAY = 0.95  # of a request's counts, per verified step
+AVERAGE_DECAY = 0.995  # of the counts of all requests, per verified proposal
+PRIOR_WEIGHT = 4.0  # drafts that the engine's average counts for in a request's rate
+FIRST_RATE = 0.7  # assumed share of drafts that hold, before any was verified
+MAX_SAMPLED = 32  # requests whose rates the choice of K looks at
+PLAN_EVERY = 8  # steps between two choices of K
+PROBE_EVERY = 64  # steps without drafts, after which a few are tried again
+SKIPS_PER_PROBE = 16  # steps in which a request left its drafts out, before it tries one again
 
 
 class Speculation:
-    """Drafts are proposed at the end of a step and verified in the next one.
+    """Chooses the drafts that give the most tokens per second.
 
-    The output does not depend on the number of drafts. Therefore it may depend on anything, such
-    as the load.
+    A draft holds with a probability that is estimated for each request. The time of a step is
+    measured by its number of rows and of drafts to propose.
     """
 
-    def __init__(self, limits: StepLimits) -> None:
+    def __init__(self, limits: StepLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
+        self._clock = clock
+        self._costs = StepCosts()
+        self._held, self._tried = FIRST_RATE * PRIOR_WEIGHT, PRIOR_WEIGHT  # decayed counts
+        self._num_drafts = limits.num_drafts  # the current K
+        self._least_rate = 0.0  # probability to hold of a draft that pays
+        self._steps_left = PLAN_EVERY  # until K is chosen again
+        self._last_end = 0.0  # when the last step was collected
+        self._num_idle = 0  # steps with K = 0 since the last drafts
+        self._accepted_by_position = [0] * limits.num_drafts
+        self._num_proposals = self._num_verified = 0
+        # Otherwise proposals cost next to nothing, and a request without one brings none.
+        self._is_uniform = limits.num_lookahead > 0 or limits.max_in_flight > 1
+        self._plain_drafts = 0 if self._is_uniform else limits.num_drafts
+        self._measures_plain = False  # no request brings drafts, to learn what such a step takes
 
     @property
     def is_enabled(self) -> bool:
         return self._limits.num_drafts > 0
 
-    def num_to_propose(self, num_running: int) -> int:
-        """How many drafts the drafter proposes after the step that is being planned.
-
-        0: the drafter does not run, and the next step pays nothing for speculation.
-        """
-        return self._limits.num_drafts
+    def plan(self, step: PlannedStep, running: RunningRequests) -> None:
+        """Set how many drafts are proposed after the step."""
+        if not self.is_enabled:
+            return
+        step.started_at = self._clock()
+        num_running = max(len(running), 1)
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self._steps_left = PLAN_EVERY
+            self._choose(num_running, running)
+        step.num_drafts = self._num_drafts
+        if self._num_drafts == 0:
+            self._num_idle += 1
+            if self._num_idle >= PROBE_EVERY:
+                self._num_idle = 0
+                step.num_drafts = 1
 
     def num_to_verify(self, state: RequestState) -> int:
         """How many of its proposed drafts the request brings to the step."""
-        return state.num_drafts
+        if not state.num_drafts or self._measures_plain:
+            return 0
+        rate, least = self._rate_of(state), self._least_rate
+        count, chance = 0, rate
+        while count < state.num_drafts and chance > least:
+            count, chance = count + 1, chance * rate
+        if count == 0:
+            state.num_skipped_drafts += 1
+            if state.num_skipped_drafts >= SKIPS_PER_PROBE:
+                count = 1
+        if count:
+            state.num_skipped_drafts = 0
+        return count
 
     def record(self, state: RequestState, planned: ScheduledRequest, result: RequestResult) -> None:
-        """Learn from a verified step, and note how many drafts the request has now."""
+        """Learn from a step's result, and note how many drafts the request has now."""
+        if not (self.is_enabled and planned.samples):
+            return
         if result.num_drafts is not None and state.num_placeholders == 0:
-            state.num_drafts = result.num_drafts
+            state.num_drafts = min(result.num_drafts, state.num_drafts)
+        num_drafts = planned.num_drafts
+        if num_drafts == 0 or not result.token_ids:
+            return
+        num_held = len(result.token_ids) - 1
+        num_tried = min(num_held + 1, num_drafts)  # those after a rejected draft say nothing
+        state.drafts_held = state.drafts_held * DECAY + num_held
+        state.drafts_tried = state.drafts_tried * DECAY + num_tried
+        self._held = self._held * AVERAGE_DECAY + num_held
+        self._tried = self._tried * AVERAGE_DECAY + num_tried
+        self._num_proposals += 1
+        self._num_verified += num_drafts
+        for position in range(num_held):
+            self._accepted_by_position[position] += 1
+        state.count_drafts(num_drafts, num_held)
+
+    def record_time(self, step: PlannedStep) -> None:
+        """Learn how long a step took, if all its requests decode. It has just been collected."""
+        if not self.is_enabled:
+            return
+        now = self._clock()
+        started_at, self._last_end = max(step.started_at, self._last_end), now
+        if step.is_decode and step.states:
+            self._costs.record(step.num_tokens, step.num_drafts, now - started_at)
+
+    def stats(self) -> SpeculationStats:
+        return SpeculationStats(
+            num_drafts=self._num_proposals,
+            num_draft_tokens=self._num_verified,
+            num_accepted_tokens=sum(self._accepted_by_position),
+            num_accepted_tokens_per_pos=list(self._accepted_by_position),
+        )
+
+    def _rate_of(self, state: RequestState) -> float:
+        """The probability that the request's next draft holds."""
+        prior = self._held / self._tried
+        return (state.drafts_held + prior * PRIOR_WEIGHT) / (state.drafts_tried + PRIOR_WEIGHT)
+
+    def _choose(self, num_running: int, running: RunningRequests) -> None:
+        """Choose K: the number of drafts per request with the most tokens per second."""
+        self._measures_plain = not self._costs.knows(num_running, self._plain_drafts)
+        if self._measures_plain:
+            self._num_drafts, self._steps_left = self._plain_drafts, 1
+            return
+        rates = [self._rate_of(state) for state in running.in_order()[:MAX_SAMPLED]]
+        rates = rates or [self._held / self._tried]
+        costs, best, most = self._costs, 0, 0.0
+        chances, tokens = [1.0] * len(rates), 1.0  # of a request, in a step
+        for count in range(self._limits.num_drafts + 1):
+            if count:
+                chances = [chance * rate for chance, rate in zip(chances, rates, strict=True)]
+                tokens += sum(chances) / len(rates)
+            proposed = count if self._is_uniform else self._plain_drafts
+            speed = tokens / costs.seconds(num_running * (1 + count), proposed)
+            if speed > most:
+                best, most = count, speed
+        self._num_drafts = best if self._is_uniform else self._plain_drafts
+        more_rows = num_running * (1 + max(best, 1))
+        per_row = costs.seconds_per_row(num_running, more_rows, self._num_drafts)
+        self._least_rate = per_row * most * num_running

@@ -17,6 +17,16 @@ class SchedulerStats:
 
 
 @dataclass(frozen=True)
+class SpeculationStats:
+    """Since the start."""
+
+    num_drafts: int  # proposals that were verified, each of one or more tokens
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: list[int]  # by the draft's place in its proposal
+
+
+@dataclass(frozen=True)
 class AdapterStats:
     """Of LoRA adapters. Counters run since the start."""
 

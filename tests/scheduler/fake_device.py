@@ -135,6 +135,7 @@ class Row:
     adapter_slot: int = NO_SLOT
     digests: list[int] = field(default_factory=list)  # of computed positions
     faulted: bool = False
+    num_drafts: int = 0  # in the tables
 
     def __post_init__(self):
         digest = digest_of([], self.salt)
@@ -192,6 +193,8 @@ class FakeDevice:
         written = {}
         for item in plan.scheduled:
             row = self.launched_rows[item.request_id]
+            if not self.in_flight:  # all results were known when this step was planned
+                assert item.num_drafts <= row.num_drafts
             new = fresh.get(item.request_id)
             for group, block_ids in enumerate(item.new_block_ids):
                 size = self.groups[group].block_size
@@ -301,12 +304,14 @@ class FakeDevice:
             self._run_job(job)
         for row in launched.new_rows:
             self.rows[row.request_id] = row
-        results = [self._run(self.rows[item.request_id], item) for item in plan.scheduled]
+        results = [
+            self._run(self.rows[item.request_id], item, plan.num_drafts) for item in plan.scheduled
+        ]
         return StepResult(
             step_id=plan.step_id, results=results, finished_jobs=self._finished_jobs()
         )
 
-    def _run(self, row, item):
+    def _run(self, row, item, num_proposed):
         has_adapter = row.adapter is not None
         assert (row.adapter_slot != NO_SLOT) == has_adapter
         assert not has_adapter or self.slots[row.adapter_slot] == row.adapter
@@ -351,8 +356,15 @@ class FakeDevice:
         row.digests += computed[:num_right]
         row.num_computed += num_right
         row.token_ids += sampled
+        reported = None  # how many drafts it has for the next step, if the drafter says so
+        if num_proposed and row.seed % 2:
+            reported = hash((digest, row.seed)) % (num_proposed + 1)
+        row.num_drafts = num_proposed if reported is None else reported
         return RequestResult(
-            request_id=row.request_id, incarnation=item.incarnation, token_ids=sampled
+            request_id=row.request_id,
+            incarnation=item.incarnation,
+            token_ids=sampled,
+            num_drafts=reported,
         )
 
     def _check_history(self, row):

@@ -44,6 +44,7 @@ SENT: dict[str, Any] = {
     "allowed_token_ids": [1, 2],
     "bad_words": ["no"],
     "thinking_token_budget": "9",
+    "speculative": False,
 }
 WANTED: dict[str, Any] = {
     **SENT,

@@ -1,0 +1,90 @@
+"""StepCosts: measures how long decode steps take, by their rows and the drafts they propose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NUM_TRIALS = 3  # steps until a time counts: the first ones may compile or capture something
+WEIGHT = 0.2  # of a new time in the estimate
+MAX_CHANGE = 1.5  # by which one step can differ from the estimate, as a factor: the rest is noise
+EXPIRES_AFTER = 2000  # recorded steps after which an estimate is tried again
+
+
+@dataclass
+class _Estimate:
+    seconds: float
+    num_trials: int
+    recorded_at: int  # number of the record
+
+    def add(self, seconds: float) -> None:
+        self.num_trials += 1
+        if self.num_trials <= NUM_TRIALS:
+            self.seconds = min(self.seconds, seconds)
+            return
+        change = min(max(seconds / self.seconds, 1 / MAX_CHANGE), MAX_CHANGE)
+        self.seconds *= 1 + WEIGHT * (change - 1)
+
+
+class StepCosts:
+    """Times of steps. Those that are not known yet are assumed to be short, so they get tried."""
+
+    def __init__(self) -> None:
+        self._estimates: dict[tuple[int, int], _Estimate] = {}
+        self._num_records = 0
+
+    def record(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """A step computed `num_rows` rows and proposed `num_drafts` drafts for each request."""
+        self._num_records += 1
+        key = (_bucket(num_rows), num_drafts)
+        estimate = self._estimates.get(key)
+        if estimate is None or self._is_stale(estimate):
+            self._estimates[key] = _Estimate(max(seconds, 1e-6), 1, self._num_records)
+            return
+        estimate.add(max(seconds, 1e-6))
+        estimate.recorded_at = self._num_records
+
+    def seconds(self, num_rows: int, num_drafts: int) -> float:
+        """The time of such a step.
+
+        Unknown: between those of its neighbours, or that of the slowest smaller step, or the
+        least of all.
+        """
+        rows = _bucket(num_rows)
+        if self.knows(num_rows, num_drafts):
+            return self._estimates[rows, num_drafts].seconds
+        known = {key: each.seconds for key, each in self._estimates.items() if self._counts(each)}
+        alike = sorted(key for key in known if key[1] == num_drafts)
+        if alike and alike[0][0] < rows < alike[-1][0]:
+            below = max(key for key in alike if key[0] < rows)
+            above = min(key for key in alike if key[0] > rows)
+            share = (rows - below[0]) / (above[0] - below[0])
+            return known[below] + share * (known[above] - known[below])
+        smaller = [
+            seconds
+            for (of_rows, of_drafts), seconds in known.items()
+            if of_rows <= rows and of_drafts <= num_drafts
+        ]
+        return max(smaller, default=min(known.values(), default=1.0))
+
+    def knows(self, num_rows: int, num_drafts: int) -> bool:
+        estimate = self._estimates.get((_bucket(num_rows), num_drafts))
+        return estimate is not None and self._counts(estimate)
+
+    def seconds_per_row(self, num_rows: int, more_rows: int, num_drafts: int) -> float:
+        """The time that each row adds to a step of `num_rows`, up to `more_rows`."""
+        longer = self.seconds(more_rows, num_drafts) - self.seconds(num_rows, num_drafts)
+        return max(longer, 0.0) / (more_rows - num_rows)
+
+    def _counts(self, estimate: _Estimate) -> bool:
+        return estimate.num_trials >= NUM_TRIALS and not self._is_stale(estimate)
+
+    def _is_stale(self, estimate: _Estimate) -> bool:
+        return self._num_records - estimate.recorded_at > EXPIRES_AFTER
+
+
+def _bucket(num_rows: int) -> int:
+    """Group similar numbers of rows: one by one up to 16, then about an eighth apart."""
+    if num_rows <= 16:
+        return num_rows
+    width = 1 << (num_rows.bit_length() - 4)
+    return -(-num_rows // width) * width

@@ -1,0 +1,197 @@
+"""How many drafts requests bring to a step: with times and acceptance that the test makes up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fake_device import make_request
+
+from penstock.protocol.limits import StepLimits
+from penstock.protocol.step import RequestResult, ScheduledRequest
+from penstock.scheduler.plan import PlannedStep
+from penstock.scheduler.request import RequestState
+from penstock.scheduler.running import RunningRequests
+from penstock.scheduler.speculation import Speculation
+from penstock.scheduler.step_costs import NUM_TRIALS, StepCosts
+
+LIMITS = {"max_num_seqs": 512, "max_num_batched_tokens": 8192, "max_model_len": 1 << 20}
+
+
+class World:
+    """Runs decode steps of requests whose drafts hold with given probabilities.
+
+    `seconds(rows, drafts)` is the time of a step that computes `rows` and proposes `drafts` for
+    each request. `matches`: the share of steps after which a request has drafts at all, which it
+    then knows.
+    """
+
+    def __init__(self, rates, seconds, num_drafts=4, matches=None, **limits):
+        self.rng = random.Random(1)
+        self.now = 0.0
+        self.seconds, self.matches = seconds, matches
+        limits = StepLimits(num_drafts=num_drafts, **LIMITS, **limits)
+        self.speculation = Speculation(limits, lambda: self.now)
+        self.running = RunningRequests()
+        self.rates = {}
+        for index, rate in enumerate(rates):
+            request = make_request(f"r{index}", [1, 2], max_tokens=1 << 19)
+            state = RequestState(request, index, limits.max_model_len)
+            state.enter(0)
+            state.advance(0, 2, 0)
+            state.confirm(ScheduledRequest(state.request_id, 0, 2, True), 1)
+            state.token_ids.append(1)
+            self.running.append(state)
+            self.rates[state] = rate
+        self.num_tokens = self.num_proposed = 0
+
+    def run(self, num_steps):
+        """Returns tokens per second."""
+        start, self.num_tokens = self.now, 0
+        for step_id in range(num_steps):
+            step = PlannedStep(step_id, 1 << 20)
+            self.speculation.plan(step, self.running)
+            self.num_proposed += step.num_drafts > 0
+            planned = []
+            for state in self.running.in_order():
+                count = self.speculation.num_to_verify(state)
+                step.add(state, 1 + count, count, [])
+                planned.append((state, count))
+            self.now += self.seconds(step.num_tokens, step.num_drafts)
+            for state, count in planned:
+                self.apply(state, count, step.num_drafts)
+            self.speculation.record_time(step)
+        return self.num_tokens / (self.now - start)
+
+    def apply(self, state, count, num_proposed):
+        held = 0
+        while held < count and self.rng.random() < self.rates[state]:
+            held += 1
+        has_drafts = None
+        if self.matches is not None:
+            has_drafts = num_proposed if self.rng.random() < self.matches else 0
+        row = ScheduledRequest(state.request_id, 0, 1 + count, True, [], count)
+        result = RequestResult(
+            request_id=state.request_id,
+            incarnation=0,
+            token_ids=[1] * (held + 1),
+            num_drafts=has_drafts,
+        )
+        state.confirm(row, held + 1)
+        state.token_ids += result.token_ids
+        self.speculation.record(state, row, result)
+        self.num_tokens += held + 1
+
+
+def gpu(rows, drafts):
+    """Flat up to 128 rows, then linear. Each draft costs a small model's step."""
+    return 4.0 * max(1.0, rows / 128) + 0.2 * drafts
+
+
+def cpu(rows, drafts):
+    return 6.0 + 2.0 * rows
+
+
+def best_speed(num_requests, rate, seconds, num_drafts):
+    tokens, speeds = 0.0, []
+    for count in range(num_drafts + 1):
+        tokens += rate**count
+        speeds.append(num_requests * tokens / seconds(num_requests * (1 + count), count))
+    return max(speeds), speeds[0]
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("num_requests", [1, 8, 64, 256])
+def test_drafts_are_chosen_that_give_nearly_the_most_tokens_per_second(num_requests, rate):
+    world = World([rate] * num_requests, gpu, num_lookahead=4, max_in_flight=2)
+    world.run(200)  # learns
+    best, without = best_speed(num_requests, rate, gpu, 4)
+    speed = world.run(1000)
+    assert speed > 0.93 * best
+    assert speed > 0.97 * without
+
+
+def test_a_drafter_that_does_not_pay_hardly_runs():
+    world = World([0.1] * 256, gpu, num_lookahead=4, max_in_flight=2)
+    world.run(200)
+    world.num_proposed = 0
+    world.run(1000)
+    assert 0 < world.num_proposed < 50  # tried again now and then
+
+
+def test_drafts_come_back_when_they_begin_to_hold():
+    world = World([0.0] * 64, gpu, num_lookahead=4, max_in_flight=2)
+    before = world.run(500)
+    world.rates = dict.fromkeys(world.rates, 1.0)
+    world.run(1000)
+    assert world.run(500) > 1.5 * before
+
+
+def test_requests_bring_drafts_as_their_own_acceptance_deserves():
+    world = World([0.9, 0.05], cpu, num_drafts=5, matches=1.0)
+    world.run(200)
+    good, bad = world.running.in_order()
+    verified = [0, 0]
+    for _ in range(100):
+        for index, state in enumerate((good, bad)):
+            state.num_drafts = 5
+            verified[index] += world.speculation.num_to_verify(state)
+    assert verified[0] > 200 > 20 > verified[1] > 0
+
+
+def test_drafts_of_a_request_that_hardly_hold_cost_little():
+    world = World([0.05], cpu, num_drafts=5, matches=0.5)
+    world.run(200)
+    assert world.run(2000) > 0.97 / cpu(1, 0)
+
+
+def test_drafts_that_hold_are_used_whenever_a_request_has_some():
+    world = World([0.95], cpu, num_drafts=5, matches=0.5)
+    world.run(200)
+    assert world.run(2000) > 1.3 / cpu(1, 0)
+
+
+def test_without_a_drafter_nothing_is_planned_or_recorded():
+    world = World([0.5], cpu, num_drafts=0)
+    world.run(10)
+    assert world.num_proposed == 0
+    assert world.speculation.stats().num_drafts == 0
+
+
+def test_counts_add_up():
+    world = World([0.7] * 4, gpu, num_lookahead=4, max_in_flight=2)
+    world.run(300)
+    stats = world.speculation.stats()
+    assert stats.num_accepted_tokens == sum(stats.num_accepted_tokens_per_pos)
+    assert stats.num_accepted_tokens == world.num_tokens - 4 * 300
+    assert stats.num_drafts <= stats.num_draft_tokens
+    per_position = stats.num_accepted_tokens_per_pos
+    assert per_position == sorted(per_position, reverse=True)
+    of_requests = [s.num_drafts_accepted for s in world.running.in_order()]
+    assert sum(of_requests) == stats.num_accepted_tokens
+
+
+def test_a_time_counts_after_a_few_trials_and_ignores_outliers():
+    costs = StepCosts()
+    costs.record(1, 0, 9.0)  # compiles
+    assert not costs.knows(1, 0)
+    for _ in range(NUM_TRIALS):
+        costs.record(1, 0, 2.0)
+    assert costs.seconds(1, 0) == 2.0
+    costs.record(1, 0, 1000.0)
+    assert costs.seconds(1, 0) < 2.3
+
+
+def test_an_unknown_time_comes_from_the_nearest_known_steps():
+    costs = StepCosts()
+    for _ in range(NUM_TRIALS):
+        costs.record(1, 0, 2.0)
+        costs.record(4, 2, 3.0)
+        costs.record(64, 0, 9.0)
+    assert costs.seconds(8, 2) == 3.0
+    assert costs.seconds(128, 0) == 9.0
+    assert costs.seconds(22, 0) == pytest.approx(2 + 7 * 21 / 63)  # between its neighbours
+    assert costs.seconds(1, 2) == 2.0
+    assert not costs.knows(8, 0)
+    assert costs.knows(64, 0)
+    assert costs.seconds_per_row(1, 4, 2) == pytest.approx(1 / 3)
