@@ -31,6 +31,7 @@ _CHANGES_BASE = re.compile(r"pissa(_niter_\d+)?|olora|corda|loftq|lora_ga", re.I
 _MAX_PATTERN_LENGTH = 1000
 _MAX_UNBOUNDED = 3  # repetitions in a pattern; matching takes a power of the name's length
 _MAX_OPTIONAL = 4
+_MAX_RANK = 2**20
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     use_rslora: bool = False
+    use_dora: bool = False
     token_indices: Mapping[str, list[int]] | list[int] | None = None
 
     def rank_of(self, module: str) -> int | None:
@@ -93,6 +95,7 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
             for key, value in _patterns(raw, "alpha_pattern", path).items()
         },
         use_rslora=raw.get("use_rslora") is True,
+        use_dora=raw.get("use_dora") is True,
         token_indices=_token_indices(raw.get("trainable_token_indices"), path),
     )
 
@@ -140,8 +143,10 @@ def _check_pattern(pattern: str, field: str, path: Path) -> None:
 
 
 def _rank(value: Any, field: str, path: Path) -> int:
-    if type(value) is not int or not 1 <= value <= 2**20:
-        raise AdapterError(f"{path}: {field} must be an integer from 1, got {value!r:.80}")
+    if type(value) is not int or not 1 <= value <= _MAX_RANK:
+        raise AdapterError(
+            f"{path}: {field} must be an integer from 1 to {_MAX_RANK}, got {value!r:.80}"
+        )
     return value
 
 

@@ -324,6 +324,11 @@ class DeltaReader:
             raise self._error(
                 min(names.values()), f"{module} lacks its other matrix: the file is incomplete"
             )
+        if self._config.use_dora and "magnitude" not in names:
+            raise AdapterError(
+                f"{self._path}: use_dora is set, but {module} lacks its lora_magnitude_vector: "
+                "the file is incomplete"
+            )
         return [names[kind] for kind in kinds]
 
     def _shape(self, name: str, num_dims: int) -> tuple[int, ...]:
