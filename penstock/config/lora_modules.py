@@ -57,6 +57,8 @@ def why_bad_name(name: str) -> str | None:
         )
     if not name.isprintable():
         return f"an adapter's name must not hold control characters, got {name!r:.80}"
+    if {".", ".."} & set(name.split("/")):  # HTTP clients drop them from /v1/models/NAME
+        return f"an adapter's name must not hold '.' or '..' between slashes, got {name!r:.80}"
     return None
 
 

@@ -233,6 +233,8 @@ def test_nothing_is_pinned_before_what_was_pinned_when_the_engine_crashed(folder
         (LoRAModule("", "a"), "lora_name", "must not be empty"),
         (LoRAModule("x" * 1_000_000, "a"), "lora_name", "at most 256 characters, got 1000000"),
         (LoRAModule("a\nb", "a"), "lora_name", "control characters"),
+        (LoRAModule("../x", "a"), "lora_name", "'.' or '..' between slashes, got '../x'"),
+        (LoRAModule(".", "a"), "lora_name", "'.' or '..' between slashes, got '.'"),
         (LoRAModule("x", "a", "other"), "base_model_name", "must be one of base, got 'other'"),
         (LoRAModule("x", "/etc"), "lora_path", "is not allowed"),
         (LoRAModule("x", "../outside"), "lora_path", "is not allowed"),
