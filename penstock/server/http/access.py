@@ -18,8 +18,7 @@ from penstock.server.http.errors import error_response
 
 ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 ADMIN_REFUSAL = (
-    "this route is the operators': send one of the server's admin API keys as 'Authorization: "
-    "Bearer KEY'"
+    "this route requires an admin API key of the server: send it as 'Authorization: Bearer KEY'"
 )
 PUBLIC_PATHS = frozenset({"/", "/docs", "/docs/", "/health", "/ready", "/ping", "/favicon.ico"})
 PUBLIC_PREFIX = "/static/"  # files of the web pages
