@@ -17,6 +17,7 @@ def metadata_of(
     any_order: bool = False,
     padding: int = 0,  # requests without a token, behind the others
     num_prompts: int = 0,
+    decode_rows: int = 1,  # more: every request is a decode of so many tokens, at most
 ) -> AttentionMetadata:
     starts = list(itertools.accumulate(query_lens, initial=0))
     starts += starts[-1:] * padding
@@ -26,10 +27,11 @@ def metadata_of(
         seq_lens=torch.tensor(seq_lens + [0] * padding, dtype=torch.int32, device=device),
         block_table=block_table.to(device),
         slot_mapping=torch.empty(0, dtype=torch.int64),
-        num_decodes=len(seq_lens) + padding if any_order else decodes,
+        num_decodes=len(seq_lens) + padding if any_order or decode_rows > 1 else decodes,
         max_query_len=max(query_lens),
         max_seq_len=max(seq_lens),
         any_order=any_order,
         num_prompts=num_prompts,
         num_prompt_rows=sum(query_lens[decodes : decodes + num_prompts]),
+        decode_rows=decode_rows,
     )

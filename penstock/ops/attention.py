@@ -39,12 +39,13 @@ class AttentionMetadata:
     seq_lens: torch.Tensor  # [num_requests] int32: tokens in the cache after this step
     block_table: torch.Tensor  # [num_requests, max_blocks] int32
     slot_mapping: torch.Tensor  # [num_tokens] int64: block * block_size + offset of each row
-    num_decodes: int  # leading requests that compute one token each
+    num_decodes: int  # leading requests that compute `decode_rows` tokens each, at most
     max_query_len: int
     max_seq_len: int  # an upper bound while steps are in flight
     any_order: bool = False  # a captured step: the number of decodes is unknown
     num_prompts: int = 0  # requests after the decodes, with nothing in the cache yet
     num_prompt_rows: int = 0  # tokens of those requests
+    decode_rows: int = 1  # a power of two; more than one in captured steps that verify drafts
     arrived: torch.Tensor | None = None  # [requests * kv_heads] int32 zeros: counters for kernels
     host_lens: HostLens | None = None  # without it, lengths are read from the device, which waits
 

@@ -1,8 +1,8 @@
 """Causal attention over the paged KV cache: one kernel for decodes, one for longer queries.
 
 Both pack the query heads that share a key head into the rows of one tile, so each cached key is
-read once for all of them. Lengths are read on the device, so a captured launch stays correct as
-sequences grow.
+read once for all of them. A decode with drafts adds its few tokens to the same tile. Lengths are
+read on the device, so a captured launch stays correct as sequences grow.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.ops.triton.lookup import find_request
 from penstock.ops.triton.overlap import begin, overlap
 from penstock.ops.triton.prompt_attention import can_attend, prompt_attention
 from penstock.ops.triton.softmax import add_tile, store_part
-from penstock.ops.triton.tuning import decode_plan, prefill_tile
+from penstock.ops.triton.tuning import decode_group_rows, decode_plan, prefill_tile
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -47,16 +47,18 @@ def _first_seen(positions, window, CHUNKED: tl.constexpr):
 @triton.jit
 def _decode_kernel(
     q_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, sinks_ptr, out_ptr,
-    partial_ptr,  # [requests, heads, SPLITS, HEAD_DIM] float32
-    lse_ptr,  # [requests, heads, SPLITS] float32, base 2
+    partial_ptr,  # [requests, QUERIES, heads, SPLITS, HEAD_DIM] float32
+    lse_ptr,  # [requests, QUERIES, heads, SPLITS] float32, base 2
     arrived_ptr,  # [requests, KV_HEADS] int32, zero before and after
     q_stride, out_stride, page_stride, table_stride, scale, softcap, window, value_scale,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
-    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    QUERIES: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One request, one key head, one split of its cache. Requests with longer queries are skipped.
+    """One request of at most QUERIES tokens, one key head, one split of its cache.
+
+    Requests with longer queries are skipped.
 
     The number of splits depends on the length of the cache, so that a long one does not delay
     others. The last program to finish a request's splits combines them.
@@ -64,12 +66,14 @@ def _decode_kernel(
     begin(OVERLAP)
     request, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts_ptr + request)
-    if tl.load(query_starts_ptr + request + 1) - start != 1:
+    query_len = tl.load(query_starts_ptr + request + 1) - start
+    if (query_len == 0) | (query_len > QUERIES):
         return
     seq_len = tl.load(seq_lens_ptr + request)
+    past = seq_len - query_len
     first = 0
     if WINDOW:
-        first = tl.maximum(_first_seen(seq_len - 1, window, CHUNKED), 0) // TILE * TILE
+        first = tl.maximum(_first_seen(past, window, CHUNKED), 0) // TILE * TILE
     num_tiles = (seq_len - first + TILE - 1) // TILE
     tiles_each = tl.maximum((num_tiles + SPLITS - 1) // SPLITS, MIN_TILES)
     num_parts = (num_tiles + tiles_each - 1) // tiles_each
@@ -78,27 +82,31 @@ def _decode_kernel(
     low = first + split * tiles_each * TILE
     high = tl.minimum(low + tiles_each * TILE, seq_len)
 
-    rows = tl.arange(0, ROWS)
+    rows = tl.arange(0, QUERIES * GROUP_ROWS)
     dims = tl.arange(0, DIMS)
-    heads = kv_head * GROUP + rows
-    row_mask, dim_mask = rows < GROUP, dims < HEAD_DIM
+    queries = rows // GROUP_ROWS
+    heads = kv_head * GROUP + rows % GROUP_ROWS
+    positions = past + queries
+    row_mask = (queries < query_len) & (rows % GROUP_ROWS < GROUP)
+    dim_mask = dims < HEAD_DIM
     q_mask = row_mask[:, None] & dim_mask[None, :]
+    at_row = (start + queries).to(tl.int64)
     q = tl.load(
-        q_ptr + start.to(tl.int64) * q_stride + heads[:, None] * HEAD_DIM + dims[None, :],
+        q_ptr + at_row[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :],
         mask=q_mask, other=0.0,
     )  # fmt: skip
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    best = tl.full([QUERIES * GROUP_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES * GROUP_ROWS], tl.float32)
     if SINKS:  # noqa: SIM102  known when compiled, unlike the part
         if split == 0:
             best = tl.load(sinks_ptr + heads, mask=row_mask, other=0.0).to(tl.float32) * LOG2_E
             total += 1.0
-    acc = tl.zeros([ROWS, DIMS], tl.float32)
+    acc = tl.zeros([QUERIES * GROUP_ROWS, DIMS], tl.float32)
     for at in range(low, high, TILE):
         tokens = at + tl.arange(0, TILE)
         valid = tokens < high
         if WINDOW:
-            valid = valid & (tokens >= _first_seen(seq_len - 1, window, CHUNKED))
+            valid = valid & (tokens >= _first_seen(past, window, CHUNKED))
         page = tl.load(
             table_ptr + request.to(tl.int64) * table_stride + tokens // BLOCK_SIZE,
             mask=tokens < high, other=0,
@@ -114,21 +122,26 @@ def _decode_kernel(
             mask=valid[:, None] & dim_mask[None, :], other=0.0,
         )  # fmt: skip
         s = _scores(q, k.to(q.dtype), scale, softcap, SOFTCAP, PRECISION)
-        s = tl.where(valid[None, :], s, float("-inf"))
-        # A tile may lie entirely before the window.
+        seen = valid[None, :]
+        if QUERIES > 1:
+            seen = seen & (tokens[None, :] <= positions[:, None])
+            if WINDOW:
+                seen = seen & (tokens[None, :] >= _first_seen(positions, window, CHUNKED)[:, None])
+        s = tl.where(seen, s, float("-inf"))
+        # A tile may lie entirely before the window, or behind a row's own token.
         acc, best, total = add_tile(acc, best, total, s, v.to(q.dtype), True, PRECISION)
-    at_out = start.to(tl.int64) * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
+    at_out = at_row[:, None] * out_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     if num_parts == 1:
         out = (acc / total[:, None] * value_scale).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at_out, out, mask=q_mask)
     else:
         # A split without visible tokens has no weight in the softmax, and the sum 0.
-        at_part = (request.to(tl.int64) * (KV_HEADS * GROUP) + heads) * SPLITS
+        at_part = (request.to(tl.int64) * QUERIES + queries) * (KV_HEADS * GROUP) + heads
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         store_part(
             acc, best + tl.log2(total), partial_ptr, lse_ptr,
-            arrived_ptr + request * KV_HEADS + kv_head, out_ptr + at_out, at_part, dims, row_mask,
-            q_mask, split, num_parts, value_scale, HEAD_DIM, SPLITS,
+            arrived_ptr + request * KV_HEADS + kv_head, out_ptr + at_out, at_part * SPLITS, dims,
+            row_mask, q_mask, split, num_parts, value_scale, HEAD_DIM, SPLITS,
         )  # fmt: skip
 
 
@@ -264,9 +277,15 @@ def paged_attention(
     local = _Local(window or chunk or 0, chunk is not None)
     num_tokens, num_heads, head_dim = query.shape
     output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
-    if metadata.num_decodes:
-        _decode(query, cache, metadata, scale, local, softcap, sinks, kv_scales, output)
     num_done = metadata.num_decodes
+    # A tile holds only so many rows. Drafts of models with few key heads may be longer queries.
+    group_rows = decode_group_rows(
+        head_dim, query.element_size(), num_heads // cache.shape[3], metadata.decode_rows
+    )
+    if group_rows is None:
+        num_done = 0
+    elif num_done:
+        _decode(query, cache, metadata, scale, local, softcap, sinks, kv_scales, output, group_rows)
     plain = not local.window and softcap is None and sinks is None
     plain = plain and cache.dtype in (query.dtype, torch.float8_e4m3fn)
     if metadata.num_prompts and plain and can_attend(query, key, value):
@@ -296,12 +315,15 @@ def _decode(
     sinks: torch.Tensor | None,
     kv_scales: tuple[float, float],
     output: torch.Tensor,
+    group_rows: int,  # of a tile, for each token
 ) -> None:
     num_heads, head_dim = query.shape[1:]
     _, _, block_size, num_kv_heads, _ = cache.shape
-    requests, group = metadata.num_decodes, num_heads // num_kv_heads
-    plan = decode_plan(head_dim, query.element_size(), requests, num_kv_heads)
-    shape = (requests, num_heads, plan.splits)
+    requests, queries = metadata.num_decodes, metadata.decode_rows
+    plan = decode_plan(
+        head_dim, query.element_size(), requests, num_kv_heads, queries, group_rows
+    )
+    shape = (requests, queries, num_heads, plan.splits)
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)
     arrived = metadata.arrived
@@ -313,7 +335,7 @@ def _decode(
         output if sinks is None else sinks, output, partial, lse, arrived,
         query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
         _in_base_2(scale * kv_scales[0], softcap), softcap or 0.0, local.window, kv_scales[1],
-        GROUP=group, ROWS=max(triton.next_power_of_2(group), 16),
+        QUERIES=queries, GROUP=num_heads // num_kv_heads, GROUP_ROWS=group_rows,
         HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
         KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=plan.tile, SPLITS=plan.splits,
         MIN_TILES=plan.min_tiles,
@@ -345,7 +367,7 @@ def _prefill(
     # If decodes may be anywhere, all requests are visited and the decodes skipped.
     first = rows_done = 0
     if not metadata.any_order:
-        first, rows_done = num_done, metadata.num_decodes
+        first, rows_done = num_done, min(num_done, metadata.num_decodes)
         if num_done > metadata.num_decodes:
             rows_done += metadata.num_prompt_rows
     requests = len(metadata.seq_lens) - first

@@ -73,7 +73,35 @@ SHORT_QUERY, LONG_QUERY = 1024, 2048
 FEW_TOKENS = 2  # up to this many, nearly every weight read serves a single token
 
 
+def decode_group_rows(
+    head_dim: int, element_size: int, group: int, num_queries: int
+) -> int | None:
+    """Rows of a tile for each token of a decode, whose key heads serve `group` heads each.
+
+    Tensor cores need 16 rows in all. None: a tile cannot hold this many tokens.
+    """
+    rows = max(1 << (group - 1).bit_length(), 16 // num_queries)
+    num_rows = num_queries * rows
+    fits = num_rows <= 128 and num_rows * head_dim * element_size <= 2**16
+    return rows if num_queries == 1 or fits else None
+
+
 def decode_plan(
+    head_dim: int,
+    element_size: int,
+    num_requests: int,
+    num_kv_heads: int,
+    num_queries: int = 1,
+    group_rows: int = 16,
+) -> DecodePlan:
+    plan = _decode_plan(head_dim, element_size, num_requests, num_kv_heads)
+    num_rows = num_queries * group_rows
+    if num_queries == 1 or num_rows <= 16:
+        return plan
+    return plan._replace(launch=Launch(4 if num_rows <= 64 else 8, 2))
+
+
+def _decode_plan(
     head_dim: int, element_size: int, num_requests: int, num_kv_heads: int
 ) -> DecodePlan:
     programs = num_requests * num_kv_heads  # without splits; 132 SMs need work

@@ -60,6 +60,7 @@ def check(
     padding: int = 0,
     num_prompts: int = 0,
     chunk: int | None = None,
+    decode_rows: int = 1,
 ) -> None:
     num_heads, kv_heads = heads
     scale = dim**-0.5
@@ -92,7 +93,9 @@ def check(
         if chunk is not None:
             table[index, : past // chunk * chunk // block_size] = 0
     decodes = sum(length == 1 for length in query_lens)
-    metadata = metadata_of(query_lens, seq_lens, table, device, any_order, padding, num_prompts)
+    metadata = metadata_of(
+        query_lens, seq_lens, table, device, any_order, padding, num_prompts, decode_rows
+    )
     rows = torch.cat([*queries, torch.zeros(padding, num_heads, dim, dtype=dtype)])
     own = {}
     if num_prompts:
@@ -107,7 +110,7 @@ def check(
     )  # fmt: skip
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
     wanted = torch.cat(expected).to(dtype)
-    if not any_order and not num_prompts:  # the reference is right as well
+    if not any_order and not num_prompts and decode_rows == 1:  # the reference is right as well
         plain = reference.paged_attention(
             rows.to(device), cache.to(device), metadata, scale, window, softcap,
             None if sinks is None else sinks.to(device), chunk=chunk,
@@ -193,3 +196,34 @@ def test_prompts_take_the_way_through_the_pages_where_the_fast_one_lacks_somethi
     torch.manual_seed(7)
     with pytest.raises(AssertionError):  # its pages are poisoned
         check(device, [1, 40], [18, 40], (4, 2), 32, 16, num_prompts=1, **settings)  # type: ignore[arg-type]
+
+
+VERIFIED = [5, 1, 3, 5, 2, 4], [5, 40, 300, 700, 33, 67]
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "decode_rows"),
+    [((4, 2), 32, 8), ((3, 1), 24, 8), ((2, 2), 16, 16), ((20, 1), 16, 8)],
+)
+def test_decodes_with_drafts_are_one_tile_of_queries(
+    device: torch.device, heads: tuple[int, int], dim: int, decode_rows: int
+) -> None:
+    """The last one has more rows than a tile, and its drafts are longer queries."""
+    check(device, *VERIFIED, heads, dim, 16, decode_rows=decode_rows, padding=2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"window": 9}, {"window": 65}, {"chunk": 64}, {"chunk": 37}, {"softcap": 2.0},
+     {"with_sinks": True}, {"with_sinks": True, "window": 40}, {"dtype": torch.float16}],
+)  # fmt: skip
+def test_drafts_see_what_single_tokens_see(
+    device: torch.device, settings: dict[str, object]
+) -> None:
+    check(device, *VERIFIED, (4, 2), 32, 16, decode_rows=8, padding=1, **settings)  # type: ignore[arg-type]
+
+
+def test_drafts_behind_a_split_do_not_reach_the_tokens_before_it(device: torch.device) -> None:
+    """The last split holds drafts alone, of which earlier tokens see none."""
+    lens = [257, 258, 260, 385, 386, 513]
+    check(device, [4] * 6, lens, (4, 2), 32, 16, decode_rows=4)
