@@ -62,6 +62,7 @@ def make_batch(
     padding: int = 0,  # requests without a token, behind the others
     num_prompts: int = 0,
     cache_dtype: torch.dtype | None = None,
+    decode_rows: int = 1,
 ) -> LatentBatch:
     """Every page is poisoned: what a request did not write must not matter."""
     entry, scale = sizes.rank + sizes.rope, 0.7 * (sizes.nope + sizes.rope) ** -0.5
@@ -89,7 +90,9 @@ def make_batch(
     if num_prompts:  # their pages must not be needed
         for blocks in table[decodes : decodes + num_prompts]:
             cache[blocks[blocks > 0].long()] = torch.nan
-    metadata = metadata_of(query_lens, seq_lens, table, device, any_order, padding, num_prompts)
+    metadata = metadata_of(
+        query_lens, seq_lens, table, device, any_order, padding, num_prompts, decode_rows
+    )
     rows = [torch.zeros(padding, sizes.heads, sizes.nope + sizes.rope, dtype=dtype)]
     # As the projections leave them: parts of a query side by side.
     query = torch.cat([torch.cat([torch.cat(nope), torch.cat(rope)], dim=-1), *rows]).to(device)

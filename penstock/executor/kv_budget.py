@@ -127,7 +127,8 @@ def measure_peak_step(
         context = memory.context([step] * len(layout.groups), starts, torch.zeros_like(rows))
         hidden = forward(model, ForwardInputs(torch.zeros_like(rows), rows % longest, context))
         if generates:
-            model.logits(hidden, rows[: limits.max_num_seqs]).float().argmax(-1)
+            num_samples = limits.max_num_seqs * (1 + limits.num_drafts)
+            model.logits(hidden, rows[:num_samples]).float().argmax(-1)
         del context, hidden
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before

@@ -14,6 +14,7 @@ import torch
 from penstock.ops.attention import AttentionMetadata, HostLens
 from penstock.ops.triton import inputs
 from penstock.ops.triton.lora import DeviceAdapterStep
+from penstock.ops.verification import SampleRows
 from penstock.protocol.kv import AttentionSpec
 from penstock.protocol.step import NO_SLOT
 from penstock.runner.forward import ForwardInputs, StepBatch
@@ -31,7 +32,8 @@ class Bucket:
 
     num_rows: int
     num_requests: int
-    decode: bool  # every request computes one token
+    decode: bool  # every row samples
+    width: int = 1  # most rows of a request in a decode bucket, a power of two
     adapters: bool = False  # some rows may have an adapter
 
 
@@ -51,10 +53,13 @@ class StepBuffers:
         device, seqs = tables.device, len(tables.num_computed)
         self.max_num_seqs = seqs
         self.max_rows = rows = max(max_num_batched_tokens, seqs)
-        # The host's decisions arrive in one copy: query_starts, slots, logits_rows.
-        self._sections = np.cumsum([0, seqs + 1, seqs, seqs * (1 + num_drafts)]).tolist()
+        # The host's decisions arrive in one copy: query_starts, slots, logits_rows, sample_starts.
+        num_starts = seqs + 1 if num_drafts else 0
+        self._sections = np.cumsum(
+            [0, seqs + 1, seqs, seqs * (1 + num_drafts), num_starts]
+        ).tolist()
         self.packed = torch.zeros(self._sections[-1], dtype=torch.int32, device=device)
-        self.query_starts, self.slots, self.logits_rows = (
+        self.query_starts, self.slots, self.logits_rows, self.sample_starts = (
             self.packed[start:end]
             for start, end in zip(self._sections, self._sections[1:], strict=False)
         )
@@ -132,6 +137,7 @@ class StepBuffers:
         any_order: bool = False,
         num_prompts: int = 0,
         num_prompt_rows: int = 0,
+        decode_rows: int = 1,
         host_lens: HostLens | None = None,
     ) -> ForwardInputs:
         """The buffers' first rows, with metadata for each KV group."""
@@ -148,6 +154,7 @@ class StepBuffers:
                 any_order=any_order,
                 num_prompts=num_prompts,
                 num_prompt_rows=num_prompt_rows,
+                decode_rows=decode_rows,
                 arrived=self.arrived,
                 host_lens=host_lens,
             )
@@ -187,6 +194,19 @@ class StepBuffers:
                 host_slots=layout.sample_slots,
                 max_position=layout.max_seq_len + 1,
             ),
+            sample_starts=(
+                self.sample_starts[: len(layout.sampling) + 1] if layout.has_drafts else None
+            ),
+        )
+
+    def samples(self, num_samples: int) -> SampleRows:
+        """The samples of a step with drafts, padded to `num_samples`."""
+        num_requests = min(num_samples, self.max_num_seqs)
+        return SampleRows(
+            self.token_ids,
+            self.logits_rows[:num_samples],
+            self.sample_slots[:num_samples],
+            self.sample_starts[: num_requests + 1],
         )
 
     def send(self, layout: StepLayout) -> None:
@@ -195,9 +215,10 @@ class StepBuffers:
             self._send_adapters(layout.adapter_slots)
         staged = torch.empty(self._sections[-1], dtype=torch.int32, pin_memory=self.packed.is_cuda)
         view = staged.numpy()
-        decided = (layout.starts, layout.slots, layout.logits_rows)
-        padding = (layout.starts[-1], -1, -1)
-        for index, (values, rest) in enumerate(zip(decided, padding, strict=True)):
+        decided = [(layout.starts, layout.starts[-1]), (layout.slots, -1), (layout.logits_rows, -1)]
+        if layout.has_drafts:
+            decided.append((layout.sample_starts, len(layout.logits_rows)))
+        for index, (values, rest) in enumerate(decided):
             section = view[self._sections[index] : self._sections[index + 1]]
             section[: len(values)] = values
             section[len(values) :] = rest

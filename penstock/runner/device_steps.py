@@ -1,5 +1,8 @@
 """Runs steps on a GPU: eager, or by replaying a captured graph.
 
+A step in which every row samples is a decode step: requests have one row, or more if they have
+drafts to verify. All other steps are mixed.
+
 A step is padded to a bucket. A bucket's graph is captured the second time the bucket occurs: a
 bucket that occurs once is not worth a capture, and the first token does not wait for one. Until
 then, and where graphs are disabled, the same padded step runs eagerly, so graphs do not change a
@@ -28,7 +31,15 @@ from penstock.runner.device_batch import Bucket, StepBuffers, exact_bucket
 from penstock.runner.drafter import Drafter
 from penstock.runner.forward import ForwardInputs, StepBatch, forward
 from penstock.runner.forward import logits as logits_of
-from penstock.runner.graphs import NUM_REQUESTS, GraphPool, at_least, decode_sizes, mixed_sizes
+from penstock.runner.graphs import (
+    DECODE_SIZES,
+    LEAST_ROWS,
+    NUM_REQUESTS,
+    GraphPool,
+    at_least,
+    decode_sizes,
+    mixed_sizes,
+)
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout
 from penstock.runner.tables import RequestTables
@@ -65,9 +76,15 @@ class DeviceSteps:
         if not memory.layout.is_recurrent:
             mean_weights = None if self._has_cache else _mean_weights(model)
             self._mixed_sizes = mixed_sizes(self.buffers.max_rows, mean_weights)
+        # Rows of a decode bucket with drafts, at most. As for prompts, recurrent layers have none.
+        self._max_verified = 0
+        if num_drafts and not memory.layout.is_recurrent:
+            most = self.buffers.max_num_seqs * (1 + num_drafts)
+            self._max_verified = min(most, self.buffers.max_rows, DECODE_SIZES[-1])
         # Output buffer for the logits of decode buckets.
         self._has_logits = has_logits
-        shape = (self._decode_sizes[-1] if has_logits else 0, vocab_size)
+        num_logits = max(self._decode_sizes[-1], self._max_verified)
+        shape = (num_logits if has_logits else 0, vocab_size)
         self.logits = torch.zeros(shape, dtype=dtype, device=tables.device)
         self._captured: dict[Bucket, tuple[torch.cuda.CUDAGraph, Hidden]] = {}
 
@@ -97,6 +114,8 @@ class DeviceSteps:
         if layout.is_decode:
             size = at_least(self._decode_sizes, layout.num_rows)
             return None if size is None else Bucket(size, size, decode=True, adapters=adapters)
+        if layout.is_verify and layout.num_rows <= self._max_verified:
+            return self._verify_bucket(layout, adapters)
         size = at_least(self._mixed_sizes, layout.num_rows)
         if size is None:
             return None
@@ -106,13 +125,31 @@ class DeviceSteps:
             num_requests = min(num_requests, fewer or num_requests)
         return Bucket(size, num_requests, decode=False, adapters=adapters)
 
+    def _verify_bucket(self, layout: StepLayout, adapters: bool) -> Bucket | None:
+        """Requests padded as without drafts, and the same number of rows for each, on average.
+
+        The rows of padding are behind all others, so few graphs serve any numbers of drafts.
+        """
+        size = at_least(self._decode_sizes, len(layout.requests))
+        if size is None:
+            return None
+        rows = max(size * -(-layout.num_rows // size), LEAST_ROWS)
+        return Bucket(
+            min(rows, self._max_verified),
+            size,
+            decode=True,
+            width=1 << (layout.max_query_len - 1).bit_length(),
+            adapters=adapters,
+        )
+
     def _run_padded(self, bucket: Bucket, layout: StepLayout) -> Hidden:
         if bucket not in self._captured and self.pool.is_due(bucket):
             self._capture(bucket)
         self.buffers.send(layout)
         if bucket not in self._captured:
             self.metrics["eager_steps"] += 1
-            return self._compute(bucket, self._inputs(bucket, layout.num_decodes > 0))
+            has_decodes = bucket.decode or layout.num_decodes > 0
+            return self._compute(bucket, self._inputs(bucket, has_decodes))
         self.metrics["graph_steps"] += 1
         graph, hidden = self._captured[bucket]
         graph.replay()
@@ -135,8 +172,9 @@ class DeviceSteps:
             # Without decodes, their kernel has no work. Skipping it saves a first prompt its
             # compilation.
             num_decodes=bucket.num_requests if has_decodes else 0,
-            max_query_len=1 if bucket.decode else bucket.num_rows,
+            max_query_len=bucket.width if bucket.decode else bucket.num_rows,
             any_order=not bucket.decode,
+            decode_rows=bucket.width,
         )
 
     def _compute(self, bucket: Bucket, inputs: ForwardInputs) -> Hidden:
@@ -152,7 +190,7 @@ class DeviceSteps:
             self.drafter.observe(inputs, hidden)
         if bucket.decode and self._has_logits:
             # Every row samples, in order. The logits of padding rows are never read.
-            everything = slice(0, bucket.num_requests)
+            everything = slice(0, bucket.num_rows)
             logits_of(self.model, hidden, everything, self.logits[everything])
         return hidden
 

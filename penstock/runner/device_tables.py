@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock.ops.triton import inputs
+from penstock.ops.triton import inputs, verification
+from penstock.ops.verification import SampleRows, Verified
 from penstock.protocol.kv import KVCacheGroup
 from penstock.protocol.step import NewRequest, ScheduledRequest
 from penstock.runner.sampling_tables import to_device
@@ -50,6 +51,16 @@ class DeviceTables(RequestTables):
 
     def append_tokens(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         inputs.append_tokens(slots, token_ids, self.token_ids, self.num_tokens)
+
+    def verify(self, samples: SampleRows, sampled: torch.Tensor, faulted: torch.Tensor) -> Verified:
+        return verification.verify_drafts(
+            samples, sampled, faulted, self.token_ids, self.num_tokens, self.num_computed,
+            self.width,
+        )  # fmt: skip
+
+    def write_drafts(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
+        drafts = drafts.to(self.device, non_blocking=True)
+        verification.write_drafts(slots, drafts, self.token_ids, self.num_tokens)
 
     def _write_requests(self) -> None:
         rows, tokens = [], []

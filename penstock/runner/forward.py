@@ -16,6 +16,7 @@ from penstock.layers.context import ForwardContext, adapter_context, forward_con
 from penstock.models.base import Hidden, Model
 from penstock.ops.attention import AttentionMetadata
 from penstock.ops.lora import adapter_step
+from penstock.ops.verification import SampleRows
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.layout import StepLayout
 from penstock.runner.sampler import SamplingRows
@@ -59,6 +60,15 @@ class StepBatch:
     inputs: ForwardInputs
     logits_rows: torch.Tensor  # [num_logits_rows] int
     sampling_rows: SamplingRows
+    sample_starts: torch.Tensor | None = None  # [num_sampling + 1] int; None if none has drafts
+
+    @property
+    def samples(self) -> SampleRows:
+        """The rows of a step with drafts."""
+        assert self.sample_starts is not None
+        return SampleRows(
+            self.inputs.token_ids, self.logits_rows, self.sampling_rows.slots, self.sample_starts
+        )
 
 
 class Steps(Protocol):
@@ -146,4 +156,5 @@ class HostSteps:
                 host_slots=layout.sample_slots,
                 max_position=max_seq_len + 1,
             ),
+            sample_starts=torch.from_numpy(layout.sample_starts) if layout.has_drafts else None,
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from penstock.models.base import Hidden, Model
+from penstock.ops.verification import FIRST_TOKEN, IS_FAULTED, NUM_NEW, Verified
 from penstock.protocol.step import NewRequest, RequestResult, StepMasks, TokenLogprobs
 from penstock.runner.drafter import Drafter, Drafts, DraftStep
 from penstock.runner.forward import StepBatch
@@ -17,7 +17,6 @@ from penstock.runner.layout import StepLayout
 from penstock.runner.masks import mask_logits
 from penstock.runner.prompt_logprobs import PromptLogprobsHead, PromptPiece
 from penstock.runner.sampler import SampledTokens, Sampler
-from penstock.runner.sampling_tables import to_device
 from penstock.runner.tables import IntArray, RequestTables
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class HeadOutput:
     """Results on their way to the host."""
 
     sampled: SampledTokens | None
-    num_new: torch.Tensor | None  # [num_sampling] new tokens of each request; None: one each
+    verified: torch.Tensor | None  # `Verified.results`, instead of the tokens in `sampled`
     prompt_pieces: dict[int, PromptPiece]  # by the request's index in the batch
     drafts: torch.Tensor | None = None  # [num_sampling, k], if a grammar needs them
     num_drafts: IntArray | None = None  # [num_sampling] drafts of each; None: as many as planned
@@ -103,73 +102,53 @@ class GenerationHead:
         if masks is not None:
             keep_logits = self.sampler.wants_logprobs(batch.sampling_rows)
             allowed = mask_logits(pending.logits, batch.layout, masks, keep_logits)
-        slots = batch.sampling_rows.slots
-        has_drafts = batch.layout.has_drafts
-        sampled = None
-        if self.graphs is not None and allowed is None and not has_drafts:
-            sampled = self.graphs.sample(pending.logits, batch.sampling_rows)
-        is_entered = sampled is not None
-        if sampled is None:
-            sampled = self.sampler.sample(pending.logits, batch.sampling_rows, allowed)
-        num_new = None
-        if not has_drafts and not is_entered:
-            self.tables.append_tokens(slots, sampled.token_ids)
-        elif has_drafts:
-            num_new = self._verify(sampled.token_ids, batch)
-        output = HeadOutput(sampled, num_new, pending.prompt_pieces)
+        sampled, verified = self._sample(pending.logits, batch, allowed)
+        output = HeadOutput(None, None, pending.prompt_pieces)
         if self.drafter is not None and batch.layout.num_drafts:
-            drafts = self._draft(self.drafter, batch, num_new)
+            drafts = self._draft(self.drafter, batch, verified)
             output.num_drafts = drafts.counts
             if masks is not None:
                 output.drafts = drafts.token_ids.to("cpu", non_blocking=True)
-        output.sampled = sampled.to_host()
-        if num_new is not None:
-            output.num_new = num_new.to("cpu", non_blocking=True)
+        if verified is None:
+            output.sampled = sampled.to_host()
+        else:
+            output.sampled = sampled.to_host(with_tokens=False)
+            output.verified = verified.results.to("cpu", non_blocking=True)
         return output
 
-    def _draft(self, drafter: Drafter, batch: StepBatch, num_new: torch.Tensor | None) -> Drafts:
+    def _sample(
+        self, logits: torch.Tensor, batch: StepBatch, allowed: torch.Tensor | None
+    ) -> tuple[SampledTokens, Verified | None]:
+        """Choose tokens and append those that are kept to the tables."""
+        rows, has_drafts = batch.sampling_rows, batch.layout.has_drafts
+        if self.graphs is not None and allowed is None:
+            found = self.graphs.sample(logits, rows, has_drafts)
+            if found is not None:
+                sampled, verified = found
+                num = len(batch.layout.sampling)
+                return sampled, None if verified is None else verified[:num]
+        sampled = self.sampler.sample(logits, rows, allowed)
+        if has_drafts:
+            tokens, faulted = sampled.token_ids, sampled.faulted
+            return sampled, self.tables.verify(batch.samples, tokens, faulted)
+        self.tables.append_tokens(rows.slots, sampled.token_ids)
+        return sampled, None
+
+    def _draft(self, drafter: Drafter, batch: StepBatch, verified: Verified | None) -> Drafts:
         """Let the drafter propose what comes next, and write it behind the known tokens."""
-        layout, first_rows = batch.layout, batch.logits_rows
-        slots = batch.sampling_rows.slots
-        if num_new is None:
+        layout = batch.layout
+        if verified is None:
+            slots, last_rows = batch.sampling_rows.slots, batch.logits_rows
             num_accepted = torch.zeros_like(slots)
         else:
-            first = to_device(layout.first_samples, slots.device)
-            num_accepted, slots, first_rows = num_new - 1, slots[first], first_rows[first]
-        step = DraftStep(
-            self.tables,
-            slots,
-            layout.slots[layout.sampling],
-            first_rows + num_accepted,
-            num_accepted,
-            layout.num_drafts,
-        )
+            slots, last_rows = verified.slots, verified.last_rows
+            num_accepted = verified.num_accepted
+        host_slots = layout.slots[layout.sampling]
+        step = DraftStep(self.tables, slots, host_slots, last_rows, num_accepted, layout.num_drafts)
         drafts = drafter.propose(step)
         if drafts.counts is None or drafts.counts.any():
             self.tables.write_drafts(slots, drafts.token_ids)
         return drafts
-
-    def _verify(self, token_ids: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Keep each request's sampled tokens up to the first one that differs from its draft.
-
-        Returns how many tokens each request keeps.
-        A draft is accepted if and only if it equals the token that the request's own noise selects.
-        Therefore the output is the same with and without speculation.
-        """
-        device = token_ids.device
-        rows = to_device(batch.layout.rows_per_sample, device)  # [n]
-        first = to_device(batch.layout.first_samples, device)
-        column = torch.arange(int(batch.layout.rows_per_sample.max()), device=device)
-        exists = column < rows[:, None]  # [n, 1 + drafts]
-        index = torch.where(exists, first[:, None] + column, first[:, None])
-        sampled = token_ids[index]
-        drafted = batch.inputs.token_ids[batch.logits_rows][index][:, 1:]
-        held = (sampled[:, :-1] == drafted) & exists[:, 1:]
-        num_accepted = held.int().cumprod(dim=1).sum(dim=1)
-        rejected = rows - 1 - num_accepted
-        slots = batch.sampling_rows.slots[first]
-        self.tables.append_verified(slots, sampled, num_accepted + 1, rejected)
-        return num_accepted + 1
 
     def results(self, output: HeadOutput, layout: StepLayout) -> list[RequestResult]:
         """One result per scheduled request, in row order.
@@ -179,23 +158,26 @@ class GenerationHead:
         if self._is_plain(output):
             return self._plain_results(output, layout)
         results = []
-        rows = self._rows_by_request(output, layout)
-        token_ids, faulted, errors, logprobs = _on_host(output.sampled)
+        kept = self._kept(output, layout)
+        errors, logprobs = _errors_and_logprobs(output.sampled)
         drafts = self._drafts_by_request(output, layout)
         num_drafts: dict[int, int] = {}
         if output.num_drafts is not None:
             counts = output.num_drafts.tolist()
             num_drafts = dict(zip(layout.sampling.tolist(), counts, strict=True))
         for index, item in enumerate(layout.requests):
-            own = rows.get(index, range(0))
-            fault = next((errors.get(row, FAULT) for row in own if faulted[row]), None)
+            tokens, first, is_faulted = kept.get(index, ([], 0, False))
+            rows = range(first, first + len(tokens))
+            fault = None
+            if is_faulted:
+                fault = next((errors[row] for row in rows if row in errors), FAULT)
             piece = output.prompt_pieces.get(index)
             results.append(
                 RequestResult(
                     request_id=item.request_id,
                     incarnation=item.incarnation,
-                    token_ids=[token_ids[row] for row in own],
-                    logprobs=[logprobs[row] for row in own if row in logprobs],
+                    token_ids=tokens,
+                    logprobs=[logprobs[row] for row in rows if row in logprobs],
                     prompt_logprobs=piece.to_protocol() if piece else None,
                     fault=fault,
                     drafts=drafts.get(index, []),
@@ -215,52 +197,63 @@ class GenerationHead:
         }
 
     def _is_plain(self, output: HeadOutput) -> bool:
-        """Whether each request got at most one token and nothing else, as in nearly every step."""
+        """Whether each request got tokens and nothing else, as in nearly every step."""
         sampled = output.sampled
-        if sampled is None or output.num_new is not None or output.prompt_pieces:
+        if sampled is None or output.prompt_pieces:
             return False
         if output.drafts is not None or output.num_drafts is not None:
             return False
-        return not sampled.errors and sampled.logprobs is None and not sampled.faulted.any()
+        if sampled.errors or sampled.logprobs is not None:
+            return False
+        if output.verified is None:
+            return not sampled.faulted.any()
+        return not output.verified[:, IS_FAULTED].any()
 
     def _plain_results(self, output: HeadOutput, layout: StepLayout) -> list[RequestResult]:
-        assert output.sampled is not None
-        tokens = iter(output.sampled.token_ids.tolist())
+        tokens = iter(self._tokens(output, layout))
         return [
             RequestResult(
                 request_id=item.request_id,
                 incarnation=item.incarnation,
-                token_ids=[next(tokens)] if item.samples else [],
+                token_ids=next(tokens) if item.samples else [],
             )
             for item in layout.requests
         ]
 
-    def _rows_by_request(self, output: HeadOutput, layout: StepLayout) -> dict[int, range]:
-        """The logits rows whose tokens each sampling request keeps."""
+    def _tokens(self, output: HeadOutput, layout: StepLayout) -> list[list[int]]:
+        """The new tokens of each sampling request."""
+        assert output.sampled is not None
+        if output.verified is None:
+            return [[token] for token in output.sampled.token_ids.tolist()]
+        # The host's upper bound counted every draft as accepted.
+        num_new, own = output.verified[:, NUM_NEW].numpy(), layout.sampling
+        rejected = layout.rows_per_sample - num_new
+        self.tables.lower_bounds(layout.slots[own], layout.tenancies[own], rejected)
+        rows = output.verified.tolist()
+        return [row[FIRST_TOKEN : FIRST_TOKEN + row[NUM_NEW]] for row in rows]
+
+    def _kept(
+        self, output: HeadOutput, layout: StepLayout
+    ) -> dict[int, tuple[list[int], int, bool]]:
+        """By the index of each sampling request: its new tokens, their first row, any fault."""
         if output.sampled is None:
             return {}
-        rows, first = layout.rows_per_sample, layout.first_samples
-        if output.num_new is None:
-            num_new = np.ones_like(rows)
-        else:
-            num_new = output.num_new.numpy()
-        # The host's upper bound counted every draft as accepted.
-        rejected = rows - num_new
-        own = layout.sampling
-        self.tables.lower_bounds(layout.slots[own], layout.tenancies[own], rejected)
-        return {
-            index: range(start, start + count)
-            for index, start, count in zip(
-                own.tolist(), first.tolist(), num_new.tolist(), strict=True
-            )
-        }
+        faulted = output.sampled.faulted
+        if output.verified is not None:
+            faulted = output.verified[:, IS_FAULTED].bool()
+        kept = zip(
+            self._tokens(output, layout),
+            layout.sample_starts[:-1].tolist(),
+            faulted.tolist(),
+            strict=True,
+        )
+        return dict(zip(layout.sampling.tolist(), kept, strict=True))
 
 
-def _on_host(
+def _errors_and_logprobs(
     sampled: SampledTokens | None,
-) -> tuple[list[int], list[bool], dict[int, str], dict[int, TokenLogprobs]]:
-    """Tokens and faults by row; errors and logprobs of the rows that have them."""
+) -> tuple[dict[int, str], dict[int, TokenLogprobs]]:
+    """By row, of the rows that have them."""
     if sampled is None:
-        return [], [], {}, {}
-    logprobs = sampled.logprobs.by_row() if sampled.logprobs else {}
-    return sampled.token_ids.tolist(), sampled.faulted.tolist(), sampled.errors, logprobs
+        return {}, {}
+    return sampled.errors, sampled.logprobs.by_row() if sampled.logprobs else {}

@@ -10,7 +10,7 @@ import torch
 
 T = TypeVar("T")
 
-# cuBLAS is no faster for two to seven rows than for eight.
+LEAST_ROWS = 8  # cuBLAS is no faster for two to seven rows
 DECODE_SIZES = (
     1, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240,
     256, 288, 320, 352, 384, 416, 448, 480, 512,

@@ -50,9 +50,11 @@ class StepLayout:
         return int(self.seq_lens.max())
 
     @property
-    def first_samples(self) -> IntArray:
-        """The first row of logits of each sampling request."""
-        return np.cumsum(self.rows_per_sample) - self.rows_per_sample
+    def sample_starts(self) -> IntArray:
+        """The first row of logits of each sampling request, then their number."""
+        starts = np.zeros(len(self.sampling) + 1, dtype=np.int64)
+        np.cumsum(self.rows_per_sample, out=starts[1:])
+        return starts
 
     @property
     def has_drafts(self) -> bool:
@@ -62,6 +64,11 @@ class StepLayout:
     def is_decode(self) -> bool:
         """Whether every request has one row and samples."""
         return len(self.requests) == self.num_rows == len(self.logits_rows)
+
+    @property
+    def is_verify(self) -> bool:
+        """Whether every row samples, and some request has drafts."""
+        return len(self.requests) < self.num_rows == len(self.logits_rows)
 
 
 def lay_out(plan: StepPlan, tables: RequestTables) -> StepLayout:

@@ -81,11 +81,15 @@ class SampledTokens:
     errors: dict[int, str] = field(default_factory=dict)  # by row: what a custom processor raised
     logprobs: RowLogprobs | None = None
 
-    def to_host(self) -> SampledTokens:
+    def to_host(self, with_tokens: bool = True) -> SampledTokens:
         """Start the copy to the host. On an accelerator it is complete after a synchronization."""
+        tokens, faulted = self.token_ids, self.faulted
+        if with_tokens:
+            tokens = tokens.to("cpu", non_blocking=True)
+            faulted = faulted.to("cpu", non_blocking=True)
         return SampledTokens(
-            self.token_ids.to("cpu", non_blocking=True),
-            self.faulted.to("cpu", non_blocking=True),
+            tokens,
+            faulted,
             self.errors,
             None if self.logprobs is None else self.logprobs.to_host(),
         )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.kvcache.groups import rules_for
+from penstock.ops.verification import SampleRows, Verified, verify_drafts
 from penstock.protocol.kv import KVCacheGroup
 from penstock.protocol.step import NO_SLOT, NewRequest, ScheduledRequest
 
@@ -41,6 +42,7 @@ class RequestTables:
     ) -> None:
         self.device = device
         self.groups = groups
+        self.width = 1 + num_drafts  # most samples of a request in a step
         # Drafts at a request's last position may reach past the end. They are never used.
         width = max_model_len + 1 + num_drafts
 
@@ -148,23 +150,15 @@ class RequestTables:
         self.token_ids[slots, position] = token_ids.to(torch.int32)
         self.num_tokens[slots] += 1
 
-    def append_verified(
-        self,
-        slots: torch.Tensor,  # [n]
-        token_ids: torch.Tensor,  # [n, 1 + drafts]
-        num_new: torch.Tensor,  # [n] accepted tokens of each
-        num_rejected: torch.Tensor,  # [n] drafts that were computed in vain
-    ) -> None:
-        """Append the tokens of a verified step. Entries behind the accepted ones are never read."""
-        self._write(slots, token_ids)
-        self.num_tokens[slots] += num_new.int()
-        self.num_computed[slots] -= num_rejected.int()
+    def verify(self, samples: SampleRows, sampled: torch.Tensor, faulted: torch.Tensor) -> Verified:
+        """Append the sampled tokens of each request up to the first that is not its draft."""
+        return verify_drafts(
+            samples, sampled, faulted, self.token_ids, self.num_tokens, self.num_computed,
+            self.width,
+        )  # fmt: skip
 
     def write_drafts(self, slots: torch.Tensor, drafts: torch.Tensor) -> None:
         """Write drafts [n, k] behind the known tokens, where the next step reads them."""
-        self._write(slots, drafts)
-
-    def _write(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        columns = torch.arange(token_ids.shape[1], device=self.device)
+        columns = torch.arange(drafts.shape[1], device=self.device)
         positions = self.num_tokens[slots].long()[:, None] + columns
-        self.token_ids[slots[:, None], positions] = token_ids.to(torch.int32)
+        self.token_ids[slots[:, None], positions] = drafts.to(torch.int32)

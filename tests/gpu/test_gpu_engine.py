@@ -125,7 +125,7 @@ def test_sampling_is_replayed_from_a_graph_of_its_own_for_each_kind(qwen3: Path)
         found = []
         for params in kinds:
             llm.generate(as_inputs(PROMPTS), params, use_tqdm=False)
-            found.append({(kind.draws, kind.truncates) for _, kind in captured})
+            found.append({(kind.draws, kind.truncates) for _, kind, _ in captured})
     assert found[0] == {(False, False)}
     assert found[1] == {(False, False), (True, False)}
     assert found[2] == found[3] == {(False, False), (True, False), (True, True)}

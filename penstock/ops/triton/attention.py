@@ -320,9 +320,7 @@ def _decode(
     num_heads, head_dim = query.shape[1:]
     _, _, block_size, num_kv_heads, _ = cache.shape
     requests, queries = metadata.num_decodes, metadata.decode_rows
-    plan = decode_plan(
-        head_dim, query.element_size(), requests, num_kv_heads, queries, group_rows
-    )
+    plan = decode_plan(head_dim, query.element_size(), requests, num_kv_heads, queries, group_rows)
     shape = (requests, queries, num_heads, plan.splits)
     partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=query.device)
     lse = torch.empty(shape, dtype=torch.float32, device=query.device)

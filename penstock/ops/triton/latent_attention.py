@@ -24,9 +24,12 @@ def _latent_tiles(
     acc, best, total, q, q_rope, cache_ptr, table_ptr, positions, low, high, page_stride, scale,
     MASKED: tl.constexpr, RANK: tl.constexpr, DIMS: tl.constexpr, ROPE: tl.constexpr,
     ROPE_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, MAY_BE_EMPTY: tl.constexpr = False,
 ):  # fmt: skip
-    """The online softmax over cached tokens low..high; unmasked if every row sees all of them."""
+    """The online softmax over cached tokens low..high; unmasked if every row sees all of them.
+
+    MAY_BE_EMPTY: rows may see none of them.
+    """
     dims, rope_dims = tl.arange(0, DIMS), tl.arange(0, ROPE_DIMS)
     for at in range(low, high, TILE):
         tokens = at + tl.arange(0, TILE)
@@ -44,7 +47,7 @@ def _latent_tiles(
         s = tl.dot(q_rope, tl.trans(rope), s, input_precision=PRECISION) * scale
         if MASKED:
             s = tl.where(there[None, :] & (tokens[None, :] <= positions[:, None]), s, float("-inf"))
-        acc, best, total = add_tile(acc, best, total, s, latent, False, PRECISION)
+        acc, best, total = add_tile(acc, best, total, s, latent, MAY_BE_EMPTY, PRECISION)
     return acc, best, total
 
 
@@ -73,21 +76,26 @@ def _decode_kernel(
     q_rope_ptr,  # [rows, HEADS, ROPE]
     cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr,
     out_ptr,  # [rows, HEADS, RANK]
-    partial_ptr,  # [requests, HEADS, SPLITS, RANK] float32
-    lse_ptr,  # [requests, HEADS, SPLITS] float32, base 2
+    partial_ptr,  # [requests, QUERIES, HEADS, SPLITS, RANK] float32
+    lse_ptr,  # [requests, QUERIES, HEADS, SPLITS] float32, base 2
     arrived_ptr,  # [requests, head groups] int32, zero before and after
     page_stride, table_stride, scale,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, DIMS: tl.constexpr,
-    ROPE: tl.constexpr, ROPE_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, PRECISION: tl.constexpr,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr,
+    DIMS: tl.constexpr, ROPE: tl.constexpr, ROPE_DIMS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One request, ROWS heads, one split of its cache. Requests with longer queries are skipped.
+    """ROWS heads of a request with at most QUERIES tokens, one split of its cache.
 
-    The last program to finish a request's splits combines them.
+    Requests with longer queries are skipped. The last program to finish a request's splits combines
+    them.
     """
     request, head_group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(query_starts_ptr + request)
-    if tl.load(query_starts_ptr + request + 1) - start != 1:
+    query_len = tl.load(query_starts_ptr + request + 1) - start
+    # The heads of all tokens, one token after the other.
+    heads = head_group * ROWS + tl.arange(0, ROWS)
+    if (query_len > QUERIES) | (head_group * ROWS >= query_len * HEADS):
         return
     seq_len = tl.load(seq_lens_ptr + request)
     num_tiles = (seq_len + TILE - 1) // TILE
@@ -98,9 +106,8 @@ def _decode_kernel(
     low = split * tiles_each * TILE
     high = tl.minimum(low + tiles_each * TILE, seq_len)
 
-    heads = head_group * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
-    row_mask = heads < HEADS
+    row_mask = heads < query_len * HEADS
     mask = row_mask[:, None] & (dims < RANK)[None, :]
     rows = tl.full([ROWS], 0, tl.int32) + start
     q, q_rope = _load_queries(
@@ -109,18 +116,22 @@ def _decode_kernel(
     best = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIMS], tl.float32)
-    positions = tl.full([ROWS], 0, tl.int32) + seq_len - 1
+    positions = seq_len - query_len + heads // HEADS
     acc, best, total = _latent_tiles(
         acc, best, total, q, q_rope, cache_ptr, table_ptr + request.to(tl.int64) * table_stride,
         positions, low, high, page_stride, scale, True, RANK, DIMS, ROPE, ROPE_DIMS, BLOCK_SIZE,
-        TILE, PRECISION,
+        TILE, PRECISION, QUERIES > 1,
     )  # fmt: skip
-    acc = acc / total[:, None]
+    if QUERIES > 1:  # the last split may hold nothing that the first tokens see
+        total_or_one = tl.where(total == 0.0, 1.0, total)
+        acc = acc / total_or_one[:, None]
+    else:
+        acc = acc / total[:, None]
     at_out = out_ptr + (start.to(tl.int64) * HEADS + heads)[:, None] * RANK + dims[None, :]
     if num_parts == 1:
         tl.store(at_out, acc.to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        at_part = (request.to(tl.int64) * HEADS + heads) * SPLITS
+        at_part = (request.to(tl.int64) * (QUERIES * HEADS) + heads) * SPLITS
         store_part(
             acc, best + tl.log2(total), partial_ptr, lse_ptr,
             arrived_ptr + request * tl.num_programs(1) + head_group, at_out, at_part, dims,
@@ -250,10 +261,10 @@ class _Step:
 
     def _decode(self, query: torch.Tensor, rope: torch.Tensor, latent: torch.Tensor) -> None:
         metadata, num_heads = self.metadata, query.shape[1]
-        requests = metadata.num_decodes
-        plan = latent_decode_plan(num_heads, query.element_size(), requests)
-        groups = triton.cdiv(num_heads, plan.rows)
-        shape = (requests, num_heads, plan.splits)
+        requests, queries = metadata.num_decodes, metadata.decode_rows
+        plan = latent_decode_plan(queries * num_heads, query.element_size(), requests)
+        groups = triton.cdiv(queries * num_heads, plan.rows)
+        shape = (requests, queries * num_heads, plan.splits)
         is_split = plan.splits > 1
         partial = torch.empty(
             (*shape, self.rank) if is_split else 1, dtype=torch.float32, device=query.device
@@ -266,8 +277,8 @@ class _Step:
             query, rope, self.cache, metadata.block_table, metadata.seq_lens,
             metadata.query_starts, latent, partial, lse, arrived,
             self.cache.stride(0), metadata.block_table.stride(0), self.scale,
-            HEADS=num_heads, ROWS=plan.rows, SPLITS=plan.splits, MIN_TILES=plan.min_tiles,
-            TILE=plan.tile, **self._sizes(),
+            QUERIES=queries, HEADS=num_heads, ROWS=plan.rows, SPLITS=plan.splits,
+            MIN_TILES=plan.min_tiles, TILE=plan.tile, **self._sizes(),
             num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
         )  # fmt: skip
 

@@ -73,9 +73,7 @@ SHORT_QUERY, LONG_QUERY = 1024, 2048
 FEW_TOKENS = 2  # up to this many, nearly every weight read serves a single token
 
 
-def decode_group_rows(
-    head_dim: int, element_size: int, group: int, num_queries: int
-) -> int | None:
+def decode_group_rows(head_dim: int, element_size: int, group: int, num_queries: int) -> int | None:
     """Rows of a tile for each token of a decode, whose key heads serve `group` heads each.
 
     Tensor cores need 16 rows in all. None: a tile cannot hold this many tokens.

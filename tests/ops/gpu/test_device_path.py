@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_encoders
 import torch
+from drafters import Oracle
 from lora_slots import open_with_slots, random_adapter, runner_of, slots_of
 from tiny_models import make_checkpoint
 from without_kv import encode, forget
@@ -18,13 +19,17 @@ from without_kv import encode, forget
 from penstock import LLM, SamplingParams
 from penstock.executor.in_process import InProcessExecutor
 from penstock.ops import registry
+from penstock.ops.verification import Verified
+from penstock.runner.drafter import Drafter
 from penstock.runner.generation import GenerationHead
+from penstock.runner.layout import StepLayout
 from penstock.runner.pooling import PoolingHead
 from penstock.runner.sampler import SampledTokens, Sampler, SamplingRows
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from penstock.ops.triton.sampling import choose_tokens
+from penstock.runner.device_batch import Bucket
 from penstock.runner.device_steps import DeviceSteps
 from penstock.runner.device_tables import DeviceTables
 from penstock.runner.graphs import MIXED_SIZES, mixed_sizes
@@ -64,8 +69,10 @@ class WatchedGraphs(SamplingGraphs):
 
     num_served = num_declined = 0
 
-    def sample(self, logits: torch.Tensor, rows: SamplingRows) -> SampledTokens | None:
-        sampled = super().sample(logits, rows)
+    def sample(
+        self, logits: torch.Tensor, rows: SamplingRows, has_drafts: bool = False
+    ) -> tuple[SampledTokens, Verified | None] | None:
+        sampled = super().sample(logits, rows, has_drafts)
         if sampled is None:
             self.num_declined += 1
         else:
@@ -73,18 +80,32 @@ class WatchedGraphs(SamplingGraphs):
         return sampled
 
 
-def take_device_path(llm: LLM) -> WatchedGraphs:
+class WatchedSteps(DeviceSteps):
+    """Remembers the buckets of its steps."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.buckets: list[Bucket | None] = []
+
+    def _bucket_for(self, layout: StepLayout) -> Bucket | None:
+        self.buckets.append(super()._bucket_for(layout))
+        return self.buckets[-1]
+
+
+def take_device_path(llm: LLM, drafter: Drafter | None = None) -> WatchedGraphs:
     """Put the parts that a GPU has into a CPU's runner."""
     assert isinstance(llm.engine.executor, InProcessExecutor)
     runner = llm.engine.executor.worker.runner
     assert runner is not None
-    tables = DeviceTables(4, 32, runner.tables.groups, CPU)
-    steps = DeviceSteps(
+    num_drafts = 0 if drafter is None else drafter.num_drafts
+    tables = DeviceTables(4, 32, runner.tables.groups, CPU, num_drafts)
+    steps = WatchedSteps(
         runner.model, VOCAB_SIZE, tables, runner.memory, max_num_batched_tokens=16,
-        num_drafts=0, capture_graphs=False, dtype=torch.float32, adapters=runner.adapters,
+        num_drafts=num_drafts, capture_graphs=False, dtype=torch.float32,
+        adapters=runner.adapters, drafter=drafter,
     )  # fmt: skip
     sampler = Sampler(tables, VOCAB_SIZE, CPU, choose_tokens)
-    head = GenerationHead(runner.model, tables, sampler)
+    head = GenerationHead(runner.model, tables, sampler, drafter)
     head.graphs = WatchedGraphs(steps.buffers, steps.logits, tables, sampler, steps.pool)
     runner.tables, runner.steps, runner.head = tables, steps, head
     return head.graphs
@@ -112,6 +133,71 @@ def test_padded_steps_and_their_sampling_give_the_plain_paths_tokens(
                 assert graphs.num_declined > 0
             else:
                 assert (graphs.num_served > 0, graphs.num_declined) == (True, 0), name
+
+
+VERIFIED = {
+    "greedy": [sampling(12, temperature=0.0)] * 2,
+    "drawn": [sampling(12, temperature=0.0), sampling(12, temperature=0.9, seed=4, top_k=9)],
+    "changed": [
+        sampling(12, temperature=0.0, logprobs=2),
+        sampling(12, temperature=0.8, seed=5, repetition_penalty=1.4),
+    ],
+}
+
+
+def verified(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variant: str,
+    kinds: dict[str, list[SamplingParams]],
+    **settings: Any,
+) -> None:
+    """Tokens with drafts that mostly hold, on the way of a GPU, are those of the plain path."""
+    checkpoint = str(make_checkpoint(tmp_path, variant, **{**SHAPE, **settings}))
+    options = {**OPTIONS, "block_size": 4}
+    with LLM(checkpoint, **options) as llm:
+        expected = {name: generate(llm, params) for name, params in kinds.items()}
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    whole = [
+        prompt["prompt_token_ids"] + tokens
+        for found in expected.values()
+        for prompt, tokens in zip(PROMPTS, found, strict=True)
+    ]
+    oracle = Oracle(whole, wrong=1, num_drafts=3)
+    with LLM(checkpoint, drafter=oracle, **options) as llm:
+        graphs = take_device_path(llm, oracle)
+        steps = runner_of(llm).steps
+        assert isinstance(steps, WatchedSteps)
+        for name, params in kinds.items():
+            oracle.num_accepted = graphs.num_served = graphs.num_declined = 0
+            steps.buckets.clear()
+            assert generate(llm, params) == expected[name], name
+            assert oracle.num_accepted > 6, name
+            # After the prompts, every step is padded to as many rows for each request.
+            widths = {bucket.width for bucket in steps.buckets if bucket and bucket.decode}
+            assert 4 in widths, name
+            assert (graphs.num_declined > 0) == (name == "changed"), name
+
+
+def test_drafts_verified_in_padded_steps_give_the_plain_paths_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified(tmp_path, monkeypatch, "qwen3", VERIFIED)
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [
+        ("deepseek_v3", {"num_hidden_layers": 1, "num_key_value_heads": 2}),
+        ("gemma2", {"num_hidden_layers": 2, "sliding_window": 6}),
+        ("gpt_oss", {"num_hidden_layers": 2, "sliding_window": 6, "num_local_experts": 2}),
+    ],
+)
+@pytest.mark.slow
+def test_drafts_of_other_kinds_of_layers_give_the_plain_paths_tokens(
+    variant: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified(tmp_path, monkeypatch, variant, {"greedy": VERIFIED["greedy"]}, **settings)
 
 
 @pytest.mark.parametrize(

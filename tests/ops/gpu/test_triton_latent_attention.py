@@ -68,6 +68,15 @@ def test_a_long_cache_in_parts_beside_short_ones(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("sizes", [SMALL, ODD], ids=["small", "odd"])
+def test_decodes_with_drafts_are_split_as_single_tokens_are(
+    device: torch.device, sizes: Sizes
+) -> None:
+    lens = [3, 1, 4, 2, 4], [130, 40, 4, 65, 66]
+    check(device, *lens, sizes, decode_rows=4, padding=2)
+    check(device, *lens, sizes, decode_rows=4, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("sizes", [SMALL, ODD], ids=["small", "odd"])
 def test_prompts_from_their_first_token_need_no_page(device: torch.device, sizes: Sizes) -> None:
     torch.manual_seed(6)
     check(device, [1, 37, 3, 7, 2], [18, 37, 3, 22, 19], sizes, num_prompts=2)
@@ -88,6 +97,7 @@ def test_published_sizes(device: torch.device, dtype: torch.dtype, heads: int) -
     check(device, *lens, sizes, 64, dtype)
     check(device, *lens, sizes, 64, dtype, num_prompts=1)
     check(device, *lens, sizes, 64, dtype, any_order=True, padding=2)
+    check(device, [5, 1, 3, 5], [5, 700, 65, 350], sizes, 64, dtype, decode_rows=8, padding=2)
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
