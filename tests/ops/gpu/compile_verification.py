@@ -76,7 +76,7 @@ SIXTEENS = ("q_stride", "out_stride", "page_stride", "table_stride")
 def compile_one(kernel: str) -> dict[str, int]:
     function, constants, launch = KERNELS[kernel]
     kind = "*fp32" if kernel.startswith("float32") else "*bf16"
-    own = {name: kind for name in ("q_ptr", "q_rope_ptr", "cache_ptr", "sinks_ptr", "out_ptr")}
+    own = dict.fromkeys(("q_ptr", "q_rope_ptr", "cache_ptr", "sinks_ptr", "out_ptr"), kind)
     code = compile_kernel(function, constants, {**POINTERS, **own}, SIXTEENS, **launch._asdict())
     return {
         "tensor cores": code.ptx.count("mma"),
