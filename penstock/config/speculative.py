@@ -11,17 +11,22 @@ from typing import Any, Literal, get_args
 from penstock.config.options import coerce, option, options_of, require
 from penstock.protocol.errors import ConfigError
 
-Method = Literal["ngram", "custom"]
+Method = Literal["ngram", "suffix", "custom"]
 
-NUM_TOKENS: Mapping[Method, int] = {"ngram": 5, "custom": 3}  # unless the user says
+NUM_TOKENS: Mapping[Method, int] = {"ngram": 5, "suffix": 8, "custom": 3}  # unless the user says
 MOST_TOKENS = 64  # drafts of a request in one step
 LONGEST_LOOKUP = 32  # tokens; every length is indexed
+DEEPEST_TREE = 256  # tokens
 
 # Keys that only some methods read. All others have the rest.
 _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
     "model": ("custom",),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
+    "suffix_decoding_max_tree_depth": ("suffix",),
+    "suffix_decoding_max_cached_requests": ("suffix",),
+    "suffix_decoding_max_spec_factor": ("suffix",),
+    "suffix_decoding_min_token_prob": ("suffix",),
 }
 
 
@@ -32,7 +37,8 @@ class SpeculativeSettings:
     method: Method = option(
         dataclasses.MISSING,
         "Drafter to use; required. ngram: repeats what followed the last tokens earlier in the "
-        "request; custom: a class of your own.",
+        "request; suffix: what most often followed them, in the request and in past outputs; "
+        "custom: a class of your own.",
     )
     num_speculative_tokens: int | None = option(
         None,
@@ -48,6 +54,21 @@ class SpeculativeSettings:
     )
     prompt_lookup_max: int = option(
         5, "ngram: maximum number of last tokens that are compared. The longest match wins."
+    )
+
+    suffix_decoding_max_tree_depth: int = option(
+        24, "suffix: maximum length of a match and its drafts together, in tokens."
+    )
+    suffix_decoding_max_cached_requests: int = option(
+        10_000,
+        "suffix: maximum number of past outputs to search, oldest out first; 0: only the request "
+        "itself. Requests see only outputs of their own `cache_salt`.",
+    )
+    suffix_decoding_max_spec_factor: float = option(
+        1.0, "suffix: maximum number of drafts per matched token."
+    )
+    suffix_decoding_min_token_prob: float = option(
+        0.1, "suffix: minimum estimated probability of a draft, from 0 to 1."
     )
 
     @classmethod
@@ -90,6 +111,18 @@ class SpeculativeSettings:
             raise ConfigError(
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most prompt_lookup_max "
                 f"({self.prompt_lookup_max})"
+            )
+        depth = self.suffix_decoding_max_tree_depth
+        if not 2 <= depth <= DEEPEST_TREE:
+            raise ConfigError(
+                f"suffix_decoding_max_tree_depth must be from 2 to {DEEPEST_TREE}, got {depth}"
+            )
+        require(self, "suffix_decoding_max_cached_requests", least=0)
+        require(self, "suffix_decoding_max_spec_factor", above=0)
+        if not 0 <= self.suffix_decoding_min_token_prob <= 1:
+            raise ConfigError(
+                "suffix_decoding_min_token_prob must be from 0 to 1, "
+                f"got {self.suffix_decoding_min_token_prob}"
             )
         if self.method == "custom" and self.model is None:
             raise ConfigError('method custom needs model: "module:Class" of a drafter')

@@ -88,6 +88,26 @@ def test_one_bound_of_the_lookup_moves_the_other(
             {"method": "custom", "model": "a:B", "prompt_lookup_max": 3},
             "prompt_lookup_max is for method ngram, got method custom: drop prompt_lookup_max",
         ),
+        (
+            {"method": "suffix", "suffix_decoding_max_tree_depth": 1},
+            "suffix_decoding_max_tree_depth must be from 2 to 256, got 1",
+        ),
+        (
+            {"method": "suffix", "suffix_decoding_max_cached_requests": -1},
+            "suffix_decoding_max_cached_requests must be at least 0, got -1",
+        ),
+        (
+            {"method": "suffix", "suffix_decoding_max_spec_factor": 0},
+            "suffix_decoding_max_spec_factor must be above 0, got 0",
+        ),
+        (
+            {"method": "suffix", "suffix_decoding_min_token_prob": 1.5},
+            "suffix_decoding_min_token_prob must be from 0 to 1, got 1.5",
+        ),
+        (
+            {"method": "ngram", "suffix_decoding_min_token_prob": 0.2},
+            "suffix_decoding_min_token_prob is for method suffix, got method ngram",
+        ),
         ({"method": "custom"}, 'method custom needs model: "module:Class" of a drafter'),
     ],
 )

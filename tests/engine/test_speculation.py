@@ -17,6 +17,7 @@ from penstock.protocol.errors import ConfigError
 
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.01},
     "random": {"method": "custom", "model": "drafters:AtRandom"},
 }
 KINDS: dict[str, dict[str, Any]] = {
@@ -91,17 +92,31 @@ def assert_equal(ours: list[Any], theirs: list[Any], exact: bool) -> None:
             assert own == (other if exact else pytest.approx(other, abs=1e-4))
 
 
-def test_a_text_that_repeats_itself_takes_fewer_steps(tiny_llama: str) -> None:
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_text_that_repeats_itself_takes_fewer_steps(tiny_llama: str, method: str) -> None:
     """One token is biased so much that it follows itself."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias={7: 100.0})
     steps = []
-    for config in (None, {"method": "ngram", "num_speculative_tokens": 4}):
+    for config in (None, {"method": method, "num_speculative_tokens": 4}):
         with open_llm(tiny_llama, speculative_config=config) as llm:
             (output,) = llm.generate(prompts()[0], params, use_tqdm=False)
             assert output.outputs[0].token_ids == [7] * 40
             steps.append(num_steps(llm))
     assert steps[0] == 40
     assert steps[1] <= 14
+
+
+def test_suffix_drafts_repeat_what_a_past_request_gave(tiny_llama: str) -> None:
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True)
+    with open_llm(tiny_llama, speculative_config={"method": "suffix"}) as llm:
+        steps, outputs = [], []
+        for _ in range(2):
+            before = num_steps(llm)
+            (output,) = llm.generate(prompts()[1], params, use_tqdm=False)
+            outputs.append(output.outputs[0].token_ids)
+            steps.append(num_steps(llm) - before)
+    assert outputs[0] == outputs[1]
+    assert steps[1] < steps[0] / 2
 
 
 def test_a_request_without_a_match_brings_no_drafts(tiny_llama: str) -> None:

@@ -14,6 +14,16 @@ def make_drafter(settings: SpeculativeSettings, vocab_size: int) -> Drafter:
         return NgramDrafter(
             settings.num_tokens, settings.prompt_lookup_min, settings.prompt_lookup_max
         )
+    if settings.method == "suffix":
+        from penstock.runner.drafters.suffix import PastOutputs, PathRules, SuffixDrafter
+
+        rules = PathRules(
+            settings.suffix_decoding_max_tree_depth,
+            settings.suffix_decoding_max_spec_factor,
+            settings.suffix_decoding_min_token_prob,
+        )
+        past = PastOutputs(settings.suffix_decoding_max_cached_requests)
+        return SuffixDrafter(settings.num_tokens, rules, past)
     from penstock.runner.drafters.custom import CustomDrafter
 
     assert settings.model is not None, "checked by the settings"
