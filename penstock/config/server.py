@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock.config.lora_modules import AdapterPlaces, parse_lora_module
 from penstock.config.options import coerce, option, options_of, require
@@ -176,6 +176,11 @@ class ServerConfig:
         True,
         "Include prompt_tokens_details (cached tokens) in the usage of completions and chat "
         "completions.",
+    )
+    per_request_spec_decode_metrics: Literal["off", "summary", "detailed"] = option(
+        "off",
+        "Include counts of draft tokens in each choice of completions and chat completions, as "
+        "metrics.speculative_decoding. detailed: with a histogram of accepted tokens.",
     )
     access_log: bool = option(False, "Log every HTTP request.")
 

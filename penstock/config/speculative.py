@@ -46,6 +46,11 @@ class SpeculativeSettings:
         + ", ".join(f"{count} for {method}" for method, count in NUM_TOKENS.items())
         + ".",
     )
+    adaptive: bool = option(
+        True,
+        "Propose and verify fewer drafts, or none, where more would lower the throughput: by the "
+        "load, measured step times and each request's acceptance.",
+    )
     model: str | None = option(
         None, "custom: the drafter as module:Class, a subclass of penstock.runner.drafter.Drafter."
     )

@@ -10,7 +10,13 @@ import msgspec
 
 from penstock.conversation.grammar import after_reasoning, hold_to_calls, hold_to_format
 from penstock.conversation.request import NamedTool, TurnRequest
-from penstock.protocol.outputs import CompletionOutput, LogprobsAtPosition, Message, RequestOutput
+from penstock.protocol.outputs import (
+    CompletionOutput,
+    DraftCounts,
+    LogprobsAtPosition,
+    Message,
+    RequestOutput,
+)
 from penstock.protocol.sampling import SamplingParams
 from penstock.text.frontend import Frontend
 from penstock.text.parsing.deltas import (
@@ -47,6 +53,7 @@ class TurnStep:
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     routed_experts: npt.NDArray[np.int16] | None = None
+    drafts: DraftCounts | None = None  # so far
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class TurnAnswer:
     finish_reason: FinishReason
     stop_reason: int | str | None
     routed_experts: npt.NDArray[np.int16] | None = None
+    drafts: DraftCounts | None = None  # so far
 
     @property
     def message(self) -> Message:
@@ -127,6 +135,7 @@ def join_steps(steps: Sequence[TurnStep]) -> TurnAnswer:
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         routed_experts=last.routed_experts,
+        drafts=last.drafts,
     )
 
 
@@ -221,6 +230,7 @@ class _ChoiceParser:
             finish_reason=reason,
             stop_reason=item.stop_reason,
             routed_experts=item.routed_experts,
+            drafts=item.drafts,
         )
 
     def num_new_reasoning_tokens(self) -> int:

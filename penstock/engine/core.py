@@ -16,7 +16,7 @@ from penstock.protocol.errors import EngineDeadError
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import StepFailure, StepMasks, StepPlan
 from penstock.scheduler.scheduler import Scheduler
-from penstock.scheduler.stats import AdapterStats, SchedulerStats
+from penstock.scheduler.stats import AdapterStats, SchedulerStats, SpeculationStats
 from penstock.structured.manager import GrammarManager
 
 logger = logging.getLogger(__name__)
@@ -204,6 +204,11 @@ class EngineCore:
         """The state of LoRA adapters. None without LoRA."""
         adapters = self.scheduler.adapters
         return adapters.stats() if adapters.is_enabled else None
+
+    def speculation_stats(self) -> SpeculationStats | None:
+        """Counts of draft tokens. None without a drafter."""
+        speculation = self.scheduler.speculation
+        return speculation.stats() if speculation.is_enabled else None
 
     def take_metrics(self) -> dict[str, int]:
         """Return what workers counted since the last call, by the names of declared counters."""

@@ -16,7 +16,7 @@ from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.pooling import PoolingInfo
-from penstock.scheduler.stats import AdapterStats, SchedulerStats
+from penstock.scheduler.stats import AdapterStats, SchedulerStats, SpeculationStats
 
 # Kinds of messages to the engine: the first frame.
 LOAD = b"load"  # an EngineConfig
@@ -48,6 +48,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: list[int] = []  # computed by each step since the last stats
     metrics: dict[str, int] = {}  # counted by the workers since the last stats
     adapters: AdapterStats | None = None  # None without LoRA
+    speculation: SpeculationStats | None = None  # None without a drafter
 
 
 class Connected(msgspec.Struct, tag=True):

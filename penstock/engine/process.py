@@ -183,6 +183,7 @@ class EngineServer:
             step_tokens=step_tokens,
             metrics=self._core.take_metrics(),
             adapters=self._core.adapter_stats(),
+            speculation=self._core.speculation_stats(),
         )
 
 

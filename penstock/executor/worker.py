@@ -74,6 +74,7 @@ class Worker:
             platform,
             num_drafts=drafter.num_drafts if drafter else 0,
             num_lookahead=drafter.num_lookahead if drafter else 0,
+            adapts_drafts=settings is not None and settings.adaptive,
             needs_tokens=any(processor.needs_tokens for processor in self.processors),
             drafts_on_host=drafter is not None and drafter.is_on_host,
         )

@@ -33,6 +33,7 @@ def resolve_limits(
     *,
     num_drafts: int = 0,
     num_lookahead: int = 0,
+    adapts_drafts: bool = False,
     needs_tokens: bool = False,
     drafts_on_host: bool = False,
 ) -> StepLimits:
@@ -63,6 +64,7 @@ def resolve_limits(
         max_in_flight=2 if overlap and not needs_tokens else 1,
         num_drafts=num_drafts,
         num_lookahead=num_lookahead,
+        adapts_drafts=adapts_drafts,
         long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
         enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
     )

@@ -81,6 +81,16 @@ DECLARED = (
     Declared("eager_steps", "counter", "Forward passes that ran without a CUDA graph."),
     Declared("graph_steps", "counter", "Forward passes replayed from a CUDA graph."),
     Declared("iteration_tokens_total", "histogram", "Tokens computed by a step.", TOKENS),
+    # -- speculative decoding
+    Declared("spec_decode_num_drafts", "counter", "Draft proposals that steps verified."),
+    Declared("spec_decode_num_draft_tokens", "counter", "Draft tokens that steps verified."),
+    Declared("spec_decode_num_accepted_tokens", "counter", "Draft tokens that were accepted."),
+    Declared(
+        "spec_decode_num_accepted_tokens_per_pos",
+        "counter",
+        "Draft tokens that were accepted, by their place in the proposal, from 0.",
+        labels=("position",),
+    ),
     # -- LoRA adapters
     Declared(
         "lora_requests_info",

@@ -22,6 +22,7 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
 
     request_id: str
     token_ids: list[int] = []
+    num_drafts: int = 0  # verified in the step of these tokens: all but the last were drafts
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: PromptLogprobs | None = None
     routed_experts: RoutedExperts | None = None

@@ -40,6 +40,44 @@ class Message:
 
 
 @dataclass
+class DraftCounts:
+    """Draft tokens that were verified for a completion, with speculative decoding.
+
+    A proposal has one or more tokens. `accepted` counts proposals by how many of their tokens were
+    accepted.
+    """
+
+    num_draft_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    @property
+    def num_drafts(self) -> int:
+        """The number of proposals."""
+        return sum(self.accepted)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(length * count for length, count in enumerate(self.accepted))
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per verified proposal, with the one that the model itself adds."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    def add(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count a proposal."""
+        self.num_draft_tokens += num_draft_tokens
+        self.accepted += [0] * (num_accepted + 1 - len(self.accepted))
+        self.accepted[num_accepted] += 1
+
+    def merge(self, other: DraftCounts) -> None:
+        self.num_draft_tokens += other.num_draft_tokens
+        self.accepted += [0] * (len(other.accepted) - len(self.accepted))
+        for length, count in enumerate(other.accepted):
+            self.accepted[length] += count
+
+
+@dataclass
 class CompletionOutput:
     """One completion of a prompt."""
 
@@ -54,6 +92,7 @@ class CompletionOutput:
     # With enable_return_routed_experts, once the completion is finished: [tokens, layers, top_k],
     # the experts of every token but the last, which is never computed with, prompt included.
     routed_experts: npt.NDArray[np.int16] | None = None
+    drafts: DraftCounts | None = None  # so far; None if none were verified
     message: Message | None = None  # of `LLM.chat(..., parse_output=True)`
 
     def finished(self) -> bool:

@@ -74,10 +74,7 @@ class RequestState(_EveryStep):
         "is_plain",
         "max_total_tokens",
         "num_cached_tokens",
-        "num_draft_tokens",
         "num_drafts",
-        "num_drafts_accepted",
-        "num_drafts_verified",
         "num_prompt_logprobs",
         "num_prompt_tokens",
         "num_skipped_drafts",
@@ -111,7 +108,6 @@ class RequestState(_EveryStep):
         self.num_drafts = 0  # in the runner's tables when the steps in flight are done, at most
         self.drafts_held = self.drafts_tried = 0.0  # decayed counts, see Speculation
         self.num_skipped_drafts = 0  # steps in a row to which it brought none of its drafts
-        self.num_drafts_verified = self.num_draft_tokens = self.num_drafts_accepted = 0
         self.last_step_id = 0
         self.entered_at: float | None = None  # reset at the first token
         self.num_cached_tokens = 0
@@ -205,12 +201,6 @@ class RequestState(_EveryStep):
         self.num_placeholders -= num_expected
         self.num_computed_tokens -= num_rejected
         self.num_confirmed_tokens += planned.num_tokens - num_rejected
-
-    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a verified proposal."""
-        self.num_drafts_verified += 1
-        self.num_draft_tokens += num_drafts
-        self.num_drafts_accepted += num_accepted
 
     def take_prefill_s(self) -> float:
         """Return the seconds from `enter` to the first token on the first call, then 0."""

@@ -396,7 +396,7 @@ class Scheduler:
             self._retire(state, stop.reason, stop.stop_reason)
         elif not token_ids and result.prompt_logprobs is None and result.routed_experts is None:
             return []
-        return [delta_of(state, result, token_ids, first, stop)]
+        return [delta_of(state, planned, result, token_ids, first, stop)]
 
     # -- a request ends
 

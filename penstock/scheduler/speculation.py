@@ -59,6 +59,9 @@ class Speculation:
         """Set how many drafts are proposed after the step."""
         if not self.is_enabled:
             return
+        if not self._limits.adapts_drafts:
+            step.num_drafts = self._num_drafts
+            return
         step.started_at = self._clock()
         num_running = max(len(running), 1)
         self._steps_left -= 1
@@ -76,6 +79,8 @@ class Speculation:
         """How many of its proposed drafts the request brings to the step."""
         if not state.num_drafts or self._measures_plain:
             return 0
+        if not self._limits.adapts_drafts:
+            return state.num_drafts
         rate, least = self._rate_of(state), self._least_rate
         count, chance = 0, rate
         while count < state.num_drafts and chance > least:
@@ -107,11 +112,10 @@ class Speculation:
         self._num_verified += num_drafts
         for position in range(num_held):
             self._accepted_by_position[position] += 1
-        state.count_drafts(num_drafts, num_held)
 
     def record_time(self, step: PlannedStep) -> None:
         """Learn how long a step took, if all its requests decode. It has just been collected."""
-        if not self.is_enabled:
+        if not self._limits.adapts_drafts:
             return
         now = self._clock()
         started_at, self._last_end = max(step.started_at, self._last_end), now

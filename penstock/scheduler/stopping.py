@@ -132,6 +132,7 @@ def _why_malformed(planned: ScheduledRequest, result: RequestResult) -> str | No
 
 def delta_of(
     state: RequestState,
+    planned: ScheduledRequest,
     result: RequestResult,
     token_ids: list[int],
     first: int,
@@ -144,6 +145,7 @@ def delta_of(
     return EngineDelta(
         request_id=state.request_id,
         token_ids=token_ids,
+        num_drafts=planned.num_drafts,
         logprobs=result.logprobs[: len(token_ids)],
         prompt_logprobs=result.prompt_logprobs,
         routed_experts=routed_experts,

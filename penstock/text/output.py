@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import InputError
-from penstock.protocol.outputs import CompletionOutput, Logprob, LogprobsAtPosition, RequestOutput
+from penstock.protocol.outputs import (
+    CompletionOutput,
+    DraftCounts,
+    Logprob,
+    LogprobsAtPosition,
+    RequestOutput,
+)
 from penstock.protocol.sampling import OutputKind, SamplingParams
 from penstock.protocol.step import PromptLogprobs, RoutedExperts, TokenLogprobs
 from penstock.text.detokenizer import Detokenizer
@@ -147,6 +153,7 @@ class _Child:
     logprobs: list[LogprobsAtPosition] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     routed_experts: _RoutedExperts | None = None
+    drafts: DraftCounts | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     shown_tokens: int = 0
@@ -163,6 +170,9 @@ class _Child:
             if self.routed_experts is None:
                 self.routed_experts = _RoutedExperts()
             self.routed_experts.place(delta.routed_experts)
+        if delta.num_drafts and delta.token_ids:
+            self.drafts = self.drafts or DraftCounts()
+            self.drafts.add(delta.num_drafts, len(delta.token_ids) - 1)
         if delta.finish_reason is None and delta.error is None:
             self.changed = self.changed or bool(delta.token_ids)
             self.add_tokens(delta.token_ids, delta.logprobs)
@@ -267,6 +277,7 @@ class _Child:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             routed_experts=routed_experts,
+            drafts=self.drafts,
         )
 
 

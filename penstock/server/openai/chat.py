@@ -25,7 +25,6 @@ from penstock.server.openai.protocol import (
     ChatDelta,
     ChatLogprobs,
 )
-from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import ANSWERS, AnswerFormat, Exchange, complete
 from penstock.server.openai.tools import (
     CustomToolDefinition,
@@ -193,8 +192,7 @@ class ChatAnswer(AnswerFormat[ChatCompletionRequest]):
         self, choice: ChatChoice | ChatChunkChoice, item: TurnAnswer | TurnStep
     ) -> None:
         choice.token_ids = item.token_ids if self._body.return_token_ids else None
-        if item.routed_experts is not None:
-            choice.routed_experts = encode_routed_experts(item.routed_experts)
+        self._add_extras(choice, item)
 
     def _add_prompt(self, reply: ChatCompletion | ChatCompletionChunk) -> None:
         """Add the prompt's logprobs and token ids, if requested."""

@@ -19,7 +19,6 @@ from penstock.server.openai.protocol import (
     CompletionLogprobs,
     CompletionRequest,
 )
-from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.openai.stream import ANSWERS, AnswerFormat, Exchange, UsageCounter, complete
 from penstock.text.frontend import PreparedRequest
 
@@ -124,8 +123,7 @@ class CompletionAnswer(AnswerFormat[CompletionRequest]):
         )
         if first and self._body.return_token_ids:
             choice.prompt_token_ids = output.prompt_token_ids
-        if item.routed_experts is not None:
-            choice.routed_experts = encode_routed_experts(item.routed_experts)
+        self._add_extras(choice, item)
         if first and index in self._prompt_logprobs and self._body.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(self._prompt_logprobs[index])
         return choice

@@ -277,12 +277,28 @@ class CompletionLogprobs(Reply):
     text_offset: list[int]
 
 
+class SpeculationMetrics(Reply):
+    """Draft tokens that were verified for a choice."""
+
+    num_drafts: int  # proposals, each of one or more tokens
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    mean_acceptance_length: float  # tokens per proposal, with the one that the model adds
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int] | None = None  # proposals by number of accepted tokens
+
+
+class ChoiceMetrics(Reply):
+    speculative_decoding: SpeculationMetrics
+
+
 class Choice(Reply):
     index: int
     finish_reason: str | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     routed_experts: str | None = None  # base64 of a .npy file [tokens, layers, top_k]
+    metrics: ChoiceMetrics | None = None  # in the last chunk, where the server shows them
 
 
 class CompletionChoice(Choice):

@@ -11,12 +11,20 @@ import msgspec
 from fastapi import Request, Response
 
 from penstock.config import ServerConfig
-from penstock.conversation.output import TurnUsage
-from penstock.protocol.outputs import RequestOutput
+from penstock.conversation.output import TurnAnswer, TurnStep, TurnUsage
+from penstock.protocol.outputs import CompletionOutput, RequestOutput
 from penstock.server.http.errors import describe_errors
 from penstock.server.http.replies import Answer, send_answer, unless_gone
 from penstock.server.openai.logprobs import LogprobFormat, usage
-from penstock.server.openai.protocol import CompletionBody, StreamOptions, Usage
+from penstock.server.openai.protocol import (
+    Choice,
+    ChoiceMetrics,
+    CompletionBody,
+    SpeculationMetrics,
+    StreamOptions,
+    Usage,
+)
+from penstock.server.openai.routed_experts import encode_routed_experts
 from penstock.server.schema.base import Reply
 from penstock.server.service import Service
 
@@ -81,6 +89,25 @@ class AnswerFormat(Generic[BodyT]):
             service.shows_token_ids(body.return_tokens_as_token_ids),
         )
         self._texts = TextChunks()
+
+    def _add_extras(self, choice: Choice, item: CompletionOutput | TurnAnswer | TurnStep) -> None:
+        """Add what only some servers are asked for: routed experts and counts of drafts."""
+        if item.routed_experts is not None:
+            choice.routed_experts = encode_routed_experts(item.routed_experts)
+        detail = self._service.server_config.per_request_spec_decode_metrics
+        if detail == "off" or item.drafts is None or item.finish_reason is None:
+            return
+        drafts = item.drafts
+        shown = SpeculationMetrics(
+            num_drafts=drafts.num_drafts,
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_accepted_tokens=drafts.num_accepted_tokens,
+            mean_acceptance_length=drafts.mean_acceptance_length,
+            draft_acceptance_rate=drafts.num_accepted_tokens / drafts.num_draft_tokens,
+        )
+        if detail == "detailed":
+            shown.acceptance_histogram = drafts.accepted
+        choice.metrics = ChoiceMetrics(speculative_decoding=shown)
 
 
 class TextChunks:

@@ -13,7 +13,7 @@ from penstock.engine.messages import EngineInfo, EngineStats
 from penstock.engine.observer import Observer, RequestRecord
 from penstock.observability.metrics import CONTENT_TYPE, Metrics
 from penstock.protocol.delta import FinishReason
-from penstock.scheduler.stats import AdapterStats, SchedulerStats
+from penstock.scheduler.stats import AdapterStats, SchedulerStats, SpeculationStats
 from penstock.server.http.errors import describe_errors
 from penstock.server.operations.throughput import ThroughputLog
 from penstock.server.responses.runner import ResponseRunner
@@ -43,6 +43,7 @@ NO_ADAPTERS = AdapterStats(
     longest_wait_s=0.0,
     most_overtakes=0,
 )
+NO_DRAFTS = SpeculationStats(0, 0, 0, [])
 MAX_WAITING_NAMES = 64  # in a label
 COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -79,6 +80,7 @@ class MetricsObserver(Observer):
         self._cache_config = config.cache
         self._stats = NO_STATS  # the engine's latest; its counters restart with it
         self._adapters = NO_ADAPTERS
+        self._speculation = NO_DRAFTS
         # Not in the metrics yet: updating a counter per token would be too slow.
         self._num_tokens = 0
         self._gaps = Counter[float]()  # seconds between tokens; equal for the tokens of a step
@@ -88,7 +90,7 @@ class MetricsObserver(Observer):
         }
 
     def on_ready(self, info: EngineInfo) -> None:
-        self._stats, self._adapters = NO_STATS, NO_ADAPTERS
+        self._stats, self._adapters, self._speculation = NO_STATS, NO_ADAPTERS, NO_DRAFTS
         self.show(NO_STATS)  # clears the last engine's values: an idle engine sends no stats
         self.metrics.gauge(
             "cache_config_info",
@@ -184,6 +186,23 @@ class MetricsObserver(Observer):
 
         if stats.adapters is not None:
             self._show_adapters(stats.adapters)
+        if stats.speculation is not None:
+            self._count_drafts(stats.speculation)
+
+    def _count_drafts(self, now: SpeculationStats) -> None:
+        before, self._speculation = self._speculation, now
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            new = getattr(now, name) - getattr(before, name)
+            self.metrics.counter(f"spec_decode_{name}").inc(new)
+        per_position = before.num_accepted_tokens_per_pos or [0] * len(
+            now.num_accepted_tokens_per_pos
+        )
+        for position, (old, count) in enumerate(
+            zip(per_position, now.num_accepted_tokens_per_pos, strict=True)
+        ):
+            self.metrics.counter(
+                "spec_decode_num_accepted_tokens_per_pos", position=str(position)
+            ).inc(count - old)
 
     def _show_adapters(self, now: AdapterStats) -> None:
         before, self._adapters = self._adapters, now
