@@ -66,7 +66,8 @@ class Worker:
                     f"speculative_config is for models that generate text, but this one is used "
                     f"to {task}: drop it, or set runner=generate"
                 )
-            drafter = make_drafter(settings, int(source.config["vocab_size"]))
+            on_gpu = platform.device.type == "cuda"
+            drafter = make_drafter(settings, int(source.config["vocab_size"]), on_gpu)
         self.drafter = drafter
         self.limits = resolve_limits(
             config,

@@ -81,6 +81,8 @@ class DeviceSteps:
         if num_drafts and not memory.layout.is_recurrent:
             most = self.buffers.max_num_seqs * (1 + num_drafts)
             self._max_verified = min(most, self.buffers.max_rows, DECODE_SIZES[-1])
+        # Fewer rows per request gain attention little, and each width needs graphs of its own.
+        self._least_width = min(1 << num_drafts.bit_length(), LEAST_ROWS)
         # Output buffer for the logits of decode buckets.
         self._has_logits = has_logits
         num_logits = max(self._decode_sizes[-1], self._max_verified)
@@ -138,7 +140,7 @@ class DeviceSteps:
             min(rows, self._max_verified),
             size,
             decode=True,
-            width=1 << (layout.max_query_len - 1).bit_length(),
+            width=max(1 << (layout.max_query_len - 1).bit_length(), self._least_width),
             adapters=adapters,
         )
 

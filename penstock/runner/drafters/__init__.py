@@ -6,14 +6,17 @@ from penstock.config import SpeculativeSettings
 from penstock.runner.drafter import Drafter
 
 
-def make_drafter(settings: SpeculativeSettings, vocab_size: int) -> Drafter:
+def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = False) -> Drafter:
     """Only the method that is used is imported. Raises `ConfigError`."""
     if settings.method == "ngram":
+        sizes = (settings.num_tokens, settings.prompt_lookup_min, settings.prompt_lookup_max)
+        if on_gpu:
+            from penstock.runner.drafters.device_ngram import DeviceNgramDrafter  # needs Triton
+
+            return DeviceNgramDrafter(*sizes)
         from penstock.runner.drafters.ngram import NgramDrafter
 
-        return NgramDrafter(
-            settings.num_tokens, settings.prompt_lookup_min, settings.prompt_lookup_max
-        )
+        return NgramDrafter(*sizes)
     if settings.method == "suffix":
         from penstock.runner.drafters.suffix import PastOutputs, PathRules, SuffixDrafter
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hopper import compile_kernel
 
-from penstock.ops.triton import attention, latent_attention, verification
+from penstock.ops.triton import attention, latent_attention, ngram, verification
 from penstock.ops.triton.tuning import (
     Launch,
     decode_group_rows,
@@ -60,6 +60,8 @@ KERNELS: dict[str, Kernel] = {
     "float32 latent": attend_latent(8, element_size=4),
     "verify": (verification._verify_kernel, {"COLUMNS": 8}, Launch(1, 1)),
     "write drafts": (verification._write_drafts_kernel, {"COLUMNS": 4}, Launch(1, 1)),
+    "match": (ngram._match_kernel, {"SHORTEST": 2, "LONGEST": 5, "CHUNK": 1024}, Launch(4, 1)),
+    "draft": (ngram._draft_kernel, {"COLUMNS": 8}, Launch(1, 1)),
 }
 POINTERS = {
     "table_ptr": "*i32", "seq_lens_ptr": "*i32", "query_starts_ptr": "*i32",
@@ -68,7 +70,7 @@ POINTERS = {
     "slots_ptr": "*i64", "step_tokens_ptr": "*i32", "sampled_ptr": "*i64", "faulted_ptr": "*i8",
     "token_table_ptr": "*i32", "num_tokens_ptr": "*i32", "num_computed_ptr": "*i32",
     "results_ptr": "*i32", "out_slots_ptr": "*i64", "last_rows_ptr": "*i64",
-    "num_accepted_ptr": "*i32", "drafts_ptr": "*i64",
+    "num_accepted_ptr": "*i32", "drafts_ptr": "*i32", "best_ptr": "*i64",
 }  # fmt: skip
 SIXTEENS = ("q_stride", "out_stride", "page_stride", "table_stride")
 
