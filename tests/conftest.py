@@ -35,10 +35,13 @@ settings.load_profile("penstock")
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "slow":
         settings.load_profile("fresh")
+    if hasattr(config.option, "loadscopereorder"):  # pytest-xdist's: files with many tests first
+        config.option.loadscopereorder = False
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    lanes.long_files_first(items)
     lanes.mark_fast(items)
     if config.option.markexpr == "fast":
         lanes.skip_at_processes()

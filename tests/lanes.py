@@ -1,10 +1,14 @@
-"""Which tests make up the fast lane: those that start no process and load no real model.
+"""Which tests make up the fast lane, and which files come first.
 
+The fast lane has the tests that start no process and load no real model.
 They get the marker `fast`. Membership is computed: a test starts processes if its module, or the
 module of one of its fixtures, imports `subprocess` or `multiprocessing`, or anything from a helper
 module that does.
 Processes that only the product starts cannot be seen that way: in the fast lane, a test skips
 itself when it comes to that point.
+
+With `--dist loadfile` a worker runs a whole file. A long one that starts late would keep one worker
+busy at the end while the others have nothing left to do.
 """
 
 from __future__ import annotations
@@ -22,6 +26,37 @@ TESTS = Path(__file__).parent
 REAL_MODELS = {"default_model", "default_gguf", "gemma_model"}  # fixtures
 INTERPRETED = TESTS / "ops" / "gpu"  # kernels in Triton's interpreter, where there is no GPU
 NOTHING: dict[str, Any] = {}
+LONG_FILES = (  # the longest first
+    "server/test_recovery.py",
+    "server/test_schema.py",
+    "server/test_processes.py",
+    "engine/test_tensor_parallel.py",
+    "engine/test_default_model.py",
+    "server/test_tool_choice.py",
+    "server/test_fault_points.py",
+    "server/test_overload.py",
+    "server/test_hostile_load.py",
+    "server/test_abandoned_grammars.py",
+    "server/test_large_prompts.py",
+    "server/test_page_pooling.py",
+    "server/test_adapter_service.py",
+    "engine/test_any_mix.py",
+    "engine/test_gemma_gguf.py",
+    "lora/test_two_ranks.py",
+    "lora/test_adapters_together.py",
+    "cli/test_commands_end_to_end.py",
+    "cli/test_run_batch.py",
+    "ops/gpu/test_device_path.py",
+    "server/test_chaos.py",
+    "server/test_page.py",
+    "engine/test_native_cpu.py",
+    "test_install.py",
+)
+
+
+def long_files_first(items: list[pytest.Item]) -> None:
+    places = {TESTS / name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def mark_fast(items: list[pytest.Item]) -> None:

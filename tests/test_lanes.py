@@ -6,7 +6,7 @@ import chaos
 import pytest
 import tiny_engine
 from faults import streams
-from lanes import globals_of, is_fast, starts_processes
+from lanes import LONG_FILES, TESTS, globals_of, is_fast, starts_processes
 
 
 @pytest.mark.parametrize("helper", [chaos, streams, streams.Streams, streams.Answer])
@@ -22,3 +22,7 @@ def test_who_opens_a_model_in_this_process_cannot(helper: object) -> None:
 def test_a_test_beside_such_helpers_is_not_in_the_fast_lane(request: pytest.FixtureRequest) -> None:
     assert isinstance(request.node, pytest.Function)
     assert not is_fast(request.node, {})
+
+
+def test_the_files_that_come_first_are_there() -> None:
+    assert [name for name in LONG_FILES if not (TESTS / name).is_file()] == []
