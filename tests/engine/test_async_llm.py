@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import threading
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 # Waits at the gate when it has 12 tokens, however fast steps are.
 HELD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, seed=seed_of(Fault.WAIT, 12))
 PROMPTS = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [7, 8]}]
-WITH_GATE = {**OPTIONS, "logits_processors": ["faults.saboteur:Saboteur"]}
 
 
 @pytest.fixture(scope="module")
@@ -37,13 +38,44 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
 
 
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """The event loop of the engine that tests share."""
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def shared_gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
+    flag = tmp_path_factory.mktemp("gate") / "flag"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SABOTEUR_FLAG", str(flag))
+        yield Gate(flag)
+
+
+@pytest.fixture(scope="module")
+def shared_llm(
+    model: str, loop: asyncio.AbstractEventLoop, shared_gate: Gate
+) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(model, logits_processors=["faults.saboteur:Saboteur"], **OPTIONS)
+    loop.run_until_complete(llm.start())
+    yield llm
+    loop.run_until_complete(llm.close())
+
+
 @pytest.fixture
-def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Closed; for engines that are opened `WITH_GATE`."""
-    monkeypatch.setenv("SABOTEUR_FLAG", str(tmp_path / "flag"))
-    gate = Gate(tmp_path / "flag")
-    gate.close()
-    return gate
+def llm(shared_llm: AsyncLLM) -> Iterator[AsyncLLM]:
+    """Running; each test leaves it without requests."""
+    yield shared_llm
+    assert not shared_llm._client.records
+
+
+@pytest.fixture
+def gate(shared_gate: Gate) -> Gate:
+    """Of `llm`; closed."""
+    shared_gate.close()
+    return shared_gate
 
 
 async def last(llm: AsyncLLM, prompt: dict[str, list[int]]) -> RequestOutput:
@@ -52,17 +84,18 @@ async def last(llm: AsyncLLM, prompt: dict[str, list[int]]) -> RequestOutput:
     return outputs[-1]
 
 
-def test_requests_side_by_side_give_what_the_offline_engine_gives(model: str) -> None:
-    with LLM(model, **OPTIONS) as llm:
-        expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+def test_requests_side_by_side_give_what_the_offline_engine_gives(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, model: str
+) -> None:
+    with LLM(model, **OPTIONS) as offline:
+        expected = offline.generate(PROMPTS, GREEDY, use_tqdm=False)
 
     async def run() -> list[RequestOutput]:
-        async with AsyncLLM(model, **OPTIONS) as llm:
-            outputs = await asyncio.gather(*(last(llm, prompt) for prompt in PROMPTS))
-            await llm.reset_prefix_cache()
-            return list(outputs)
+        outputs = await asyncio.gather(*(last(llm, prompt) for prompt in PROMPTS))
+        await llm.reset_prefix_cache()
+        return list(outputs)
 
-    found = asyncio.run(run())
+    found = loop.run_until_complete(run())
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
 
@@ -94,118 +127,121 @@ def test_vectors_are_those_of_the_offline_engine(model: str) -> None:
     asyncio.run(run())
 
 
-def test_a_request_outlives_its_engine(model: str, gate: Gate) -> None:
+def test_a_request_outlives_its_engine(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, gate: Gate
+) -> None:
     async def run() -> tuple[list[int], list[int]]:
-        async with AsyncLLM(model, **WITH_GATE) as llm:
-            undisturbed = await last(llm, PROMPTS[0])
-            found: list[int] = []
-            async for output in llm.generate(PROMPTS[0], HELD):
-                if not found:
-                    os.kill(llm._client._dispatch._engine.process.pid, signal.SIGKILL)
-                    gate.open()  # for the engine that comes
-                found = output.outputs[0].token_ids
-            return found, undisturbed.outputs[0].token_ids
+        undisturbed = await last(llm, PROMPTS[0])
+        found: list[int] = []
+        async for output in llm.generate(PROMPTS[0], HELD):
+            if not found:
+                os.kill(llm._client._dispatch._engine.process.pid, signal.SIGKILL)
+                gate.open()  # for the engine that comes
+            found = output.outputs[0].token_ids
+        return found, undisturbed.outputs[0].token_ids
 
-    found, expected = asyncio.run(run())
+    found, expected = loop.run_until_complete(run())
     assert found == expected
 
 
-def test_a_request_that_is_aborted_ends_and_others_go_on(model: str, gate: Gate) -> None:
+def test_a_request_that_is_aborted_ends_and_others_go_on(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, gate: Gate
+) -> None:
     async def run() -> None:
-        async with AsyncLLM(model, **WITH_GATE) as llm:
-            outputs = []
-            async for output in llm.generate(PROMPTS[0], HELD, "mine"):
-                outputs.append(output)
-                await llm.abort("mine")
-                await llm.abort("nobody's")
-            assert outputs[-1].outputs[0].finish_reason == "abort"
-            assert len(outputs[-1].outputs[0].token_ids) <= 12
-            gate.open()
-            await last(llm, PROMPTS[1])
+        outputs = []
+        async for output in llm.generate(PROMPTS[0], HELD, "mine"):
+            outputs.append(output)
+            await llm.abort("mine")
+            await llm.abort("nobody's")
+        assert outputs[-1].outputs[0].finish_reason == "abort"
+        assert len(outputs[-1].outputs[0].token_ids) <= 12
+        gate.open()
+        await last(llm, PROMPTS[1])
 
-    asyncio.run(run())
+    loop.run_until_complete(run())
 
 
-def test_a_loop_that_is_left_aborts_its_request(model: str, gate: Gate) -> None:
+def test_a_loop_that_is_left_aborts_its_request(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, gate: Gate
+) -> None:
     async def run() -> None:
-        async with AsyncLLM(model, **WITH_GATE) as llm:
-            async for _ in llm.generate(PROMPTS[0], HELD):
-                break
-            while llm._client.records:
-                await asyncio.sleep(0.01)
-            gate.open()
-            await last(llm, PROMPTS[1])
+        async for _ in llm.generate(PROMPTS[0], HELD):
+            break
+        while llm._client.records:
+            await asyncio.sleep(0.01)
+        gate.open()
+        await last(llm, PROMPTS[1])
 
-    asyncio.run(run())
+    loop.run_until_complete(run())
 
 
-def test_what_is_wrong_is_said_at_once(model: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said_at_once(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, model: str, tmp_path: Path
+) -> None:
     async def run() -> None:
-        llm = AsyncLLM(model, **OPTIONS)
+        not_started = AsyncLLM(model, **OPTIONS)
         with pytest.raises(ConfigError, match="start"):
-            await anext(llm.generate("text"))
+            await anext(not_started.generate("text"))
         with pytest.raises(ConfigError, match="start"):
-            await llm.reset_prefix_cache()
-        await llm.abort("nobody's")
-        async with llm:
-            with pytest.raises(ConfigError, match="running already"):
-                await llm.start()
-            with pytest.raises(InputError, match="temperature"):
-                await anext(llm.generate(PROMPTS[0], SamplingParams(temperature=-1)))
-            running = llm.generate(PROMPTS[0], GREEDY, "mine")
-            await anext(running)
-            with pytest.raises(InputError, match="running already"):
-                await anext(llm.generate(PROMPTS[0], GREEDY, "mine"))
-            await running.aclose()
+            await not_started.reset_prefix_cache()
+        await not_started.abort("nobody's")
+        with pytest.raises(ConfigError, match="running already"):
+            await llm.start()
+        with pytest.raises(InputError, match="temperature"):
+            await anext(llm.generate(PROMPTS[0], SamplingParams(temperature=-1)))
+        running = llm.generate(PROMPTS[0], GREEDY, "mine")
+        await anext(running)
+        with pytest.raises(InputError, match="running already"):
+            await anext(llm.generate(PROMPTS[0], GREEDY, "mine"))
+        await running.aclose()
         missing = AsyncLLM(str(tmp_path / "missing"), **OPTIONS)
         with pytest.raises(ModelError, match="missing"):
             await missing.start()
 
-    asyncio.run(run())
+    loop.run_until_complete(run())
 
 
 def test_a_request_that_is_aborted_while_it_is_prepared_ends(
-    model: str, monkeypatch: pytest.MonkeyPatch
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_preparing, may_go_on = threading.Event(), threading.Event()
+    prepare = llm.frontend.prepare
+
+    def prepare_late(*args: Any, **options: Any) -> PreparedRequest:
+        is_preparing.set()
+        may_go_on.wait()
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(llm.frontend, "prepare", prepare_late)
 
     async def run() -> None:
-        async with AsyncLLM(model, **OPTIONS) as llm:
-            prepare = llm.frontend.prepare
+        outputs = llm.generate(PROMPTS[0], GREEDY, "mine")
+        first = asyncio.ensure_future(anext(outputs))
+        await asyncio.to_thread(is_preparing.wait)
+        await llm.abort("mine")
+        may_go_on.set()
+        output = await first
+        assert output.finished
+        assert output.request_id == "mine"
+        assert output.outputs[0].finish_reason == "abort"
+        assert not llm._client.records
 
-            def prepare_late(*args: Any, **options: Any) -> PreparedRequest:
-                is_preparing.set()
-                may_go_on.wait()
-                return prepare(*args, **options)
-
-            monkeypatch.setattr(llm.frontend, "prepare", prepare_late)
-            outputs = llm.generate(PROMPTS[0], GREEDY, "mine")
-            first = asyncio.ensure_future(anext(outputs))
-            await asyncio.to_thread(is_preparing.wait)
-            await llm.abort("mine")
-            may_go_on.set()
-            output = await first
-            assert output.finished
-            assert output.request_id == "mine"
-            assert output.outputs[0].finish_reason == "abort"
-            assert not llm._client.records
-
-    asyncio.run(run())
+    loop.run_until_complete(run())
 
 
-@pytest.mark.parametrize("num_turns", [1, 5, 50])
-def test_close_ends_an_engine_that_is_starting(model: str, num_turns: int) -> None:
+def test_close_ends_an_engine_that_is_starting(model: str) -> None:
     async def run() -> None:
         llm = AsyncLLM(model, **OPTIONS)
-        start = asyncio.ensure_future(llm.start())
-        for _ in range(num_turns):  # of the event loop: the start gets further each time
-            await asyncio.sleep(0)
-        dispatch = getattr(llm._client, "_dispatch", None)
-        await llm.close()
-        assert (dispatch is None) == (num_turns == 1)
-        assert dispatch is None or dispatch._engine.process.poll() is not None, "it is gone"
-        with pytest.raises(EngineDeadError, match="closed while it was starting"):
-            await start
+        for num_turns in (1, 5, 50):  # of the event loop: the start gets further each time
+            start = asyncio.ensure_future(llm.start())
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            dispatch = getattr(llm._client, "_dispatch", None)
+            await llm.close()
+            assert (dispatch is None) == (num_turns == 1)
+            assert dispatch is None or dispatch._engine.process.poll() is not None, "it is gone"
+            with pytest.raises(EngineDeadError, match="closed while it was starting"):
+                await start
         async with llm:  # it can be started again
             await last(llm, PROMPTS[0])
 
@@ -228,33 +264,36 @@ def test_a_start_that_is_cancelled_leaves_no_engine(model: str) -> None:
     asyncio.run(run())
 
 
-def test_an_id_of_the_callers_own_is_never_taken(model: str) -> None:
+def test_an_id_of_the_callers_own_is_never_taken(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
     async def run() -> None:
-        async with AsyncLLM(model, **OPTIONS) as llm:
-            unnamed = llm.generate(PROMPTS[0], GREEDY)  # has its id until it is closed
-            await anext(unnamed)
-            for number in range(3):
-                named = llm.generate(PROMPTS[0], GREEDY, f"request-{number}")
-                assert (await anext(named)).request_id == f"request-{number}"
-                await named.aclose()
-            await unnamed.aclose()
+        unnamed = llm.generate(PROMPTS[0], GREEDY)  # has its id until it is closed
+        own = (await anext(unnamed)).request_id
+        assert uuid.UUID(own.removeprefix("request-")).version == 4
+        for name in ("request-0", "request-1", "0"):
+            named = llm.generate(PROMPTS[0], GREEDY, name)
+            assert (await anext(named)).request_id == name
+            await named.aclose()
+        await unnamed.aclose()
 
-    asyncio.run(run())
+    loop.run_until_complete(run())
 
 
-def test_an_id_is_free_again_once_its_generator_is_closed(model: str) -> None:
+def test_an_id_is_free_again_once_its_generator_is_closed(
+    llm: AsyncLLM, loop: asyncio.AbstractEventLoop
+) -> None:
     other = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
     async def run() -> None:
-        async with AsyncLLM(model, **OPTIONS) as llm:
-            expected = await last(llm, PROMPTS[0])
-            for _ in range(5):
-                left = llm.generate(PROMPTS[1], other, "mine")
-                await anext(left)
-                await left.aclose()
-                assert not llm._client.records
-                # What the engine still says of the one before is not taken for this one's.
-                outputs = [output async for output in llm.generate(PROMPTS[0], GREEDY, "mine")]
-                assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+        expected = await last(llm, PROMPTS[0])
+        for _ in range(5):
+            left = llm.generate(PROMPTS[1], other, "mine")
+            await anext(left)
+            await left.aclose()
+            assert not llm._client.records
+            # What the engine still says of the one before is not taken for this one's.
+            outputs = [output async for output in llm.generate(PROMPTS[0], GREEDY, "mine")]
+            assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
 
-    asyncio.run(run())
+    loop.run_until_complete(run())
