@@ -57,6 +57,26 @@ def executor_of(llm: LLM) -> MultiProcessExecutor:
     return executor
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def shared_llm(model: Path) -> Iterator[LLM]:
+    options = {**OPTIONS, "async_scheduling": True}
+    with LLM(str(model), tensor_parallel_size=2, **options) as llm:
+        assert llm.engine.limits.max_in_flight == 2
+        yield llm
+
+
+@pytest.fixture
+def ranks(shared_llm: LLM) -> Iterator[LLM]:
+    """Two ranks for tests that leave them running. They have forgotten the test before."""
+    yield shared_llm
+    executor_of(shared_llm).call("reset")
+
+
 def plan_of(step_id: int, request_id: str, masked: bool = False, num_known: int = 3) -> StepPlan:
     """A request's first step."""
     request = NewRequest(
@@ -68,26 +88,20 @@ def plan_of(step_id: int, request_id: str, masked: bool = False, num_known: int 
     return StepPlan(step_id=step_id, scheduled=[scheduled], new_requests=[request], masked=masked)
 
 
-def test_a_step_that_fails_on_all_ranks_is_a_result_and_later_ones_are_skipped(
-    tmp_path: Path,
-) -> None:
-    model = make_checkpoint(tmp_path, "llama")
-    options = {**OPTIONS, "async_scheduling": True}
-    with LLM(str(model), tensor_parallel_size=2, **options) as llm:
-        executor = executor_of(llm)
-        assert llm.engine.limits.max_in_flight == 2
-        executor.launch(plan_of(1, "a"))
-        executor.launch(plan_of(2, "b", masked=True))
-        executor.sample(None)  # a step that waits for masks, and gets none
-        executor.launch(plan_of(3, "c"))
-        results = [executor.collect() for _ in range(3)]
-        failures = [result.failure for result in results]
-        assert failures == [None, StepFailure.ERROR, StepFailure.SKIPPED]
-        (first,) = results[0].results
-        executor.call("reset")
-        executor.launch(plan_of(4, "a"))  # the ranks have forgotten it
-        (again,) = executor.collect().results
-        assert again.token_ids == first.token_ids
+def test_a_step_that_fails_on_all_ranks_is_a_result_and_later_ones_are_skipped(ranks: LLM) -> None:
+    executor = executor_of(ranks)
+    executor.launch(plan_of(1, "a"))
+    executor.launch(plan_of(2, "b", masked=True))
+    executor.sample(None)  # a step that waits for masks, and gets none
+    executor.launch(plan_of(3, "c"))
+    results = [executor.collect() for _ in range(3)]
+    failures = [result.failure for result in results]
+    assert failures == [None, StepFailure.ERROR, StepFailure.SKIPPED]
+    (first,) = results[0].results
+    executor.call("reset")
+    executor.launch(plan_of(4, "a"))  # the ranks have forgotten it
+    (again,) = executor.collect().results
+    assert again.token_ids == first.token_ids
 
 
 FORWARD = "penstock.runner.forward:forward"
@@ -103,9 +117,8 @@ def points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultPoints:
 
 
 def test_a_step_that_fails_on_one_rank_alone_ends_the_group(
-    tmp_path: Path, points: FaultPoints
+    model: Path, points: FaultPoints
 ) -> None:
-    model = make_checkpoint(tmp_path, "llama")
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
         processes = executor_of(llm)._processes
         points.raise_at(FORWARD)  # the other rank waits for it in a collective
@@ -115,11 +128,8 @@ def test_a_step_that_fails_on_one_rank_alone_ends_the_group(
         assert [process.wait(60) for process in processes] == [-signal.SIGKILL] * 2
 
 
-def test_a_rank_that_reads_no_more_keeps_nobody_waiting(
-    tmp_path: Path, points: FaultPoints
-) -> None:
+def test_a_rank_that_reads_no_more_keeps_nobody_waiting(model: Path, points: FaultPoints) -> None:
     """Not even with a message that is larger than what fits between two processes."""
-    model = make_checkpoint(tmp_path, "llama")
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
         executor = executor_of(llm)
         points.raise_at(FORWARD)  # the other rank waits for it in a collective
@@ -129,35 +139,31 @@ def test_a_rank_that_reads_no_more_keeps_nobody_waiting(
             executor.collect()
 
 
-def test_a_message_larger_than_what_fits_between_processes_arrives(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "llama")
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
-        executor = executor_of(llm)
-        executor.launch(plan_of(1, "a"))
-        executor.launch(plan_of(2, "b", num_known=4_000_000))
-        executor.launch(plan_of(3, "c"))
-        failures = [executor.collect().failure for _ in range(3)]
-        assert failures == [None, StepFailure.ERROR, StepFailure.SKIPPED]
+def test_a_message_larger_than_what_fits_between_processes_arrives(ranks: LLM) -> None:
+    executor = executor_of(ranks)
+    executor.launch(plan_of(1, "a"))
+    executor.launch(plan_of(2, "b", num_known=4_000_000))
+    executor.launch(plan_of(3, "c"))
+    failures = [executor.collect().failure for _ in range(3)]
+    assert failures == [None, StepFailure.ERROR, StepFailure.SKIPPED]
 
 
 def test_a_call_after_one_whose_wait_was_interrupted_gets_its_own_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make_checkpoint(tmp_path, "llama")
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
-        executor = executor_of(llm)
+    executor = executor_of(ranks)
 
-        def interrupt(*args: object) -> None:
-            raise KeyboardInterrupt
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
 
-        executor.launch(plan_of(1, "a"))
-        with monkeypatch.context() as patch:
-            patch.setattr(executor, "_wait", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                executor.collect()
-        executor.call("reset")
-        executor.launch(plan_of(2, "b"))
-        assert executor.collect().step_id == 2
+    executor.launch(plan_of(1, "a"))
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "_wait", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            executor.collect()
+    executor.call("reset")
+    executor.launch(plan_of(2, "b"))
+    assert executor.collect().step_id == 2
 
 
 class InterruptedSocket:
@@ -184,45 +190,41 @@ def heeds_interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heeds_interrupts")
-def test_an_interrupt_repeats_nothing_that_was_sent(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "llama")
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
-        executor = executor_of(llm)
-        sockets, wrapped = executor._sockets, [InterruptedSocket(e) for e in executor._sockets]
-        executor._sockets = wrapped  # type: ignore[assignment]
-        with pytest.raises(KeyboardInterrupt):
-            executor.launch(plan_of(1, "a"))
-        executor._sockets = sockets
-        assert not any(executor._unsent), "all ranks have all of it"
-        assert executor.collect().step_id == 1
+def test_an_interrupt_repeats_nothing_that_was_sent(ranks: LLM) -> None:
+    executor = executor_of(ranks)
+    sockets, wrapped = executor._sockets, [InterruptedSocket(e) for e in executor._sockets]
+    executor._sockets = wrapped  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        executor.launch(plan_of(1, "a"))
+    executor._sockets = sockets
+    assert not any(executor._unsent), "all ranks have all of it"
+    assert executor.collect().step_id == 1
 
 
 def test_ranks_are_in_step_after_two_interrupts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One in a step, and one while the ranks are made to forget it."""
-    model = make_checkpoint(tmp_path, "llama")
     prompt = {"prompt_token_ids": [1, 2, 3]}
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS, async_scheduling=True) as llm:
-        executor = executor_of(llm)
-        (expected,) = llm.generate(prompt, params, use_tqdm=False)
-        send = executor._send
+    executor = executor_of(ranks)
+    (expected,) = ranks.generate(prompt, params, use_tqdm=False)
+    send = executor._send
 
-        def interrupted(method: str, *args: Any, **options: Any) -> None:
-            send(method, *args, **options)
-            if method in interrupts:
-                interrupts.remove(method)
-                raise KeyboardInterrupt
+    def interrupted(method: str, *args: Any, **options: Any) -> None:
+        send(method, *args, **options)
+        if method in interrupts:
+            interrupts.remove(method)
+            raise KeyboardInterrupt
 
-        interrupts = ["launch", "reset"]
-        monkeypatch.setattr(executor, "_send", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(prompt, params, use_tqdm=False)
-        assert not interrupts
-        for _ in range(2):
-            (found,) = llm.generate(prompt, params, use_tqdm=False)
-            assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    interrupts = ["launch", "reset"]
+    monkeypatch.setattr(executor, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.generate(prompt, params, use_tqdm=False)
+    assert not interrupts
+    for _ in range(2):
+        (found,) = ranks.generate(prompt, params, use_tqdm=False)
+        assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_ranks_that_do_not_divide_the_model_are_refused() -> None:
@@ -240,8 +242,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
         LLM(str(model), tensor_parallel_size=2, **OPTIONS)
 
 
-def test_the_death_of_a_rank_is_seen_at_once(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "llama")
+def test_the_death_of_a_rank_is_seen_at_once(model: Path) -> None:
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
         executor_of(llm)._processes[1].kill()
         with pytest.raises(EngineDeadError, match="worker"):
@@ -250,8 +251,7 @@ def test_the_death_of_a_rank_is_seen_at_once(tmp_path: Path) -> None:
             )
 
 
-def test_what_a_rank_said_last_is_told_though_a_message_to_it_fails_first(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "llama")
+def test_what_a_rank_said_last_is_told_though_a_message_to_it_fails_first(model: Path) -> None:
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
         executor = executor_of(llm)
         executor._send("no_such_method", ())  # which nobody waits for
@@ -261,8 +261,7 @@ def test_what_a_rank_said_last_is_told_though_a_message_to_it_fails_first(tmp_pa
             executor.launch(plan_of(1, "a"))
 
 
-def test_with_one_rank_all_end_at_once(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path, "llama")
+def test_with_one_rank_all_end_at_once(model: Path) -> None:
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
         executor = executor_of(llm)
         processes = list(executor._processes)

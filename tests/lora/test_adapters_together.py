@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from faults.saboteur import Fault, Gate, seed_of
 from structured import byte_model
 from tiny_engine import OPTIONS, open_llm
 
-from penstock import LLM, AsyncLLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from penstock import (
+    LLM,
+    AsyncLLM,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from penstock.protocol.errors import InputError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -46,75 +54,68 @@ def tokens_of(llm: LLM, prompts: list[Any], adapters: Any, params: Any = GREEDY)
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_a_request_with_an_adapter_outlives_its_engine(
+def test_requests_with_adapters_outlive_their_engine_unless_their_adapter_is_gone(
     checkpoint: Path, requests: list[LoRARequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SABOTEUR_FLAG", str(tmp_path / "flag"))
     gate = Gate(tmp_path / "flag")
-    gate.close()
     with open_llm(checkpoint, **LORA) as offline:
         base, expected, other = tokens_of(offline, [PROMPTS[0]] * 3, [None, *requests[:2]])
     assert base != expected != other
-
-    async def run() -> list[int]:
-        options = {**OPTIONS, **LORA, "logits_processors": ["faults.saboteur:Saboteur"]}
-        async with AsyncLLM(str(checkpoint), **options) as llm:
-            found: list[int] = []
-            async for output in llm.generate(PROMPTS[0], HELD, lora_request=requests[0]):
-                if not found:
-                    os.kill(llm._client._dispatch._engine.process.pid, signal.SIGKILL)
-                    gate.open()  # for the engine that comes
-                found = output.outputs[0].token_ids
-            return found
-
-    assert asyncio.run(run()) == expected
-
-
-def test_a_replay_of_an_adapter_that_is_gone_ends_with_an_error_that_names_it(
-    checkpoint: Path, requests: list[LoRARequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SABOTEUR_FLAG", str(tmp_path / "flag"))
-    gate = Gate(tmp_path / "flag")
-    gate.close()
     folder = Path(shutil.copytree(requests[0].lora_path, tmp_path / "gone"))
 
-    async def run() -> str | None:
+    async def killed(llm: AsyncLLM, adapter: LoRARequest, leave: Path | None) -> RequestOutput:
+        """The last output of a request whose engine dies; `leave` is removed just before."""
+        gate.close()
+        outputs = []
+        async for output in llm.generate(PROMPTS[0], HELD, lora_request=adapter):
+            if not outputs:
+                if leave is not None:
+                    shutil.rmtree(leave)
+                os.kill(llm._client._dispatch._engine.process.pid, signal.SIGKILL)
+                gate.open()  # for the engine that comes
+            outputs.append(output)
+        return outputs[-1]
+
+    async def run() -> tuple[RequestOutput, RequestOutput]:
         options = {**OPTIONS, **LORA, "logits_processors": ["faults.saboteur:Saboteur"]}
         async with AsyncLLM(str(checkpoint), **options) as llm:
-            error = None
-            request = LoRARequest("gone", 1, str(folder))
-            async for output in llm.generate(PROMPTS[0], HELD, lora_request=request):
-                if folder.exists():
-                    shutil.rmtree(folder)
-                    os.kill(llm._client._dispatch._engine.process.pid, signal.SIGKILL)
-                    gate.open()
-                error = output.error
+            good = await killed(llm, requests[0], None)
+            bad = await killed(llm, LoRARequest("gone", 1, str(folder)), folder)
             again = llm.generate(PROMPTS[1], GREEDY, lora_request=requests[1])
             assert [output.error async for output in again][-1] is None
-            return error
+            return good, bad
 
-    error = asyncio.run(run())
-    assert error is not None
-    assert "LoRA adapter 'gone' cannot be loaded" in error
+    good, bad = asyncio.run(run())
+    assert good.outputs[0].token_ids == expected
+    assert bad.error is not None
+    assert "LoRA adapter 'gone' cannot be loaded" in bad.error
 
 
-def test_two_ranks_give_the_tokens_of_one(checkpoint: Path, requests: list[LoRARequest]) -> None:
+@pytest.fixture(scope="module")
+def two_ranks(checkpoint: Path) -> Iterator[LLM]:
+    with open_llm(checkpoint, tensor_parallel_size=2, **LORA) as llm:
+        yield llm
+
+
+def test_two_ranks_give_the_tokens_of_one(
+    checkpoint: Path, requests: list[LoRARequest], two_ranks: LLM
+) -> None:
     adapters = [None, *requests] * 2
     prompts = [prompt for prompt in PROMPTS for _ in range(4)]
     with open_llm(checkpoint, **LORA) as llm:
         expected = tokens_of(llm, prompts, adapters)
-    with open_llm(checkpoint, tensor_parallel_size=2, **LORA) as llm:
-        assert tokens_of(llm, prompts, adapters) == expected
+    assert tokens_of(two_ranks, prompts, adapters) == expected
 
 
 def test_an_adapter_that_does_not_fit_is_refused_by_two_ranks(
-    checkpoint: Path, requests: list[LoRARequest], tmp_path: Path
+    checkpoint: Path, requests: list[LoRARequest], two_ranks: LLM, tmp_path: Path
 ) -> None:
     large = make_adapter(tmp_path / "large", checkpoint, r=64, target_modules=["q_proj"])
-    with open_llm(checkpoint, tensor_parallel_size=2, **LORA) as llm:
-        with pytest.raises(InputError, match="LoRA adapter 'large' cannot be loaded"):
-            tokens_of(llm, PROMPTS, LoRARequest("large", 1, str(large)))
-        assert tokens_of(llm, PROMPTS, requests[0]) != tokens_of(llm, PROMPTS, requests[1])
+    with pytest.raises(InputError, match="LoRA adapter 'large' cannot be loaded"):
+        tokens_of(two_ranks, PROMPTS, LoRARequest("large", 1, str(large)))
+    first, second = (tokens_of(two_ranks, PROMPTS, request) for request in requests[:2])
+    assert first != second
 
 
 def test_vectors_of_a_pooling_model_depend_on_the_adapter(

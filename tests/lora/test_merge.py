@@ -125,10 +125,10 @@ def test_merging_comes_before_quantization_and_before_ranks_split_weights(
 ) -> None:
     checkpoint, adapter = checkpoint_of("llama"), adapter_of("dora")
     merged = write(checkpoint, adapter, tmp_path / "merged")
-    for options in ({"quantization": "int8"}, {"tensor_parallel_size": 2}):
+    for options, ranks in (({"quantization": "int8"}, {}), ({}, {"tensor_parallel_size": 2})):
         with open_llm(merged, **options) as llm:
             expected = greedy_tokens(llm, PROMPTS)
-        with open_llm(checkpoint, merge_lora=str(adapter), **options) as llm:
+        with open_llm(checkpoint, merge_lora=str(adapter), **options, **ranks) as llm:
             assert greedy_tokens(llm, PROMPTS) == expected
 
 

@@ -23,34 +23,32 @@ PROMPTS = random_prompts(13, 5, 9)
 ODD = {"vocab_size": 257}  # ranks have different numbers of tokens
 
 
+SHORT = [("dora_biased",), ("embedding_and_head", "saved_modules"), ("stacked_experts",)]
+LONG = ["all_linear", "bias_all", "tied_embedding", "tied_saved", "stacked_transposed"]
+LONG += ["mixtral"]  # single experts
+
+
 @pytest.mark.parametrize(
-    "flavour",
-    [
-        "dora_biased",
-        "embedding_and_head",
-        "saved_modules",
-        "stacked_experts",
-        pytest.param("all_linear", marks=pytest.mark.slow),
-        pytest.param("bias_all", marks=pytest.mark.slow),
-        pytest.param("tied_embedding", marks=pytest.mark.slow),
-        pytest.param("tied_saved", marks=pytest.mark.slow),
-        pytest.param("stacked_transposed", marks=pytest.mark.slow),
-        pytest.param("mixtral", marks=pytest.mark.slow),  # single experts
-    ],
+    "flavours",
+    [*SHORT, *(pytest.param((name,), marks=pytest.mark.slow) for name in LONG)],
+    ids=" and ".join,
 )
-def test_two_ranks_give_the_merged_models_tokens(flavour: str, tmp_path: Path) -> None:
-    if flavour in SINGLE_EXPERTS:
-        checkpoint = make_checkpoint(tmp_path / "model", flavour)
-        adapter = make_single_experts(tmp_path / "adapter", checkpoint, flavour)
+def test_two_ranks_give_the_merged_models_tokens(flavours: tuple[str, ...], tmp_path: Path) -> None:
+    """Of each of the flavours, which are adapters of one checkpoint."""
+    if flavours[0] in SINGLE_EXPERTS:
+        checkpoint = make_checkpoint(tmp_path / "model", flavours[0])
+        adapters = [make_single_experts(tmp_path / "adapter", checkpoint, flavours[0])]
     else:
-        checkpoint = make_checkpoint(tmp_path / "model", FLAVOURS[flavour].variant, **ODD)
-        adapter = make_flavour(tmp_path / "adapter", checkpoint, flavour)
-    expected = reference_tokens(MergedReference(checkpoint, adapter), PROMPTS)
+        (variant,) = {FLAVOURS[name].variant for name in flavours}
+        checkpoint = make_checkpoint(tmp_path / "model", variant, **ODD)
+        adapters = [make_flavour(tmp_path / name, checkpoint, name) for name in flavours]
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    request = LoRARequest("customer", 1, str(adapter))
     options = {"enable_lora": True, "max_lora_rank": 64, "tensor_parallel_size": 2}
     with open_llm(checkpoint, **options) as llm:
         base = llm.generate(PROMPTS, params, use_tqdm=False)
-        outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=request)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-    assert [list(output.outputs[0].token_ids) for output in base] != expected
+        for number, adapter in enumerate(adapters, start=1):
+            expected = reference_tokens(MergedReference(checkpoint, adapter), PROMPTS)
+            request = LoRARequest(adapter.name, number, str(adapter))
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=request)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+            assert [list(output.outputs[0].token_ids) for output in base] != expected
