@@ -133,15 +133,20 @@ def test_completions_take_response_format(client: openai.OpenAI, default_model: 
     check_person(answer.choices[0].text)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+DEEP = {"structured_outputs": {"regex": "[" * 3000}}
+NOT_ENFORCEABLE = {"response_format": format_of({"not": {}}, strict=True)}
+
+
 @pytest.mark.parametrize(
-    ("given", "param", "text"),
+    ("given", "param", "text", "stream"),
     [
-        ({"response_format": format_of(ENDLESS)}, FORMAT, "too complex"),
-        ({"structured_outputs": {"regex": "[" * 3000}}, "structured_outputs", "cannot be used"),
-        ({"response_format": format_of({"not": {}}, strict=True)}, FORMAT, "not"),
+        ({"response_format": format_of(ENDLESS)}, FORMAT, "too complex", True),
+        (DEEP, "structured_outputs", "cannot be used", False),
+        (DEEP, "structured_outputs", "cannot be used", True),
+        (NOT_ENFORCEABLE, FORMAT, "not", False),
+        (NOT_ENFORCEABLE, FORMAT, "not", True),
     ],
-    ids=["endless", "deep", "not enforceable"],
+    ids=["endless", "deep", "deep stream", "not enforceable", "not enforceable stream"],
 )
 def test_what_cannot_be_compiled_is_a_400_before_the_stream(
     server: ServerProcess, given: dict[str, Any], param: str, text: str, stream: bool

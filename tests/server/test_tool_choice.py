@@ -205,7 +205,8 @@ def test_a_call_that_max_tokens_cuts_off_leaves_no_markup_in_the_content(
         "tools": CHAT_TOOLS,
         "tool_choice": named if choice == "get_weather" else choice,
     }
-    for max_tokens in range(1, 90, 4):
+    # A grammar gives calls one form: few cuts show what a parser makes of it.
+    for max_tokens in range(1, 90, 4 if choice in ("auto", "required") else 11):
         body["max_tokens"] = max_tokens
         reply = answering.post("/v1/chat/completions", body).json()["choices"][0]
         assert not reply["message"]["content"], max_tokens
