@@ -42,17 +42,15 @@ class Conv:
         return output, windows[..., 1:].transpose(1, 2)
 
 
-@dataclass
 class Mamba:
-    heads: int = 4
-    groups: int = 2
-    head_dim: int = 6
-    state_size: int = 3
-
-    def __post_init__(self) -> None:
-        self.a, self.d = -torch.rand(self.heads) * 3, torch.randn(self.heads)
-        self.dt_bias = torch.randn(self.heads) - 2.0
-        self.state_shape = (self.heads, self.head_dim, self.state_size)
+    def __init__(
+        self, heads: int = 4, groups: int = 2, head_dim: int = 6, state_size: int = 3
+    ) -> None:
+        self.heads, self.groups, self.head_dim = heads, groups, head_dim
+        self.state_size = state_size
+        self.a, self.d = -torch.rand(heads) * 3, torch.randn(heads)
+        self.dt_bias = torch.randn(heads) - 2.0
+        self.state_shape = (heads, head_dim, state_size)
 
     def tokens(self, count: int) -> list[torch.Tensor]:
         of_group = (count, self.groups, self.state_size)

@@ -44,14 +44,9 @@ def test_the_example_writes_an_adapter(
 ) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
+    sizes = {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32}
+    counts = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**sizes, **counts)
 
     def load_model(name: None) -> tuple[LlamaForCausalLM, ByteTokenizer]:
         torch.manual_seed(0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 import uuid
 from collections.abc import Iterator
@@ -13,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults.saboteur import Fault, Gate, seed_of
+from faults.killed import GREEDY, HELD, generate_killed
+from faults.saboteur import Gate
 from tiny_engine import OPTIONS
 from tiny_models import make_checkpoint
 
@@ -27,9 +26,6 @@ from penstock.protocol.errors import (
 )
 from penstock.text.frontend import PreparedRequest
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-# Waits at the gate when it has 12 tokens, however fast steps are.
-HELD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, seed=seed_of(Fault.WAIT, 12))
 PROMPTS = [{"prompt_token_ids": [1, 2, 3]}, {"prompt_token_ids": [7, 8]}]
 
 
@@ -130,18 +126,9 @@ def test_vectors_are_those_of_the_offline_engine(model: str) -> None:
 def test_a_request_outlives_its_engine(
     llm: AsyncLLM, loop: asyncio.AbstractEventLoop, gate: Gate
 ) -> None:
-    async def run() -> tuple[list[int], list[int]]:
-        undisturbed = await last(llm, PROMPTS[0])
-        found: list[int] = []
-        async for output in llm.generate(PROMPTS[0], HELD):
-            if not found:
-                os.kill(llm._client._dispatch._engine.process.pid, signal.SIGKILL)
-                gate.open()  # for the engine that comes
-            found = output.outputs[0].token_ids
-        return found, undisturbed.outputs[0].token_ids
-
-    found, expected = loop.run_until_complete(run())
-    assert found == expected
+    expected = loop.run_until_complete(last(llm, PROMPTS[0]))
+    found = loop.run_until_complete(generate_killed(llm, gate, PROMPTS[0]))
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_a_request_that_is_aborted_ends_and_others_go_on(

@@ -1,4 +1,8 @@
-"""The real default model against transformers, on real text."""
+"""The real default model against transformers, on real text.
+
+default_model_greedy.json has what transformers generates greedily from the same file, on floats.
+To read that file takes transformers longer than all of these tests take.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +17,13 @@ from penstock import LLM, SamplingParams
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.source import resolve_source
 from penstock.protocol.errors import InputError
+from penstock.text.gguf_tokenizer import gguf_tokenizer
 
-PROMPTS = [
-    "The capital of France is",
-    "Once upon a time, in a village by the sea,",
-    "def fibonacci(n):\n    ",
-    "1 2 3 4 5 6 7",
-    "Q: What is the boiling point of water in Celsius?\nA:",
-    "The three primary colours are",
-    "In 1969, Neil Armstrong",
-    "Dear Sir or Madam,\n\nI am writing to",
-    "import numpy as np\n\nx = np.",
-    "Ingredients:\n- 2 eggs\n- 100 g flour\n-",
-    "The mitochondria is",
-    "Photosynthesis is the process by which",
-    "SELECT name, age FROM users WHERE",
-    "To be, or not to be, that is",
-    "Les enfants jouent dans",
-    "The quick brown fox jumps over the lazy dog. The dog",
-    "Water (H2O) consists of",
-    "Monday, Tuesday, Wednesday,",
-    "She opened the door and saw",
-    "🙂 Emoji are small pictures that",
-]
+RECORDED: dict[str, Any] = json.loads(
+    Path(__file__).with_name("default_model_greedy.json").read_text()
+)
+PROMPTS = list(RECORDED["greedy"])
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def reference(default_model: str) -> Reference:
-    source = resolve_source(ModelConfig(model=default_model), LoadConfig())
-    return Reference(source.path.parent, gguf_file=source.path.name)
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +31,33 @@ def llm(default_model: str) -> LLM:
     return LLM(default_model, gguf_compute="dequantize", max_model_len=1024, cpu_threads=1)
 
 
-def test_twenty_prompts_give_transformers_tokens_batched_and_alone(
-    llm: LLM, reference: Reference
-) -> None:
-    batched = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    alone = [llm.generate(prompt, GREEDY, use_tqdm=False)[0] for prompt in PROMPTS[::4]]
-    seen = {}  # of most, alone and batched are the same
-    for output in (*batched, *alone):
-        assert output.outputs[0].finish_reason == "length"
-        assert len(output.outputs[0].token_ids) == GREEDY.max_tokens
-        seen[(*output.prompt_token_ids, *output.outputs[0].token_ids)] = output
+def test_twenty_prompts_give_transformers_tokens_batched_and_alone(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=2)
+    batched = llm.generate(PROMPTS, params, use_tqdm=False)
+    alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in PROMPTS[::4]]
     num_ties = 0
-    for output in seen.values():
-        num_ties += reference.count_near_ties(output.prompt_token_ids, output.outputs[0].token_ids)
+    for prompt, output in zip([*PROMPTS, *PROMPTS[::4]], [*batched, *alone], strict=True):
+        answer = output.outputs[0]
+        assert answer.finish_reason == "length"
+        assert answer.logprobs is not None
+        recorded = RECORDED["greedy"][prompt]
+        assert len(recorded) == 32
+        for own, other, row in zip(answer.token_ids, recorded, answer.logprobs, strict=True):
+            if own != other:  # what follows differs, too
+                assert row[own].logprob - row[other].logprob < 1e-3
+                num_ties += 1
+                break
     assert num_ties <= 2
+
+
+@pytest.mark.slow
+def test_transformers_still_generates_what_was_recorded(default_model: str) -> None:
+    source = resolve_source(ModelConfig(model=default_model), LoadConfig())
+    assert source.gguf is not None
+    tokenizer = gguf_tokenizer(source.gguf.metadata)
+    reference = Reference(source.path.parent, gguf_file=source.path.name)
+    for prompt, tokens in RECORDED["greedy"].items():
+        reference.count_near_ties(tokenizer.encode(prompt).ids, tokens)
 
 
 def test_a_conversation_is_answered_and_ends_by_itself(llm: LLM) -> None:

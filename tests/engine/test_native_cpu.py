@@ -33,7 +33,7 @@ def expected(llm: LLM) -> list[Any]:
 @pytest.fixture(scope="module")
 def floats(default_model: str) -> Iterator[LLM]:
     """The model with its weights unpacked."""
-    with LLM(default_model, gguf_compute="dequantize", **OPTIONS) as llm:
+    with LLM(default_model, gguf_compute="dequantize", cpu_threads=1, **OPTIONS) as llm:
         yield llm
 
 
@@ -96,5 +96,5 @@ def test_perplexity_is_that_of_the_floats_within_one_percent(llm: LLM, floats: L
 def test_plain_torch_gives_nearly_the_same(floats: LLM, default_model: str) -> None:
     token_ids = floats.get_tokenizer().encode(TEXT)[:200]
     expected = prompt_logprobs(floats, token_ids)
-    with LLM(default_model, cpu_backend="torch", **OPTIONS) as plain:
+    with LLM(default_model, cpu_backend="torch", cpu_threads=1, **OPTIONS) as plain:
         assert prompt_logprobs(plain, token_ids) == pytest.approx(expected, abs=2e-3)

@@ -28,22 +28,15 @@ def test_a_freed_block_keeps_its_key_until_it_is_reused():
     assert block.key is None
 
 
-def test_the_same_hash_in_another_group_is_another_key():
-    pool = BlockPool(3)
-    first, second = pool.take(2)
+def test_the_first_block_with_a_key_keeps_it_and_another_group_is_another_key():
+    pool = BlockPool(4)
+    first, same, other = pool.take(3)
     pool.publish(first, (b"a", 0))
-    pool.publish(second, (b"a", 1))
+    pool.publish(same, (b"a", 0))
+    pool.publish(other, (b"a", 1))
     assert pool.lookup([b"a"], 0) == [first]
-    assert pool.lookup([b"a"], 1) == [second]
-
-
-def test_the_first_block_with_a_key_keeps_it():
-    pool = BlockPool(3)
-    first, second = pool.take(2)
-    pool.publish(first, (b"a", 0))
-    pool.publish(second, (b"a", 0))
-    assert pool.lookup([b"a"], 0) == [first]
-    assert second.key is None
+    assert pool.lookup([b"a"], 1) == [other]
+    assert same.key is None
 
 
 def test_touching_a_cached_free_block_takes_it_off_the_free_list():

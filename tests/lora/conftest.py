@@ -30,6 +30,12 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 
 
 @pytest.fixture(scope="session")
+def checkpoint(checkpoint_of: MakeCheckpoint) -> Path:
+    """The checkpoint of most tests."""
+    return checkpoint_of("llama")
+
+
+@pytest.fixture(scope="session")
 def adapter_of(
     checkpoint_of: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> MakeAdapter:

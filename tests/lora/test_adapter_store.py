@@ -122,7 +122,8 @@ def test_an_adapter_of_a_layer_without_slots_is_refused() -> None:
     assert "penstock merge" in report.error
 
 
-def test_an_adapter_dropped_while_it_is_fetched_leaves_no_copy() -> None:
+def store_that_fetches_a() -> tuple[AdapterStore, threading.Event]:
+    """It is in the middle of reading "a", and goes on when the event is set."""
     begun, may_go_on = threading.Event(), threading.Event()
 
     def read(one: Adapter) -> AdapterWeights:
@@ -133,6 +134,11 @@ def test_an_adapter_dropped_while_it_is_fetched_leaves_no_copy() -> None:
     store, _ = store_of(read)
     store.run([FetchAdapter(adapter("a"))])
     assert begun.wait(60)
+    return store, may_go_on
+
+
+def test_an_adapter_dropped_while_it_is_fetched_leaves_no_copy() -> None:
+    store, may_go_on = store_that_fetches_a()
     store.run([DropAdapter("digest-a")])
     may_go_on.set()
     store.run([FetchAdapter(adapter("b"))])
@@ -144,16 +150,7 @@ def test_an_adapter_dropped_while_it_is_fetched_leaves_no_copy() -> None:
 
 
 def test_a_repeated_fetch_is_reported_once() -> None:
-    begun, may_go_on = threading.Event(), threading.Event()
-
-    def read(one: Adapter) -> AdapterWeights:
-        begun.set()
-        assert may_go_on.wait(60)
-        return weights(1.0)
-
-    store, _ = store_of(read)
-    store.run([FetchAdapter(adapter("a"))])
-    assert begun.wait(60)
+    store, may_go_on = store_that_fetches_a()
     store.run([FetchAdapter(adapter("a")), DropAdapter("digest-a"), FetchAdapter(adapter("a"))])
     may_go_on.set()
     eventually(lambda: store.digests == {"digest-a"})

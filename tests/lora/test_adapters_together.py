@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
-import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from adapters import MakeCheckpoint, make_adapter
-from faults.saboteur import Fault, Gate, seed_of
+from adapters import make_adapter
+from faults.killed import GREEDY, generate_killed
+from faults.saboteur import Gate
 from structured import byte_model
 from tiny_engine import OPTIONS, open_llm
 
@@ -27,15 +27,8 @@ from penstock import (
 )
 from penstock.protocol.errors import InputError
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-HELD = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, seed=seed_of(Fault.WAIT, 12))
 PROMPTS = [{"prompt_token_ids": list(range(start, start + 20))} for start in (3, 40)]
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(checkpoint_of: MakeCheckpoint) -> Path:
-    return checkpoint_of("llama")
 
 
 @pytest.fixture(scope="module")
@@ -64,24 +57,12 @@ def test_requests_with_adapters_outlive_their_engine_unless_their_adapter_is_gon
     assert base != expected != other
     folder = Path(shutil.copytree(requests[0].lora_path, tmp_path / "gone"))
 
-    async def killed(llm: AsyncLLM, adapter: LoRARequest, leave: Path | None) -> RequestOutput:
-        """The last output of a request whose engine dies; `leave` is removed just before."""
-        gate.close()
-        outputs = []
-        async for output in llm.generate(PROMPTS[0], HELD, lora_request=adapter):
-            if not outputs:
-                if leave is not None:
-                    shutil.rmtree(leave)
-                os.kill(llm._client._dispatch._engine.process.pid, signal.SIGKILL)
-                gate.open()  # for the engine that comes
-            outputs.append(output)
-        return outputs[-1]
-
     async def run() -> tuple[RequestOutput, RequestOutput]:
         options = {**OPTIONS, **LORA, "logits_processors": ["faults.saboteur:Saboteur"]}
         async with AsyncLLM(str(checkpoint), **options) as llm:
-            good = await killed(llm, requests[0], None)
-            bad = await killed(llm, LoRARequest("gone", 1, str(folder)), folder)
+            good = await generate_killed(llm, gate, PROMPTS[0], lora_request=requests[0])
+            leave, gone = partial(shutil.rmtree, folder), LoRARequest("gone", 1, str(folder))
+            bad = await generate_killed(llm, gate, PROMPTS[0], leave, lora_request=gone)
             again = llm.generate(PROMPTS[1], GREEDY, lora_request=requests[1])
             assert [output.error async for output in again][-1] is None
             return good, bad

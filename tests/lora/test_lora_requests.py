@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from adapters import MakeCheckpoint, MergedReference, make_adapter, reference_tokens
+from adapters import MergedReference, make_adapter, reference_tokens
 from tiny_engine import open_llm
 from tiny_models import Reference
 
@@ -19,11 +19,6 @@ from penstock.protocol.errors import AdapterError, InputError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": list(range(start, start + 20))} for start in (3, 40, 77)]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(checkpoint_of: MakeCheckpoint) -> Path:
-    return checkpoint_of("llama")
 
 
 @pytest.fixture(scope="module")

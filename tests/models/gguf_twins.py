@@ -148,6 +148,17 @@ def latent_twin(
     return Twin("deepseek2", variant, overrides, LATENT_KEYS, conversions, {**sizes, **scores})
 
 
+def mamba_twin(variant: str) -> Twin:
+    return Twin(
+        "mamba2",
+        variant,
+        keys=MAMBA_KEYS,
+        conversions=(convert_mamba,),
+        metadata=MAMBA_SIZES,
+        left_out=("num_attention_heads", "head_dim", "intermediate_size"),
+    )
+
+
 def llama4_twin(overrides: dict[str, Any]) -> Twin:
     return Twin(
         "llama4",
@@ -267,22 +278,8 @@ TWINS = {
     "llama4": llama4_twin({}),
     "llama4_all_experts": llama4_twin({"interleave_moe_layer_step": 1, "num_experts_per_tok": 2}),
     "llama4_stretched": llama4_twin({"rope_scaling": STEP}),
-    "mamba2": Twin(
-        "mamba2",
-        "mamba2",
-        keys=MAMBA_KEYS,
-        conversions=(convert_mamba,),
-        metadata=MAMBA_SIZES,
-        left_out=("num_attention_heads", "head_dim", "intermediate_size"),
-    ),
-    "mamba2_biased": Twin(
-        "mamba2",
-        "mamba2_biased",
-        keys=MAMBA_KEYS,
-        conversions=(convert_mamba,),
-        metadata=MAMBA_SIZES,
-        left_out=("num_attention_heads", "head_dim", "intermediate_size"),
-    ),
+    "mamba2": mamba_twin("mamba2"),
+    "mamba2_biased": mamba_twin("mamba2_biased"),
     "falcon-h1": Twin("falcon-h1", "falcon_h1", keys=FALCON_KEYS, conversions=FALCON),
     "falcon-h1_normed": Twin(
         "falcon-h1",

@@ -74,17 +74,11 @@ def test_longrope_uses_the_long_factors_where_sequences_may_be_long(length: int)
         "short_factor": [1.0 + index / 10 for index in range(24)],
         "long_factor": [1.0 + index for index in range(24)],
     }
-    config = Phi3Config(
-        hidden_size=128,
-        num_attention_heads=2,
-        max_position_embeddings=4096,
-        original_max_position_embeddings=1024,
-        partial_rotary_factor=0.75,
-        pad_token_id=0,
-        rope_scaling={"rope_type": "longrope", **scaling},
-    )
-    expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), length)
     file = {"original_max_position_embeddings": 1024, "partial_rotary_factor": 0.75}
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 4096}
+    rope = {"rope_type": "longrope", **scaling}
+    config = Phi3Config(**sizes, **file, pad_token_id=0, rope_scaling=rope)
+    expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), length)
     for kind in ("longrope", "su", "yarn"):  # the older files' names
         parameters = rotary_parameters({**file, "rope_scaling": {"type": kind, **scaling}})
         ours, our_factor = rotary_frequencies(48, parameters, 4096, length)

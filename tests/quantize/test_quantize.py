@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.source import ModelSource, resolve_source
 from penstock.loading.write import check_target
 from penstock.protocol.errors import ConfigError, ModelError
-from penstock.quantize import methods, write
+from penstock.quantize import methods, perplexity, write
 from penstock.quantize.methods import METHODS, method_named
 from penstock.quantize.write import check_source, write_quantized
 
@@ -257,8 +258,13 @@ def test_a_run_that_is_told_to_end_leaves_nothing(
 
 
 def test_the_command_writes_reports_and_calibrates(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    small = partial(LLM, kv_cache_memory_bytes=2**24)  # not a million tiny blocks
+    monkeypatch.setattr(perplexity, "LLM", small)
     text = tmp_path / "text.txt"
     text.write_text("Some words to look at, again and again. " * 4)
     arguments = ["quantize", str(model), str(tmp_path / "out"), "--method", "w4a16"]

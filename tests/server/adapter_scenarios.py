@@ -84,6 +84,12 @@ class Setup:
         module = LoRAModule(name, str(self.folder / (at or name)))
         await self.registry.load(module, **{"replace": False, "pin": False, **options})
 
+    async def unloading(self, name: str, end_requests: bool = False) -> asyncio.Task[None]:
+        """An unload that has come as far as it can."""
+        task = asyncio.ensure_future(self.registry.unload(name, end_requests=end_requests))
+        await settle()
+        return task
+
     @contextlib.asynccontextmanager
     async def request(self, name: str) -> AsyncIterator[Hold]:
         """An HTTP request for a model, until its response was sent."""

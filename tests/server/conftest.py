@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,18 +32,29 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@contextlib.contextmanager
+def starting(model: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers of the model with random weights; ends them all."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags: str, **options: Any) -> ServerProcess:
+            return stack.enter_context(ServerProcess(str(model), *DUMMY, *flags, **options))
+
+        yield start
+
+
 @pytest.fixture
 def serve_tiny(tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """Starts servers with a tiny model of random weights; ends them all."""
-    processes: list[ServerProcess] = []
+    """Starts servers with a tiny model, which end with the test."""
+    with starting(tiny_model) as start:
+        yield start
 
-    def start(*flags: str, **options: Any) -> ServerProcess:
-        processes.append(ServerProcess(str(tiny_model), *DUMMY, *flags, **options))
-        return processes[-1]
 
-    yield start
-    for process in processes:
-        process.close()
+@pytest.fixture(scope="module")
+def serve_module(tiny_model: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """Starts servers with a tiny model, which end with the file."""
+    with starting(tiny_model) as start:
+        yield start
 
 
 @pytest.fixture(scope="session")
@@ -56,15 +68,14 @@ def scripted_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
     """OpenAI's own client of the default model."""
-    with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0) as client:
+    with server.openai() as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def scripted(scripted_server: ServerProcess) -> Iterator[openai.OpenAI]:
     """OpenAI's own client of the model that says what it is told."""
-    url = f"{scripted_server.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    with scripted_server.openai() as client:
         yield client
 
 

@@ -13,10 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 from waiting import eventually
+
+if TYPE_CHECKING:
+    import openai
 
 START_TIMEOUT_S = 300.0
 # For models that are tiny, and servers that nobody kills.
@@ -83,6 +86,12 @@ class ServerProcess:
         if self.tls_ca:
             options["verify"] = ssl.create_default_context(cafile=str(self.tls_ca))
         return httpx.Client(base_url=self.base_url, timeout=240, **options)
+
+    def openai(self) -> openai.OpenAI:
+        """OpenAI's own client, which tries nothing twice."""
+        import openai  # slow, and few need it
+
+        return openai.OpenAI(base_url=f"{self.base_url}/v1", api_key="none", max_retries=0)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         with self.client() as client:

@@ -52,8 +52,7 @@ def test_unloading_waits_for_requests(folder: Path) -> None:
     async def scenario(setup: Setup) -> None:
         await setup.load("x", "a")
         async with setup.request("x") as hold:
-            unloading = asyncio.ensure_future(setup.registry.unload("x", end_requests=False))
-            await settle()
+            unloading = await setup.unloading("x")
             assert not unloading.done()
             assert not await setup.registry.hold("x"), "new requests do not find it"
             assert hold.adapter is not None, "and those that run go on"
@@ -67,8 +66,7 @@ def test_unloading_ends_requests_if_that_is_asked_for(folder: Path) -> None:
     async def scenario(setup: Setup) -> None:
         await setup.load("x", "a")
         async with setup.request("x") as hold:
-            unloading = asyncio.ensure_future(setup.registry.unload("x", end_requests=True))
-            await settle()
+            unloading = await setup.unloading("x", end_requests=True)
             assert setup.engine.calls[-1][:2] == ("end", "digest of A")
             with pytest.raises(NotFound, match="'x' was unloaded"):
                 _ = hold.adapter  # one that is not on the engine yet
@@ -82,8 +80,7 @@ def test_unloading_also_waits_for_requests_of_a_replaced_version(folder: Path) -
         await setup.load("x", "a")
         async with setup.request("x"):
             await setup.load("x", "b", replace=True)
-            unloading = asyncio.ensure_future(setup.registry.unload("x", end_requests=False))
-            await settle()
+            unloading = await setup.unloading("x")
             assert not unloading.done()
         await unloading
 
@@ -94,8 +91,7 @@ def test_unloading_goes_on_if_its_client_leaves(folder: Path) -> None:
     async def scenario(setup: Setup) -> None:
         await setup.load("x", "a")
         async with setup.request("x"):
-            unloading = asyncio.ensure_future(setup.registry.unload("x", end_requests=False))
-            await settle()
+            unloading = await setup.unloading("x")
             unloading.cancel()
             await settle()
 
@@ -111,8 +107,7 @@ def test_a_response_in_the_background_holds_its_adapter_until_it_ends(folder: Pa
             with held_for_longer() as longer:
                 pass
             assert current_hold.get() is hold
-        unloading = asyncio.ensure_future(setup.registry.unload("x", end_requests=False))
-        await settle()
+        unloading = await setup.unloading("x")
         assert not unloading.done()
         longer.release()
         await unloading

@@ -289,23 +289,27 @@ def test_gauges_are_zero_while_the_engine_is_gone() -> None:
     assert samples["num_preemptions_total"] == 2
 
 
-def test_gauges_are_zero_when_an_engine_is_back_without_work() -> None:
+def samples_after(*engines: EngineStats | None) -> dict[str, float]:
+    """Metrics after engines, one after the other, have each reported this or nothing."""
     observer = MetricsObserver(EngineConfig(), "m")
-    observer.on_ready(INFO)
-    observer.on_stats(stats(num_running=3, num_waiting=2, kv_cache_usage=0.5))
-    observer.on_ready(INFO)  # nobody looked in between, and it has nothing to report
-    samples = parse(observer.metrics.render().decode())
+    for reported in engines:
+        observer.on_ready(INFO)
+        if reported is not None:
+            observer.on_stats(reported)
+    return parse(observer.metrics.render().decode())
+
+
+def test_gauges_are_zero_when_an_engine_is_back_without_work() -> None:
+    samples = samples_after(stats(num_running=3, num_waiting=2, kv_cache_usage=0.5), None)
     assert samples["num_requests_running"] == samples["num_requests_waiting"] == 0
     assert samples["kv_cache_usage_perc"] == 0
 
 
 def test_counters_go_on_after_the_engine_has_been_replaced() -> None:
-    observer = MetricsObserver(EngineConfig(), "m")
-    observer.on_ready(INFO)
-    observer.on_stats(stats(num_preemptions=2, num_prefix_queries=50, num_prefix_hits=16))
-    observer.on_ready(INFO)  # a new engine, which counts from 0
-    observer.on_stats(stats(num_preemptions=1, num_prefix_queries=10))
-    samples = parse(observer.metrics.render().decode())
+    samples = samples_after(
+        stats(num_preemptions=2, num_prefix_queries=50, num_prefix_hits=16),
+        stats(num_preemptions=1, num_prefix_queries=10),  # a new engine counts from 0
+    )
     assert samples["num_preemptions_total"] == 3
     assert samples["prefix_cache_queries_total"] == 60
     assert samples["prefix_cache_hits_total"] == 16

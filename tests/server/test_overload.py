@@ -10,14 +10,14 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from server_process import DUMMY, ServerProcess, events
+from server_process import ServerProcess, events
 from waiting import eventually
 
 from penstock.server.http.sockets import PROBE_AFTER_S
@@ -29,28 +29,24 @@ ROOT_KEY = "key-of-rööt"
 LONG = {"prompt": "x", "max_tokens": 240, "ignore_eos": True}
 
 
+ServeModule = Callable[..., ServerProcess]
+
+
 @pytest.fixture(scope="module")
-def strict(tiny_model: Path) -> Iterator[ServerProcess]:
+def strict(serve_module: ServeModule) -> ServerProcess:
     """A server with little patience."""
-    with ServerProcess(
-        str(tiny_model),
-        *DUMMY,
-        *("--request-read-timeout-s", str(LIMIT_S), "--slow-reader-timeout-s", str(LIMIT_S)),
-    ) as process:
-        yield process
+    limits = ("--request-read-timeout-s", str(LIMIT_S), "--slow-reader-timeout-s", str(LIMIT_S))
+    return serve_module(*limits)
 
 
 @pytest.fixture(scope="module")
-def shared(tiny_model: Path) -> Iterator[ServerProcess]:
+def shared(serve_module: ServeModule) -> ServerProcess:
     """A server whose keys take turns, one request at a time."""
-    with ServerProcess(
-        str(tiny_model),
-        *DUMMY,
+    return serve_module(
         *("--api-key", "key-of-anna", "--api-key", "key-of-bert", "--admin-api-key", ROOT_KEY),
         *("--scheduling-policy", "fair", "--max-num-seqs", "1", "--max-queued-requests", "5"),
         *("--access-log", "--log-level", "debug", "--max-connections", "40"),
-    ) as process:
-        yield process
+    )
 
 
 def connect(server: ServerProcess) -> socket.socket:

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-from page_actions import a_browser, pages_of
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 from server_process import ServerProcess
 from tiny_adapters import write_adapter
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with a_browser() as launched:
-        yield launched
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
-    with pages_of(browser) as open_at:
-        yield open_at
 
 
 def test_adapters_can_be_chosen_and_new_ones_appear(

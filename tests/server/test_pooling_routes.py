@@ -9,7 +9,7 @@ import http.client
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,8 @@ TEXTS = ["one", "another text", "three", "a fourth text, which is longer than al
 
 
 @pytest.fixture(scope="module")
-def embedder(tiny_model: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(str(tiny_model), *DUMMY, *EMBEDS, "--served-model-name", "tiny") as server:
-        yield server
+def embedder(serve_module: Callable[..., ServerProcess]) -> ServerProcess:
+    return serve_module(*EMBEDS, "--served-model-name", "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +52,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def client(embedder: ServerProcess) -> Iterator[openai.OpenAI]:
-    url = f"{embedder.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    with embedder.openai() as client:
         yield client
 
 

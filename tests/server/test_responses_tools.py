@@ -66,8 +66,7 @@ def client(
         *("--max-tool-output-bytes", "1000"),
         env={"PYTHONPATH": str(HERE)},
     )
-    url = f"{process.base_url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    with process.openai() as client:
         yield client
     process.close()
 
@@ -256,8 +255,7 @@ def test_the_default_model_calls_a_tool_over_sse(default_model: str) -> None:
         *("--no-spare-engine", "--tool-server", f"127.0.0.1:{tools.port}"),
     )
     try:
-        client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
-        response = client.responses.create(
+        response = server.openai().responses.create(
             model=default_model,
             tools=[{**MCP, "allowed_tools": ["count_parts"]}],
             tool_choice="required",

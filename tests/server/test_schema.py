@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
-from server_process import DUMMY, ServerProcess
+from server_process import ServerProcess
 
 OPERATIONS = [
     ("POST", "/v1/chat/completions"),
@@ -67,68 +66,38 @@ EXCLUDED = [
     schemathesis.checks.negative_data_rejection,
 ]
 
-EXAMPLES = [40, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+EXAMPLES = [20, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+LENGTH = ("--max-model-len", "64")
+
+
+class Subject:
+    """A server and what it promises."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.server = server
+        self.schema: Any = schemathesis.openapi.from_url(f"{server.base_url}/openapi.json")
 
 
 @pytest.fixture(scope="module")
-def tiny_server(tiny_model: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(
-        str(tiny_model),
-        *DUMMY,
-        *("--max-model-len", "64", "--max-n", "4"),
-        *("--enable-lora", "--allow-runtime-lora-updating"),
-    ) as process:
-        yield process
+def generating(serve_module: Callable[..., ServerProcess]) -> Subject:
+    adapters = ("--enable-lora", "--allow-runtime-lora-updating")
+    return Subject(serve_module(*LENGTH, "--max-n", "4", *adapters))
 
 
 @pytest.fixture(scope="module")
-def pooling_server(tiny_model: Path) -> Iterator[ServerProcess]:
-    flags = ("--runner", "pooling", "--max-model-len", "64")
-    with ServerProcess(str(tiny_model), *DUMMY, *flags) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def schema(tiny_server: ServerProcess) -> Any:
-    return schemathesis.openapi.from_url(f"{tiny_server.base_url}/openapi.json")
-
-
-@pytest.fixture(scope="module")
-def pooling_schema(pooling_server: ServerProcess) -> Any:
-    return schemathesis.openapi.from_url(f"{pooling_server.base_url}/openapi.json")
+def pooling(serve_module: Callable[..., ServerProcess]) -> Subject:
+    return Subject(serve_module(*LENGTH, "--runner", "pooling"))
 
 
 @pytest.mark.parametrize("num_examples", EXAMPLES)
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
-@pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=lambda value: value)
+@pytest.mark.parametrize(("method", "path"), [*OPERATIONS, *POOLING], ids=lambda value: value)
 def test_no_request_breaks_the_promises_of_the_schema(
-    schema: Any,
-    tiny_server: ServerProcess,
-    method: str,
-    path: str,
-    mode: GenerationMode,
-    num_examples: int,
+    method: str, path: str, mode: GenerationMode, num_examples: int, request: pytest.FixtureRequest
 ) -> None:
-    try_requests(schema[path][method], tiny_server, mode, num_examples)
-
-
-@pytest.mark.parametrize("num_examples", [20, pytest.param(400, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
-@pytest.mark.parametrize(("method", "path"), POOLING, ids=lambda value: value)
-def test_no_pooling_request_breaks_the_promises_of_the_schema(
-    pooling_schema: Any,
-    pooling_server: ServerProcess,
-    method: str,
-    path: str,
-    mode: GenerationMode,
-    num_examples: int,
-) -> None:
-    try_requests(pooling_schema[path][method], pooling_server, mode, num_examples)
-
-
-def try_requests(
-    operation: Any, server: ServerProcess, mode: GenerationMode, num_examples: int
-) -> None:
+    kind = "pooling" if (method, path) in POOLING else "generating"
+    subject: Subject = request.getfixturevalue(kind)
+    operation = subject.schema[path][method]
     has_input = operation.body or operation.path_parameters
     if not operation.body and mode is GenerationMode.NEGATIVE:
         return  # nothing to get wrong: any text may be a name
@@ -144,10 +113,10 @@ def try_requests(
         case.call_and_validate(excluded_checks=EXCLUDED)
 
     check()
-    assert not server.has_logged("Traceback"), "".join(server.log)
+    assert not subject.server.has_logged("Traceback"), "".join(subject.server.log)
 
 
-def test_every_operation_is_tried(tiny_server: ServerProcess) -> None:
-    paths = tiny_server.get("/openapi.json").json()["paths"]
+def test_every_operation_is_tried(generating: Subject) -> None:
+    paths = generating.server.get("/openapi.json").json()["paths"]
     documented = {(method.upper(), path) for path, item in paths.items() for method in item}
     assert documented == {*OPERATIONS, *POOLING}

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 from server_process import DUMMY, ServerProcess, events
@@ -76,11 +77,19 @@ def test_a_stream_that_waits_sends_headers_and_keep_alives(hasty: ServerProcess,
     assert f"event: {last}\n" in rest if last else rest.endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def stream_that_times_out(server: ServerProcess, path: str) -> httpx.Response:
+    with server.engine_stopped():
+        return server.post(path, {**BODIES[path], "timeout": 0.05, "stream": True})
+
+
+some_paths = pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+)
+
+
+@some_paths
 def test_an_error_after_the_headers_is_an_event(hasty: ServerProcess, path: str) -> None:
-    body = {**BODIES[path], "timeout": 0.05, "stream": True}
-    with hasty.engine_stopped():
-        response = hasty.post(path, body)
+    response = stream_that_times_out(hasty, path)
     assert response.status_code == 200
     told = [piece for piece in response.text.split("\n\n") if piece and piece != COMMENT]
     if path == "/v1/responses":
@@ -93,11 +102,9 @@ def test_an_error_after_the_headers_is_an_event(hasty: ServerProcess, path: str)
         assert (error["error"]["code"], end) == (408, "[DONE]")
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+@some_paths
 def test_an_error_before_the_headers_has_its_status(patient: ServerProcess, path: str) -> None:
-    body = {**BODIES[path], "timeout": 0.05, "stream": True}
-    with patient.engine_stopped():
-        response = patient.post(path, body)
+    response = stream_that_times_out(patient, path)
     assert response.status_code == 408
     assert response.json()["error"]["type"] == "RequestTimeoutError"
 

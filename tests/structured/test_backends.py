@@ -65,7 +65,8 @@ def special(name: str) -> bool:
 
 
 # What to match; texts that match as a whole; texts that fail on the way or are not all there is.
-CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
+Case = tuple[dict[str, Any], list[str], list[str]]  # what is asked for, and right and wrong texts
+CASES: list[Case] = [
     ({"json": OBJECT}, ['{"a": 1}', '{"a":-7,"b":"é😀"}'], ['{"b": "x"}', "[]", '{"a": 1.5}']),
     ({"json_object": True}, ["{}", '{"x": [1, null]}'], ["[]", "1"]),
     ({"regex": r"\d{3}-[a-zé]+x"}, ["123-abcx", "000-éx"], ["12-ax", "123-AX"]),
@@ -123,15 +124,14 @@ def ends(backend: GrammarBackend, matcher: Matcher, vocabulary: Vocabulary) -> b
     return matcher.is_complete or END in allowed(backend, matcher, vocabulary)
 
 
-@pytest.mark.parametrize(("spec", "right", "wrong"), CASES, ids=[next(iter(c[0])) for c in CASES])
+every_case = pytest.mark.parametrize("case", CASES, ids=[next(iter(c[0])) for c in CASES])
+
+
+@every_case
 def test_what_matches_passes_and_what_does_not_is_stopped(
-    backend: GrammarBackend,
-    vocabulary: Vocabulary,
-    tokenizer: Tokenizer,
-    spec: dict[str, Any],
-    right: list[str],
-    wrong: list[str],
+    backend: GrammarBackend, vocabulary: Vocabulary, tokenizer: Tokenizer, case: Case
 ) -> None:
+    spec, right, wrong = case
     grammar = backend.compile(backend.lower(Structured(**spec)))
     for text in right:
         matcher, token_ids = grammar.matcher(), tokenizer.encode(text, add_special_tokens=False)
@@ -143,16 +143,12 @@ def test_what_matches_passes_and_what_does_not_is_stopped(
         assert not (passed and ends(backend, matcher, vocabulary)), text
 
 
-@pytest.mark.parametrize(("spec", "right", "_wrong"), CASES, ids=[next(iter(c[0])) for c in CASES])
+@every_case
 def test_going_back_forgets_the_way(
-    backend: GrammarBackend,
-    vocabulary: Vocabulary,
-    tokenizer: Tokenizer,
-    spec: dict[str, Any],
-    right: list[str],
-    _wrong: list[str],
+    backend: GrammarBackend, vocabulary: Vocabulary, tokenizer: Tokenizer, case: Case
 ) -> None:
     """Back from a detour, masks are those of a matcher that never went there."""
+    spec, right, _ = case
     grammar = backend.compile(backend.lower(Structured(**spec)))
     rng = random.Random(1)
     for text in right:
