@@ -77,10 +77,11 @@ def _logging_as_python_has_it() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _few_torch_threads() -> None:
-    """The models of most tests are tiny: on a large machine, many threads only get in the way.
+def _one_torch_thread() -> None:
+    """As an engine leaves it, so that tests do not depend on whether one was opened before them.
 
-    Sessions whose tests never imported torch are spared its import.
+    Their models are tiny: more threads get in each other's way. Sessions whose tests never imported
+    torch are spared its import.
     """
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(min(torch.get_num_threads(), 4))
+        torch.set_num_threads(1)
