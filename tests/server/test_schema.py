@@ -68,6 +68,7 @@ EXCLUDED = [
 
 EXAMPLES = [20, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 LENGTH = ("--max-model-len", "64")
+PATIENCE_S = 240  # schemathesis has 10, which a busy machine may need
 
 
 class Subject:
@@ -75,7 +76,8 @@ class Subject:
 
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
-        self.schema: Any = schemathesis.openapi.from_url(f"{server.base_url}/openapi.json")
+        url = f"{server.base_url}/openapi.json"
+        self.schema: Any = schemathesis.openapi.from_url(url, timeout=PATIENCE_S)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +112,7 @@ def test_no_request_breaks_the_promises_of_the_schema(
         suppress_health_check=list(HealthCheck),
     )
     def check(case: Any) -> None:
-        case.call_and_validate(excluded_checks=EXCLUDED)
+        case.call_and_validate(excluded_checks=EXCLUDED, timeout=PATIENCE_S)
 
     check()
     assert not subject.server.has_logged("Traceback"), "".join(subject.server.log)
