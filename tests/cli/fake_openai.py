@@ -21,6 +21,7 @@ class FakeServer:
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.num_connections = 0
+        self.metrics = ""  # with a place for the number of requests so far
         self.in_flight = 0
         self.max_in_flight = 0
         self._script = script
@@ -71,6 +72,9 @@ class FakeServer:
     ) -> bool:
         """Whether the connection can go on."""
         method, path, _ = request.split(" ")
+        if path == "/metrics":
+            writer.write(whole(200, self.metrics.format(len(self.bodies))))
+            return True
         if method == "GET":
             writer.write(whole(200, {"data": [{"id": "fake-model"}, {"id": "other"}]}))
             return True
@@ -88,7 +92,7 @@ class FakeServer:
 
 
 def whole(status: int, body: Any) -> bytes:
-    content = json.dumps(body).encode()
+    content = (body if isinstance(body, str) else json.dumps(body)).encode()
     return f"HTTP/1.1 {status} X\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -25,8 +25,9 @@ SMALL = ("--num-prompts", "3", "--input-len", "5", "--output-len", "4")
 def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     """Runs the command against a script and gives the report; `.server` is the last one."""
 
-    def run(script: Script, *flags: str, code: int = 0) -> dict[str, Any]:
+    def run(script: Script, *flags: str, code: int = 0, metrics: str = "") -> dict[str, Any]:
         with FakeServer(script) as server:
+            server.metrics = metrics
             assert main(["bench", "serve", "--base-url", server.url, *flags, "--json", "-"]) == code
         captured = capsys.readouterr()
         report: dict[str, Any] = json.loads(captured.out)
@@ -52,6 +53,21 @@ def test_completed_requests_are_counted_by_the_servers_usage(bench: Any) -> None
     assert set(report["ttft_ms"]) == {"mean", "median", "std", "p90", "p99", "max"}
     assert "3 completed, 0 failed" in report["table"]
     assert "15 in (0 cached), 12 out, counted by usage" in report["table"]
+
+
+def test_drafts_are_counted_from_the_servers_metrics(bench: Any) -> None:
+    metrics = (
+        'vllm:spec_decode_num_drafts_total{{model_name="m"}} {0}\n'
+        'vllm:spec_decode_num_draft_tokens_total{{model_name="m"}} {0}0.0\n'
+        'vllm:spec_decode_num_accepted_tokens_total{{model_name="m"}} {0}\n'
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{{model_name="m",position="0"}} 9\n'
+    )
+    report = bench(complete, *SMALL, "--num-warmups", "2", metrics=metrics)
+    assert report["num_drafts"] == report["num_accepted_tokens"] == 3  # no warm-up's
+    assert report["num_draft_tokens"] == 30
+    assert report["mean_acceptance_length"] == 2.0
+    assert "3 of 30 accepted, mean acceptance length 2.00" in report["table"]
+    assert "num_drafts" not in bench(complete, *SMALL)
 
 
 def test_requests_ask_for_exact_lengths_with_token_ids(bench: Any) -> None:

@@ -136,6 +136,19 @@ def test_bench_latency_reports_times(here: Here, tmp_path: Path) -> None:
     assert "ms_per_token" in table
 
 
+def test_bench_counts_drafts(here: Here, tmp_path: Path) -> None:
+    shape = ("--batch-size", "1", "--input-len", "32", "--output-len", "32", "--num-iters", "1")
+    drafter = {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}
+    report = tmp_path / "report.json"
+    speculation = ("--speculative-config", json.dumps(drafter))
+    table = here("bench", "latency", *shape, *speculation, "--json", str(report))
+    result = json.loads(report.read_text())
+    assert 0 < result["num_drafts"] <= result["num_draft_tokens"]
+    accepted = result["num_accepted_tokens"] / result["num_drafts"]
+    assert result["mean_acceptance_length"] == 1 + accepted
+    assert "mean_acceptance_length" in table
+
+
 def test_bench_startup_says_where_the_time_went(penstock: Run) -> None:
     flags = ("--num-iters", "1", "--num-iters-warmup", "0")
     result = json.loads(penstock("bench", "startup", *flags, "--json", "-").stdout)

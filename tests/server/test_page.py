@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from page_actions import (
     set_options,
     wait_for_answer,
 )
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from server_process import DUMMY, ServerProcess
 from waiting import eventually
 
@@ -194,7 +195,7 @@ def test_a_setting_that_is_not_valid_is_not_sent(
 def test_charts_follow_the_server(server: ServerProcess, open_page: Callable[..., Page]) -> None:
     page = open_page(server)
     expect(page.locator(READY)).to_be_visible()
-    expect(page.locator(".chart")).to_have_count(6)
+    expect(page.locator(".chart:visible")).to_have_count(6)
     set_options(page, temperature="0", max_tokens="1500")
     say(page, LONG_STORY)
     requests = page.locator(".chart", has_text="Requests")
@@ -208,6 +209,25 @@ def test_charts_follow_the_server(server: ServerProcess, open_page: Callable[...
     )
     page.get_by_role("button", name="Stop").click()
     expect(requests.locator(".now")).to_have_text("0running 0waiting")
+
+
+def test_a_chart_shows_the_drafts_of_a_server_that_has_some(
+    server: ServerProcess, open_page: Callable[..., Page]
+) -> None:
+    page = open_page(server)
+    drafts = page.locator(".chart", has_text="Accepted drafts")
+    expect(page.locator(READY)).to_be_visible()
+    expect(drafts).to_be_hidden()
+    looks = itertools.count(1)
+
+    def answer(route: Route) -> None:
+        look = next(looks)
+        counts = {"num_drafts": 5, "num_draft_tokens": 10, "num_accepted_tokens": 7}
+        lines = [f"penstock:spec_decode_{name}_total {n * look}\n" for name, n in counts.items()]
+        route.fulfill(body="".join(lines))
+
+    page.route("**/metrics", answer)
+    expect(drafts.locator(".now")).to_have_text("70%")
 
 
 def test_the_page_says_when_the_server_is_gone(

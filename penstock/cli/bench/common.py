@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -229,6 +229,34 @@ def percentile(ordered: list[float], share: float) -> float:
     place = share * (len(ordered) - 1)
     below, above = math.floor(place), math.ceil(place)
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def summarize_drafts(
+    num_drafts: int, num_draft_tokens: int, num_accepted_tokens: int
+) -> dict[str, Any]:
+    """What speculative decoding did, from the counts of a run that verified drafts."""
+    return {
+        "num_drafts": num_drafts,
+        "num_draft_tokens": num_draft_tokens,
+        "num_accepted_tokens": num_accepted_tokens,
+        "draft_acceptance_rate": num_accepted_tokens / num_draft_tokens,
+        "mean_acceptance_length": 1 + num_accepted_tokens / num_drafts,
+    }
+
+
+def describe_drafts(summary: Mapping[str, Any]) -> str:
+    return (
+        f"{summary['num_accepted_tokens']} of {summary['num_draft_tokens']} accepted, "
+        f"mean acceptance length {summary['mean_acceptance_length']:.2f}"
+    )
+
+
+def drafts_of_runs(llm: LLM) -> dict[str, Any]:
+    """The drafts of all runs since the engine started, warm-up included; {} if there were none."""
+    stats = llm.engine.speculation_stats()
+    if stats is None or stats.num_drafts == 0:
+        return {}
+    return summarize_drafts(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
 
 
 def peak_memory_mib() -> float | None:

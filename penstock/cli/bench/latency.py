@@ -9,6 +9,7 @@ from typing import Any
 from penstock.cli.bench.common import (
     add_batch_arguments,
     benchmark_options,
+    drafts_of_runs,
     params_for,
     peak_memory_mib,
     profile_run,
@@ -39,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
             tuple(timed_run(llm, part, params) for part, params in runs)
             for _ in range(args.num_iters_warmup + args.num_iters)
         ][args.num_iters_warmup :]
+        drafts = drafts_of_runs(llm)
         profile_run(args, llm, *runs[-1])
     *first, total = ([times[i] * 1e3 for times in measured] for i in range(len(runs)))
     setting = {"workload": workload.name, "options": options}
     results = summarize(workload, first[0], total) if first else summarize_pooling(workload, total)
-    report("latency", args, setting, results)
+    report("latency", args, setting, results | drafts)
     return 0
 
 

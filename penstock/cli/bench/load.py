@@ -6,9 +6,10 @@ import asyncio
 import itertools
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 
 import msgspec
 
@@ -53,6 +54,7 @@ class LoadResult:
     started: float
     ended: float
     max_in_flight: int
+    drafts: DraftTotals | None = None  # None: the server does not tell
 
 
 async def run_load(
@@ -130,6 +132,36 @@ async def first_model(client: HttpClient, timeout_s: float) -> str:
         raise RequestFault(
             f"/v1/models names no model (HTTP {content.status}): give one with --model"
         ) from error
+
+
+@dataclass(frozen=True)
+class DraftTotals:
+    """A server's counts of speculative decoding."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    def __sub__(self, other: DraftTotals) -> DraftTotals:
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return DraftTotals(*(mine - theirs for mine, theirs in pairs))
+
+
+async def read_drafts(client: HttpClient, timeout_s: float) -> DraftTotals | None:
+    """Return the totals from the server's /metrics, or None if it has none."""
+    content = Content()
+    try:
+        await asyncio.wait_for(client.get("/metrics", content), timeout_s)
+    except (HttpError, asyncio.TimeoutError):
+        return None
+    text = content.body.decode(errors="replace")
+    totals = []
+    for field in fields(DraftTotals):
+        found = re.findall(rf"^\w+:spec_decode_{field.name}_total(?:{{.*}})? (\S+)$", text, re.M)
+        if not found:
+            return None
+        totals.append(int(sum(map(float, found))))
+    return DraftTotals(*totals)
 
 
 async def agree(client: HttpClient, dialect: Dialect, timeout_s: float) -> Dialect:

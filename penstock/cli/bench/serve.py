@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -239,7 +240,7 @@ async def measure(
     """Find out what the server supports, warm it up, and run the load."""
     from tqdm import tqdm
 
-    from penstock.cli.bench.load import agree, first_model, run_load, warm_up
+    from penstock.cli.bench.load import agree, first_model, read_drafts, run_load, warm_up
     from penstock.cli.bench.streams import Dialect
 
     generates = args.backend != "openai-embeddings"
@@ -261,8 +262,12 @@ async def measure(
         requests = pick_models(requests, [dialect.model, *args.lora_modules], args.seed)
     await warm_up(client, dialect, requests, args.num_warmups, load, args.seed)
     due_times = load.due_times(len(requests), args.seed)
+    before = await read_drafts(client, load.timeout_s) if generates else None
     with tqdm(total=len(requests), unit="request", disable=None) as progress:
         result = await run_load(client, dialect, requests, due_times, load, progress.update)
+    if before is not None:
+        after = await read_drafts(client, load.timeout_s)
+        result = replace(result, drafts=None if after is None else after - before)
     return dialect, result
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from penstock.cli.bench.common import percentile
+from penstock.cli.bench.common import describe_drafts, percentile, summarize_drafts
 from penstock.cli.bench.load import LoadResult
 from penstock.cli.bench.streams import StreamRecord
 
@@ -29,6 +30,8 @@ def summarize(result: LoadResult, goals_ms: Mapping[str, float]) -> dict[str, An
         "output_throughput": num_output / elapsed,
         "total_token_throughput": (num_input + num_output) / elapsed,
     }
+    if result.drafts is not None and result.drafts.num_drafts:
+        summary |= summarize_drafts(**asdict(result.drafts))
     summary |= _goodput(result, done, goals_ms)
     summary |= {
         "ttft_ms": spread_ms([record.ttft for record in done]),
@@ -174,6 +177,8 @@ def render(setting: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
             ("tokens", f"{summary['total_input_tokens']}, counted by usage"),
             ("throughput", f"{rate:.2f} texts/s, {tokens_rate:.1f} tokens/s"),
         ]
+    if "num_draft_tokens" in summary:
+        rows.append(("drafts", describe_drafts(summary)))
     if "request_goodput" in summary:
         goals = ", ".join(f"{k} <= {v:g} ms" for k, v in summary["goodput_ms"].items())
         goodput = f"{summary['request_goodput']:.2f} requests/s"

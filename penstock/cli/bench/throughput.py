@@ -11,6 +11,7 @@ from typing import Any
 from penstock.cli.bench.common import (
     add_batch_arguments,
     benchmark_options,
+    drafts_of_runs,
     params_for,
     peak_memory_mib,
     profile_run,
@@ -74,12 +75,13 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(num_warmups):
             timed_run(llm, workload, params, adapters)
         times = [timed_run(llm, workload, params, adapters) for _ in range(args.num_iters)]
+        drafts = drafts_of_runs(llm)
         profile_run(args, llm, workload, params, adapters)
     setting: dict[str, Any] = {"workload": workload.name, "options": options}
     if adapters is not None:
         setting["num_lora_requests"] = sum(item is not None for item in adapters)
     results = summarize_pooling if params is None else summarize
-    report("throughput", args, setting, results(workload, times))
+    report("throughput", args, setting, results(workload, times) | drafts)
     return 0
 
 

@@ -18,6 +18,7 @@ const CHARTS = [
   { title: "Prompts", keys: ["prompt"], format: (value) => count(value, "tokens/s") },
   { title: "First token", keys: ["firstToken"], format: duration, sticky: true, of: "text" },
   { title: "Prefix hits", keys: ["prefix"], format: share, limit: 1, sticky: true, of: "cache" },
+  { title: "Accepted drafts", keys: ["drafts"], format: share, limit: 1, sticky: true, of: "drafts" },
 ];
 
 export class Dashboard {
@@ -62,6 +63,7 @@ export class Dashboard {
       const text = await (await request("metrics")).text();
       values = parseMetrics(text);
       document.body.classList.toggle("cacheless", hasNoCache(text));
+      document.body.classList.toggle("drafting", values.get("spec_decode_num_drafts_total") > 0);
     } catch (error) {
       if (error.status === 401) this.onState("locked", "needs a key");
       this.before = null;

@@ -38,5 +38,6 @@ export function pointBetween(before, after, seconds) {
     prompt: rate("prompt_tokens_total"),
     firstToken: ratio("time_to_first_token_seconds_sum", "time_to_first_token_seconds_count"),
     prefix: ratio("prefix_cache_hits_total", "prefix_cache_queries_total"),
+    drafts: ratio("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"),
   };
 }
