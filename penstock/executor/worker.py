@@ -87,6 +87,8 @@ class Worker:
         self.model, self.dtypes, self.ops = load_model(
             config, source, platform, mesh, self.limits.max_model_len
         )
+        if drafter is not None:
+            drafter.load(config, source, platform, mesh, self.limits)
         if needs_whole_prompts(self.model):
             self.limits = hold_whole_prompts(self.limits, config)
         self.pooler: Pooler | None = None
@@ -164,8 +166,10 @@ class Worker:
     def capabilities(self) -> Capabilities:
         """What the engine needs to plan the cache and the steps."""
         kv_specs = self.model.kv_specs(self.dtypes.kv)
+        draft_specs = self.drafter.kv_specs() if self.drafter is not None else {}
         budget = kv_budget(
-            self.config, self.platform, self.model, kv_specs, self.limits, self.pooler is None
-        )
+            self.config, self.platform, self.model, kv_specs, self.limits, self.pooler is None,
+            draft_specs,
+        )  # fmt: skip
         info = self.pooler.info if self.pooler is not None else None
-        return Capabilities(self.limits, self.dtypes.kv, kv_specs, budget, info)
+        return Capabilities(self.limits, self.dtypes.kv, kv_specs, budget, info, draft_specs)

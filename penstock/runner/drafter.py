@@ -6,9 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.config import EngineConfig
+from penstock.distributed.mesh import Mesh
+from penstock.loading.source import ModelSource
 from penstock.models.base import Hidden
-from penstock.protocol.step import NewRequest
+from penstock.platforms.platform import Platform
+from penstock.protocol.kv import KVCacheSpec
+from penstock.protocol.limits import StepLimits
+from penstock.protocol.step import NewRequest, StepPlan
 from penstock.runner.forward import ForwardInputs
+from penstock.runner.kv_memory import KVMemory
+from penstock.runner.sampler import Sampler
 from penstock.runner.tables import IntArray, RequestTables
 
 
@@ -40,11 +48,31 @@ class Drafter:
     num_lookahead: int = 0  # positions after a step's last one that its layers write
     is_on_host: bool = False  # it waits for the tokens, so steps do not overlap unless asked to
 
+    def load(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        platform: Platform,
+        mesh: Mesh,
+        limits: StepLimits,
+    ) -> None:
+        """Worker: load its weights, if it has any. `source` is the target's."""
+
+    def kv_specs(self) -> dict[str, KVCacheSpec]:
+        """Worker: what its layers keep in the KV cache, by name."""
+        return {}
+
+    def start(self, tables: RequestTables, memory: KVMemory, sampler: Sampler) -> None:
+        """Runner: what it reads and writes. Requests come later."""
+
     def add(self, slot: int, request: NewRequest) -> None:
         """A request enters a slot, now or again after a preemption."""
 
     def remove(self, slot: int) -> None:
         """The request leaves its slot."""
+
+    def take_blocks(self, plan: StepPlan) -> None:
+        """The plan's requests have their new KV blocks."""
 
     def observe(self, inputs: ForwardInputs, hidden: Hidden) -> None:
         """Every step: its rows and their hidden states, before tokens are sampled.

@@ -80,6 +80,7 @@ class ModelRunner:
                 "state cannot be rolled back when a draft is rejected: drop speculative_config"
             )
         self.model = model
+        self.drafter = drafter
         self.routed_experts = routed_experts
         self.adapters = adapters
         num_adapter_slots = adapters.num_slots if adapters is not None else 0
@@ -111,6 +112,8 @@ class ModelRunner:
             return
         sampler = Sampler(self.tables, vocab_size, device, choose_tokens, processors)
         self.head = head = GenerationHead(model, self.tables, sampler, drafter)
+        if drafter is not None:
+            drafter.start(self.tables, self.memory, sampler)
         if device.type == "cuda":
             head.graphs = SamplingGraphs(
                 steps.buffers, steps.logits, self.tables, sampler, steps.pool
@@ -179,3 +182,5 @@ class ModelRunner:
             slot = self.tables.add(request)
             self.head.add(slot, request)
         self.tables.append_blocks(plan.scheduled)
+        if self.drafter is not None:
+            self.drafter.take_blocks(plan)

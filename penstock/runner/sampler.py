@@ -199,6 +199,20 @@ class Sampler:
             tokens, faulted, errors, self._logprobs(logits, tokens, rows, features)
         )
 
+    def draft(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """The tokens [rows] that these logits would give, with the requests' own noise.
+
+        Grammars and custom processors are left out: drafts are verified anyway.
+        """
+        ignored = Feature.PROCESSORS | Feature.LOGPROBS | Feature.NAMED_LOGPROBS
+        features = self._params.features[rows.host_slots] & ~int(ignored)
+        used = int(np.bitwise_or.reduce(features))
+        if used & CHANGES:
+            logits = logits.to(torch.float32, copy=True)
+            self._change_logits(logits, rows, features, None)
+        tokens, _ = self.choose(logits, rows.slots, rows.positions, SamplingKind.of(used))
+        return tokens
+
     def _change_logits(
         self, work: Tensor, rows: SamplingRows, features: NDArray[np.int64], allowed: Tensor | None
     ) -> dict[int, str]:

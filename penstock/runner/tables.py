@@ -132,6 +132,11 @@ class RequestTables:
             self._num_blocks[group, slot] = start + len(new)
         return [slots, columns, blocks] if blocks else []
 
+    def num_blocks(self, group: int, slots: IntArray) -> IntArray:
+        """How many blocks of a group each slot's request has. Those behind are not its own."""
+        num_blocks: IntArray = self._num_blocks[group, slots]
+        return num_blocks
+
     def advance(self, slots: torch.Tensor, counts: torch.Tensor) -> None:
         """Count `counts` more tokens of each slot as computed."""
         self.num_computed[slots] += counts
