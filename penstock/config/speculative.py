@@ -9,18 +9,25 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from penstock.config.options import coerce, option, options_of, require
+from penstock.config.quantization import check_option
 from penstock.protocol.errors import ConfigError
 
-Method = Literal["ngram", "suffix", "custom"]
+Method = Literal["ngram", "suffix", "draft_model", "custom"]
 
-NUM_TOKENS: Mapping[Method, int] = {"ngram": 5, "suffix": 8, "custom": 3}  # unless the user says
+NUM_TOKENS: Mapping[Method, int] = {  # unless the user says
+    "ngram": 5,
+    "suffix": 8,
+    "draft_model": 3,
+    "custom": 3,
+}
 MOST_TOKENS = 64  # drafts of a request in one step
 LONGEST_LOOKUP = 32  # tokens; every length is indexed
 DEEPEST_TREE = 256  # tokens
 
 # Keys that only some methods read. All others have the rest.
 _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
-    "model": ("custom",),
+    "model": ("draft_model", "custom"),
+    "quantization": ("draft_model",),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
     "suffix_decoding_max_tree_depth": ("suffix",),
@@ -38,7 +45,7 @@ class SpeculativeSettings:
         dataclasses.MISSING,
         "Drafter to use; required. ngram: repeats what followed the last tokens earlier in the "
         "request; suffix: what most often followed them, in the request and in past outputs; "
-        "custom: a class of your own.",
+        "draft_model: a smaller model with the same vocabulary; custom: a class of your own.",
     )
     num_speculative_tokens: int | None = option(
         None,
@@ -52,7 +59,12 @@ class SpeculativeSettings:
         "load, measured step times and each request's acceptance.",
     )
     model: str | None = option(
-        None, "custom: the drafter as module:Class, a subclass of penstock.runner.drafter.Drafter."
+        None,
+        "draft_model: the smaller model, named like `model` of the engine. custom: the drafter as "
+        "module:Class, a subclass of penstock.runner.drafter.Drafter.",
+    )
+    quantization: str | None = option(
+        None, "draft_model: like `quantization` of the engine, for the draft model."
     )
     prompt_lookup_min: int = option(
         2, "ngram: minimum number of last tokens that must have occurred before."
@@ -129,6 +141,10 @@ class SpeculativeSettings:
                 "suffix_decoding_min_token_prob must be from 0 to 1, "
                 f"got {self.suffix_decoding_min_token_prob}"
             )
+        if self.method == "draft_model" and self.model is None:
+            raise ConfigError("method draft_model needs model: a smaller model to draft with")
+        if self.quantization is not None:
+            check_option(self.quantization)
         if self.method == "custom" and self.model is None:
             raise ConfigError('method custom needs model: "module:Class" of a drafter')
 

@@ -82,7 +82,7 @@ def test_one_bound_of_the_lookup_moves_the_other(
         ),
         (
             {"method": "ngram", "model": "a:B"},
-            "model is for method custom, got method ngram: drop model",
+            "model is for method draft_model or custom, got method ngram: drop model",
         ),
         (
             {"method": "custom", "model": "a:B", "prompt_lookup_max": 3},
@@ -107,6 +107,11 @@ def test_one_bound_of_the_lookup_moves_the_other(
         (
             {"method": "ngram", "suffix_decoding_min_token_prob": 0.2},
             "suffix_decoding_min_token_prob is for method suffix, got method ngram",
+        ),
+        ({"method": "draft_model"}, "method draft_model needs model: a smaller model"),
+        (
+            {"method": "draft_model", "model": "x", "quantization": "int7"},
+            "quantization must be one of fp8",
         ),
         ({"method": "custom"}, 'method custom needs model: "module:Class" of a drafter'),
     ],

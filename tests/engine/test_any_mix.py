@@ -30,6 +30,8 @@ from penstock.protocol.kv import AnyKVCacheSpec, RecurrentSpec
 from penstock.protocol.outputs import RequestOutput
 from penstock.protocol.sampling import OutputKind
 from penstock.protocol.step import StepPlan
+from penstock.runner.drafter import Drafter
+from penstock.runner.drafters.draft_model import DraftModelDrafter
 from penstock.scheduler.request import RequestState
 from penstock.structured.output import OutputGrammar
 from penstock.text.frontend import PreparedRequest
@@ -295,10 +297,12 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
     rng = random.Random(seed)
     options = some_options(rng, model.specs)
     outputs = [list(out.token_ids) for output in model.alone for out in output.outputs]
-    drafter = None
+    drafter: Drafter | None = None
     can_draft = not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values())
     if can_draft and rng.random() < 0.7:
         drafter = Oracle(outputs, 7, rng.choice([1, 3]), rng.choice([3, 4]))
+        if rng.random() < 0.5:
+            drafter = DraftModelDrafter(str(model.path), rng.choice([1, 4]))
     waiting = rng.sample(range(len(model.cases)), len(model.cases))
     with engine(model.path, drafter=drafter, **options) as llm:
         if rng.random() < 0.3:

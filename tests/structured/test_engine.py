@@ -269,6 +269,14 @@ def test_the_same_tokens_with_drafts(byte_model: str, alone: list[Any], overlap:
     assert oracle.num_accepted > 100
 
 
+def test_with_a_draft_model_that_knows_no_grammar(
+    byte_model: str, alone: list[tuple[list[int], str | None]]
+) -> None:
+    settings = {"method": "draft_model", "model": byte_model, "num_speculative_tokens": 4}
+    with open_llm(byte_model, speculative_config=settings) as llm:
+        assert run(llm) == alone
+
+
 def test_the_other_backend_holds_outputs_too(byte_model: str) -> None:
     with open_llm(byte_model, structured_outputs_backend="xgrammar") as llm:
         matched = 0

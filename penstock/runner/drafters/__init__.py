@@ -27,7 +27,11 @@ def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = 
         )
         past = PastOutputs(settings.suffix_decoding_max_cached_requests)
         return SuffixDrafter(settings.num_tokens, rules, past)
+    assert settings.model is not None, "checked by the settings"
+    if settings.method == "draft_model":
+        from penstock.runner.drafters.draft_model import DraftModelDrafter
+
+        return DraftModelDrafter(settings.model, settings.num_tokens, settings.quantization)
     from penstock.runner.drafters.custom import CustomDrafter
 
-    assert settings.model is not None, "checked by the settings"
     return CustomDrafter(settings.model, settings.num_tokens, vocab_size)

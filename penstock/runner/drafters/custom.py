@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
+from penstock.config import EngineConfig
+from penstock.distributed.mesh import Mesh
+from penstock.loading.source import ModelSource
 from penstock.models.base import Hidden
+from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.step import NewRequest
+from penstock.protocol.kv import KVCacheSpec
+from penstock.protocol.limits import StepLimits
+from penstock.protocol.step import NewRequest, StepPlan
 from penstock.runner.drafter import Drafter, Drafts, DraftStep
 from penstock.runner.forward import ForwardInputs
+from penstock.runner.kv_memory import KVMemory
 from penstock.runner.plugins import find_class
+from penstock.runner.sampler import Sampler
+from penstock.runner.tables import RequestTables
 
 
 class CustomDrafter(Drafter):
@@ -26,6 +35,25 @@ class CustomDrafter(Drafter):
         self.num_drafts = num_drafts
         self.num_lookahead = self._drafter.num_lookahead
         self.is_on_host = self._drafter.is_on_host
+
+    def load(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        platform: Platform,
+        mesh: Mesh,
+        limits: StepLimits,
+    ) -> None:
+        self._drafter.load(config, source, platform, mesh, limits)
+
+    def kv_specs(self) -> dict[str, KVCacheSpec]:
+        return self._drafter.kv_specs()
+
+    def start(self, tables: RequestTables, memory: KVMemory, sampler: Sampler) -> None:
+        self._drafter.start(tables, memory, sampler)
+
+    def take_blocks(self, plan: StepPlan) -> None:
+        self._drafter.take_blocks(plan)
 
     def add(self, slot: int, request: NewRequest) -> None:
         self._drafter.add(slot, request)
