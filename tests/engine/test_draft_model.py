@@ -17,6 +17,7 @@ from penstock import LLM, SamplingParams
 from penstock.protocol.errors import ConfigError
 from penstock.runner.drafter import Drafts, DraftStep
 from penstock.runner.drafters.draft_model import DraftModelDrafter
+from penstock.scheduler.plan import PlannedStep
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -74,6 +75,22 @@ class Watched(DraftModelDrafter):
             best = max(right, key=sum)
             num_drafts, num_right = num_drafts + len(best), num_right + sum(best)
         return num_drafts, num_right
+
+
+def draft_in_every_step(llm: LLM) -> LLM:
+    """Otherwise measured times would decide how often."""
+    speculation, num_drafts = llm.engine.scheduler.speculation, llm.engine.limits.num_drafts
+
+    def plan(step: PlannedStep, running: object) -> None:
+        step.num_drafts = num_drafts
+
+    speculation.plan = plan  # type: ignore[method-assign]
+    speculation.num_to_verify = lambda state: state.num_drafts  # type: ignore[method-assign]
+    return llm
+
+
+def open_drafting(model: Path | str, drafter: Watched, **options: Any) -> LLM:
+    return draft_in_every_step(open_llm(model, drafter=drafter, **options))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +151,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     tiny_llama: str, expected: Results, options: dict[str, Any], overlap: bool
 ) -> None:
     drafter = Watched(tiny_llama)
-    with open_llm(tiny_llama, drafter=drafter, async_scheduling=overlap, **options) as llm:
+    with open_drafting(tiny_llama, drafter, async_scheduling=overlap, **options) as llm:
         assert run(llm) == expected
         if "num_gpu_blocks_override" in options:
             assert llm.engine.stats().num_preemptions > 0
@@ -150,7 +167,7 @@ def test_another_draft_model_gives_the_same_tokens(
 ) -> None:
     drafter = Watched(other, num_drafts)
     options = {"max_model_len": 160, "num_gpu_blocks_override": 24, "max_num_batched_tokens": 48}
-    with open_llm(tiny_llama, drafter=drafter, async_scheduling=overlap, **options) as llm:
+    with open_drafting(tiny_llama, drafter, async_scheduling=overlap, **options) as llm:
         assert run(llm) == expected
     num_all, num_right = drafter.judge(texts(expected))
     assert num_right < num_all / 2
@@ -160,7 +177,7 @@ def test_drafts_after_a_prefix_hit_are_as_good_and_take_no_second_prefill(
     tiny_llama: str, expected: Results
 ) -> None:
     drafter = Watched(tiny_llama)
-    with open_llm(tiny_llama, drafter=drafter) as llm:
+    with open_drafting(tiny_llama, drafter) as llm:
         run(llm)
         cold, drafter.num_rows = drafter.num_rows, 0
         drafter.proposals.clear()
@@ -181,7 +198,7 @@ def test_cached_blocks_that_lack_draft_rows_are_filled_by_the_next_request(
     greedy = {"temperature": 0.0, "ignore_eos": True}
     with open_llm(tiny_llama) as llm:
         want = generate(llm, prompt, max_tokens=40, **greedy)
-    with open_llm(tiny_llama, drafter=drafter, max_num_batched_tokens=16, max_num_seqs=4) as llm:
+    with open_drafting(tiny_llama, drafter, max_num_batched_tokens=16, max_num_seqs=4) as llm:
         generate(llm, prompt, max_tokens=1, **greedy)
         drafter.proposals.clear()
         assert generate(llm, prompt, max_tokens=40, **greedy) == want
@@ -203,11 +220,16 @@ def test_steps_without_drafts_are_caught_up_with(tiny_llama: str) -> None:
     options = {"temperature": 0.8, "seed": 3, "max_tokens": 80, "ignore_eos": True}
     with open_llm(tiny_llama) as llm:
         want = generate(llm, prompt, **options)
-    with open_llm(tiny_llama, drafter=drafter) as llm:
-        speculation = llm.engine.scheduler._speculation
-        rng = random.Random(1)
-        speculation.num_to_propose = lambda *_: rng.choice([0, 0, 1, 2, 4])  # type: ignore
-        speculation.num_to_verify = lambda state: rng.randint(0, state.num_drafts)  # type: ignore
+    with open_drafting(tiny_llama, drafter) as llm:
+        speculation, rng = llm.engine.scheduler.speculation, random.Random(1)
+
+        def plan(step: PlannedStep, running: object) -> None:
+            step.num_drafts = rng.choice([0, 0, 1, 2, 4])
+
+        speculation.plan = plan  # type: ignore[method-assign]
+        speculation.num_to_verify = (  # type: ignore[method-assign]
+            lambda state: rng.randint(0, state.num_drafts)
+        )
         assert generate(llm, prompt, **options) == want
     num_drafts, num_right = drafter.judge([prompt + want])
     assert num_right == num_drafts > 20
@@ -220,6 +242,8 @@ def test_several_completions_and_replays_go_on_alike(tiny_llama: str) -> None:
     found = []
     for drafter in (None, Watched(tiny_llama)):
         with open_llm(tiny_llama, drafter=drafter) as llm:
+            if drafter is not None:
+                draft_in_every_step(llm)
             (output,) = llm.generate(prompt, params, use_tqdm=False)
             whole = generate(llm, prompts()[1], temperature=0.9, seed=4, max_tokens=20)
             replays = []
@@ -242,7 +266,7 @@ def test_targets_and_drafts_with_windows_and_latent_attention(
         want = [generate(llm, prompt, temperature=0, max_tokens=16) for prompt in prompts()]
     for draft in (target, Path(tiny_llama)):
         drafter = Watched(draft)
-        with open_llm(target, drafter=drafter) as llm:
+        with open_drafting(target, drafter) as llm:
             got = [generate(llm, prompt, temperature=0, max_tokens=16) for prompt in prompts()]
         assert got == want
         num_drafts, num_right = drafter.judge([p + w for p, w in zip(prompts(), want, strict=True)])
@@ -285,7 +309,7 @@ def test_drafts_end_where_the_draft_models_context_does(
     with open_llm(tiny_llama) as llm:
         want = generate(llm, prompt, **options)
     drafter = Watched(draft)
-    with open_llm(tiny_llama, drafter=drafter, log_level="warning") as llm:
+    with open_drafting(tiny_llama, drafter, log_level="warning") as llm:
         assert generate(llm, prompt, **options) == want
     ends = [len(known) + len(drafts) for known, drafts in drafter.proposals if drafts]
     assert 30 <= max(ends) <= 33
@@ -321,7 +345,7 @@ def test_the_default_model_drafts_for_itself_on_the_native_path(default_model: s
             want = tokens_and_logprobs(llm, texts, params)
             known = [llm.get_tokenizer().encode(text) for text in texts]
         drafter = Watched(default_model, num_drafts=4)
-        with LLM(default_model, drafter=drafter, **options) as llm:
+        with draft_in_every_step(LLM(default_model, drafter=drafter, **options)) as llm:
             assert tokens_and_logprobs(llm, texts, params) == want
         whole = [prompt + tokens for prompt, (tokens, _) in zip(known, want, strict=True)]
         num_drafts, num_right = drafter.judge(whole)
