@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+TRUNCATION = "truncate_prompt_tokens to cut it (-1: to what fits)"
+
 
 class PenstockError(Exception):
     """Base of all errors that Penstock raises on purpose."""
@@ -47,21 +49,26 @@ class ContextOverflow(InputError):
 
 
 class InputOverflow(ContextOverflow):
-    """An input of a pooling model that is longer than its context."""
+    """An input of a pooling model that is longer than its context. `option` would truncate it."""
 
     def __init__(
-        self, num_tokens: int, max_model_len: int, field: str = "input", is_exact: bool = True
+        self,
+        num_tokens: int,
+        max_model_len: int,
+        field: str = "input",
+        is_exact: bool = True,
+        option: str = TRUNCATION,
     ) -> None:
         super().__init__(num_tokens, max_model_len, field, is_exact)
         at_least = "" if is_exact else "at least "
         self.args = (
             f"This model's maximum context length is {max_model_len} tokens. However, your "
             f"{field} has {at_least}{num_tokens} tokens, so it is too long. Please reduce its "
-            "length, or set truncate_prompt_tokens to cut it (-1: to what fits).",
+            f"length, or set {option}.",
         )
 
-    def of_field(self, field: str) -> InputOverflow:
-        return InputOverflow(self.num_tokens, self.max_model_len, field, self.is_exact)
+    def of_field(self, field: str, option: str = TRUNCATION) -> InputOverflow:
+        return InputOverflow(self.num_tokens, self.max_model_len, field, self.is_exact, option)
 
 
 class ModelError(PenstockError):

@@ -7,8 +7,6 @@ import concurrent.futures
 import contextlib
 import http.client
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -242,22 +240,26 @@ def test_coheres_client_reranks_and_embeds(
     results = with_ranker.rerank(model="ranker", query="q", documents=TEXTS, top_n=2).results
     assert len(results) == 2
     assert results[0].relevance_score >= results[1].relevance_score
-    reply = cohere.ClientV2("none", base_url=embedder.base_url).embed(
-        model="tiny",
-        texts=TEXTS,
-        input_type="search_document",
-        embedding_types=["float", "ubinary", "binary"],
+    reply = (
+        cohere.ClientV2("none", base_url=embedder.base_url)
+        .embed(
+            model="tiny",
+            texts=TEXTS,
+            input_type="search_document",
+            embedding_types=["float", "ubinary", "binary", "int8", "uint8"],
+        )
+        .embeddings
     )
-    for text, vector, bits, signed in zip(
-        TEXTS,
-        reply.embeddings.float_ or [],
-        reply.embeddings.ubinary or [],
-        reply.embeddings.binary or [],
-        strict=True,
-    ):
+    for index, text in enumerate(TEXTS):
+        vector, bits, codes = (
+            np.array((kind or [])[index]) for kind in (reply.float_, reply.ubinary, reply.int8)
+        )
         assert_same(vector, expected[text])
-        assert bits == np.packbits(expected[text] > 0).tolist()
-        assert signed == [each - 128 for each in bits]
+        assert bits.tolist() == np.packbits(expected[text] > 0).tolist()
+        assert (reply.binary or [])[index] == (bits - 128).tolist()
+        assert np.abs(codes).max() == 127
+        assert codes @ vector > 0.999 * np.linalg.norm(codes)
+        assert (reply.uint8 or [])[index] == (codes + 128).tolist()
 
 
 def test_langchains_embeddings_work(embedder: ServerProcess, expected: dict[str, Any]) -> None:
@@ -316,6 +318,9 @@ def test_what_is_wrong_with_pairs_is_said_with_the_field(
         (ranker, "/rerank", {"query": "q", "documents": []}, "documents"),
         (ranker, "/rerank", {"query": "q", "documents": ["a" * 300]}, "documents"),
         (ranker, "/rerank", {"documents": ["a"]}, "query"),
+        (embedder, "/rerank", {"query": "", "documents": ["a"]}, "query"),
+        (embedder, "/rerank", {"query": "q", "documents": ["a", ""]}, "documents"),
+        (embedder, "/score", {"queries": ["a", ""], "documents": ["b", "c"]}, "queries"),
         (ranker, "/score", {"text_1": "a"}, "text_2"),
         (ranker, "/score", {"text_1": "a", "queries": "b", "text_2": "c"}, "text_1"),
         (ranker, "/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
@@ -331,7 +336,12 @@ def test_what_is_wrong_with_pairs_is_said_with_the_field(
         (embedder, "/classify", {"input": "a"}, "model"),
         (ranker, "/v2/embed", {"texts": ["a"]}, "model"),
         (embedder, "/v2/embed", {"texts": []}, "texts"),
-        (embedder, "/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types"),
+        (embedder, "/v2/embed", {"texts": ["a"], "embedding_types": ["int4"]}, "embedding_types"),
+        (embedder, "/v2/embed", {"texts": ["a"], "images": ["data:"]}, "images"),
+        (embedder, "/v2/embed", {"inputs": [{"content": []}]}, "inputs"),
+        (embedder, "/v2/embed", {"texts": ["a"], "max_tokens": 0}, "max_tokens"),
+        (embedder, "/v2/embed", {"texts": ["a"], "max_tokens": 9, "truncate": "NONE"},
+         "max_tokens"),
         (embedder, "/v2/embed", {"texts": ["a"], "output_dimension": 5}, "output_dimension"),
         (embedder, "/v2/embed", {"texts": ["a" * 300], "truncate": "NONE"}, "texts"),
         (embedder, "/pooling", {"input": "a", "task": "classify"}, "task"),
@@ -404,23 +414,6 @@ def test_nothing_is_left_of_a_client_that_leaves(embedder: ServerProcess) -> Non
         connection.close()
         eventually(lambda: num_unfinished() == 0)
     assert len(post(embedder, "/v1/embeddings", input="another")["data"]) == 1
-
-
-def test_vectors_are_the_same_after_the_engine_was_killed(
-    tiny_model: Path, expected: dict[str, Any]
-) -> None:
-    server = ServerProcess(str(tiny_model), *DUMMY, *EMBEDS)
-    try:
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            pid = server.engine_pid
-            os.kill(pid, signal.SIGSTOP)
-            answer = pool.submit(post, server, "/v1/embeddings", input=TEXTS)
-            eventually(lambda: server.get("/load").json()["server_load"] == len(TEXTS))
-            os.kill(pid, signal.SIGKILL)
-            for item, text in zip(answer.result()["data"], TEXTS, strict=True):
-                assert_same(item["embedding"], expected[text])
-    finally:
-        server.close()
 
 
 def test_metrics_count_the_tokens_that_were_pooled(embedder: ServerProcess) -> None:

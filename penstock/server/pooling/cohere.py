@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from penstock.protocol.delta import EngineDelta
-from penstock.protocol.errors import InputError
+from penstock.protocol.errors import InputError, InputOverflow
 from penstock.protocol.pooling import (
     DOCUMENT_PROMPTS,
     QUERY_PROMPTS,
@@ -21,7 +21,7 @@ from penstock.protocol.request import EngineRequest
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.replies import json_response, unless_gone
 from penstock.server.pooling.embeddings import ERRORS
-from penstock.server.pooling.inputs import prepare_with
+from penstock.server.pooling.inputs import check_not_empty, prepare_with
 from penstock.server.pooling.protocol import CohereEmbeddings, CohereEmbedRequest
 from penstock.server.pooling.run import pool_all
 from penstock.server.pooling.vectors import as_bytes, vector_of
@@ -30,8 +30,7 @@ from penstock.text.pooling import InputOptions, InputTruncation, pooling_info
 
 router = APIRouter(tags=["Pooling"], route_class=JsonRoute)
 
-TYPES = ("float", "base64", "binary", "ubinary")
-BYTES = ("int8", "uint8")  # need a calibration of ranges, which models' files do not have
+TYPES = ("float", "base64", "int8", "uint8", "binary", "ubinary")
 # Models' prompt names for Cohere's input types.
 PROMPT_NAMES = {"search_query": QUERY_PROMPTS, "search_document": DOCUMENT_PROMPTS}
 
@@ -43,17 +42,16 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
     await service.check_model(body.model)
     service.check_pools()
     service.check_capacity()
-    if not body.texts:
-        raise InputError("texts must not be empty: give at least one text", "texts")
-    for index, text in enumerate(body.texts):
-        if not text:
-            raise InputError(f"texts[{index}] must not be empty: leave it out", "texts")
+    for name in ("images", "inputs"):
+        if getattr(body, name) is not None:
+            raise InputError(f"{name} is not supported: send texts", name)
+    texts = body.texts or []
+    check_not_empty(texts, "texts")
     kinds = body.embedding_types or ["float"]
     for kind in kinds:
         if kind not in TYPES:
-            remedy = ": for 8 bits, ask for float and quantize" if kind in BYTES else ""
             raise InputError(
-                f"embedding_types may contain {', '.join(TYPES)}, got {kind!r:.80}{remedy}",
+                f"embedding_types may contain {', '.join(TYPES)}, got {kind!r:.80}",
                 "embedding_types",
             )
     info = pooling_info(service.frontend)
@@ -69,18 +67,30 @@ async def embed(body: CohereEmbedRequest, request: Request) -> Response:
             raise
         message = str(error).replace("dimensions", "output_dimension", 1)  # Cohere's name of it
         raise InputError(message, "output_dimension") from error
-    request_id, texts = f"embd-{request.state.request_id}", body.texts
-    truncation = InputTruncation(
-        None if body.truncate == "NONE" else -1, "last" if body.truncate == "START" else "first"
-    )
+    request_id = f"embd-{request.state.request_id}"
+    truncation = _truncation(body)
     options = InputOptions(truncation, priority=body.priority or 0, field="texts")
     prepare = prepare_with(service, request_id, params, options)
 
     async def work() -> bytes:
-        requests, deltas = await pool_all(service, prepare, texts, params)
+        try:
+            requests, deltas = await pool_all(service, prepare, texts, params)
+        except InputOverflow as error:
+            raise error.of_field("texts", "truncate to START or END") from None
         return await service.in_thread(_write, request_id, texts, kinds, requests, deltas)
 
     return json_response(await unless_gone(request, work()))
+
+
+def _truncation(body: CohereEmbedRequest) -> InputTruncation:
+    if body.truncate == "NONE":
+        if body.max_tokens is not None:
+            raise InputError("max_tokens needs truncate to be START or END", "max_tokens")
+        return InputTruncation()
+    if body.max_tokens is not None and body.max_tokens < 1:
+        raise InputError(f"max_tokens must be at least 1, got {body.max_tokens}", "max_tokens")
+    side: Literal["first", "last"] = "last" if body.truncate == "START" else "first"
+    return InputTruncation(-1, side, max_text_tokens=body.max_tokens)
 
 
 def _prompt_name(info: PoolingInfo, input_type: str | None) -> str | None:
@@ -120,5 +130,10 @@ def _as_type(vector: Any, kind: str) -> Any:
         return vector.tolist()
     if kind == "base64":
         return base64.b64encode(as_bytes(vector, "float32")).decode()
-    bits = np.packbits(vector > 0)
-    return bits.tolist() if kind == "ubinary" else (bits.astype(np.int16) - 128).tolist()
+    offset = 128 if kind.startswith("u") else 0
+    if kind.endswith("int8"):
+        # Scaled to its own largest number, which keeps its cosines: no calibration is needed.
+        codes = np.rint(vector / (np.abs(vector).max() or 1) * 127)
+    else:
+        codes = np.packbits(vector > 0).astype(np.int16) - 128
+    return (codes.astype(np.int16) + offset).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 
 from penstock.conversation.prepare import render_turn
 from penstock.protocol.errors import InputError
@@ -24,16 +24,26 @@ def read_inputs(body: InputBody, field: str = "input") -> Sequence[PoolingPrompt
     if given is None:
         return []
     if len(given) == 0:
-        raise InputError(f"{field} must not be empty: give at least one text", field)
+        raise _no_items(field)
     if isinstance(given, str):
         return [given]
     if isinstance(given[0], int):
         return [given]
-    items = given
+    check_not_empty(given, field)
+    return given
+
+
+def check_not_empty(items: Sequence[Sized], field: str) -> None:
+    """Refuse a list without items, and empty items."""
+    if not items:
+        raise _no_items(field)
     for index, item in enumerate(items):
         if len(item) == 0:
             raise InputError(f"{field}[{index}] must not be empty: leave it out", field)
-    return items
+
+
+def _no_items(field: str) -> InputError:
+    return InputError(f"{field} must not be empty: give at least one text", field)
 
 
 def prepare_with(

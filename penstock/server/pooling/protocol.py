@@ -140,11 +140,14 @@ class RerankRequest(PairBody):
 class CohereEmbedRequest(Body):
     model: Text | None = None
     texts: Items[Text] | None = None
+    images: Any = Field(None, description="Not supported.")
+    inputs: Any = Field(None, description="Not supported: send `texts`.")
     input_type: Text | None = Field(
         None, description="search_query, search_document, ...: selects the model's prompt."
     )
     embedding_types: Items[Text] | None = Field(
-        None, description="float, base64, binary and ubinary; float by default."
+        None,
+        description="float, base64, int8, uint8, binary and ubinary; float by default.",
     )
     output_dimension: int | None = Field(
         None, description="Same as `dimensions` of /v1/embeddings."
@@ -152,6 +155,7 @@ class CohereEmbedRequest(Body):
     truncate: Literal["NONE", "START", "END"] | None = Field(
         None, description="Side to truncate when a text is too long; END by default."
     )
+    max_tokens: int | None = Field(None, description="Truncate each text to this many tokens.")
     priority: int | None = Field(None, description="Lower runs first, with --scheduling-policy.")
 
 

@@ -13,7 +13,7 @@ from penstock.protocol.request import EngineRequest
 from penstock.server.http.bodies import JsonRoute
 from penstock.server.http.replies import json_response, unless_gone
 from penstock.server.pooling.embeddings import ERRORS
-from penstock.server.pooling.inputs import pair_prepare
+from penstock.server.pooling.inputs import check_not_empty, pair_prepare
 from penstock.server.pooling.protocol import (
     PairBody,
     RerankReply,
@@ -84,9 +84,10 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
         raise InputError(
             f"top_n must be at least 0, got {body.top_n}: 0 or none gives all documents", "top_n"
         )
-    if not body.documents:
-        raise InputError("documents must not be empty: give at least one", "documents")
     documents = [item if isinstance(item, str) else item.text for item in body.documents]
+    check_not_empty(documents, "documents")
+    if not body.query:
+        raise InputError("query must not be empty", "query")
     pairs = pair_up([body.query], documents)
     found = await unless_gone(request, _score(service, body, pairs, request_id, "documents"))
     scores, requests = found
@@ -146,6 +147,5 @@ def _texts(body: ScoreRequest, names: Sequence[str]) -> list[str]:
         )
     value = getattr(body, given[0])
     texts = [value] if isinstance(value, str) else list(value)
-    if not texts:
-        raise InputError(f"{given[0]} must not be empty: give at least one text", given[0])
+    check_not_empty(texts, given[0])
     return texts
