@@ -112,9 +112,7 @@ class Worker:
         dtype = self.dtypes.compute
         if lora.lora_dtype != "auto":
             dtype = getattr(torch, lora.lora_dtype)
-        # What follows pooling sees requests, not tokens.
-        heads = ("score", "classifier") if model.classifier is not None else ()
-        slots = make_slots(model, lora.max_loras, lora.max_lora_rank, dtype, without=heads)
+        slots = make_slots(model, lora.max_loras, lora.max_lora_rank, dtype)
 
         def read(adapter: Adapter) -> AdapterWeights:
             return read_adapter(adapter.path, model, lora.max_lora_rank, dtype, adapter.digest)

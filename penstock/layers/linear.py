@@ -61,6 +61,7 @@ class Linear(MatrixLayer):
         self.parts = {part.name: part for part in parts}
         self.adapter: LinearAdapter | None = None
         self.takes_adapters = True  # False: the matrix is also used other than by `forward`
+        self.is_label_head = False  # True: it follows pooling
         self.bias = build.empty(self.out_features) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,10 +36,19 @@ class AdapterWeights:
     linear: dict[tuple[str, str], PartDelta] = field(default_factory=dict)  # by module and part
     # By module: the token embedding and the LM head. `a` is [rank, vocab_size] for an embedding.
     embedding: dict[str, PartDelta] = field(default_factory=dict)
-    # By module: the whole matrix [vocab_size, hidden_size] instead of the model's.
+    # By module: the whole matrix instead of the model's, of an embedding, a head or a label head.
     replaced: dict[str, torch.Tensor] = field(default_factory=dict)
     # By module of the experts, then by expert's part such as "experts.3.gate_proj".
     experts: dict[str, dict[str, PartDelta]] = field(default_factory=dict)
+
+
+def add_delta(weight: torch.Tensor, delta: PartDelta) -> torch.Tensor:
+    """W + b a, in float32, with the norms of DoRA's magnitudes: [out_features, in_features]."""
+    merged = torch.addmm(weight.float(), delta.b.float(), delta.a.float())
+    if delta.magnitude is None:
+        return merged
+    norms: torch.Tensor = torch.linalg.vector_norm(merged, dim=1)
+    return merged * (delta.magnitude.float() / norms)[:, None]
 
 
 class LayerSlots(Protocol):
@@ -61,20 +69,19 @@ class LayerSlots(Protocol):
 
 
 def make_slots(
-    model: nn.Module, num_slots: int, max_rank: int, dtype: torch.dtype, without: Iterable[str] = ()
+    model: nn.Module, num_slots: int, max_rank: int, dtype: torch.dtype
 ) -> dict[str, LayerSlots]:
-    """Give every layer that adapters can change its slots. Returns them by the module's name.
-
-    Modules whose names begin with a prefix in `without` get none.
-    """
+    """Give every layer that adapters can change its slots. Returns them by the module's name."""
     from penstock.layers.experts import Experts  # these modules import this one
     from penstock.layers.lora_experts import ExpertSlots
+    from penstock.layers.lora_labels import LabelSlots
     from penstock.layers.lora_vocab import add_vocab_slots
 
     slots: dict[str, LayerSlots] = {}
-    prefixes = tuple(without)
     for name, module in model.named_modules():
-        if isinstance(module, Linear) and module.takes_adapters and not name.startswith(prefixes):
+        if isinstance(module, Linear) and module.is_label_head:
+            module.adapter = slots[name] = LabelSlots(name, module)
+        elif isinstance(module, Linear) and module.takes_adapters:
             module.adapter = slots[name] = LinearSlots(name, module, num_slots, max_rank, dtype)
         elif isinstance(module, Experts):
             own = f"{name}.experts"

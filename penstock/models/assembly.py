@@ -59,9 +59,7 @@ def load_model(
     if source.adapter is not None:
         from penstock.models.merging import make_merger  # few engines need it
 
-        merger, _ = make_merger(
-            source, source.adapter, source.adapter_digest, build, config.model.model_impl
-        )
+        merger, _ = make_merger(source, source.adapter, source.adapter_digest, build, config)
         if merger.unties:
             settings = {**settings, "tie_word_embeddings": False}
         if merger.changes_experts and isinstance(build.linear_method, GgufMethod):

@@ -213,8 +213,10 @@ class EncoderHead(nn.Module):
         self.dense: Linear | None = None
         if activate is not None:
             self.dense = Linear(build, hidden_size, [Part("", hidden_size, 1)], dense_bias)
+            self.dense.is_label_head = True
         self.norm = norm
         self.out_proj = Linear(build, hidden_size, [Part("", num_labels, 1)], bias=True)
+        self.out_proj.is_label_head = True
 
     def forward(self, pooled: torch.Tensor) -> torch.Tensor:
         if self.dense is not None and self.activate is not None:

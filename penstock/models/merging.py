@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from tqdm import tqdm
 
-from penstock.config import LoadConfig
+from penstock.config import EngineConfig, LoadConfig
 from penstock.layers.build import Build
 from penstock.layers.quantization import DenseMethod
 from penstock.layers.quantized.checkpoints import find_quantization_config
@@ -19,9 +19,11 @@ from penstock.loading.adapters.merge import MAX_RANK, Merger
 from penstock.loading.adapters.read import read_deltas
 from penstock.loading.checkpoint import open_checkpoint
 from penstock.loading.source import ModelSource, read_json
+from penstock.loading.tasks import choose_task, label_tokens
 from penstock.loading.write import SHARD_BYTES, ShardWriter, new_checkpoint, write_config
 from penstock.models.base import Model
-from penstock.models.registry import ModelImpl, build_model
+from penstock.models.pooler import add_classifier
+from penstock.models.registry import build_model
 from penstock.ops.blocks import Weight
 from penstock.ops.registry import Ops
 from penstock.protocol.errors import ConfigError
@@ -36,11 +38,15 @@ class MergeReport:
 
 
 def make_merger(
-    source: ModelSource, adapter: Path, digest: str | None, build: Build, model_impl: ModelImpl
+    source: ModelSource, adapter: Path, digest: str | None, build: Build, config: EngineConfig
 ) -> tuple[Merger, Model]:
     """Reads an adapter for the model of `source`. Returns that model too, without weights."""
+    # Labels that are tokens are rows of the LM head, which the adapter may change.
+    has_labels = choose_task(config, source) == "classify" and label_tokens(config, source) is None
     build = replace(build, device=torch.device("meta"), linear_method=DenseMethod())
-    model = build_model(source.config, build, model_impl)
+    model = build_model(source.config, build, config.model.model_impl)
+    if has_labels:
+        add_classifier(model, build, config, source)
     deltas = read_deltas(adapter, model, MAX_RANK, torch.float32, digest)
     return Merger(deltas, model), model
 
@@ -68,18 +74,22 @@ def write_merged(
     ConfigError if the folder cannot be written.
     """
     out = out.resolve()  # a link may lead to the folder
-    build = Build(torch.float32, torch.device("cpu"), 1, Ops("cpu"))
-    merger, model = make_merger(source, adapter, None, build, "auto")
+    config = EngineConfig()
+    generates = (
+        choose_task(config, source) == "generate" or label_tokens(config, source) is not None
+    )
+    build = Build(torch.float32, torch.device("cpu"), 1, Ops("cpu"), generates=generates)
+    merger, model = make_merger(source, adapter, None, build, config)
     try:
         with new_checkpoint(source, out) as folder:
             writer = ShardWriter(folder, shard_bytes)
             report = _merge_tensors(source, merger, model, writer)
             writer.finish()
             # The original file: `source.config` has only the text model's settings.
-            config = read_json(source.path / "config.json")
+            settings = read_json(source.path / "config.json")
             if merger.unties:
-                untie(config)
-            write_config(folder, config)
+                untie(settings)
+            write_config(folder, settings)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write {out}: {error}") from error
     return report

@@ -65,6 +65,8 @@ class ScoreHead(nn.Module):
         if is_deep:
             self.layers += [Linear(build, hidden_size, [Part("", hidden_size, 1)], bias=True)]
         self.layers += [Linear(build, hidden_size, [Part("", num_labels, 1)], bias or is_deep)]
+        for layer in self.layers:
+            layer.is_label_head = True
 
     def register(self, model: Model) -> None:
         """Add the layers to the model: as `score`, or under the names of nn.Sequential."""

@@ -8,12 +8,14 @@ preemption or on another engine, restarts at its first token and resets the colu
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from penstock.layers.context import adapter_context
 from penstock.models.base import Hidden
 from penstock.models.pooler import Pooler
 from penstock.protocol.pooling import Payload, PoolingTask, VectorName
@@ -108,7 +110,7 @@ class PoolingHead:
         """Pool the step's rows. Returns the vectors of the requests that the step completes."""
         layout = batch.layout
         states = hidden.states[: layout.num_rows]
-        by_token = self._take_tokens(states, layout) if self._num_by_token else {}
+        by_token = self._take_tokens(states, hidden, layout) if self._num_by_token else {}
         token_ids = {
             index: ids
             for index in by_token
@@ -125,8 +127,8 @@ class PoolingHead:
         whole = []
         if len(done):
             whole = [
-                (rows, self._project(pooled, done, rows, target))
-                for rows, target in self._alike(layout, done)
+                (indexes, self._project(pooled, hidden, layout, done, indexes, target))
+                for indexes, target in self._alike(layout, done)
             ]
         return PooledVectors(whole, by_token, token_ids)
 
@@ -196,12 +198,26 @@ class PoolingHead:
         return list(groups.values())
 
     def _project(
-        self, pooled: torch.Tensor, done: IntArray, indexes: list[int], target: _PoolingTarget
+        self,
+        pooled: torch.Tensor,
+        hidden: Hidden,
+        layout: StepLayout,
+        done: IntArray,
+        indexes: list[int],
+        target: _PoolingTarget,
     ) -> torch.Tensor:
         if len(indexes) < len(done):
             rows = np.searchsorted(done, np.array(indexes))
             pooled = pooled[to_device(rows, pooled.device)]
-        return self.pooler(pooled, target.task, target.dimensions, target.use_activation)
+        with self._adapters(hidden, to_device(layout.starts[indexes], pooled.device)):
+            return self.pooler(pooled, target.task, target.dimensions, target.use_activation)
+
+    def _adapters(self, hidden: Hidden, rows: torch.Tensor | slice) -> AbstractContextManager[None]:
+        """Let a classifier see the adapters of these rows of the step."""
+        is_empty = isinstance(rows, slice) and rows.start == rows.stop
+        if hidden.adapters is None or self.pooler.classifier is None or is_empty:
+            return nullcontext()
+        return adapter_context(hidden.adapters.take(rows))
 
     # -- one vector for a prompt
 
@@ -246,7 +262,9 @@ class PoolingHead:
 
     # -- a vector for each token
 
-    def _take_tokens(self, states: torch.Tensor, layout: StepLayout) -> dict[int, Pieces]:
+    def _take_tokens(
+        self, states: torch.Tensor, hidden: Hidden, layout: StepLayout
+    ) -> dict[int, Pieces]:
         """Collect the rows of token-wise requests. They are kept until the prompt is complete."""
         found = {}
         starts = layout.starts.tolist()
@@ -262,7 +280,9 @@ class PoolingHead:
                 rows = rows[to_device(own, rows.device)]
             rows = rows.to(torch.float32, copy=True)  # the next step may overwrite these rows
             if target.by_token:
-                piece = self.pooler(rows, target.task, target.dimensions, target.use_activation)
+                # All rows of a request have its adapter.
+                with self._adapters(hidden, slice(starts[index], starts[index] + len(rows))):
+                    piece = self.pooler(rows, target.task, target.dimensions, target.use_activation)
                 target.pieces[WHOLE].append(piece)
             for name in target.vectors:
                 # ColBERT's begin behind the first token, whose state is the dense vector.

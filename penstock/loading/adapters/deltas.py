@@ -32,7 +32,8 @@ class Deltas:
     experts: dict[str, dict[str, PartDelta]] = field(default_factory=dict)
     embedding: dict[str, PartDelta] = field(default_factory=dict)  # `HEAD` for a tied head too
     biases: dict[Slot, torch.Tensor] = field(default_factory=dict)  # instead of the layer's own
-    replaced: dict[str, torch.Tensor] = field(default_factory=dict)  # [vocab_size, hidden_size]
+    # Matrices instead of the model's, of an embedding, a head or a label head.
+    replaced: dict[str, torch.Tensor] = field(default_factory=dict)
     # Matrices that peft stores beside adapters of them. Usually equal to the base's.
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
     # Rows of the embedding, by token, instead of the model's.
@@ -255,21 +256,23 @@ class DeltaReader:
         if not places:
             return
         place = places[0]
-        if place.kind not in ("embedding", "head"):
+        if place.kind not in ("embedding", "head") and (is_copy or place.kind != "labels"):
             raise self._not_replaceable(name, module)
         sizes = (place.in_features, place.out_features)
         shape = sizes if place.kind == "embedding" else sizes[::-1]
         if self._shape(name, 2) != shape:
+            what = "other labels" if place.kind == "labels" else "added tokens"
             raise self._error(
                 name,
                 f"has shape {list(self._weights.infos[name].shape)}, the model's is {list(shape)}: "
-                "if tokens were added, serve the model that has them",
+                f"if it was trained with {what}, serve the model that has them",
             )
         self._claim("copy" if is_copy else "whole", place.module, "", name)
 
         def read(deltas: Deltas) -> None:
             target = deltas.copies if is_copy else deltas.replaced
-            target[place.module] = self._floats(name)
+            dtype = torch.float32 if place.kind == "labels" else self._dtype
+            target[place.module] = self._floats(name, dtype=dtype)
 
         self._steps.append(read)
 
@@ -301,7 +304,7 @@ class DeltaReader:
         (rows,) = self._shape(name, 1)
         places = self._places.find(module, rows)
         for place in places:
-            if place.kind != "linear" or not self._places.has_bias(place.module):
+            if place.kind not in ("linear", "labels") or not self._places.has_bias(place.module):
                 raise self._error(name, f"the model's {module} has no bias that could be replaced")
         if not places:
             return
@@ -375,8 +378,8 @@ class DeltaReader:
     def _not_replaceable(self, name: str, module: str) -> AdapterError:
         return self._error(
             name,
-            f"{module} was trained as a whole (modules_to_save): only the embedding and the LM "
-            "head can be replaced; merge the adapter into the model with peft",
+            f"{module} was trained as a whole (modules_to_save): only the embedding, the LM head "
+            "and a classifier can be replaced; merge the adapter into the model with peft",
         )
 
     def _error(self, name: str, why: str) -> AdapterError:

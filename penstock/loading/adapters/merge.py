@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.layers.lora import PartDelta
+from penstock.layers.lora import PartDelta, add_delta
 from penstock.loading.adapters.deltas import Deltas, Slot
 from penstock.loading.adapters.places import HEAD, Place, Places
 from penstock.ops.blocks import BlockTensor, Weight
@@ -115,12 +115,12 @@ class Merger:
         if place.kind in ("embedding", "head"):
             tables: tuple[Any, ...] = (deltas.embedding, deltas.replaced, deltas.tokens)
             return any(place.module in table for table in tables)
-        return self._delta(place) is not None
+        return place.module in deltas.replaced or self._delta(place) is not None
 
     def _delta(self, place: Place) -> PartDelta | None:
         if place.kind == "expert":
             return self._deltas.experts.get(place.module, {}).get(place.part)
-        if place.kind == "linear":
+        if place.kind in ("linear", "labels"):
             return self._deltas.linear.get((place.module, place.part))
         return self._deltas.embedding.get(place.module)
 
@@ -173,15 +173,6 @@ class Merger:
                     f"({name}): merge it into the checkpoint in 16 bits that this one was made of, "
                     "and quantize the result"
                 )
-
-
-def add_delta(weight: torch.Tensor, delta: PartDelta) -> torch.Tensor:
-    """W + b a, in float32, with the norms of DoRA's magnitudes: [out_features, in_features]."""
-    merged = torch.addmm(weight.float(), delta.b.float(), delta.a.float())
-    if delta.magnitude is None:
-        return merged
-    norms: torch.Tensor = torch.linalg.vector_norm(merged, dim=1)
-    return merged * (delta.magnitude.float() / norms)[:, None]
 
 
 def _floats(tensor: Weight) -> torch.Tensor:

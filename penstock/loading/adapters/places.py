@@ -29,7 +29,7 @@ _WRAPPERS = (
 )
 
 
-Kind = Literal["linear", "expert", "embedding", "head"]
+Kind = Literal["linear", "labels", "expert", "embedding", "head"]
 
 
 class Place(NamedTuple):
@@ -85,9 +85,10 @@ class Places:
         elif isinstance(module, Linear) and not self._is_of_expert(path):
             parent = path.rpartition(".")[0]
             names = [f"{parent}.{part}" if part else path for part in module.parts]
+            kind = "labels" if module.is_label_head else "linear"
             for name, part in zip(names, module.parts.values(), strict=True):
                 self._parts[name] = Place(
-                    "linear", path, part.name, part.out_features, module.full_in_features
+                    kind, path, part.name, part.out_features, module.full_in_features
                 )
             if len(names) > 1:
                 self._fused[path] = names
@@ -154,7 +155,7 @@ class Places:
         whole = sum(
             place.in_features * place.out_features
             for place in self._parts.values()
-            if place.kind in ("embedding", "head")
+            if place.kind in ("embedding", "head", "labels")
         )
         vectors = 4 * sum(place.out_features for place in self._parts.values())
         return 8 * (max_rank * per_rank + 2 * whole + vectors) + 2**26

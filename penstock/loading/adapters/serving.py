@@ -27,7 +27,7 @@ def serving_weights(deltas: Deltas, model: Any, dtype: torch.dtype) -> AdapterWe
     for (path, part), bias in deltas.biases.items():
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
-        added = _bias_difference(layer, part, bias).to(dtype)
+        added = _bias_difference(layer, part, bias)
         delta = linear.get((path, part))
         if delta is None:
             size, inputs = layer.parts[part].out_features, layer.full_in_features

@@ -30,7 +30,7 @@ _KINDS = tuple(
         (r"\.lora_embedding_B(\.default)?(\.weight)?", "embedding_b"),
         (r"\.lora_magnitude_vector(\.default)?(\.weight)?", "magnitude"),
         (r"\.token_adapter\.trainable_tokens_delta(\.default)?", "tokens"),
-        (r"(\.base_layer)?\.bias", "whole_bias"),
+        (r"(\.base_layer|\.modules_to_save(\.default)?)?\.bias", "whole_bias"),
         (r"\.base_layer\.weight", "copy"),
         (r"(\.modules_to_save(\.default)?)?\.weight", "whole"),
     )
