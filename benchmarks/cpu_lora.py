@@ -1,10 +1,11 @@
 """What LoRA costs on a CPU: engines without it, with it but unused, and with an adapter, in turn.
 
-    python benchmarks/cpu_lora.py --rows 16 --rounds 8
+    python benchmarks/cpu_lora.py --workload cpu_b --threads 2 --rounds 8
 
-The adapter is random, of rank 16 on all linear layers of the default model. Prints medians of the
-CPU time of one thread, which other load on the machine changes least, and of the speeds relative to
-the engine without LoRA in the same round.
+The workloads are those of `cpu_compare.py`. The adapter is random, of rank 16 on all linear layers
+of the default model. Prints medians of the output tokens per second and per second of CPU time,
+which other load on the machine changes least, and of both relative to the engine without LoRA in the
+same round.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import torch
 from safetensors.torch import save_file
 
 from penstock import LLM, LoRARequest, SamplingParams
+from penstock.cli.bench.workloads import named_workload
 
+WORKLOADS = ("cpu_a", "cpu_b", "cpu_c", "cpu_p")
 NUM_LAYERS, HIDDEN, MIDDLE, KEYS = 30, 576, 1536, 192
 SHAPES = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -48,19 +51,20 @@ def write_adapter(folder: Path, rank: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=16, help="requests at once")
+    parser.add_argument("--workload", choices=WORKLOADS, default="cpu_b")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()
-    draw = torch.Generator().manual_seed(0)
-    shape = (args.rows, args.input_len)
-    prompts = torch.randint(1, 10_000, shape, generator=draw).tolist()
-    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
-    options = {"cpu_threads": 1, "enable_prefix_caching": False, "log_level": "warning"}
-    times: dict[str, list[float]] = {"without LoRA": [], "no adapter": [], "one adapter": []}
+    workload = named_workload(args.workload)
+    inputs = [{"prompt_token_ids": prompt} for prompt in workload.prompts]
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, detokenize=False)
+        for length in workload.output_lens
+    ]
+    options = {"cpu_threads": args.threads, "enable_prefix_caching": False, "log_level": "warning"}
+    walls: dict[str, list[float]] = {"without LoRA": [], "no adapter": [], "one adapter": []}
+    times: dict[str, list[float]] = {name: [] for name in walls}
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(Path(folder), args.rank)
         adapter = LoRARequest("adapter", 1, folder)
@@ -75,15 +79,24 @@ def main() -> None:
             order = list(cases) if number % 2 else list(cases)[::-1]
             for name in order:
                 llm, request = cases[name]
-                started = time.process_time()
+                wall, started = time.perf_counter(), time.process_time()
                 llm.generate(inputs, params, use_tqdm=False, lora_request=request)
                 if number:  # the first round warms up
                     times[name].append(time.process_time() - started)
-    for name, taken in times.items():
-        rate = args.rows * args.output_len / statistics.median(taken)
-        pairs = zip(times["without LoRA"], taken, strict=True)
-        speed = statistics.median(base / own for base, own in pairs)
-        print(f"{name:14} {rate:8.1f} output tokens per CPU second   {speed:.3f} x")
+                    walls[name].append(time.perf_counter() - wall)
+    num_tokens = sum(workload.output_lens)
+    print(f"{args.workload}, {args.threads} threads: output tokens per second, and of CPU time")
+    for name in walls:
+        shown = (f"{one:8.1f} {two:.3f} x" for one, two in
+                 (speeds(of, name, num_tokens) for of in (walls, times)))  # fmt: skip
+        print(f"{name:14}", *shown, sep="   ")
+
+
+def speeds(seconds: dict[str, list[float]], name: str, num_tokens: int) -> tuple[float, float]:
+    """Medians: tokens per second, and the speed relative to the engine without LoRA."""
+    pairs = zip(seconds["without LoRA"], seconds[name], strict=True)
+    relative = statistics.median(base / own for base, own in pairs)
+    return num_tokens / statistics.median(seconds[name]), relative
 
 
 if __name__ == "__main__":
