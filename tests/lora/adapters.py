@@ -116,6 +116,7 @@ WRAPPED = Flavour("gemma3_images", {"target_modules": r".*language_model.*(q|v|d
 SINGLE_EXPERTS = {
     "qwen3_moe": ("mlp.experts.{}.{}", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": ("block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
+    "minimax_m2": ("block_sparse_moe.experts.{}.{}", ("w1", "w3", "w2")),
 }
 
 

@@ -361,7 +361,9 @@ def test_an_adapter_with_added_tokens_is_refused(adapter: Path, llama: Any) -> N
         tensors["base_model.model.model.embed_tokens.weight"] = torch.ones(260, 64)
 
     change_tensors(adapter, change)
-    with pytest.raises(AdapterError, match=r"\[260, 64\], the model's is \[256, 64\].*added tokens"):
+    with pytest.raises(
+        AdapterError, match=r"\[260, 64\], the model's is \[256, 64\].*added tokens"
+    ):
         read(adapter, llama)
 
 
