@@ -4,8 +4,8 @@
 
 The workloads are those of `cpu_compare.py`. The adapter is random, of rank 16 on all linear layers
 of the default model. Prints medians of the output tokens per second and per second of CPU time,
-which other load on the machine changes least, and of both relative to the engine without LoRA in the
-same round.
+which other load on the machine changes least. Both are also compared with the engine without LoRA
+in the same round.
 """
 
 from __future__ import annotations
