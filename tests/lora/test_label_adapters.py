@@ -149,6 +149,23 @@ def test_merged_classifiers_give_the_logits_of_peft(tmp_path: Path, case: str) -
         np.testing.assert_allclose(logits, expected, atol=1e-3, rtol=1e-4)
 
 
+def test_a_language_model_and_an_adapter_with_a_classifier_are_a_merged_classifier(
+    checkpoint_of: MakeCheckpoint, tmp_path: Path
+) -> None:
+    from transformers import Qwen2ForSequenceClassification
+
+    base = checkpoint_of("qwen2")
+    labels = {"num_labels": 3, "pad_token_id": 0}
+    model = Qwen2ForSequenceClassification.from_pretrained(base, **labels).float().eval()
+    adapter = make_adapter(model, tmp_path, 1, target_modules=["q_proj", "v_proj"])
+    overrides = {"architectures": ["Qwen2ForSequenceClassification"], **labels}
+    with open_llm(base, merge_lora=str(adapter), hf_overrides=overrides) as llm:
+        found = llm.classify(PROMPTS, LOGITS, use_tqdm=False)
+    expected = torch.stack(peft_logits(model, adapter, PROMPTS))
+    logits = [output.outputs.probs for output in found]
+    np.testing.assert_allclose(logits, expected, atol=1e-3, rtol=1e-4)
+
+
 def test_a_classifier_with_other_labels_is_refused(tmp_path: Path) -> None:
     model = decoder()
     base = save_base(model, tmp_path / "base")

@@ -49,6 +49,7 @@ class Merger:
             yield name, self.merged(name, tensor)
             if self.unties and (head := self.head_of(name, tensor)) is not None:
                 yield f"{HEAD}.weight", head
+        yield from self._new_labels()
         self.check_complete()
 
     @property
@@ -100,6 +101,17 @@ class Merger:
                 f"the adapter changes {module} {part}".rstrip()
                 + ", which the checkpoint has no weights of"
             )
+
+    def _new_labels(self) -> Iterator[tuple[str, Weight]]:
+        """A classifier that the checkpoint lacks, as that of a language model does."""
+        for module, part in sorted(self._left):
+            matrix = self._deltas.replaced.get(module)
+            if matrix is None or not self._places.is_label_head(module):
+                continue
+            self._left.discard((module, part))
+            yield f"{module}.weight", matrix
+            if (bias := self._deltas.biases.get((module, part))) is not None:
+                yield f"{module}.bias", bias
 
     def _changes(self) -> set[Slot]:
         deltas = self._deltas

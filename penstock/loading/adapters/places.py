@@ -144,6 +144,11 @@ class Places:
         names = self._fused.get(name, [name])
         return [self._parts[each] for each in names if each in self._parts]
 
+    def is_label_head(self, path: str) -> bool:
+        """Whether the layer at this path follows pooling."""
+        place = self._parts.get(path)
+        return place is not None and place.kind == "labels"
+
     def has_bias(self, path: str) -> bool:
         """Whether the linear layer at this path has a bias."""
         layer = self._model.get_submodule(path)
