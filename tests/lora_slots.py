@@ -17,6 +17,7 @@ from penstock.layers.experts import expert_parts
 from penstock.layers.linear import Linear
 from penstock.layers.lora import AdapterWeights, LayerSlots, LinearSlots, PartDelta
 from penstock.layers.lora_experts import ExpertSlots
+from penstock.layers.lora_labels import LabelSlots
 from penstock.layers.lora_vocab import HEAD, EmbedSlots, HeadSlots
 from penstock.loading.adapters.read import read_adapter
 from penstock.protocol.step import NO_SLOT, StepPlan
@@ -93,7 +94,7 @@ def random_adapter(
 
     weights = AdapterWeights(rank)
     for name, own in slots.items():
-        if isinstance(own, LinearSlots):
+        if isinstance(own, LinearSlots | LabelSlots):
             layer = own.layer
             assert isinstance(layer, Linear)
             for part in layer.parts.values():
