@@ -141,7 +141,7 @@ class ModelDrafter(Drafter):
         return Drafts(drafts, None if (num_good == num_drafts).all() else num_good)
 
     def _batch(self, step: DraftStep) -> _Batch:
-        tables, slots = self._tables, step.slots
+        tables, slots = self._tables, step.slots.long()
         max_position = int(tables.computed_bound[step.host_slots].max()) + 1 + step.num_drafts
         room = np.full(len(step.host_slots), self._max_positions)
         block_tables = {}
