@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from penstock.layers.build import Build
 from penstock.models.config import check_fixed, read_float, read_int
-from penstock.models.encoder import EncoderHead, EncoderLayer, EncoderMLP, EncoderModel
+from penstock.models.encoder import EncoderHead, EncoderModel
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
 
@@ -81,6 +81,7 @@ class JinaEmbeddingsV3Model(RobertaModel):
     merged into the weights; without it, none is, as in Jina's code.
     """
 
+    is_rotary = True
     renamed = FLASH_NAMES
 
     @classmethod
@@ -91,15 +92,6 @@ class JinaEmbeddingsV3Model(RobertaModel):
         is_jinas = raw.get("position_embedding_type") == "rotary"
         theta = read_float(raw, "rotary_emb_base", 10_000.0) if is_jinas else 20_000.0
         return {"type_vocab_size": 1, "layer_norm_eps": 1e-5, "rope_theta": theta, **raw}
-
-    def num_positions(self) -> int:
-        return 0
-
-    def layer(self, index: int) -> EncoderLayer:
-        attention = self.attention(index, rotary=self.rotary(self.config.raw))
-        return EncoderLayer(
-            attention, EncoderMLP(self.build, self.config), self.norm(), self.norm()
-        )
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, Weight]]:
         task = self._task()

@@ -46,9 +46,9 @@ FUNCTIONS: dict[ActivationName, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def read_activation(raw: Mapping[str, Any], name: str, default: str = "gelu") -> ActivationName:
+def read_activation(raw: Mapping[str, Any], name: str) -> ActivationName:
     given = raw.get(name)
-    found = ACTIVATIONS.get(default if given is None else given)
+    found = ACTIVATIONS.get("gelu" if given is None else given)
     if found is None:
         raise ModelError(
             f"config.json: {name} {given!r:.80} is not supported, only {', '.join(ACTIVATIONS)}"
@@ -82,12 +82,7 @@ class EncoderMLP(nn.Module):
     """down(activation(up(x))); with a gate, down(activation(gate(x)) * up(x))."""
 
     def __init__(
-        self,
-        build: Build,
-        config: EncoderConfig,
-        is_gated: bool = False,
-        up_bias: bool = True,
-        down_bias: bool = True,
+        self, build: Build, config: EncoderConfig, is_gated: bool, up_bias: bool, down_bias: bool
     ) -> None:
         super().__init__()
         size = config.intermediate_size
@@ -227,13 +222,25 @@ class EncoderHead(nn.Module):
         return logits
 
 
+# Tensors that pooling does not need, by name.
+IGNORED = (
+    r"(^|\.)(position_ids|token_type_ids|inv_freq)$",
+    r"^(cls|lm_head|vocab_\w+|mlm_head|head|decoder)\.",
+    r"^(\w+\.)?pooler\.",
+)
+
+
 class EncoderModel(Model):
     """Embeddings and layers. Architectures override `settings`, `layer`, `head` and others."""
 
+    is_rotary: ClassVar[bool] = False  # else positions are embedded
+    is_gated: ClassVar[bool] = False
+    attention_bias: ClassVar[bool] = True
+    up_bias: ClassVar[bool] = True
+    down_bias: ClassVar[bool] = True
     pooling: ClassVar[PoolingType] = "MEAN"
     prefix: ClassVar[str] = ""  # of checkpoints with a head, such as "bert."
     renamed: ClassVar[Mapping[str, str]] = {}
-    ignored: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def settings(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,19 +264,16 @@ class EncoderModel(Model):
         self.config = config
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
         self._rotaries: dict[str, Rotary] = {}
-        self.embeddings = EncoderEmbeddings(build, config, self.norm(), self.num_positions())
+        positions = 0 if self.is_rotary else config.max_position
+        self.embeddings = EncoderEmbeddings(build, config, self.norm(), positions)
         self.layers = nn.ModuleList(self.layer(index) for index in range(config.num_layers))
         self.final_norm = self.last_norm()
         names = [str(name) for name in config.raw.get("architectures") or ()]
         by_token = any(name.endswith("ForTokenClassification") for name in names)
         if by_token or any(name.endswith("ForSequenceClassification") for name in names):
             self.classifier = self.head(read_num_labels(config.raw), by_token)
-        ignored = [*self.ignored, r"(^|\.)(position_ids|token_type_ids|inv_freq)$"]
-        ignored += [r"^(cls|lm_head|vocab_\w+|mlm_head|head|decoder)\.", r"^(\w+\.)?pooler\."]
-        self.weights = WeightTable(tuple(ignored), self._names())
-
-    def _names(self) -> dict[str, str]:
-        return {rf"^{self.prefix}": "", **self.renamed, **self.head_names()}
+        renamed = {rf"^{self.prefix}": "", **self.renamed, **self.head_names()}
+        self.weights = WeightTable(IGNORED, renamed)
 
     def head_names(self) -> Mapping[str, str]:
         """Maps the checkpoint's head to `classifier.dense` and `classifier.out_proj`."""
@@ -279,10 +283,6 @@ class EncoderModel(Model):
             r"^classifier\.(weight|bias)$": r"classifier.out_proj.\1",
             r"^pooler\.dense\.": "classifier.dense.",
         }
-
-    def num_positions(self) -> int:
-        """Rows of the position embedding; 0: there is none."""
-        return self.config.max_position
 
     def first_position(self) -> int:
         """The row of a request's first token in the position embedding."""
@@ -296,11 +296,13 @@ class EncoderModel(Model):
         return None
 
     def layer(self, index: int) -> EncoderLayer:
-        mlp = EncoderMLP(self.build, self.config)
-        return EncoderLayer(self.attention(index), mlp, self.norm(), self.norm())
+        rotary = self.rotary(self.config.raw) if self.is_rotary else None
+        mlp = EncoderMLP(self.build, self.config, self.is_gated, self.up_bias, self.down_bias)
+        attention = self.attention(index, self.attention_bias, rotary)
+        return EncoderLayer(attention, mlp, self.norm(), self.norm())
 
     def attention(
-        self, index: int, bias: bool = True, rotary: Rotary | None = None, reach: int | None = None
+        self, index: int, bias: bool, rotary: Rotary | None, reach: int | None = None
     ) -> RotaryAttention:
         """Attention of layer `index`, to tokens at most `reach` positions away."""
         config = self.config

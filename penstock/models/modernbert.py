@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.layers.build import Build
 from penstock.layers.norm import LayerNorm
 from penstock.models.config import layer_kind, read_float, read_int
 from penstock.models.encoder import (
@@ -23,6 +24,7 @@ THETAS = {WINDOWED: 10_000.0, FULL: 160_000.0}
 
 
 class ModernBertModel(EncoderModel):
+    is_rotary = True
     pooling = "CLS"
     prefix = r"model\."
     renamed = {
@@ -45,13 +47,10 @@ class ModernBertModel(EncoderModel):
             "type_vocab_size": 0,
         }
 
-    def num_positions(self) -> int:
-        return 0
-
-    def norm(self) -> LayerNorm:
+    def norm(self, build: Build | None = None) -> LayerNorm:
         config = self.config
         bias = config.raw.get("norm_bias", False) is True
-        return LayerNorm(self.build, config.hidden_size, config.norm_eps, bias)
+        return LayerNorm(build or self.build, config.hidden_size, config.norm_eps, bias)
 
     def last_norm(self) -> LayerNorm:
         return self.norm()
@@ -95,12 +94,7 @@ class ModernBertModel(EncoderModel):
             "ALL" if by_token else pooling.upper(),
             activate,
             dense_bias=raw.get("classifier_bias", False) is True,
-            norm=LayerNorm(
-                self.build.in_float32(),
-                self.config.hidden_size,
-                self.config.norm_eps,
-                bias=raw.get("norm_bias", False) is True,
-            ),
+            norm=self.norm(self.build.in_float32()),
         )
 
     def head_names(self) -> Mapping[str, str]:

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from penstock.models.config import check_fixed, read_float
-from penstock.models.encoder import EncoderLayer, EncoderMLP, EncoderModel
+from penstock.models.encoder import EncoderModel
 from penstock.ops.blocks import Weight
 from penstock.protocol.errors import ModelError
 
 
 class NomicBertModel(EncoderModel):
+    is_rotary = is_gated = True
+    attention_bias = up_bias = down_bias = False
     prefix = r"(nomic_bert|bert)\."
     renamed = {
         r"^encoder\.layers\.": "layers.",
@@ -58,16 +60,10 @@ class NomicBertModel(EncoderModel):
             "rope_theta": read_float(raw, "rotary_emb_base", 10_000.0),
         }
 
-    def num_positions(self) -> int:
-        return 0
-
-    def layer(self, index: int) -> EncoderLayer:
-        mlp = EncoderMLP(self.build, self.config, is_gated=True, up_bias=False, down_bias=False)
-        attention = self.attention(index, bias=False, rotary=self.rotary(self.config.raw))
-        return EncoderLayer(attention, mlp, self.norm(), self.norm())
-
 
 class GteModel(EncoderModel):
+    is_rotary = is_gated = True
+    up_bias = False
     pooling = "CLS"
     prefix = r"(new|gte)\."
     renamed = {
@@ -90,14 +86,6 @@ class GteModel(EncoderModel):
             raise ModelError("config.json: mixed_b in rope_scaling is not supported")
         theta = 10_000.0 if raw.get("model_type") == "new" else 160_000.0
         return {"type_vocab_size": 0, "rope_theta": theta, **raw}
-
-    def num_positions(self) -> int:
-        return 0
-
-    def layer(self, index: int) -> EncoderLayer:
-        mlp = EncoderMLP(self.build, self.config, is_gated=True, up_bias=False)
-        attention = self.attention(index, rotary=self.rotary(self.config.raw))
-        return EncoderLayer(attention, mlp, self.norm(), self.norm())
 
     def convert(self, tensors: Iterable[tuple[str, Weight]]) -> Iterable[tuple[str, Weight]]:
         """Split the fused MLP projection. Its files store the gate after up."""
