@@ -37,10 +37,13 @@ def run(args: argparse.Namespace) -> int:
     load = LoadConfig(download_dir=args.download_dir)
     adapter = locate_adapter(args.adapter, download_dir=args.download_dir)
     source = resolve_source(ModelConfig(model=args.model), load)
-    from penstock.loading.write import check_target
-    from penstock.models.merging import check_mergeable, write_merged
+    from penstock.loading.write import check_target, check_unquantized
+    from penstock.models.merging import write_merged
 
-    check_mergeable(source)
+    remedy = "merge into the 16- or 32-bit checkpoint that it was made from"
+    if source.gguf is not None:
+        remedy += ", or serve it with --merge-lora, which merges in memory"
+    check_unquantized(source, remedy)
     check_target(args.out, source)
     with sigterm_unwinds():
         report = write_merged(source, adapter, args.out)

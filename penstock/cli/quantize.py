@@ -89,12 +89,12 @@ def run(args: argparse.Namespace) -> int:
     from penstock.loading.tasks import choose_task
 
     source = resolve_source(ModelConfig(model=args.model), LoadConfig())
-    from penstock.loading.write import check_target
+    from penstock.loading.write import check_target, check_unquantized
     from penstock.quantize import perplexity
     from penstock.quantize.methods import method_named
-    from penstock.quantize.write import check_source, write_quantized
+    from penstock.quantize.write import write_quantized
 
-    check_source(source)
+    check_unquantized(source, "use the 16- or 32-bit checkpoint that it was made from")
     check_target(args.out, source)
     text_path = args.text or perplexity.SAMPLE
     text = perplexity.read_text(text_path)

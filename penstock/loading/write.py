@@ -8,14 +8,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from penstock.layers.quantized.checkpoints import find_quantization_config
 from penstock.loading.sentence_transformers import module_folders
-from penstock.loading.source import ModelSource
+from penstock.loading.source import ModelSource, read_json
 from penstock.protocol.errors import ConfigError
 
 SHARD_BYTES = 5_000_000_000
@@ -39,25 +42,54 @@ def check_target(out: Path, source: ModelSource) -> None:
         raise ConfigError(f"{out} cannot be made: {nearest} is {what}")
 
 
-@contextmanager
-def new_checkpoint(source: ModelSource, out: Path) -> Iterator[Path]:
-    """A folder for the tensors and config.json of a changed copy of `source`.
+def check_unquantized(source: ModelSource, remedy: str) -> None:
+    """Refuse a checkpoint in which weights are not floats."""
+    found = find_quantization_config(source.config)
+    if source.gguf is not None:
+        raise ConfigError(f"{source.name} is a GGUF file: {remedy}")
+    if found is not None:
+        how = found.get("quant_method", "a method of its own")
+        raise ConfigError(f"{source.name} is quantized already ({how}): {remedy}")
 
-    At the end, the model's other files are copied, and it becomes `out`. A failure leaves nothing
-    behind.
+
+@dataclass
+class NewCheckpoint:
+    """A changed copy of a model that is being written."""
+
+    writer: ShardWriter
+    config: dict[str, Any]  # config.json, to be changed
+
+
+@contextmanager
+def new_checkpoint(
+    source: ModelSource, out: Path, shard_bytes: int = SHARD_BYTES
+) -> Iterator[NewCheckpoint]:
+    """Write a changed copy of `source` to `out`, which appears when everything is written.
+
+    The model's other files are copied. A failure leaves nothing behind. Raises ConfigError if the
+    folder cannot be written.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        whole = Path(scratch) / "model"
-        folder = whole / source.path.relative_to(_root(source))
-        folder.mkdir(parents=True)
-        yield folder
-        _copy_others(source.path, folder)
-        if source.modules_folder is not None:
-            _copy_modules(source, whole)
-        if out.exists():
-            out.rmdir()  # empty, as `check_target` ensured
-        os.replace(whole, out)
+    out = out.resolve()  # a link may lead to the folder
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+            whole = Path(scratch) / "model"
+            folder = whole / source.path.relative_to(_root(source))
+            folder.mkdir(parents=True)
+            # The original file: `source.config` has only the text model's settings.
+            config = read_json(source.path / "config.json")
+            new = NewCheckpoint(ShardWriter(folder, shard_bytes), config)
+            yield new
+            new.writer.finish()
+            _write_config(folder, config)
+            _copy_others(source.path, folder)
+            if source.modules_folder is not None:
+                _copy_modules(source, whole)
+            if out.exists():
+                out.rmdir()  # empty, as `check_target` ensured
+            os.replace(whole, out)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot write {out}: {error}") from error
 
 
 class ShardWriter:
@@ -102,7 +134,7 @@ class ShardWriter:
         return self._folder / f"part-{index}.safetensors"
 
 
-def write_config(folder: Path, config: dict[str, Any]) -> None:
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
     """Write config.json, and give the tensor files its permissions."""
     _write_json(folder / "config.json", config)
     for path in folder.glob("*.safetensors"):  # only their writer could read them

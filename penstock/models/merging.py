@@ -8,25 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from tqdm import tqdm
 
 from penstock.config import EngineConfig, LoadConfig
 from penstock.layers.build import Build
 from penstock.layers.quantization import DenseMethod
-from penstock.layers.quantized.checkpoints import find_quantization_config
 from penstock.loading.adapters.merge import MAX_RANK, Merger
 from penstock.loading.adapters.read import read_deltas
 from penstock.loading.checkpoint import open_checkpoint
-from penstock.loading.source import ModelSource, read_json
+from penstock.loading.source import ModelSource
 from penstock.loading.tasks import choose_task, label_tokens
-from penstock.loading.write import SHARD_BYTES, ShardWriter, new_checkpoint, write_config
+from penstock.loading.write import ShardWriter, new_checkpoint
 from penstock.models.base import Model
 from penstock.models.pooler import add_classifier
 from penstock.models.registry import build_model
 from penstock.ops.blocks import Weight
 from penstock.ops.registry import Ops
-from penstock.protocol.errors import ConfigError
 
 
 @dataclass
@@ -51,48 +48,21 @@ def make_merger(
     return Merger(deltas, model), model
 
 
-def check_mergeable(source: ModelSource) -> None:
-    """Refuse a checkpoint in which weights are not floats."""
-    remedy = "merge into the 16- or 32-bit checkpoint that it was made of, and quantize the result"
-    if source.gguf is not None:
-        raise ConfigError(
-            f"{source.name} is a GGUF file: {remedy}, or serve it with --merge-lora, which merges "
-            "in memory"
-        )
-    found = find_quantization_config(source.config)
-    if found is not None:
-        how = found.get("quant_method", "a method of its own")
-        raise ConfigError(f"{source.name} is quantized ({how}): {remedy}")
-
-
-def write_merged(
-    source: ModelSource, adapter: Path, out: Path, shard_bytes: int = SHARD_BYTES
-) -> MergeReport:
+def write_merged(source: ModelSource, adapter: Path, out: Path) -> MergeReport:
     """Write `source` with an adapter merged into its weights, one tensor at a time.
 
-    The folder appears when everything is written. Raises AdapterError if the adapter does not fit,
-    ConfigError if the folder cannot be written.
+    Raises AdapterError if the adapter does not fit, and as `new_checkpoint`.
     """
-    out = out.resolve()  # a link may lead to the folder
     config = EngineConfig()
     generates = (
         choose_task(config, source) == "generate" or label_tokens(config, source) is not None
     )
     build = Build(torch.float32, torch.device("cpu"), 1, Ops("cpu"), generates=generates)
     merger, model = make_merger(source, adapter, None, build, config)
-    try:
-        with new_checkpoint(source, out) as folder:
-            writer = ShardWriter(folder, shard_bytes)
-            report = _merge_tensors(source, merger, model, writer)
-            writer.finish()
-            # The original file: `source.config` has only the text model's settings.
-            settings = read_json(source.path / "config.json")
-            if merger.unties:
-                untie(settings)
-            write_config(folder, settings)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot write {out}: {error}") from error
-    return report
+    with new_checkpoint(source, out) as new:
+        if merger.unties:
+            untie(new.config)
+        return _merge_tensors(source, merger, model, new.writer)
 
 
 def untie(config: dict[str, Any]) -> None:

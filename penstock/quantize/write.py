@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from tqdm import tqdm
 
 from penstock.config import LoadConfig
 from penstock.layers.quantization import check_floats
-from penstock.layers.quantized.checkpoints import find_quantization_config
 from penstock.loading.checkpoint import open_checkpoint
-from penstock.loading.source import ModelSource, read_json
-from penstock.loading.write import SHARD_BYTES, ShardWriter, new_checkpoint, write_config
+from penstock.loading.source import ModelSource
+from penstock.loading.write import SHARD_BYTES, ShardWriter, new_checkpoint
 from penstock.ops.blocks import BlockTensor
 from penstock.protocol.errors import ConfigError
 from penstock.quantize.methods import Method
@@ -50,21 +48,6 @@ class Report:
     bytes_after: int = 0
 
 
-def check_source(source: ModelSource) -> None:
-    """Refuse a checkpoint that is already quantized."""
-    if source.gguf is not None:
-        raise ConfigError(
-            f"{source.name} is a GGUF file, which is quantized already: give a folder or a hub id "
-            "with safetensors in 16 or 32 bits"
-        )
-    found = find_quantization_config(source.config)
-    if found is not None:
-        how = found.get("quant_method", "a method of its own")
-        raise ConfigError(
-            f"{source.name} is quantized already ({how}): use the checkpoint that it was made from"
-        )
-
-
 def write_quantized(
     source: ModelSource,
     out: Path,
@@ -75,32 +58,11 @@ def write_quantized(
 ) -> Report:
     """Write `source` with its linear layers quantized, except those that match `kept`.
 
-    `moments` are the second moments of the inputs, by layer. The folder appears when everything is
-    written; an interrupted run leaves nothing behind. Raises ConfigError if it cannot be written.
+    `moments` are the second moments of the inputs, by layer. Raises as `new_checkpoint`.
     """
-    out = out.resolve()  # a link may lead to the folder
-    try:
-        return _write(source, out, method, kept, moments or {}, shard_bytes)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot write {out}: {error}") from error
-
-
-def _write(
-    source: ModelSource,
-    out: Path,
-    method: Method,
-    kept: Sequence[str],
-    moments: Mapping[str, torch.Tensor],
-    shard_bytes: int,
-) -> Report:
-    with new_checkpoint(source, out) as folder:
-        writer = ShardWriter(folder, shard_bytes)
-        report = _convert(source, method, [*KEPT, NOT_TEXT, *kept], moments, writer)
-        writer.finish()
-        # The original file: `source.config` has only the text model's settings.
-        config = read_json(source.path / "config.json")
-        config["quantization_config"] = method.config(_ignored(report))
-        write_config(folder, config)
+    with new_checkpoint(source, out, shard_bytes) as new:
+        report = _convert(source, method, [*KEPT, NOT_TEXT, *kept], moments or {}, new.writer)
+        new.config["quantization_config"] = method.config(_ignored(report))
     return report
 
 

@@ -28,7 +28,7 @@ from penstock.cli.main import main
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.checkpoint import open_checkpoint
 from penstock.loading.source import resolve_source
-from penstock.models.merging import check_mergeable, write_merged
+from penstock.models.merging import write_merged
 from penstock.protocol.errors import AdapterError, ConfigError
 
 PROMPTS = random_prompts("lora", 5, 23)
@@ -133,7 +133,9 @@ def test_merging_comes_before_quantization_and_before_ranks_split_weights(
 
 
 @pytest.mark.parametrize("type_name", ["F32", "Q8_0"])
-def test_an_adapter_merges_into_the_matrices_of_a_gguf_file(type_name: str, tmp_path: Path) -> None:
+def test_an_adapter_merges_into_the_matrices_of_a_gguf_file(
+    type_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """They are dequantized. The reference is a folder with the same floats."""
     path = tmp_path / "model.gguf"
     write_gguf(path, "llama", type_name, tied=False, scale=0.01)
@@ -158,8 +160,10 @@ def test_an_adapter_merges_into_the_matrices_of_a_gguf_file(type_name: str, tmp_
         assert greedy_tokens(llm, prompts) == expected
     with open_llm(path, merge_lora=str(adapter), max_model_len=64) as llm:  # others stay in blocks
         assert len(greedy_tokens(llm, prompts)[0]) == 16
-    with pytest.raises(ConfigError, match=r"is a GGUF file: merge into the 16- or .*--merge-lora"):
-        check_mergeable(source)
+    assert main(["merge", str(path), str(adapter), str(tmp_path / "out")]) == 2
+    message = capsys.readouterr().err
+    assert "is a GGUF file: merge into the 16- or 32-bit checkpoint" in message
+    assert "--merge-lora" in message
 
 
 def test_merged_weights_have_a_fingerprint_of_their_own(
@@ -227,7 +231,9 @@ def test_quantized_checkpoints_and_dummy_weights_are_refused(
     assert main(["quantize", str(checkpoint_of("llama")), str(quantized), *arguments]) == 0
     adapter = str(adapter_of("q_and_v"))
     assert main(["merge", str(quantized), adapter, str(tmp_path / "out")]) == 2
-    assert "is quantized (compressed-tensors): merge into the 16-" in capsys.readouterr().err
+    assert (
+        "is quantized already (compressed-tensors): merge into the 16-" in capsys.readouterr().err
+    )
     with pytest.raises(AdapterError, match="is stored quantized"):
         open_llm(quantized, merge_lora=adapter)
     with pytest.raises(ConfigError, match="merge_lora needs a model's weights"):

@@ -23,11 +23,11 @@ from penstock import LLM, SamplingParams
 from penstock.cli.main import main
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.source import ModelSource, resolve_source
-from penstock.loading.write import check_target
+from penstock.loading.write import check_target, check_unquantized
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.quantize import methods, perplexity, write
 from penstock.quantize.methods import METHODS, method_named
-from penstock.quantize.write import check_source, write_quantized
+from penstock.quantize.write import write_quantized
 
 TOKENS = [*range(60, 90), 7, 200, 31]
 
@@ -298,7 +298,7 @@ def test_a_checkpoint_that_says_elsewhere_that_it_is_quantized_is_refused(
     how = {"quant_method": "fp8"}
     config = {place: {"quantization_config": how} if place == "text_config" else how}
     with pytest.raises(ConfigError, match=r"is quantized already \(fp8\)"):
-        check_source(replace(source, config={**source.config, **config}))
+        check_unquantized(replace(source, config={**source.config, **config}), "")
 
 
 @pytest.mark.parametrize(
