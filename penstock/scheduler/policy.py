@@ -89,16 +89,19 @@ POLICIES: Mapping[str, type[Policy]] = MappingProxyType(
 )
 
 
+_Entry = tuple[tuple[float, ...], RequestState]  # a request and its rank
+
+
 class WaitingQueue:
     """Requests by rank. Push and pop are O(log n), removal is amortized O(log n)."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._heap: list[tuple[tuple[float, ...], RequestState]] = []
-        self._members: set[RequestState] = set()  # the heap may also hold removed requests
+        self._heap: list[_Entry] = []
+        self._entries: dict[RequestState, _Entry] = {}  # the heap may also hold older entries
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._entries)
 
     def push(self, state: RequestState) -> None:
         state.rank = self._policy.rank(state)
@@ -110,11 +113,11 @@ class WaitingQueue:
 
     def put_back(self, state: RequestState) -> None:
         """Queue a request at the rank it already has."""
-        self._members.add(state)
-        heapq.heappush(self._heap, (state.rank, state))
+        self._entries[state] = entry = (state.rank, state)
+        heapq.heappush(self._heap, entry)
 
     def peek(self) -> RequestState:
-        while self._heap[0][1] not in self._members:
+        while self._entries.get(self._heap[0][1]) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
@@ -126,13 +129,13 @@ class WaitingQueue:
 
     def in_order(self) -> list[RequestState]:
         """A copy, first served first."""
-        return sorted(self._members, key=lambda state: state.rank)
+        return sorted(self._entries, key=lambda state: state.rank)
 
     def remove(self, state: RequestState) -> None:
         """Remove a request from any position. Unknown requests are ignored."""
-        self._members.discard(state)
-        if not self._members:  # only removed requests are left in the heap
+        self._entries.pop(state, None)
+        if not self._entries:  # only removed requests are left in the heap
             self._heap.clear()
-        elif len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [entry for entry in self._heap if entry[1] in self._members]
+        elif len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = list(self._entries.values())
             heapq.heapify(self._heap)

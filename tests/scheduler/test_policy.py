@@ -51,6 +51,18 @@ def test_what_is_put_back_keeps_its_place():
     assert drain(queue) == [0, 1, 2]
 
 
+def test_what_is_removed_and_put_back_is_served_once_at_its_new_rank():
+    queue = WaitingQueue(FirstComeFirstServed())
+    states = [state_of(sequence) for sequence in range(3)]
+    for state in states:
+        queue.push(state)
+    for rank in (0.5, 1.5, 0.2, 1.5):
+        queue.remove(states[0])
+        states[0].rank = (rank,)
+        queue.put_back(states[0])
+    assert drain(queue) == [1, 0, 2]
+
+
 @given(priorities=st.lists(st.integers(0, 3), max_size=200), removed=st.sets(st.integers(0, 199)))
 def test_removal_leaves_the_rest_in_order_and_the_heap_small(priorities, removed):
     queue = WaitingQueue(PriorityThenArrival())
