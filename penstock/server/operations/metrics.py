@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
@@ -22,28 +23,33 @@ from penstock.text.frontend import is_first_child
 
 router = APIRouter(tags=["Operations"])
 
-NO_STATS = SchedulerStats(
-    num_running=0,
-    num_waiting=0,
-    num_steps_in_flight=0,
-    num_preemptions=0,
-    kv_cache_usage=0.0,
-    num_prefix_queries=0,
-    num_prefix_hits=0,
-)
-NO_ADAPTERS = AdapterStats(
-    max_loras=0,
-    running=[],
-    waiting=[],
-    num_copies=0,
-    num_loads=0,
-    num_evictions=0,
-    num_placements=0,
-    num_waits=0,
-    longest_wait_s=0.0,
-    most_overtakes=0,
-)
-NO_DRAFTS = SpeculationStats(0, 0, 0, [])
+# Metrics that are fields of the engine's snapshots.
+GAUGES = {
+    "num_requests_running": "num_running",
+    "num_requests_waiting": "num_waiting",
+    "kv_cache_usage_perc": "kv_cache_usage",
+}
+COUNTERS = {
+    "num_preemptions": "num_preemptions",
+    "prefix_cache_queries": "num_prefix_queries",
+    "prefix_cache_hits": "num_prefix_hits",
+}
+ADAPTER_GAUGES = {
+    "lora_host_adapters": "num_copies",
+    "lora_longest_wait_seconds": "longest_wait_s",
+    "lora_most_overtakes": "most_overtakes",
+}
+ADAPTER_COUNTERS = {
+    "lora_loads": "num_loads",
+    "lora_evictions": "num_evictions",
+    "lora_placements": "num_placements",
+    "lora_waits": "num_waits",
+}
+DRAFT_COUNTERS = {
+    "spec_decode_num_drafts": "num_drafts",
+    "spec_decode_num_draft_tokens": "num_draft_tokens",
+    "spec_decode_num_accepted_tokens": "num_accepted_tokens",
+}
 MAX_WAITING_NAMES = 64  # in a label
 COMPLETED = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -54,7 +60,7 @@ async def metrics(request: Request) -> PlainTextResponse:
     observer: MetricsObserver = request.app.state.metrics
     service: Service = request.app.state.service
     if not service.client.is_healthy:
-        observer.show(NO_STATS)
+        observer.show(SchedulerStats())
     observer.count_tokens()
     runner: ResponseRunner = request.app.state.responses
     observer.show_stored(runner.store.num_entries, runner.store.num_bytes)
@@ -78,9 +84,9 @@ class MetricsObserver(Observer):
     def __init__(self, config: EngineConfig, model_name: str) -> None:
         self.metrics = Metrics(model_name)
         self._cache_config = config.cache
-        self._stats = NO_STATS  # the engine's latest; its counters restart with it
-        self._adapters = NO_ADAPTERS
-        self._speculation = NO_DRAFTS
+        # The engine's latest. Its counters restart with it.
+        self._stats, self._adapters = SchedulerStats(), AdapterStats()
+        self._speculation = SpeculationStats()
         # Not in the metrics yet: updating a counter per token would be too slow.
         self._num_tokens = 0
         self._gaps = Counter[float]()  # seconds between tokens; equal for the tokens of a step
@@ -90,8 +96,9 @@ class MetricsObserver(Observer):
         }
 
     def on_ready(self, info: EngineInfo) -> None:
-        self._stats, self._adapters, self._speculation = NO_STATS, NO_ADAPTERS, NO_DRAFTS
-        self.show(NO_STATS)  # clears the last engine's values: an idle engine sends no stats
+        self._stats, self._adapters = SchedulerStats(), AdapterStats()
+        self._speculation = SpeculationStats()
+        self.show(self._stats)  # clears the last engine's values: an idle engine sends no stats
         self.metrics.gauge(
             "cache_config_info",
             block_size=str(self._cache_config.block_size),
@@ -110,11 +117,11 @@ class MetricsObserver(Observer):
         self.metrics.counter("requests_quarantined").inc(num_requests)
 
     def on_submit(self, record: RequestRecord) -> None:
-        if is_first_child(record.request):
-            if record.request.pools:
-                return
-            self.metrics.histogram("request_params_n").observe(record.request.sampling.n)
-            self.metrics.histogram("request_params_max_tokens").observe(record.request.max_tokens)
+        if is_first_child(record.request) and not record.request.pools:
+            self._observe(
+                request_params_n=record.request.sampling.n,
+                request_params_max_tokens=record.request.max_tokens,
+            )
 
     def on_tokens(self, record: RequestRecord, num_tokens: int, previous_at: float | None) -> None:
         assert record.last_token_at is not None
@@ -124,10 +131,10 @@ class MetricsObserver(Observer):
             return
         waited_s = record.last_token_at - record.submitted_at
         self.metrics.counter("prompt_tokens").inc(len(record.request.prompt_token_ids))
-        self.metrics.histogram("time_to_first_token_seconds").observe(waited_s)
-        self.metrics.histogram("request_prefill_time_seconds").observe(record.prefill_s)
-        self.metrics.histogram("request_queue_time_seconds").observe(
-            max(waited_s - record.prefill_s, 0.0)
+        self._observe(
+            time_to_first_token_seconds=waited_s,
+            request_prefill_time_seconds=record.prefill_s,
+            request_queue_time_seconds=max(waited_s - record.prefill_s, 0.0),
         )
 
     def on_finish(self, record: RequestRecord) -> None:
@@ -140,47 +147,39 @@ class MetricsObserver(Observer):
             self._count_pooled(record, record.finished_at - record.submitted_at)
             return
         num_tokens = len(record.token_ids)
-        self.metrics.histogram("request_prompt_tokens").observe(
-            len(record.request.prompt_token_ids)
-        )
-        self.metrics.histogram("request_generation_tokens").observe(num_tokens)
-        self.metrics.histogram("e2e_request_latency_seconds").observe(
-            record.finished_at - record.submitted_at
+        self._observe(
+            request_prompt_tokens=len(record.request.prompt_token_ids),
+            request_generation_tokens=num_tokens,
+            e2e_request_latency_seconds=record.finished_at - record.submitted_at,
         )
         if record.first_token_at is not None and record.last_token_at is not None:
             decode_s = record.last_token_at - record.first_token_at
-            self.metrics.histogram("request_decode_time_seconds").observe(decode_s)
-            self.metrics.histogram("request_inference_time_seconds").observe(
-                record.prefill_s + decode_s
+            self._observe(
+                request_decode_time_seconds=decode_s,
+                request_inference_time_seconds=record.prefill_s + decode_s,
             )
             if num_tokens > 1:
-                self.metrics.histogram("request_time_per_output_token_seconds").observe(
-                    decode_s / (num_tokens - 1)
-                )
+                self._observe(request_time_per_output_token_seconds=decode_s / (num_tokens - 1))
 
     def _count_pooled(self, record: RequestRecord, latency_s: float) -> None:
         """Count a pooling request, which generates no tokens."""
         num_tokens = len(record.request.prompt_token_ids)
         self.metrics.counter("prompt_tokens").inc(num_tokens)
-        self.metrics.histogram("request_prompt_tokens").observe(num_tokens)
-        self.metrics.histogram("e2e_request_latency_seconds").observe(latency_s)
-        self.metrics.histogram("request_prefill_time_seconds").observe(record.prefill_s)
-        self.metrics.histogram("request_inference_time_seconds").observe(record.prefill_s)
-        self.metrics.histogram("request_queue_time_seconds").observe(
-            max(latency_s - record.prefill_s, 0.0)
+        self._observe(
+            request_prompt_tokens=num_tokens,
+            e2e_request_latency_seconds=latency_s,
+            request_prefill_time_seconds=record.prefill_s,
+            request_inference_time_seconds=record.prefill_s,
+            request_queue_time_seconds=max(latency_s - record.prefill_s, 0.0),
         )
 
     def on_stats(self, stats: EngineStats) -> None:
         now, before, self._stats = stats.scheduler, self._stats, stats.scheduler
         self.show(now)
         self.count_tokens()
-        self.metrics.counter("num_preemptions").inc(now.num_preemptions - before.num_preemptions)
-        self.metrics.counter("prefix_cache_queries").inc(
-            now.num_prefix_queries - before.num_prefix_queries
-        )
-        self.metrics.counter("prefix_cache_hits").inc(now.num_prefix_hits - before.num_prefix_hits)
+        self._count(COUNTERS, before, now)
         for num_tokens in stats.step_tokens:
-            self.metrics.histogram("iteration_tokens_total").observe(num_tokens)
+            self._observe(iteration_tokens_total=num_tokens)
         for name, count in stats.metrics.items():
             self.metrics.counter(name).inc(count)
 
@@ -191,9 +190,7 @@ class MetricsObserver(Observer):
 
     def _count_drafts(self, now: SpeculationStats) -> None:
         before, self._speculation = self._speculation, now
-        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-            new = getattr(now, name) - getattr(before, name)
-            self.metrics.counter(f"spec_decode_{name}").inc(new)
+        self._count(DRAFT_COUNTERS, before, now)
         per_position = before.num_accepted_tokens_per_pos or [0] * len(
             now.num_accepted_tokens_per_pos
         )
@@ -216,13 +213,8 @@ class MetricsObserver(Observer):
                 running_lora_adapters=",".join(now.running),
                 waiting_lora_adapters=",".join(now.waiting[:MAX_WAITING_NAMES]),
             )
-        self.metrics.gauge("lora_host_adapters").set(now.num_copies)
-        self.metrics.gauge("lora_longest_wait_seconds").set(now.longest_wait_s)
-        self.metrics.gauge("lora_most_overtakes").set(now.most_overtakes)
-        self.metrics.counter("lora_loads").inc(now.num_loads - before.num_loads)
-        self.metrics.counter("lora_evictions").inc(now.num_evictions - before.num_evictions)
-        self.metrics.counter("lora_placements").inc(now.num_placements - before.num_placements)
-        self.metrics.counter("lora_waits").inc(now.num_waits - before.num_waits)
+        self._set(ADAPTER_GAUGES, now)
+        self._count(ADAPTER_COUNTERS, before, now)
 
     def count_tokens(self) -> None:
         """Add the pending token counts to the metrics."""
@@ -234,10 +226,20 @@ class MetricsObserver(Observer):
 
     def show(self, stats: SchedulerStats) -> None:
         """Set the gauges."""
-        self.metrics.gauge("num_requests_running").set(stats.num_running)
-        self.metrics.gauge("num_requests_waiting").set(stats.num_waiting)
-        self.metrics.gauge("kv_cache_usage_perc").set(stats.kv_cache_usage)
+        self._set(GAUGES, stats)
 
     def show_stored(self, num_entries: int, num_bytes: int) -> None:
         self.metrics.gauge("stored_responses").set(num_entries)
         self.metrics.gauge("stored_response_bytes").set(num_bytes)
+
+    def _set(self, names: Mapping[str, str], stats: object) -> None:
+        for name, field in names.items():
+            self.metrics.gauge(name).set(getattr(stats, field))
+
+    def _count(self, names: Mapping[str, str], before: object, now: object) -> None:
+        for name, field in names.items():
+            self.metrics.counter(name).inc(getattr(now, field) - getattr(before, field))
+
+    def _observe(self, **values: float) -> None:
+        for name, value in values.items():
+            self.metrics.histogram(name).observe(value)
