@@ -71,7 +71,7 @@ class _Steps:
         self._angles: Angles | None = None
         self._step = library.Step()
         self._adapters: AdapterStep | None = None
-        self._adapter_step = library.AdapterStep()
+        self._adapter_step = library.AdapterStepStruct()
 
     def pointer(self, metadata: AttentionMetadata, angles: Angles) -> int:
         if metadata is not self._metadata or angles is not self._angles:

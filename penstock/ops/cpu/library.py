@@ -152,7 +152,7 @@ class DecoderLora(ctypes.Structure):
     ]
 
 
-class AdapterStep(ctypes.Structure):
+class AdapterStepStruct(ctypes.Structure):
     """The rows of a step by adapter slot; see `penstock.ops.lora.AdapterStep`."""
 
     _fields_ = [("rows", _POINTER), ("starts", _POINTER), ("num_rows", _INT)]

@@ -84,9 +84,9 @@ class LoraSlots(lora.LoraSlots):
 lora_slots = LoraSlots  # the op
 
 
-def step_of(step: AdapterStep) -> library.AdapterStep:
+def step_of(step: AdapterStep) -> library.AdapterStepStruct:
     """A step's adapters as the library takes them. Valid while the tensors live."""
     for tensor in (step.rows, step.starts):
         assert tensor.dtype == torch.int32, f"{tensor.dtype} rows"
         assert tensor.is_contiguous(), "rows are read as they lie"
-    return library.AdapterStep(step.rows.data_ptr(), step.starts.data_ptr(), len(step.slots))
+    return library.AdapterStepStruct(step.rows.data_ptr(), step.starts.data_ptr(), len(step.slots))
