@@ -77,7 +77,7 @@ class AdapterPlaces:
         for place in others:
             if not place or not Path(place).expanduser().is_dir():
                 raise ConfigError(
-                    f"{option} must hold folders, hub:PATTERN or pypi:PATTERN, got {place!r}, "
+                    f"{option} takes folders, hub:PATTERN or pypi:PATTERN, got {place!r}, "
                     "which is no folder"
                 )
         return cls(

@@ -214,7 +214,7 @@ class ServerConfig:
         if twice := {name for name in names if names.count(name) > 1}:
             raise ConfigError(f"lora_modules must have different names, got {min(twice)!r} twice")
         if AdapterPlaces.parse("lora_resolver", self.lora_resolver).pypi_patterns:
-            raise ConfigError("lora_resolver must hold folders or hub:PATTERN, got pypi:")
+            raise ConfigError("lora_resolver takes folders or hub:PATTERN, got pypi:")
         AdapterPlaces.parse("allowed_lora_paths", self.allowed_lora_paths)
 
     @property

@@ -38,7 +38,7 @@ class LoRARequests:
             return [self.find(given)] * count
         if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
             raise InputError(
-                f"lora_request must be one LoRARequest, or one a prompt ({count}), got "
+                f"lora_request must be one LoRARequest, or a list of one per prompt ({count}), got "
                 f"{given!r:.80}",
                 "lora_request",
             )

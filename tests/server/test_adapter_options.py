@@ -74,7 +74,7 @@ def test_the_models_name_chooses_the_adapter_of_a_pooling_model(
         (("--enable-lora", "--lora-modules", "a=x", "a=y"), "'a' twice"),
         (("--enable-lora", "--lora-modules", '{"name": "a"}'), "name=path or JSON"),
         (("--enable-lora", "--allowed-lora-paths", "/nowhere"), "which is no folder"),
-        (("--enable-lora", "--lora-resolver", "pypi:*"), "lora_resolver must hold folders"),
+        (("--enable-lora", "--lora-resolver", "pypi:*"), "lora_resolver takes folders"),
     ],
 )
 def test_options_that_cannot_work_end_the_start(

@@ -156,7 +156,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
-        raise AdapterError(f"{path}: must hold a JSON object, got {type(value).__name__}")
+        raise AdapterError(f"{path}: must be a JSON object, got {type(value).__name__}")
     return value
 
 
