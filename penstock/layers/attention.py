@@ -96,7 +96,7 @@ class Attention(nn.Module):
             output = self.ops.paged_attention(
                 query, cache, metadata, self.scale, self.window, **self.extras, **scales
             )
-        return output.flatten(1)  # type: ignore[no-any-return]
+        return output.flatten(1)
 
     def forward_fused(
         self,
@@ -119,7 +119,7 @@ class Attention(nn.Module):
             query, cache, metadata, self.scale, self.window, key=key, value=value, **self.extras,
             **scales,
         )  # fmt: skip
-        return output.flatten(1)  # type: ignore[no-any-return]
+        return output.flatten(1)
 
     def _scales(self, cache: torch.Tensor) -> dict[str, tuple[float, float]]:
         """The scales of an fp8 cache, which are stored outside of it. Other caches have none."""

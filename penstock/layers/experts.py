@@ -93,8 +93,7 @@ class Experts(nn.Module):
     def _run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         if self.adapter is not None:
             return self.adapter(x, weights, ids, self.experts)
-        routed: torch.Tensor = self.experts(x, weights, ids)
-        return routed
+        return self.experts(x, weights, ids)
 
     def _run_scaled(
         self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor

@@ -82,8 +82,7 @@ class GatedDeltaNet(RecurrentLayer):
         )  # [n, heads, value_dim] float32
         gate = F.silu(gate.reshape(len(gate), -1, config.value_dim).float())
         normed = self.norm(y.to(x.dtype)).float() * gate
-        output: torch.Tensor = self.out_proj(normed.to(x.dtype).flatten(1))
-        return output
+        return self.out_proj(normed.to(x.dtype).flatten(1))
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries, keys and values [n, channels] in this order, and gates [n, values]."""

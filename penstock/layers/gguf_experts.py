@@ -25,10 +25,9 @@ class GgufExperts(ExpertWeights):
         self.down: BlockMatrix | None = None
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.build.ops.gguf_experts(
+        return self.build.ops.gguf_experts(
             x, weights, ids, self.gate_up, self.down, self.config.activation
         )
-        return output
 
     def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
         assert self.down is not None

@@ -113,8 +113,7 @@ class LatentAttention(nn.Module):
         attended = self.ops.latent_attention(
             query[..., : config.nope_dim], rope, cache, metadata, self._up(), config.scale, entries
         )
-        output: torch.Tensor = self.o_proj(attended.flatten(1))
-        return output
+        return self.o_proj(attended.flatten(1))
 
     def _up(self) -> torch.Tensor:
         """[heads, nope_dim + value_dim, kv_rank]: a view of kv_b_proj's weight."""

@@ -129,8 +129,7 @@ class LinearSlots:
         step = current_adapters()
         if step is None:
             return output
-        changed: torch.Tensor = self.slots.add(x, output, step)
-        return changed
+        return self.slots.add(x, output, step)
 
     def prepare(self, weights: AdapterWeights) -> list[OwnPart | None] | None:
         deltas = [weights.linear.get((self.name, part)) for part in self.layer.part_rows]

@@ -121,8 +121,7 @@ class EmbedSlots:
             rows = step.rows_of(slot)
             if len(rows):
                 embedded[rows] = layer(token_ids[rows])
-        changed: torch.Tensor = self.slots.add(token_ids, embedded, step)
-        return changed
+        return self.slots.add(token_ids, embedded, step)
 
     def prepare(self, weights: AdapterWeights) -> _OwnEmbedding | None:
         delta = weights.embedding.get(self.name)

@@ -104,8 +104,7 @@ class Mamba2(RecurrentLayer):
             step,
         ).flatten(1)  # [n, inner] float32
         y = y * F.silu(gate.float()) if self.norm is None else self.norm.gated(y, gate)
-        output: torch.Tensor = self.out_proj(y.to(projected.dtype))
-        return output
+        return self.out_proj(y.to(projected.dtype))
 
     def weights(self) -> SpaceWeights:
         """The weights of the scan, made at the first step after loading."""

@@ -9,7 +9,28 @@ from penstock.layers.build import Build
 from penstock.ops.blocks import BlockTensor, Weight
 
 
-class RMSNorm(nn.Module):
+class Norm(nn.Module):
+    """Normalizes the last dimension."""
+
+    weight: nn.Parameter
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and that sum. None in the first layer: nothing to add."""
+        if residual is not None:
+            x = x + residual
+        return self(x), x
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {(name, ""): tuple(value.shape) for name, value in self.named_parameters()}
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
+        self.get_parameter(parameter).copy_(tensor)
+
+
+class RMSNorm(Norm):
     def __init__(self, build: Build, size: int, eps: float) -> None:
         super().__init__()
         self.ops = build.ops
@@ -17,24 +38,14 @@ class RMSNorm(nn.Module):
         self.weight = build.empty(size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.ops.rms_norm(x, self.weight, self.eps)
-        return normed
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and that sum. None in the first layer: nothing to add."""
         if residual is None:
             return self(x), x
-        normed, residual = self.ops.add_rms_norm(x, residual, self.weight, self.eps)
-        return normed, residual
-
-    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        return {("weight", ""): tuple(self.weight.shape)}
-
-    def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
-        self.weight.copy_(tensor)
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class ZeroCentredNorm(RMSNorm):
@@ -59,9 +70,7 @@ class ZeroCentredNorm(RMSNorm):
         self.weight.copy_(tensor.float() + 1.0)
 
 
-class LayerNorm(nn.Module):
-    """A layer norm over the last dimension, used like RMSNorm."""
-
+class LayerNorm(Norm):
     def __init__(
         self, build: Build, size: int | tuple[int, ...], eps: float, bias: bool = False
     ) -> None:
@@ -74,23 +83,4 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The norm of x, or of x + residual."""
-        normed: torch.Tensor = self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)
-        return normed
-
-    def add(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and that sum. None in the first layer: nothing to add."""
-        if residual is not None:
-            x = x + residual
-        return self(x), x
-
-    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        return {(name, ""): tuple(value.shape) for name, value in self.named_parameters()}
-
-    def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        assert not isinstance(tensor, BlockTensor), "a norm's weight is not a matrix"
-        self.get_parameter(parameter).copy_(tensor)
-
-
-Norm = RMSNorm | LayerNorm
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)

@@ -140,12 +140,10 @@ class DenseMethod(LinearMethod):
         layer.rows_of(layer.weight, part).copy_(own)
 
     def apply(self, layer: MatrixLayer, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = layer.build.ops.linear(x, layer.weight, bias)
-        return output
+        return layer.build.ops.linear(x, layer.weight, bias)
 
     def embed(self, layer: MatrixLayer, rows: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = layer.build.ops.embed(rows, layer.weight)
-        return embedded
+        return layer.build.ops.embed(rows, layer.weight)
 
     def floats(self, layer: MatrixLayer, part: str) -> torch.Tensor:
         return layer.rows_of(layer.weight, part).float()

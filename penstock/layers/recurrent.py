@@ -70,8 +70,7 @@ class CausalConv(nn.Module):
 
     def forward(self, x: torch.Tensor, states: torch.Tensor, step: StateStep) -> torch.Tensor:
         """[n, channels] -> the same shape. Updates `states` [num_blocks, width - 1, channels]."""
-        output: torch.Tensor = self.build.ops.causal_conv(x, self.weight, self.bias, states, step)
-        return output
+        return self.build.ops.causal_conv(x, self.weight, self.bias, states, step)
 
     def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
         shapes: dict[tuple[str, str], tuple[int, ...]] = {

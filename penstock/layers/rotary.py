@@ -77,8 +77,7 @@ class Rotary(nn.Module):
         """
         if self.interleaved:
             query, key = self._to_halves(query), self._to_halves(key)
-        rotated: tuple[torch.Tensor, torch.Tensor] = self.ops.rotate_pair(query, key, *angles)
-        return rotated
+        return self.ops.rotate_pair(query, key, *angles)
 
     def _to_halves(self, x: torch.Tensor) -> torch.Tensor:
         rotary_dim = self.table.shape[-1]

@@ -30,8 +30,7 @@ class GatedMLP(nn.Module):
         self.down_proj = row_linear(build, intermediate_size, hidden_size, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))
-        return output
+        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))
 
 
 class RotaryAttention(nn.Module):
@@ -98,8 +97,7 @@ class RotaryAttention(nn.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         if self.rotary is not None:
             query, key = self.rotary(query, key, angles)
-        output: torch.Tensor = self.o_proj(self.attention(query, key, value))
-        return output
+        return self.o_proj(self.attention(query, key, value))
 
     def _forward_fused(self, qkv: torch.Tensor, angles: Angles) -> torch.Tensor:
         assert self.fused is not None
@@ -114,5 +112,4 @@ class RotaryAttention(nn.Module):
             q_norm.eps if q_norm is not None else 0.0,
             angles,
         )
-        output: torch.Tensor = self.o_proj(attended)
-        return output
+        return self.o_proj(attended)

@@ -72,8 +72,7 @@ class Fp8Weight(_Fields):
     input_scale: torch.Tensor | None = None  # scalar
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = ops.fp8_linear(x, self.weight, self.scale, self.input_scale, bias)
-        return output
+        return ops.fp8_linear(x, self.weight, self.scale, self.input_scale, bias)
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         scale = self.scale
@@ -111,8 +110,7 @@ class Int8Weight(_Fields):
     input_scale: torch.Tensor | None = None  # scalar
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = ops.int8_linear(x, self.weight, self.scale, self.input_scale, bias)
-        return output
+        return ops.int8_linear(x, self.weight, self.scale, self.input_scale, bias)
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         return self.weight[rows].float() * self.scale[rows, None]
@@ -129,10 +127,9 @@ class W4Weight(_Fields):
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         multiply = ops.w8_linear if self.bits == 8 else ops.w4_linear
-        output: torch.Tensor = multiply(
+        return multiply(
             x, self.packed, self.scales, self.zeros, self.group_size, bias, perm=self.perm
         )
-        return output
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         assert self.perm is None, "an embedding's columns are in order"
@@ -159,10 +156,7 @@ class Fp4Weight(_Fields):
     group_size: int
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = ops.fp4_linear(
-            x, self.packed, self.scales, self.global_scale, self.group_size, bias
-        )
-        return output
+        return ops.fp4_linear(x, self.packed, self.scales, self.global_scale, self.group_size, bias)
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         scales = _rows_of_bytes(self.scales, rows)
@@ -186,8 +180,7 @@ class TableWeight(_Fields):
     values: torch.Tensor  # [16] float32: the values of the table
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        output: torch.Tensor = ops.table_linear(x, self.packed, self.scales, self.values, bias)
-        return output
+        return ops.table_linear(x, self.packed, self.scales, self.values, bias)
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         return dequantize_table(self.packed[rows], self.scales[rows], self.values)
