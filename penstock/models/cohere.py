@@ -68,8 +68,7 @@ class CohereForCausalLM(DecoderLM):
 
     def attention(self, index: int) -> RotaryAttention:
         config = self.config
-        bias = self.attention_bias
-        attention = self.rotary_attention(index, qkv_bias=bias, output_bias=bias)
+        attention = self.rotary_attention(index, self.attention_bias)
         if config.raw.get("use_qk_norm", False):
             attention.use_norms(
                 HeadsNorm(self.build, config.num_heads, config.head_dim, config.rms_norm_eps),

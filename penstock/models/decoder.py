@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
 class DecoderLM(Model):
     """A decoder with a language-model head.
 
-    Architectures override `attention`, and `mlp`, `norm` or the whole `layer` where theirs differ.
+    Architectures override `attention`, `mlp`, `norm` or the whole `layer` where theirs differ.
     """
 
     weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$",))
@@ -108,6 +108,7 @@ class DecoderLM(Model):
     nullable: ClassVar[tuple[str, ...]] = ()  # settings whose null does not mean the default
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # supported by `mlp`
     interleaved_rotary: ClassVar[bool] = False
+    embedding_multiplier: float = 1.0
     attention_class: ClassVar[type[RotaryAttention]] = RotaryAttention
 
     @classmethod
@@ -174,7 +175,7 @@ class DecoderLM(Model):
 
     def attention(self, index: int) -> nn.Module:
         """The attention module of layer `index`, called like RotaryAttention."""
-        raise NotImplementedError
+        return self.rotary_attention(index, self.attention_bias)
 
     def mlp(self, index: int) -> nn.Module:
         """The module after attention in layer `index`."""
@@ -183,16 +184,12 @@ class DecoderLM(Model):
     def rotary_attention(
         self,
         index: int,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        qk_norm_eps: float | None = None,
+        bias: bool = False,
+        output_bias: bool | None = None,  # None: as of queries, keys and values
         window: int | None = None,
-        scale: float | None = None,
         has_positions: bool = True,
         rotary: Rotary | None = None,  # instead of the model's
-        softcap: float | None = None,
-        has_sinks: bool = False,
-        chunk: int | None = None,
+        **options: Any,  # of RotaryAttention
     ) -> RotaryAttention:
         """The common attention module, an `attention_class`, with the sizes of config.json."""
         if window is not None and not self.is_causal:
@@ -206,15 +203,11 @@ class DecoderLM(Model):
             config.num_kv_heads,
             config.head_dim,
             (rotary or self.rotary) if has_positions else None,
-            qkv_bias,
-            output_bias,
-            qk_norm_eps,
-            window,
-            scale,
-            softcap,
-            has_sinks,
-            chunk,
+            qkv_bias=bias,
+            output_bias=bias if output_bias is None else output_bias,
+            window=window,
             kind="causal" if self.is_causal else "bidirectional",
+            **options,
         )
 
     @property
@@ -225,17 +218,16 @@ class DecoderLM(Model):
         return self.build.generates or not sees_all
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.model.embed_tokens(token_ids)
-        return x
+        x = self.model.embed_tokens(token_ids)
+        return x if self.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 
-    def angles(self, positions: torch.Tensor) -> Any:
-        """The angles of positions [n] for attention layers, computed once per step."""
-        return self.rotary.angles(positions)
+    def angles(self, positions: torch.Tensor) -> Sequence[Any]:
+        """The angles of positions [n] for the attention of each layer, computed once per step."""
+        return [self.rotary.angles(positions)] * self.config.num_layers
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
-        angles = self.angles(positions)
         residual: torch.Tensor | None = None
-        for layer in self.model.layers:
+        for layer, angles in zip(self.model.layers, self.angles(positions), strict=True):
             x, residual = layer(x, residual, angles)
         states, residual = self.model.norm.add(x, residual)
         return Hidden(states)

@@ -100,8 +100,7 @@ class EncoderMLP(nn.Module):
             middle = activate(gate) * up
         else:
             middle = activate(middle)
-        output: torch.Tensor = self.down_proj(middle)
-        return output
+        return self.down_proj(middle)
 
 
 class FusedEncoderLayer(Protocol):
@@ -145,11 +144,10 @@ class EncoderLayer(nn.Module):
         if self.norm_first:
             normed = x if attention_norm is None else attention_norm(x)
             x = x + self.self_attn(normed, angles)
-            return x + self.mlp(mlp_norm(x))  # type: ignore[no-any-return]
+            return x + self.mlp(mlp_norm(x))
         assert attention_norm is not None
         x = attention_norm(x, self.self_attn(x, angles))
-        output: torch.Tensor = mlp_norm(x, self.mlp(x))
-        return output
+        return mlp_norm(x, self.mlp(x))
 
 
 class EncoderEmbeddings(nn.Module):
@@ -178,8 +176,7 @@ class EncoderEmbeddings(nn.Module):
             x = x + self.position_embeddings(positions + first_position)
         if self.token_type_embeddings is not None:
             x = x + self.token_type_embeddings(self._types(positions))
-        normed: torch.Tensor = self.LayerNorm(x)
-        return normed
+        return self.LayerNorm(x)
 
     def _types(self, positions: torch.Tensor) -> torch.Tensor:
         context = current_context()
@@ -218,8 +215,7 @@ class EncoderHead(nn.Module):
             pooled = self.activate(self.dense(pooled))
         if self.norm is not None:
             pooled = self.norm(pooled)
-        logits: torch.Tensor = self.out_proj(pooled)
-        return logits
+        return self.out_proj(pooled)
 
 
 # Tensors that pooling does not need, by name.
@@ -329,8 +325,7 @@ class EncoderModel(Model):
         )  # fmt: skip
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.embeddings.word_embeddings(token_ids)
-        return x
+        return self.embeddings.word_embeddings(token_ids)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
         x = self.embeddings(x, positions, self.first_position())

@@ -30,8 +30,7 @@ class FalconH1MLP(GatedMLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate_up = self.gate_up_proj(x)
         gate_up[:, : gate_up.shape[1] // 2] *= self.gate_multiplier
-        output: torch.Tensor = self.down_proj(self.ops.silu_mul(gate_up)) * self.multiplier
-        return output
+        return self.down_proj(self.ops.silu_mul(gate_up)) * self.multiplier
 
 
 class FalconH1Layer(nn.Module):
@@ -90,10 +89,9 @@ class FalconH1ForCausalLM(DecoderLM):
 
     def attention(self, index: int) -> RotaryAttention:
         config = self.config
-        bias = self.attention_bias
         # The multiplier of the keys scales their products with queries, so it goes into the scale.
         scale = config.head_dim**-0.5 * read_float(config.raw, "key_multiplier", 1.0)
-        return self.rotary_attention(index, qkv_bias=bias, output_bias=bias, scale=scale)
+        return self.rotary_attention(index, self.attention_bias, scale=scale)
 
     def _mamba(self) -> Mamba2Config:
         config, raw = self.config, self.config.raw
@@ -131,9 +129,6 @@ class FalconH1ForCausalLM(DecoderLM):
         if not is_list or any(value is None for value in values):
             raise ModelError(f"config.json: {name} must be {count} numbers, got {values!r:.80}")
         return [read_float({name: value}, name, 1.0) for value in values]
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return super().embed(token_ids) * self.embedding_multiplier
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None

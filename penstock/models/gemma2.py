@@ -26,8 +26,7 @@ class GeluMLP(GatedMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        output: torch.Tensor = self.down_proj(F.gelu(gate, approximate="tanh") * up)
-        return output
+        return self.down_proj(F.gelu(gate, approximate="tanh") * up)
 
 
 class Gemma2ForCausalLM(DecoderLM):
@@ -54,7 +53,7 @@ class Gemma2ForCausalLM(DecoderLM):
         self.final_cap = read_cap(config, "final_logit_softcapping")
         # Rounded to the type of the weights, as in training: the root is not exact in 16 bits.
         scale = torch.tensor(math.sqrt(config.hidden_size), dtype=build.dtype)
-        self.embedding_scale = scale.item()
+        self.embedding_multiplier = scale.item()
 
     def norm(self) -> ZeroCentredNorm:
         return ZeroCentredNorm(self.build, self.config.hidden_size, self.config.rms_norm_eps)
@@ -85,17 +84,12 @@ class Gemma2ForCausalLM(DecoderLM):
             raise ModelError(f"config.json: query_pre_attn_scalar must be above 0, got {scalar}")
         return self.rotary_attention(
             index,
-            qkv_bias=self.attention_bias,
-            output_bias=self.attention_bias,
+            self.attention_bias,
             window=self.window if self.is_windowed(index) else None,
             scale=scalar**-0.5,
             softcap=read_cap(config, "attn_logit_softcapping"),
             **options,
         )
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.model.embed_tokens(token_ids) * self.embedding_scale
-        return x
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None

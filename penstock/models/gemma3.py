@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 
 from penstock.layers.norm import ZeroCentredNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
-from penstock.layers.sublayers import RotaryAttention
-from penstock.models.base import Hidden, WeightTable
+from penstock.layers.sublayers import Angles, RotaryAttention
+from penstock.models.base import WeightTable
 from penstock.models.gemma2 import FULL, WINDOWED, Gemma2ForCausalLM, layer_is_windowed
 from penstock.protocol.errors import ModelError
 
@@ -54,13 +54,9 @@ class Gemma3ForCausalLM(Gemma2ForCausalLM):
         attention.k_norm = ZeroCentredNorm(self.build, config.head_dim, config.rms_norm_eps)
         return attention
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
+    def angles(self, positions: torch.Tensor) -> Sequence[Angles]:
         everywhere, nearby = self.rotary.angles(positions), self.local_rotary.angles(positions)
-        residual: torch.Tensor | None = None
-        for layer, is_local in zip(self.model.layers, self.local_layers, strict=True):
-            x, residual = layer(x, residual, nearby if is_local else everywhere)
-        states, residual = self.model.norm.add(x, residual)
-        return Hidden(states)
+        return [nearby if is_local else everywhere for is_local in self.local_layers]
 
 
 class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):

@@ -32,5 +32,5 @@ class Glm4ForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
         # The output projection has no bias, whatever attention_bias says.
         return self.rotary_attention(
-            index, qkv_bias=bool(self.config.raw.get("attention_bias", True))
+            index, bool(self.config.raw.get("attention_bias", True)), output_bias=False
         )

@@ -32,7 +32,8 @@ class Glm4MoeForCausalLM(DecoderLM):
         raw = self.config.raw
         return self.rotary_attention(
             index,
-            qkv_bias=bool(raw.get("attention_bias", False)),
+            self.attention_bias,
+            output_bias=False,
             qk_norm_eps=self.config.rms_norm_eps if raw.get("use_qk_norm") else None,
         )
 

@@ -48,8 +48,7 @@ class GptOssForCausalLM(DecoderLM):
         config = self.config
         return self.rotary_attention(
             index,
-            qkv_bias=self.attention_bias,
-            output_bias=self.attention_bias,
+            self.attention_bias,
             window=config.sliding_window if layer_is_windowed(config, index, 2) else None,
             has_sinks=True,
         )

@@ -43,17 +43,8 @@ class GraniteForCausalLM(LlamaForCausalLM):
         return layer
 
     def attention(self, index: int) -> RotaryAttention:
-        raw = self.config.raw
-        bias = self.attention_bias
-        return self.rotary_attention(
-            index,
-            qkv_bias=bias,
-            output_bias=bias,
-            scale=read_float(raw, "attention_multiplier", 1.0),
-        )
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return super().embed(token_ids) * self.embedding_multiplier
+        scale = read_float(self.config.raw, "attention_multiplier", 1.0)
+        return self.rotary_attention(index, self.attention_bias, scale=scale)
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None

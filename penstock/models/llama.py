@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from penstock.layers.sublayers import GatedMLP, RotaryAttention
+from penstock.layers.sublayers import GatedMLP
 from penstock.models.decoder import DecoderLM
 
 
 class LlamaForCausalLM(DecoderLM):
-    def attention(self, index: int) -> RotaryAttention:
-        bias = self.attention_bias
-        return self.rotary_attention(index, qkv_bias=bias, output_bias=bias)
-
     def mlp(self, index: int) -> GatedMLP:
         config = self.config
         bias = bool(config.raw.get("mlp_bias", False))

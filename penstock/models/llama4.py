@@ -5,7 +5,7 @@ The full layers have no positions. The inputs of the experts are scaled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,7 @@ class HeadNorm(nn.Module):
         self.ones = torch.ones(head_dim, dtype=build.dtype, device=build.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed: torch.Tensor = self.ops.rms_norm(x, self.ones, self.eps)
-        return normed
+        return self.ops.rms_norm(x, self.ones, self.eps)
 
 
 class Llama4Attention(RotaryAttention):
@@ -56,8 +55,7 @@ class Llama4Attention(RotaryAttention):
                 query, key = self.q_norm(query), self.k_norm(key)
         elif temperature is not None:
             query = (query * temperature).to(query.dtype)
-        output: torch.Tensor = self.o_proj(self.attention(query, key, value))
-        return output
+        return self.o_proj(self.attention(query, key, value))
 
 
 class Llama4ForCausalLM(DecoderLM):
@@ -91,8 +89,7 @@ class Llama4ForCausalLM(DecoderLM):
         has_positions = layer_has_positions(config, index)
         attention = self.rotary_attention(
             index,
-            qkv_bias=self.attention_bias,
-            output_bias=self.attention_bias,
+            self.attention_bias,
             has_positions=has_positions,
             chunk=chunk_of_layer(config, index),
         )
@@ -130,8 +127,9 @@ class Llama4ForCausalLM(DecoderLM):
                 for part, columns in zip(("gate_proj", "up_proj"), own.chunk(2, 1), strict=True):
                     yield f"{prefix}{part}.weight", columns.t().contiguous()
 
-    def angles(self, positions: torch.Tensor) -> Llama4Angles:
-        return self.rotary.angles(positions), self._temperature(positions)
+    def angles(self, positions: torch.Tensor) -> Sequence[Llama4Angles]:
+        angles = self.rotary.angles(positions), self._temperature(positions)
+        return [angles] * self.config.num_layers
 
     def _temperature(self, positions: torch.Tensor) -> torch.Tensor | None:
         """The factor of queries in layers without positions, [n, 1, 1]; None for 1."""

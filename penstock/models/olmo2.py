@@ -76,7 +76,6 @@ class Olmo2ForCausalLM(DecoderLM):
         return Olmo2Layer(self.attention(index), self.mlp(index), self.norm(), self.norm())
 
     def attention(self, index: int) -> RotaryAttention:
-        bias = self.attention_bias
-        attention = self.rotary_attention(index, qkv_bias=bias, output_bias=bias)
+        attention = self.rotary_attention(index, self.attention_bias)
         use_all_heads_norms(attention, self.build, self.config)
         return attention

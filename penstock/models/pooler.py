@@ -81,8 +81,7 @@ class ScoreHead(nn.Module):
         *first, last = self.layers
         for layer in first:
             pooled = layer(pooled).relu()
-        logits: torch.Tensor = last(pooled)
-        return logits
+        return last(pooled)
 
 
 class TokenHead(nn.Module):

@@ -23,4 +23,5 @@ def qwen_window(config: DecoderConfig, index: int) -> int | None:
 
 class Qwen2ForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
-        return self.rotary_attention(index, qkv_bias=True, window=qwen_window(self.config, index))
+        window = qwen_window(self.config, index)
+        return self.rotary_attention(index, True, output_bias=False, window=window)

@@ -12,8 +12,8 @@ from penstock.models.qwen2 import qwen_window
 
 class Qwen2MoeForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
-        bias = bool(self.config.raw.get("qkv_bias", True))
-        return self.rotary_attention(index, qkv_bias=bias, window=qwen_window(self.config, index))
+        bias, window = bool(self.config.raw.get("qkv_bias", True)), qwen_window(self.config, index)
+        return self.rotary_attention(index, bias, output_bias=False, window=window)
 
     def mlp(self, index: int) -> nn.Module:
         config = self.config

@@ -9,11 +9,9 @@ from penstock.models.qwen2 import qwen_window
 
 class Qwen3ForCausalLM(DecoderLM):
     def attention(self, index: int) -> RotaryAttention:
-        bias = self.attention_bias
         return self.rotary_attention(
             index,
-            qkv_bias=bias,
-            output_bias=bias,
+            self.attention_bias,
             qk_norm_eps=self.config.rms_norm_eps,
             window=qwen_window(self.config, index),
         )

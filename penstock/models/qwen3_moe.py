@@ -14,8 +14,7 @@ class Qwen3MoeForCausalLM(DecoderLM):
         raw = self.config.raw
         return self.rotary_attention(
             index,
-            qkv_bias=self.attention_bias,
-            output_bias=self.attention_bias,
+            self.attention_bias,
             qk_norm_eps=self.config.rms_norm_eps,
             window=self.config.sliding_window if raw.get("use_sliding_window") else None,
         )

@@ -51,8 +51,7 @@ class GatedAttention(nn.Module):
         query, gate = both.unflatten(1, (-1, 2)).unbind(2)
         query, key = self.rotary(self.q_norm(query), self.k_norm(key), angles)
         attended = self.attention(query, key, value) * torch.sigmoid(gate.flatten(1))
-        output: torch.Tensor = self.o_proj(attended)
-        return output
+        return self.o_proj(attended)
 
 
 class Qwen3NextLayer(nn.Module):

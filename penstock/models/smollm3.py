@@ -17,7 +17,6 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
 
     def attention(self, index: int) -> RotaryAttention:
         raw = self.config.raw
-        bias = self.attention_bias
         has_positions = layer_has_positions(self.config, index)
         if raw.get("layer_types") is not None:
             window = qwen_window(self.config, index)
@@ -25,5 +24,5 @@ class SmolLM3ForCausalLM(LlamaForCausalLM):
             is_windowed = bool(raw.get("use_sliding_window")) and not has_positions
             window = self.config.sliding_window if is_windowed else None
         return self.rotary_attention(
-            index, qkv_bias=bias, output_bias=bias, window=window, has_positions=has_positions
+            index, self.attention_bias, window=window, has_positions=has_positions
         )

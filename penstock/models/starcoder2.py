@@ -25,8 +25,7 @@ class PlainMLP(nn.Module):
         self.c_proj = row_linear(build, intermediate_size, hidden_size, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))
-        return output
+        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))
 
 
 class Starcoder2ForCausalLM(DecoderLM):
@@ -47,8 +46,7 @@ class Starcoder2ForCausalLM(DecoderLM):
         return LayerNorm(self.build, config.hidden_size, config.rms_norm_eps, bias=True)
 
     def attention(self, index: int) -> RotaryAttention:
-        bias, window = self.has_bias, self.config.sliding_window
-        return self.rotary_attention(index, qkv_bias=bias, output_bias=bias, window=window)
+        return self.rotary_attention(index, self.has_bias, window=self.config.sliding_window)
 
     def mlp(self, index: int) -> PlainMLP:
         config = self.config

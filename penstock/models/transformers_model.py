@@ -79,8 +79,7 @@ class TransformersLM(Model):
         return self.names.convert(tensors)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.whole.embedding(token_ids)
-        return x
+        return self.whole.embedding(token_ids)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
         return Hidden(self.whole.hidden(x, positions))
@@ -141,8 +140,7 @@ class _Whole:
         output = self._run_backbone(
             inputs_embeds=x[None], position_ids=positions[None], use_cache=False
         )
-        states: torch.Tensor = output[0][0]
-        return states
+        return output[0][0]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[n, hidden] -> [n, vocab_size].
