@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -82,41 +82,34 @@ def route(
     return weights * routing.scale, ids.int()
 
 
-ExpertLinear = Callable[[int, torch.Tensor, torch.Tensor | None], torch.Tensor]
 RunExpert = Callable[[int, torch.Tensor], torch.Tensor]  # (expert, rows of x) -> [m, hidden]
 # (x, weights, ids, number of experts, what one expert computes) -> [n, hidden]
 RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, RunExpert], torch.Tensor]
 
 
-def of_expert(
-    linear: Callable[..., torch.Tensor],  # (rows, own tensors..., bias)
-    *stacked: torch.Tensor | None,  # [num_experts, ...]
-) -> ExpertLinear:
-    """`linear` with one expert's part of each tensor."""
-
-    def run(expert: int, rows: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear(rows, *[None if own is None else own[expert] for own in stacked], bias)
-
-    return run
-
-
-def gated(
-    first: ExpertLinear,  # gate rows, then up rows
-    second: ExpertLinear,
+def run_gated(
+    x: torch.Tensor,  # [n, hidden]
+    weights: torch.Tensor,  # [n, top_k] float32
+    ids: torch.Tensor,  # [n, top_k]
     activation: str,
-    gate_up_bias: torch.Tensor | None,  # [num_experts, 2 * intermediate]
-    down_bias: torch.Tensor | None,  # [num_experts, hidden]
-) -> RunExpert:
-    """The function of one expert: two matmuls with the activation in between."""
+    linear: Callable[..., torch.Tensor],  # (rows, an expert's part of each tensor)
+    gate_up: Sequence[torch.Tensor | None],  # [num_experts, ...] each: gate rows, then up rows
+    down: Sequence[torch.Tensor | None],
+    run_experts: RunExperts | None = None,  # default: run_by_expert
+) -> torch.Tensor:
+    """Experts of two matmuls with the activation in between: [n, hidden]."""
     activate = ACTIVATIONS[activation]
+    assert gate_up[0] is not None
 
     def run(expert: int, rows: torch.Tensor) -> torch.Tensor:
-        bias = None if gate_up_bias is None else gate_up_bias[expert]
-        gate, up = first(expert, rows, bias).chunk(2, dim=-1)
-        bias = None if down_bias is None else down_bias[expert]
-        return second(expert, activate(gate, up), bias)
+        first, second = (
+            [None if tensor is None else tensor[expert] for tensor in stacked]
+            for stacked in (gate_up, down)
+        )
+        gate, up = linear(rows, *first).chunk(2, dim=-1)
+        return linear(activate(gate, up), *second)
 
-    return run
+    return (run_experts or run_by_expert)(x, weights, ids, len(gate_up[0]), run)
 
 
 def experts(
@@ -131,9 +124,8 @@ def experts(
     run_experts: RunExperts | None = None,  # default: run_by_expert
 ) -> torch.Tensor:
     """Each token's weighted sum over its experts: [n, hidden]."""
-    first, second = of_expert(F.linear, gate_up), of_expert(F.linear, down)
-    run = gated(first, second, activation, gate_up_bias, down_bias)
-    return (run_experts or run_by_expert)(x, weights, ids, len(gate_up), run)
+    both = (gate_up, gate_up_bias), (down, down_bias)
+    return run_gated(x, weights, ids, activation, F.linear, *both, run_experts)
 
 
 def run_all_experts(

@@ -5,11 +5,11 @@ The layouts are those of `quantized.py`, with the matrices of all experts in one
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 
-from penstock.ops.experts import RunExperts, gated, of_expert, run_by_expert
+from penstock.ops.experts import RunExperts, run_gated
 from penstock.ops.quantized import fp4_linear, fp8_linear, table_linear, w4_linear
 
 
@@ -28,16 +28,14 @@ def fp8_experts(
     down_bias: torch.Tensor | None = None,  # [experts, hidden]
 ) -> torch.Tensor:
     """Each token's weighted sum over its experts: [n, hidden]."""
-    first = of_expert(
-        lambda rows, own, scale, bias: fp8_linear(rows, own, scale, gate_up_input_scale, bias),
-        *(gate_up, gate_up_scale),
+    first, second = (
+        None if scale is None else scale.expand(len(gate_up))
+        for scale in (gate_up_input_scale, down_input_scale)
     )
-    second = of_expert(
-        lambda rows, own, scale, bias: fp8_linear(rows, own, scale, down_input_scale, bias),
-        *(down, down_scale),
-    )
-    run = gated(first, second, activation, gate_up_bias, down_bias)
-    return run_by_expert(x, weights, ids, len(gate_up), run)
+    return run_gated(
+        x, weights, ids, activation, fp8_linear,
+        (gate_up, gate_up_scale, first, gate_up_bias), (down, down_scale, second, down_bias),
+    )  # fmt: skip
 
 
 def w4_experts(
@@ -55,46 +53,21 @@ def w4_experts(
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     bits: int = 4,
-    run_experts: RunExperts = run_by_expert,
+    run_experts: RunExperts | None = None,
 ) -> torch.Tensor:
     """Each token's weighted sum over its experts: [n, hidden]."""
-
-    def linear(
-        rows: torch.Tensor,
-        packed: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        group = min(group_size, rows.shape[1])
-        return w4_linear(rows, packed, scales, zeros, group, bias, bits)
-
-    first = of_expert(linear, gate_up, gate_up_scales, gate_up_zeros)
-    second = of_expert(linear, down, down_scales, down_zeros)
-    run = gated(first, second, activation, gate_up_bias, down_bias)
-    return run_experts(x, weights, ids, len(gate_up), run)
-
-
-def w8_experts(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    gate_up: torch.Tensor,  # [experts, 2 * intermediate, hidden] uint8: gate rows, then up rows
-    gate_up_scales: torch.Tensor,
-    gate_up_zeros: torch.Tensor | None,
-    down: torch.Tensor,  # [experts, hidden, intermediate] uint8
-    down_scales: torch.Tensor,
-    down_zeros: torch.Tensor | None,
-    group_size: int,
-    activation: str,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`w4_experts` for 8 bits."""
-    return w4_experts(
-        x, weights, ids, gate_up, gate_up_scales, gate_up_zeros, down, down_scales, down_zeros,
-        group_size, activation, gate_up_bias, down_bias, 8,
+    return run_gated(
+        x, weights, ids, activation,
+        lambda rows, packed, scales, zeros, bias: w4_linear(
+            rows, packed, scales, zeros, min(group_size, rows.shape[1]), bias, bits
+        ),
+        (gate_up, gate_up_scales, gate_up_zeros, gate_up_bias),
+        (down, down_scales, down_zeros, down_bias),
+        run_experts,
     )  # fmt: skip
+
+
+w8_experts = partial(w4_experts, bits=8)
 
 
 def fp4_experts(
@@ -113,14 +86,14 @@ def fp4_experts(
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each token's weighted sum over its experts: [n, hidden]."""
-
-    def linear(rows: torch.Tensor, own: Any, scales: Any, scale: Any, bias: Any) -> torch.Tensor:
-        return fp4_linear(rows, own, scales, scale, group_size, bias)
-
-    first = of_expert(linear, gate_up, gate_up_scales, gate_up_global)
-    second = of_expert(linear, down, down_scales, down_global)
-    run = gated(first, second, activation, gate_up_bias, down_bias)
-    return run_by_expert(x, weights, ids, len(gate_up), run)
+    return run_gated(
+        x, weights, ids, activation,
+        lambda rows, own, scales, scale, bias: fp4_linear(
+            rows, own, scales, scale, group_size, bias
+        ),
+        (gate_up, gate_up_scales, gate_up_global, gate_up_bias),
+        (down, down_scales, down_global, down_bias),
+    )  # fmt: skip
 
 
 def table_experts(
@@ -137,11 +110,8 @@ def table_experts(
     down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each token's weighted sum over its experts: [n, hidden]."""
-
-    def linear(rows: torch.Tensor, own: Any, scales: Any, bias: Any) -> torch.Tensor:
-        return table_linear(rows, own, scales, values, bias)
-
-    first = of_expert(linear, gate_up, gate_up_scales)
-    second = of_expert(linear, down, down_scales)
-    run = gated(first, second, activation, gate_up_bias, down_bias)
-    return run_by_expert(x, weights, ids, len(gate_up), run)
+    return run_gated(
+        x, weights, ids, activation,
+        lambda rows, own, scales, bias: table_linear(rows, own, scales, values, bias),
+        (gate_up, gate_up_scales, gate_up_bias), (down, down_scales, down_bias),
+    )  # fmt: skip
