@@ -116,7 +116,6 @@ class LinearSlots:
         self.name = name
         self.layer = layer
         self.dtype = dtype
-        self.is_pinned = build.device.type == "cuda"
         self.slots = build.ops.lora_slots(
             num_slots, layer.in_features, [*layer.part_rows.values()], max_rank, dtype, build.device
         )
@@ -160,17 +159,12 @@ class LinearSlots:
         # With split input, a bias must enter the sum over ranks only once.
         has_bias = delta.bias is not None and (not layer.split_input or layer.build.tp.rank == 0)
         return OwnPart(
-            self._copy(delta.a[:, columns]),
-            self._copy(delta.b[rows].T),
+            host_copy(delta.a[:, columns], self.dtype, layer.build.device),
+            host_copy(delta.b[rows].T, self.dtype, layer.build.device),
             magnitude,
             squared_norms,
             delta.bias[rows].float().clone() if has_bias and delta.bias is not None else None,
         )
-
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Contiguous, and independent of the file that the tensor may be mapped from."""
-        own = torch.empty(tensor.shape, dtype=self.dtype, pin_memory=self.is_pinned)
-        return own.copy_(tensor)
 
     def _update(self, part: str, own: OwnPart) -> PartUpdate:
         layer = self.layer
@@ -187,6 +181,12 @@ class LinearSlots:
                 kept = layer.rows_of(bias, part).float() * (1 - multiplier)
                 shift = kept if shift is None else kept + shift.to(device)
         return PartUpdate(own.a, own.b, multiplier, shift)
+
+
+def host_copy(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Contiguous, independent of the file that it may be mapped from, pinned for a GPU."""
+    own = torch.empty(tensor.shape, dtype=dtype, pin_memory=device.type == "cuda")
+    return own.copy_(tensor)
 
 
 def is_hooked(layer: Linear) -> bool:

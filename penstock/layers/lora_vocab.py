@@ -10,10 +10,17 @@ from torch import nn
 
 from penstock.layers.context import current_adapters
 from penstock.layers.embedding import VocabEmbedding
-from penstock.layers.lora import AdapterWeights, LayerSlots, LinearSlots, OwnPart, PartDelta
+from penstock.layers.lora import (
+    AdapterWeights,
+    LayerSlots,
+    LinearSlots,
+    OwnPart,
+    PartDelta,
+    host_copy,
+)
 from penstock.layers.quantization import DenseMethod, LinearMethod
 from penstock.ops.cpu import library
-from penstock.ops.lora import PartUpdate
+from penstock.ops.lora import AdapterStep, PartUpdate
 
 HEAD = "lm_head"  # also of a model whose embedding is its head
 
@@ -54,29 +61,41 @@ def _plain_method(layer: VocabEmbedding) -> LinearMethod:
 Replacement = torch.Tensor | VocabEmbedding  # [vocab_size, hidden_size]
 
 
-class _Replacements:
-    """Whole matrices instead of a layer's own, by slot."""
+class _VocabSlots:
+    """Slots that may hold whole matrices instead of the layer's own."""
 
     def __init__(self, name: str, layer: VocabEmbedding) -> None:
-        self._name = name
-        self._layer = layer
-        self.by_slot: dict[int, VocabEmbedding] = {}
+        self.name = name
+        self.layer = layer
+        self._replaced: dict[int, VocabEmbedding] = {}  # by slot
 
-    def prepare(self, weights: AdapterWeights) -> Replacement | None:
+    @property
+    def needs_rows(self) -> bool:
+        return bool(self._replaced)
+
+    def replacement(self, weights: AdapterWeights) -> Replacement | None:
         """The adapter's matrix in host memory: on a CPU, already in a layer."""
-        matrix = weights.replaced.get(self._name)
-        if matrix is None or self._layer.build.device.type != "cpu":
+        matrix = weights.replaced.get(self.name)
+        if matrix is None or self.layer.build.device.type != "cpu":
             return matrix
         return self._made(matrix)
 
-    def place(self, slot: int, own: Replacement | None) -> None:
-        self.by_slot.pop(slot, None)
+    def replace(self, slot: int, own: Replacement | None) -> None:
+        """Use another matrix, or the layer's own, for the rows of a slot."""
+        self._replaced.pop(slot, None)
         if own is not None:
-            self.by_slot[slot] = own if isinstance(own, VocabEmbedding) else self._made(own)
+            self._replaced[slot] = own if isinstance(own, VocabEmbedding) else self._made(own)
+
+    def replaced_rows(self, step: AdapterStep) -> Iterator[tuple[torch.Tensor, VocabEmbedding]]:
+        """The rows of a step that another matrix computes, and that."""
+        for slot, layer in self._replaced.items():
+            rows = step.rows_of(slot)
+            if len(rows):
+                yield rows, layer
 
     def _made(self, matrix: torch.Tensor) -> VocabEmbedding:
         """A layer that computes like an unquantized one on this device."""
-        layer = self._layer
+        layer = self.layer
         plain = replace(layer.build, linear_method=_plain_method(layer))
         own = VocabEmbedding(plain, layer.vocab_size, layer.hidden_size)
         own.load("weight", "", matrix.to(layer.build.dtype))
@@ -92,51 +111,43 @@ class _OwnEmbedding:
     replacement: Replacement | None
 
 
-class EmbedSlots:
+class EmbedSlots(_VocabSlots):
     """The adapters of a token embedding (`VocabEmbedding.embed_adapter`)."""
 
     def __init__(
         self, name: str, layer: VocabEmbedding, num_slots: int, max_rank: int, dtype: torch.dtype
     ) -> None:
+        super().__init__(name, layer)
         build = layer.build
-        self.name = name
-        self.layer = layer
         self.dtype = dtype
-        self.is_pinned = build.device.type == "cuda"
-        self.replacements = _Replacements(name, layer)
         self.slots = build.ops.embedding_slots(
-            num_slots, layer.vocab_size, layer.hidden_size, max_rank, dtype, build.device
+            num_slots, layer.vocab_size, [layer.hidden_size], max_rank, dtype, build.device
         )
-
-    @property
-    def needs_rows(self) -> bool:
-        return bool(self.replacements.by_slot)
 
     def __call__(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Change the rows of embedded [n, hidden_size], after the sum over ranks, in place."""
         step = current_adapters()
         if step is None:
             return embedded
-        for slot, layer in self.replacements.by_slot.items():
-            rows = step.rows_of(slot)
-            if len(rows):
-                embedded[rows] = layer(token_ids[rows])
+        for rows, layer in self.replaced_rows(step):
+            embedded[rows] = layer(token_ids[rows])
         return self.slots.add(token_ids, embedded, step)
 
     def prepare(self, weights: AdapterWeights) -> _OwnEmbedding | None:
         delta = weights.embedding.get(self.name)
-        replacement = self.replacements.prepare(weights)
+        replacement = self.replacement(weights)
         if delta is None:
             return None if replacement is None else _OwnEmbedding(None, None, replacement)
         squared_norms = None
         if delta.magnitude is not None:
             squared_norms = self._squared_norms(delta, weights.replaced.get(self.name))
-        a, b = self._copy(delta.a.T), self._copy(delta.b.T)
+        device = self.layer.build.device
+        a, b = (host_copy(each.T, self.dtype, device) for each in (delta.a, delta.b))
         magnitude = None if delta.magnitude is None else delta.magnitude.float().clone()
         return _OwnEmbedding(PartUpdate(a, b, magnitude), squared_norms, replacement)
 
     def place(self, slot: int, own: _OwnEmbedding | None) -> None:
-        self.replacements.place(slot, None if own is None else own.replacement)
+        self.replace(slot, None if own is None else own.replacement)
         if own is None or own.update is None:
             self.slots.place(slot, ())
             return
@@ -158,47 +169,35 @@ class EmbedSlots:
         changed = changed + delta.a[:, first:last].T.float() @ delta.b.T.float()
         return changed.square_().sum(0)
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        own = torch.empty(tensor.shape, dtype=self.dtype, pin_memory=self.is_pinned)
-        return own.copy_(tensor)
 
-
-class HeadSlots:
+class HeadSlots(_VocabSlots):
     """The adapters of an LM head (`VocabEmbedding.project_adapter`)."""
 
     def __init__(
         self, name: str, layer: VocabEmbedding, num_slots: int, max_rank: int, dtype: torch.dtype
     ) -> None:
-        self.name = name
-        self.layer = layer
+        super().__init__(name, layer)
         self.linear = LinearSlots(name, layer, num_slots, max_rank, dtype)
-        self.replacements = _Replacements(name, layer)
-
-    @property
-    def needs_rows(self) -> bool:
-        return bool(self.replacements.by_slot)
 
     def __call__(self, hidden: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Change the rows of this rank's logits [n, rows] that have an adapter, in place."""
         step = current_adapters()
         if step is None:
             return logits
-        for slot, layer in self.replacements.by_slot.items():
-            rows = step.rows_of(slot)
-            if len(rows):
-                logits[rows] = layer.method.apply(layer, hidden[rows], None).to(logits.dtype)
+        for rows, layer in self.replaced_rows(step):
+            logits[rows] = layer.method.apply(layer, hidden[rows], None).to(logits.dtype)
         return self.linear(hidden, logits)
 
     def prepare(self, weights: AdapterWeights) -> _OwnHead | None:
         delta = weights.embedding.get(self.name)
-        replacement = self.replacements.prepare(weights)
+        replacement = self.replacement(weights)
         if delta is None and replacement is None:
             return None
         own = None if delta is None else self.linear.own_part("", self._padded(delta))
         return _OwnHead(own, replacement)
 
     def place(self, slot: int, own: _OwnHead | None) -> None:
-        self.replacements.place(slot, None if own is None else own.replacement)
+        self.replace(slot, None if own is None else own.replacement)
         self.linear.place(slot, None if own is None or own.part is None else [own.part])
 
     def _padded(self, delta: PartDelta) -> PartDelta:

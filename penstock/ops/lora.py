@@ -22,8 +22,7 @@ class AdapterStep:
     @cached_property
     def host_starts(self) -> list[int]:
         """The host waits for a device once: not for graphs."""
-        starts: list[int] = self.starts.tolist()
-        return starts
+        return list(self.starts.tolist())
 
     def rows_of(self, slot: int) -> torch.Tensor:
         """The rows that use a slot: [n] int64. See `host_starts`."""
@@ -138,16 +137,6 @@ class EmbeddingSlots(LoraSlots):
         return output
 
 
-lora_slots = LoraSlots  # the op
-
-
-def embedding_slots(
-    num_slots: int,
-    num_tokens: int,
-    hidden_size: int,
-    max_rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> EmbeddingSlots:
-    """The slots of a token embedding. See `EmbeddingSlots`."""
-    return EmbeddingSlots(num_slots, num_tokens, [hidden_size], max_rank, dtype, device)
+# The ops. Those of an embedding have tokens for the input features.
+lora_slots = LoraSlots
+embedding_slots = EmbeddingSlots

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,16 +20,8 @@ _add_lora = _loaded.penstock_add_lora
 class LoraSlots(lora.LoraSlots):
     """The slots of a linear layer, as the library takes them. It reads the tensors in place."""
 
-    def __init__(
-        self,
-        num_slots: int,
-        in_features: int,
-        part_rows: Sequence[int],
-        max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        super().__init__(num_slots, in_features, part_rows, max_rank, dtype, device)
+    def __init__(self, num_slots: int, in_features: int, *sizes: Any) -> None:
+        super().__init__(num_slots, in_features, *sizes)
         self._updates = (library.LoraUpdate * num_slots)()
         self._parts: list[ctypes.Array[library.LoraPart] | None] = [None] * num_slots
         self.struct = library.LoraSlots(ctypes.addressof(self._updates), num_slots, in_features)

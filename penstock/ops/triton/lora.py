@@ -368,12 +368,12 @@ class DeviceEmbeddingSlots(DeviceLoraSlots):
         self,
         num_slots: int,
         num_tokens: int,
-        hidden_size: int,
+        part_rows: Sequence[int],
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(num_slots, 0, [hidden_size], max_rank, dtype, device)
+        super().__init__(num_slots, 0, part_rows, max_rank, dtype, device)
         self.tokens = torch.zeros((num_slots, num_tokens, max_rank), dtype=dtype, device=device)
 
     def _place_a(self, slot: int, part: int, a: torch.Tensor) -> None:
@@ -391,16 +391,6 @@ class DeviceEmbeddingSlots(DeviceLoraSlots):
         return self._expand(v, output, step)
 
 
-lora_slots = DeviceLoraSlots  # the op
-
-
-def embedding_slots(
-    num_slots: int,
-    num_tokens: int,
-    hidden_size: int,
-    max_rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> DeviceEmbeddingSlots:
-    """The slots of a token embedding, for steps that are grouped on the device."""
-    return DeviceEmbeddingSlots(num_slots, num_tokens, hidden_size, max_rank, dtype, device)
+# The ops.
+lora_slots = DeviceLoraSlots
+embedding_slots = DeviceEmbeddingSlots

@@ -161,9 +161,9 @@ def test_some_rows_of_a_step_are_grouped_anew(device: torch.device) -> None:
 
 def test_embedded_tokens_get_their_adapters_rows(device: torch.device) -> None:
     vocab, hidden = 50, 72
-    sizes = (vocab, hidden, 8, torch.float32, device)
+    sizes = (vocab, [hidden], 8, torch.float32, device)
     ours = lora.embedding_slots(3, *sizes)
-    theirs = EmbeddingSlots(3, vocab, [hidden], *sizes[2:])
+    theirs = EmbeddingSlots(3, *sizes)
     for slot, rank in ((0, 8), (2, 3)):
         multiplier = torch.rand(hidden, device=device) if slot else None
         update = [
