@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from penstock.protocol.adapter import Adapter
+from penstock.server.http.asgi import HttpMiddleware
 from penstock.server.http.errors import NotFound
 
 
@@ -86,16 +87,10 @@ current_hold: ContextVar[Hold | None] = ContextVar("current_hold", default=None)
 """The hold of the current HTTP request. None if the server has no adapters."""
 
 
-class AdapterHolds:
+class AdapterHolds(HttpMiddleware):
     """Middleware that gives each HTTP request a hold and releases it at the end."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         hold = Hold()
         current_hold.set(hold)
         try:

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from penstock.server.anthropic.protocol import AnthropicError
 from penstock.server.http import errors
 from penstock.server.http.access import route_path
+from penstock.server.http.asgi import HttpMiddleware
 from penstock.server.http.errors import body_of, encode_error, status_of
 from penstock.server.http.replies import StreamFrame
 
@@ -58,14 +59,11 @@ class AnthropicFrame(StreamFrame):
         return self.event('{"type": "ping"}')
 
 
-class AnthropicErrors:
+class AnthropicErrors(HttpMiddleware):
     """Converts every error of Anthropic's endpoints to Anthropic's format."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = route_path(scope) if scope["type"] == "http" else ""
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = route_path(scope)
         if path != PREFIX and not path.startswith(f"{PREFIX}/"):
             await self.app(scope, receive, send)
             return

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from penstock.server.http.asgi import HttpMiddleware
 from penstock.server.http.errors import error_response
 
 ADMIN_PATHS = frozenset({"/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -69,38 +70,33 @@ class KeyRing:
         return hmac.digest(self._secret, key, "sha256")
 
 
-class KeyGuard:
+class KeyGuard(HttpMiddleware):
     """Requires one of `keys` on paths for which `needs_key` is true."""
 
     def __init__(
         self, app: ASGIApp, keys: Sequence[str], needs_key: Callable[[str], bool], refusal: str
     ) -> None:
-        self.app = app
+        super().__init__(app)
         self._keys = KeyRing(keys)
         self._needs_key = needs_key
         self._refusal = refusal
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
-        if (
-            scope["type"] == "http"
-            and self._needs_key(route_path(scope))
-            and not self._keys.owner(scope)
-        ):
+        if self._needs_key(route_path(scope)) and not self._keys.owner(scope):
             app = error_response(401, self._refusal, headers={"WWW-Authenticate": "Bearer"})
         await app(scope, receive, send)
 
 
-class TenantLabel:
+class TenantLabel(HttpMiddleware):
     """Sets `current_tenant`. Requests with the same key belong to the same tenant."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app = app
+        super().__init__(app)
         self._keys = KeyRing(keys)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            current_tenant.set(self._keys.owner(scope))
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        current_tenant.set(self._keys.owner(scope))
         await self.app(scope, receive, send)
 
 

@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.http.access import route_path
+from penstock.server.http.asgi import HttpMiddleware
 from penstock.server.http.errors import error_response, response_of
 from penstock.server.service import current_body_bytes
 
@@ -21,16 +22,10 @@ VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 PAGES = frozenset({"", "/", "/docs"})
 
 
-class RequestContext:
+class RequestContext(HttpMiddleware):
     """Gives each request an id (the client's if it sent one) and turns exceptions into errors."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         sent = Headers(scope=scope).get("x-request-id", "")
         request_id = sent if VALID_REQUEST_ID.fullmatch(sent) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
@@ -83,17 +78,14 @@ class Cors(CORSMiddleware):
         await error_response(400, why, headers=kept)(scope, receive, send)
 
 
-class BodyLimit:
+class BodyLimit(HttpMiddleware):
     """Refuses a body that is too large as early as possible. Sets `current_body_bytes`."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
+        super().__init__(app)
         self._max_bytes = max_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         message = f"the body must have at most {self._max_bytes} bytes; send less at a time"
         declared = Headers(scope=scope).get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
@@ -114,31 +106,25 @@ class BodyLimit:
         await self.app(scope, receive_some, send)
 
 
-class TrailingSlash:
+class TrailingSlash(HttpMiddleware):
     """Removes a trailing slash from the path before routing.
 
     A redirect would lose the body with many clients. Web pages keep the slash, because their links
     are relative.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].endswith("/"):
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].endswith("/"):
             bare = {**scope, "path": scope["path"].rstrip("/")}
             if route_path(bare) not in PAGES:
                 scope = bare
         await self.app(scope, receive, send)
 
 
-class HeadAsGet:
+class HeadAsGet(HttpMiddleware):
     """Handles HEAD as GET. The server omits the body."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}
         await self.app(scope, receive, send)
