@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import msgspec
 
@@ -40,20 +39,12 @@ def make_matcher(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 class ExpressionTrials:
-    """A process that tries expressions. A context manager: the process ends with the block."""
+    """A process that tries expressions. Close it."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self._pool = ConfinedPool(ENTRY, bytes, limits)
+    def __init__(self) -> None:
+        self._pool = ConfinedPool(ENTRY, bytes, LIMITS)
 
-    def __enter__(self) -> ExpressionTrials:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._pool.close()
 
     def match(self, pattern: str, texts: Sequence[str]) -> float:

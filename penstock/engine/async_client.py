@@ -25,10 +25,8 @@ class AsyncEngineClient:
     Call everything except the constructor from one event loop.
     """
 
-    def __init__(
-        self, config: ServerConfig | None = None, observers: Sequence[Observer] = ()
-    ) -> None:
-        self.ledger = Ledger(observers, self._on_retire)
+    def __init__(self, config: ServerConfig | None = None) -> None:
+        self.ledger = Ledger((), self._on_retire)
         self._config = config or ServerConfig()
 
     def spawn(self) -> None:

@@ -21,7 +21,6 @@ from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
-from penstock.scheduler.gates import Gate
 from penstock.scheduler.scheduler import Scheduler
 from penstock.structured.backend import Tokenize, check_backend
 from penstock.structured.manager import GrammarManager
@@ -38,7 +37,6 @@ def build_engine(
     source: ModelSource,
     processors: Sequence[type[LogitsProcessor]] = (),
     drafter: Drafter | None = None,
-    gates: Sequence[Gate] = (),
 ) -> EngineCore:
     """Load the model and build an engine core that is ready for requests."""
     executor: Executor
@@ -55,15 +53,13 @@ def build_engine(
     else:
         executor = MultiProcessExecutor(config)
     try:
-        return _assemble(config, source, executor, gates)
+        return _assemble(config, source, executor)
     except BaseException:
         executor.close()
         raise
 
 
-def _assemble(
-    config: EngineConfig, source: ModelSource, executor: Executor, gates: Sequence[Gate]
-) -> EngineCore:
+def _assemble(config: EngineConfig, source: ModelSource, executor: Executor) -> EngineCore:
     capabilities = executor.capabilities
     layout, limits = plan_cache(config, capabilities)
     try:
@@ -87,7 +83,7 @@ def _assemble(
     scheduler = Scheduler(
         limits,
         kv_manager,
-        gates,
+        (),
         grammars,
         policy=config.scheduler.scheduling_policy,
         queue_timeout_s=config.scheduler.queue_timeout_s,

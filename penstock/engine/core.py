@@ -58,13 +58,9 @@ class EngineCore:
         self._check_open()
         self.scheduler.add(request)
 
-    def abort(
-        self,
-        request_ids: Sequence[str],
-        reason: FinishReason = FinishReason.ABORT,
-    ) -> list[EngineDelta]:
+    def abort(self, request_ids: Sequence[str]) -> list[EngineDelta]:
         """End requests now, waiting or running. Unknown ids are ignored."""
-        return self.scheduler.finish(request_ids, reason)
+        return self.scheduler.finish(request_ids, FinishReason.ABORT)
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Later requests compute their whole prompts."""

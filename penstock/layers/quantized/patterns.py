@@ -5,6 +5,7 @@ A confined process first tries each on the names of the model's layers.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ def try_expressions(expressions: Sequence[Expression], names: Sequence[str]) -> 
             f"{MAX_EXPRESSIONS}: use fewer"
         )
     total_s = 0.0
-    with ExpressionTrials() as trials:
+    with contextlib.closing(ExpressionTrials()) as trials:
         for field, pattern in expressions:
             where = f"config.json: quantization_config's {field} has the pattern {pattern!r:.200}"
             try:
