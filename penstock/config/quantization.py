@@ -1,8 +1,11 @@
-"""The names of quantization methods: made while loading, said by checkpoints, or refused."""
+"""The names of quantization methods, and where a config.json has its settings."""
 
 from __future__ import annotations
 
-from penstock.protocol.errors import ConfigError
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.protocol.errors import ConfigError, ModelError
 
 ONLINE = {
     "fp8": "weights in fp8 with a scale a row, activations in fp8 with a scale a token",
@@ -79,3 +82,17 @@ def check_option(name: str) -> None:
         f"quantization must be one of {', '.join(ONLINE)} (while loading), or what a quantized "
         f"checkpoint says of itself ({', '.join(dict.fromkeys(CHECKPOINT.values()))}), got {name!r}"
     )
+
+
+def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `quantization_config`, wherever config.json has it; None: not quantized."""
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("quantization_config", "compression_config"):
+            raw = place.get(key)
+            if isinstance(raw, Mapping):
+                if raw:
+                    return raw
+            elif raw is not None:
+                raise ModelError(f"config.json: {key} must be an object, got {raw!r:.80}")
+    return None

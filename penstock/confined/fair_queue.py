@@ -24,17 +24,16 @@ class FairQueue(Generic[T]):
 
     def push(self, tenant: str, item: T) -> T | None:
         """Add an item. If the queue is full, returns the dropped item: this or another's last."""
-        own = self._by_tenant.get(tenant, ())
-        if self._size >= self._max_size:
-            greediest = max(self._by_tenant, key=lambda name: len(self._by_tenant[name]))
-            if len(self._by_tenant[greediest]) <= len(own) + 1:
+        dropped = None
+        if self._size < self._max_size:
+            self._size += 1
+        else:
+            greediest = max(self._by_tenant.values(), key=len)
+            if len(greediest) <= len(self._by_tenant.get(tenant, ())) + 1:
                 return item
-            _, dropped = self._by_tenant[greediest].popitem(last=True)
-            self._by_tenant.setdefault(tenant, OrderedDict())[id(item)] = item
-            return dropped
+            _, dropped = greediest.popitem(last=True)
         self._by_tenant.setdefault(tenant, OrderedDict())[id(item)] = item
-        self._size += 1
-        return None
+        return dropped
 
     def next_tenant(self) -> str | None:
         """The tenant whose turn it is, or None."""

@@ -14,8 +14,6 @@ from tqdm import tqdm
 from penstock.layers.loadable import ANY, Expected, Loadable
 from penstock.layers.matrix import MatrixLayer
 from penstock.layers.norm import LayerNorm, RMSNorm
-from penstock.layers.quantized.dummy import fill_quantized
-from penstock.layers.quantized.linear import QuantizedMethod
 from penstock.loading.kv_scales import KVScales
 from penstock.ops.blocks import Weight, take_rows
 from penstock.protocol.errors import ModelError
@@ -106,6 +104,9 @@ def load_weights(
 
 def fill_dummy(model: nn.Module, seed: int) -> None:
     """Fill a model with small random weights, generated on the device. Norms are neutral."""
+    from penstock.layers.quantized.dummy import fill_quantized
+    from penstock.layers.quantized.linear import QuantizedMethod
+
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             is_norm = isinstance(module, (RMSNorm, LayerNorm))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.config import LoadConfig, ModelConfig
+from penstock.config.quantization import find_quantization_config
 from penstock.loading.adapters.source import adapter_digest, locate_adapter
 from penstock.loading.fetch import Downloader, locate
 from penstock.loading.gguf.config import config_from_gguf, generation_config_from_gguf
@@ -183,10 +184,8 @@ def _transformer_folder(folder: Path) -> Path:
 
 def _with_quantization(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Add the quantization settings that older tools write to a separate file."""
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
-        if place.get("quantization_config") or place.get("compression_config"):
-            return config
+    if find_quantization_config(config) is not None:
+        return config
     for file, method in _QUANTIZATION_FILES.items():
         if (folder / file).exists():
             raw = read_json(folder / file)

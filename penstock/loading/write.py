@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from penstock.layers.quantized.checkpoints import find_quantization_config
+from penstock.config.quantization import find_quantization_config
 from penstock.loading.sentence_transformers import module_folders
 from penstock.loading.source import ModelSource, read_json
 from penstock.protocol.errors import ConfigError

@@ -13,7 +13,6 @@ from penstock.distributed.mesh import Mesh
 from penstock.layers.build import Build
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.quantization import DeferredQuantization
-from penstock.layers.quantized.plan import StoredLayers, assign_methods
 from penstock.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.loading.load import fill_dummy, load_weights, own_name
 from penstock.loading.source import ModelSource
@@ -108,6 +107,8 @@ def _quantize(model: Model, backend: ModelBackend, checkpoint: Checkpoint | None
     """Tell the layers of a quantized model how they are stored."""
     if backend.quantization is None:
         return
+    from penstock.layers.quantized.plan import StoredLayers, assign_methods
+
     stored = None
     if checkpoint is not None:
         stored = StoredLayers((own_name(name, model.weights), name) for name in checkpoint.names())

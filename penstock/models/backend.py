@@ -5,17 +5,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from penstock.config import EngineConfig
+from penstock.config.quantization import find_quantization_config
 from penstock.layers.gguf import GgufMethod
 from penstock.layers.quantization import DenseMethod, LinearMethod
-from penstock.layers.quantized.checkpoints import choose_quantization
-from penstock.layers.quantized.linear import Finish
-from penstock.layers.quantized.plan import Quantization
 from penstock.loading.gguf.dequant import FLOAT_DTYPES
 from penstock.loading.gguf.file import GGUFFile
 from penstock.models.plugins import find_plugins, plugin_ops
@@ -24,6 +22,10 @@ from penstock.ops.gguf_recode import RECODINGS
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.layers.quantized.linear import Finish
+    from penstock.layers.quantized.plan import Quantization
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,13 @@ def choose_backend(
     if config.load.load_format == "dummy":
         gguf = None
     num_ranks = config.parallel.tensor_parallel_size
-    quantization = choose_quantization(model_config, config.load.quantization, num_ranks)
+    quantization = None
+    if config.load.quantization is not None or find_quantization_config(model_config) is not None:
+        from penstock.layers.quantized.checkpoints import choose_quantization  # few models need it
+
+        quantization = choose_quantization(model_config, config.load.quantization, num_ranks)
     device = platform.device.type
-    native = None
-    if device == "cpu" and config.device.cpu_backend == "auto":
-        native = library.load()
+    native = library.load() if device == "cpu" and config.device.cpu_backend == "auto" else None
     if device == "cuda":
         from penstock.ops.triton.cache import use_checked_cache  # needs Triton
 
@@ -88,9 +92,8 @@ def choose_backend(
         return ModelBackend(_ops(device), DenseMethod(), dtype, quantization=quantization)
     start_threads(native, platform.cpu_threads)
     torch.set_num_threads(1)  # two thread pools would compete for the cores
-    # Imported here: both need the library.
+    # Imported here: they need the library.
     from penstock.layers.native import NativeMethod
-    from penstock.layers.quantized.native import NativeFinish
     from penstock.ops.cpu.dtypes import NATIVE_TYPES
 
     types = NATIVE_TYPES if config.load.gguf_compute == "auto" else ()
@@ -104,6 +107,11 @@ def choose_backend(
     # With weights of 8 bits and less, a 16-bit KV cache loses no visible quality and halves what
     # attention reads. Measured in docs/benchmarks.md.
     in_blocks = method.int8 or (gguf is not None and bool(types))
+    take_over = None
+    if quantization is not None:
+        from penstock.layers.quantized.native import NativeFinish
+
+        take_over = NativeFinish(method)
     return ModelBackend(
         _ops("cpu-native"),
         method,
@@ -112,7 +120,7 @@ def choose_backend(
         native_layers=True,
         kv_dtype="float16" if in_blocks else None,
         quantization=quantization,
-        take_over=NativeFinish(method),
+        take_over=take_over,
     )
 
 

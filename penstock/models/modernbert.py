@@ -60,9 +60,7 @@ class ModernBertModel(EncoderModel):
         every = read_int(config.raw, "global_attn_every_n_layers", 3)
         kind = layer_kind(config, index, WINDOWED, FULL)
         kind = kind or (WINDOWED if index % every else FULL)
-        reach = None
-        if kind == WINDOWED:
-            reach = read_int(config.raw, "local_attention", 128) // 2
+        reach = read_int(config.raw, "local_attention", 128) // 2 if kind == WINDOWED else None
         has_bias = config.raw.get("attention_bias", False) is True
         mlp_bias = config.raw.get("mlp_bias", False) is True
         return EncoderLayer(

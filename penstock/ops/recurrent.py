@@ -125,9 +125,7 @@ def state_step(metadata: AttentionMetadata, block_size: int) -> StateStep:
     """
     assert not metadata.any_order, "steps of unknown order are not captured for recurrent layers"
     num_decodes = metadata.num_decodes
-    chunks = None
-    if num_decodes < len(metadata.seq_lens):
-        chunks = _cut(metadata, block_size)
+    chunks = _cut(metadata, block_size) if num_decodes < len(metadata.seq_lens) else None
     return StateStep(
         num_decodes,
         metadata.seq_lens[:num_decodes],

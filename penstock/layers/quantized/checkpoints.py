@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.config.quantization import CHECKPOINT, ONLINE, REFUSED
+from penstock.config.quantization import CHECKPOINT, ONLINE, REFUSED, find_quantization_config
 from penstock.layers.quantized.bitsandbytes import LlmInt8Scheme, TableScheme
 from penstock.layers.quantized.compressed_tensors import CompressedTensors
 from penstock.layers.quantized.packed import AwqScheme, GptqScheme
@@ -71,20 +71,6 @@ def choose_quantization(
     except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise ModelError(f"config.json: quantization_config cannot be read: {error}") from error
     return found
-
-
-def find_quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `quantization_config`, wherever config.json has it; None: not quantized."""
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, Mapping) else {}):
-        for key in ("quantization_config", "compression_config"):
-            raw = place.get(key)
-            if isinstance(raw, Mapping):
-                if raw:
-                    return raw
-            elif raw is not None:
-                raise ModelError(f"config.json: {key} must be an object, got {raw!r:.80}")
-    return None
 
 
 def _method(raw: Mapping[str, Any]) -> str:

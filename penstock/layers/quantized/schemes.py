@@ -210,9 +210,7 @@ class Int8Scheme(Scheme):
         if self.activations == "none":
             packed = (weight.view(torch.uint8) ^ 128).contiguous()
             return W4Weight(packed, scale[:, None], None, weight.shape[1], bits=8)
-        input_scale = None
-        if self.activations == "static":
-            input_scale = one_scale(tensors, "input_scale")
+        input_scale = one_scale(tensors, "input_scale") if self.activations == "static" else None
         return Int8Weight(weight, scale, input_scale)
 
 
