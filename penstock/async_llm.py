@@ -103,7 +103,7 @@ class AsyncLLM:
             raise ConfigError("the engine is not running: `await llm.start()` first")
         return self._frontend
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -118,17 +118,15 @@ class AsyncLLM:
         invalid request, `AdapterError` for an adapter that is none. A request that fails while it
         runs has the finish reason "error".
         """
-        text, cache_salt = read_prompt(prompt)
 
         def prepare(frontend: Frontend, own_id: str) -> PreparedRequest:
+            text, cache_salt = read_prompt(prompt)
             params = sampling_params or self.get_default_sampling_params()
             return frontend.prepare(own_id, text, params, priority=priority, cache_salt=cache_salt)
 
-        async with contextlib.aclosing(self._run(prepare, request_id, lora_request)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._run(prepare, request_id, lora_request)
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
@@ -144,9 +142,7 @@ class AsyncLLM:
             prompt = frontend.render_chat(messages, **template_options)
             return frontend.prepare(own_id, prompt, params, add_special_tokens=False)
 
-        async with contextlib.aclosing(self._run(prepare, request_id, lora_request)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._run(prepare, request_id, lora_request)
 
     async def encode(
         self,

@@ -131,13 +131,8 @@ class LLM(PoolingMethods):
         params = self._params_for(len(conversations), sampling_params)
         adapters = self._adapters_of(lora_request, len(conversations))
         template = None if chat_template is None else read_chat_template(chat_template)
-        options: dict[str, Any] = {
-            "chat_template": template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-        }
-        check_template_kwargs(chat_template_kwargs or {})
+        template_kwargs = chat_template_kwargs or {}
+        check_template_kwargs(template_kwargs)
         if tool_choice != "auto" and not parse_output:
             raise InputError(
                 "tool_choice is for messages that are parsed: set parse_output, or leave it out",
@@ -153,7 +148,7 @@ class LLM(PoolingMethods):
                         msgspec.structs.replace(own, output_kind=OutputKind.FINAL_ONLY),
                         offered,
                         choice,
-                        template_kwargs=chat_template_kwargs or {},
+                        template_kwargs=template_kwargs,
                         chat_template=template,
                         add_generation_prompt=add_generation_prompt,
                         continue_final_message=continue_final_message,
@@ -170,12 +165,21 @@ class LLM(PoolingMethods):
                     item.message = join_steps([step]).message
                     item.finish_reason = step.finish_reason
             return outputs
-        prepared = []
-        for conversation, own in zip(conversations, params, strict=True):
-            prompt = self.frontend.render_chat(
-                conversation, **options, **(chat_template_kwargs or {})
+        prompts = [
+            self.frontend.render_chat(
+                conversation,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **template_kwargs,
             )
-            prepared.append(self._prepare(prompt, own, add_special_tokens=False))
+            for conversation in conversations
+        ]
+        prepared = [
+            self._prepare(prompt, own, add_special_tokens=False)
+            for prompt, own in zip(prompts, params, strict=True)
+        ]
         return self._run(with_adapters(prepared, adapters), use_tqdm)
 
     def stream(

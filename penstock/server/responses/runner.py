@@ -182,22 +182,15 @@ class ResponseRunner:
         await asyncio.wait({task})
 
 
+@dataclass(frozen=True)
 class OwnedRun:
     """A run whose result is stored for its owner and added to its conversation."""
 
-    def __init__(
-        self,
-        runner: ResponseRunner,
-        run: ResponseRun,
-        owner: str,
-        history: History,
-        added: StoredItems,
-    ) -> None:
-        self.run = run
-        self.owner = owner
-        self._runner = runner
-        self._history = history
-        self._added = added  # the request's own items
+    runner: ResponseRunner
+    run: ResponseRun
+    owner: str
+    history: History
+    added: StoredItems  # the request's own items
 
     async def whole(self) -> bytes:
         """Run to the end and return the response as JSON. Raises the error if it fails."""
@@ -215,7 +208,7 @@ class OwnedRun:
                     continue
                 if not is_open(event["response"]["status"]):
                     await self._finish()
-                yield await self._runner.service.in_thread_if_large(encode, event)
+                yield await self.runner.service.in_thread_if_large(encode, event)
 
     async def run_to_end(self) -> None:
         """Run in the background. Errors are stored in the response, not raised."""
@@ -234,7 +227,7 @@ class OwnedRun:
 
     async def save(self) -> bytes:
         """Store the current state if the response is stored. Returns it as JSON."""
-        run, items = self.run, self._history.items + self._added
+        run, items = self.run, self.history.items + self.added
 
         def write() -> StoredResponse:
             return StoredResponse(
@@ -246,17 +239,17 @@ class OwnedRun:
                 output=StoredItems.of(run.output),
             )
 
-        stored = await self._runner.service.in_thread_if_large(write)
-        if run.is_stored and not await self._runner.store.put(self.owner, stored):
-            await self._runner.store.delete(self.owner, run.id)  # else it would stay in progress
+        stored = await self.runner.service.in_thread_if_large(write)
+        if run.is_stored and not await self.runner.store.put(self.owner, stored):
+            await self.runner.store.delete(self.owner, run.id)  # else it would stay in progress
         return stored.response
 
     async def _finish(self) -> bytes:
-        conversation_id = self._history.conversation_id
+        conversation_id = self.history.conversation_id
         if conversation_id is not None and self.run.status in ("completed", "incomplete"):
-            said = self._added + StoredItems.of(self.run.output)
+            said = self.added + StoredItems.of(self.run.output)
             try:
-                await self._runner.conversations.add(self.owner, conversation_id, said)
+                await self.runner.conversations.add(self.owner, conversation_id, said)
             except NotFound:
                 pass  # it was deleted meanwhile
             except InputError as error:  # the answer made it too large; the response is still sent
