@@ -20,8 +20,6 @@ from penstock.layers.quantization import LinearMethod
 from penstock.layers.quantized.schemes import Scheme
 from penstock.layers.quantized.weights import (
     SHARED,
-    Fp4Weight,
-    Fp8Weight,
     Int8Weight,
     QuantizedWeight,
     TableWeight,
@@ -70,39 +68,13 @@ class QuantizedExperts(ExpertWeights):
         self.down = Stack(config.num_experts)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        first, second = self.gate_up.weight, self.down.weight
-        biases = self.biases()
-        ops, activation = self.build.ops, self.config.activation
-        output: torch.Tensor
-        if isinstance(first, Fp8Weight):
-            assert isinstance(second, Fp8Weight)
-            output = ops.fp8_experts(
-                x, weights, ids, first.weight, first.scale, second.weight, second.scale,
-                first.input_scale, second.input_scale, activation, *biases,
-            )  # fmt: skip
-        elif isinstance(first, W4Weight):
-            assert isinstance(second, W4Weight)
-            compute = ops.w8_experts if first.bits == 8 else ops.w4_experts
-            output = compute(
-                x, weights, ids, first.packed, first.scales, first.zeros,
-                second.packed, second.scales, second.zeros,
-                max(first.group_size, second.group_size), activation, *biases,
-            )  # fmt: skip
-        elif isinstance(first, TableWeight):
-            assert isinstance(second, TableWeight)
-            output = ops.table_experts(
-                x, weights, ids, first.packed, first.scales, second.packed, second.scales,
-                first.values, activation, *biases,
-            )  # fmt: skip
-        else:
-            assert isinstance(first, Fp4Weight)
-            assert isinstance(second, Fp4Weight)
-            output = ops.fp4_experts(
-                x, weights, ids, first.packed, first.scales, first.global_scale,
-                second.packed, second.scales, second.global_scale,
-                first.group_size, activation, *biases,
-            )  # fmt: skip
-        return output
+        first, down = self.gate_up.weight, self.down.weight
+        assert first is not None, "the experts have no weights yet"
+        gate_up_bias, down_bias = self.biases()
+        return first.experts(
+            self.build.ops, down, x, weights, ids, activation=self.config.activation,
+            gate_up_bias=gate_up_bias, down_bias=down_bias,
+        )  # fmt: skip
 
     def linear(self, expert: int, matrix: str, x: torch.Tensor) -> torch.Tensor:
         stack = self.gate_up if matrix == "gate_up" else self.down

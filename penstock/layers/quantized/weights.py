@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,12 @@ class QuantizedWeight(Protocol):
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [n, in] -> [n, out]."""
+
+    def experts(self, ops: Ops, down: Any, *inputs: Any, **options: Any) -> torch.Tensor:
+        """The op of stacked experts, of which this is `gate_up`. `down` is of the same kind.
+
+        `inputs` are x, weights and ids; `options` the activation and the biases.
+        """
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         """Some rows as float32: [n] -> [n, in]. Not available after `prepare`."""
@@ -51,6 +57,9 @@ class _Fields:
     The fields in `SHARED` are the exception.
     """
 
+    prepared_by: ClassVar[str] = ""  # an op that some devices have
+    prepared: ClassVar[tuple[str, ...]] = ()  # fields that it takes; it replaces the first ones
+
     def tensors(self) -> dict[str, torch.Tensor]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
@@ -62,7 +71,11 @@ class _Fields:
         )
 
     def prepare(self: T, ops: Ops) -> T:
-        return self
+        prepare = ops.find(self.prepared_by)
+        if prepare is None:
+            return self
+        found = prepare(*(getattr(self, name) for name in self.prepared))
+        return dataclasses.replace(self, **dict(zip(self.prepared, found, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -71,8 +84,17 @@ class Fp8Weight(_Fields):
     scale: torch.Tensor  # [out] float32, or by quantization block
     input_scale: torch.Tensor | None = None  # scalar
 
+    prepared_by = "prepare_fp8"
+    prepared = ("weight", "scale")
+
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return ops.fp8_linear(x, self.weight, self.scale, self.input_scale, bias)
+
+    def experts(self, ops: Ops, down: Fp8Weight, *inputs: Any, **options: Any) -> torch.Tensor:
+        return ops.fp8_experts(
+            *inputs, self.weight, self.scale, down.weight, down.scale,
+            self.input_scale, down.input_scale, **options,
+        )  # fmt: skip
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         scale = self.scale
@@ -90,13 +112,6 @@ class Fp8Weight(_Fields):
             scale = _pad(scale, -(-num_rows // BLOCK))
         return dataclasses.replace(self, weight=_pad(self.weight, num_rows), scale=scale)
 
-    def prepare(self, ops: Ops) -> Fp8Weight:
-        prepare = ops.find("prepare_fp8")
-        if prepare is None:
-            return self
-        weight, scale = prepare(self.weight, self.scale)
-        return dataclasses.replace(self, weight=weight, scale=scale)
-
     def by_row(self) -> Fp8Weight:
         """The scales of quantization blocks, repeated for each row."""
         rows = torch.arange(len(self.weight), device=self.scale.device) // BLOCK
@@ -112,6 +127,9 @@ class Int8Weight(_Fields):
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return ops.int8_linear(x, self.weight, self.scale, self.input_scale, bias)
 
+    def experts(self, ops: Ops, down: Int8Weight, *inputs: Any, **options: Any) -> torch.Tensor:
+        raise NotImplementedError("experts store them as W4Weight of 8 bits")
+
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         return self.weight[rows].float() * self.scale[rows, None]
 
@@ -125,11 +143,21 @@ class W4Weight(_Fields):
     bits: int = 4
     perm: torch.Tensor | None = None  # [in] int64: column i multiplies x[:, perm[i]]
 
+    prepared_by = "prepare_w4"
+    prepared = ("packed", "scales", "zeros", "group_size", "bits")
+
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         multiply = ops.w8_linear if self.bits == 8 else ops.w4_linear
         return multiply(
             x, self.packed, self.scales, self.zeros, self.group_size, bias, perm=self.perm
         )
+
+    def experts(self, ops: Ops, down: W4Weight, *inputs: Any, **options: Any) -> torch.Tensor:
+        compute = ops.w8_experts if self.bits == 8 else ops.w4_experts
+        return compute(
+            *inputs, self.packed, self.scales, self.zeros, down.packed, down.scales, down.zeros,
+            max(self.group_size, down.group_size), **options,
+        )  # fmt: skip
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         assert self.perm is None, "an embedding's columns are in order"
@@ -137,15 +165,6 @@ class W4Weight(_Fields):
         return dequantize_w4(
             self.packed[rows], self.scales[rows], zeros, self.group_size, self.bits
         )
-
-    def prepare(self, ops: Ops) -> W4Weight:
-        prepare = ops.find("prepare_w4")
-        if prepare is None:
-            return self
-        packed, scales, zeros = prepare(
-            self.packed, self.scales, self.zeros, self.group_size, self.bits
-        )
-        return dataclasses.replace(self, packed=packed, scales=scales, zeros=zeros)
 
 
 @dataclass(frozen=True)
@@ -155,22 +174,22 @@ class Fp4Weight(_Fields):
     global_scale: torch.Tensor | None  # [out] float32
     group_size: int
 
+    prepared_by = "prepare_fp4"
+    prepared = ("packed", "scales", "global_scale", "group_size")
+
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return ops.fp4_linear(x, self.packed, self.scales, self.global_scale, self.group_size, bias)
+
+    def experts(self, ops: Ops, down: Fp4Weight, *inputs: Any, **options: Any) -> torch.Tensor:
+        return ops.fp4_experts(
+            *inputs, self.packed, self.scales, self.global_scale,
+            down.packed, down.scales, down.global_scale, self.group_size, **options,
+        )  # fmt: skip
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         scales = _rows_of_bytes(self.scales, rows)
         own = None if self.global_scale is None else self.global_scale[rows]
         return dequantize_fp4(self.packed[rows], scales, own, self.group_size)
-
-    def prepare(self, ops: Ops) -> Fp4Weight:
-        prepare = ops.find("prepare_fp4")
-        if prepare is None:
-            return self
-        packed, scales, whole = prepare(
-            self.packed, self.scales, self.global_scale, self.group_size
-        )
-        return dataclasses.replace(self, packed=packed, scales=scales, global_scale=whole)
 
 
 @dataclass(frozen=True)
@@ -181,6 +200,11 @@ class TableWeight(_Fields):
 
     def linear(self, ops: Ops, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return ops.table_linear(x, self.packed, self.scales, self.values, bias)
+
+    def experts(self, ops: Ops, down: TableWeight, *inputs: Any, **options: Any) -> torch.Tensor:
+        return ops.table_experts(
+            *inputs, self.packed, self.scales, down.packed, down.scales, self.values, **options
+        )
 
     def floats(self, rows: torch.Tensor) -> torch.Tensor:
         return dequantize_table(self.packed[rows], self.scales[rows], self.values)
