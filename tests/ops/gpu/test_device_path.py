@@ -322,35 +322,71 @@ def test_only_models_without_a_cache_are_padded_to_large_sizes() -> None:
         assert size <= 1.25 * smaller, "little padding"
 
 
-def test_encoders_in_padded_steps_give_the_plain_paths_vectors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def write_bert(folder: Path, monkeypatch: pytest.MonkeyPatch, head: str = "Model") -> None:
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     small["num_attention_heads"] = 2
     name, settings = tiny_encoders.ENCODERS["bert"]
     monkeypatch.setitem(tiny_encoders.ENCODERS, "bert", (name, settings | small))
-    tiny_encoders.make_encoder(tmp_path, "bert")
-    options = {**OPTIONS, "max_num_batched_tokens": 64}
-    prompts = [{"prompt_token_ids": [8 + row] * length} for row, length in enumerate((1, 30, 9))]
+    tiny_encoders.make_encoder(folder, "bert", head)
 
-    def vectors(llm: LLM) -> list[Any]:
-        outputs = llm.embed(prompts, use_tqdm=False)
+
+ENCODED = [{"prompt_token_ids": [8 + row] * length} for row, length in enumerate((1, 30, 9))]
+ENCODER = {**OPTIONS, "max_num_batched_tokens": 64}
+
+
+def pool_on_device_path(llm: LLM) -> None:
+    """Put the parts that a GPU has for pooling into a CPU's runner."""
+    runner = runner_of(llm)
+    assert isinstance(runner.head, PoolingHead)
+    tables = DeviceTables(4, 32, runner.tables.groups, CPU)
+    runner.memory.second_segments = tables.mark_segments()
+    steps = DeviceSteps(
+        runner.model, VOCAB_SIZE, tables, runner.memory, max_num_batched_tokens=64, num_drafts=0,
+        capture_graphs=False, dtype=torch.float32, has_logits=False, adapters=runner.adapters,
+    )  # fmt: skip
+    runner.tables, runner.steps = tables, steps
+    runner.head = PoolingHead(runner.head.pooler, tables)
+
+
+def test_encoders_in_padded_steps_give_the_plain_paths_vectors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_bert(tmp_path, monkeypatch)
+
+    def vectors(llm: LLM) -> torch.Tensor:
+        outputs = llm.embed(ENCODED, use_tqdm=False)
         assert all(output.error is None for output in outputs)
-        return [output.outputs.embedding for output in outputs]
+        return torch.tensor([output.outputs.embedding for output in outputs])
 
-    with LLM(str(tmp_path), **options) as llm:
+    with LLM(str(tmp_path), **ENCODER) as llm:
         expected = vectors(llm)
     monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
-    with LLM(str(tmp_path), **options) as llm:
-        runner = runner_of(llm)
-        assert isinstance(runner.head, PoolingHead)
-        tables = DeviceTables(4, 32, runner.tables.groups, CPU)
-        runner.memory.second_segments = tables.mark_segments()
-        steps = DeviceSteps(
-            runner.model, VOCAB_SIZE, tables, runner.memory, max_num_batched_tokens=64,
-            num_drafts=0, capture_graphs=False, dtype=torch.float32, has_logits=False,
-        )  # fmt: skip
-        runner.tables, runner.steps = tables, steps
-        runner.head = PoolingHead(runner.head.pooler, tables)
-        for found, own in zip(vectors(llm), expected, strict=True):
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(own), atol=1e-4, rtol=0)
+    with LLM(str(tmp_path), **ENCODER) as llm:
+        pool_on_device_path(llm)
+        torch.testing.assert_close(vectors(llm), expected, atol=1e-4, rtol=0)
+
+
+def test_labels_with_adapters_are_those_of_the_plain_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_bert(tmp_path, monkeypatch, "ForSequenceClassification")
+
+    def labels(is_device: bool) -> torch.Tensor:
+        with open_with_slots(tmp_path, **ENCODER, max_loras=3, max_lora_rank=8) as (llm, slots):
+            for slot, rank in ((0, 3), (2, 8)):
+                adapter = random_adapter(slots_of(runner_of(llm)), rank, seed=slot, scale=1.0)
+                slots.place(slot, adapter)
+            if is_device:
+                pool_on_device_path(llm)
+            found = []
+            for order in ((2, 0, -1), (-1, -1, -1)):
+                slots.use(*order)
+                found += llm.classify(ENCODED, use_tqdm=False)
+        assert all(output.error is None for output in found)
+        return torch.tensor([output.outputs.probs for output in found])
+
+    expected = labels(is_device=False)
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    torch.testing.assert_close(labels(is_device=True), expected, atol=1e-4, rtol=0)
+    changed, base = expected.chunk(2)
+    assert ((changed - base).abs().amax(1) > 1e-3).tolist() == [True, True, False]
