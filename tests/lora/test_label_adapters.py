@@ -122,7 +122,8 @@ def test_classifiers_beside_the_base_give_the_logits_of_peft(tmp_path: Path, cas
 def test_every_tokens_labels_are_those_of_its_adapter(tmp_path: Path) -> None:
     model = decoder("TokenClassification")
     base = save_base(model, tmp_path / "base")
-    own = make_adapter(model, tmp_path / "own", 1, task_type="TOKEN_CLS", target_modules=["q_proj"])
+    settings = {"task_type": "TOKEN_CLS", "target_modules": ["q_proj"], "bias": "all"}
+    own = make_adapter(model, tmp_path / "own", 1, **settings)
     options = {"enable_lora": True, "max_num_batched_tokens": 9}  # prompts come in chunks
     with open_llm(base, **options) as llm:
         requests = [None, request(own)] * len(PROMPTS)
@@ -180,6 +181,17 @@ def test_a_classifier_with_other_labels_is_refused(tmp_path: Path) -> None:
             with pytest.raises(InputError, match=why):
                 llm.classify(PROMPTS, lora_request=request(adapter), use_tqdm=False)
         assert len(llm.classify(PROMPTS, use_tqdm=False)) == len(PROMPTS)
+
+
+def test_an_adapter_of_a_norms_bias_is_refused(tmp_path: Path) -> None:
+    model = encoder("Bert")
+    base = save_base(model, tmp_path / "base")
+    adapter = make_adapter(model, tmp_path / "own", 1, target_modules=["query"], bias="all")
+    with (
+        open_llm(base, enable_lora=True) as llm,
+        pytest.raises(InputError, match=r"LayerNorm.bias: only biases of linear layers"),
+    ):
+        llm.classify(PROMPTS, lora_request=request(adapter), use_tqdm=False)
 
 
 def test_a_language_model_has_no_classifier_to_replace(

@@ -14,7 +14,7 @@ import torch
 from penstock.layers.lora import PartDelta
 from penstock.loading.adapters.config import AdapterConfig
 from penstock.loading.adapters.places import Place, Places, StackedPlace
-from penstock.loading.adapters.tensors import Weights, parse_name
+from penstock.loading.adapters.tensors import Weights, is_spare, parse_name
 from penstock.protocol.errors import AdapterError
 
 Slot = tuple[str, str]  # module and part
@@ -61,6 +61,8 @@ class DeltaReader:
         """Check all tensors against the model. Raises AdapterError."""
         modules: dict[str, dict[str, str]] = {}  # module -> kind -> tensor
         for name in self._weights.infos:
+            if is_spare(name, self._weights.infos):
+                continue
             module, kind = parse_name(name, self._path)
             kinds = modules.setdefault(module, {})
             if kind in kinds:
@@ -295,7 +297,11 @@ class DeltaReader:
 
     def _plan_bias(self, module: str, name: str) -> None:
         (rows,) = self._shape(name, 1)
-        places = self._places.find(module, rows)
+        try:
+            places = self._places.find(module, rows)
+        except AdapterError as error:
+            why = f"only biases of linear layers can be replaced: {error}"
+            raise self._error(name, why) from error
         for place in places:
             if place.kind not in ("linear", "labels") or not self._places.has_bias(place.module):
                 raise self._error(name, f"the model's {module} has no bias that could be replaced")

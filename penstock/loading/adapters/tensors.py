@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
@@ -66,6 +67,15 @@ def parse_name(name: str, path: Path) -> TensorName:
         f"{path}: tensor {name:.200} is not known from LoRA: adapters of other methods are not "
         "supported"
     )
+
+
+def is_spare(name: str, names: Container[str]) -> bool:
+    """Whether a tensor is one that peft writes but does not load.
+
+    With `bias="all"`, it writes those of saved modules twice, and the base's.
+    """
+    plain = re.sub(r"\.modules_to_save(\.default)?(?=\.)", "", name)
+    return ".original_module." in name or (plain != name and plain in names)
 
 
 class SafetensorsWeights:
