@@ -126,6 +126,7 @@ class LLM(PoolingMethods):
         from penstock.conversation.prepare import check_template_kwargs, prepare_turn
         from penstock.conversation.request import TurnRequest, read_tool_choice, read_tools
 
+        self.frontend.check_generates()  # before it lacks a chat template
         several = _is_list(messages) and bool(messages) and _is_list(messages[0])
         conversations: Sequence[Any] = messages if several else [messages]
         params = self._params_for(len(conversations), sampling_params)

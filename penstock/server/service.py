@@ -127,13 +127,7 @@ class Service:
         Refuses a request for text if the model pools.
         """
         name = await self.check_model(model)
-        if self.frontend.pooling is not None:
-            tasks = ", ".join(self.frontend.pooling.tasks)
-            raise InputError(
-                f"this model generates no text: it is served for {tasks}; use the pooling "
-                "routes, such as /v1/embeddings, /classify, /score or /pooling",
-                "model",
-            )
+        self.frontend.check_generates()
         self.check_capacity()
         return name
 

@@ -102,6 +102,15 @@ class Frontend:
         self.pooling: PoolingInfo | None = None  # of a pooling model, from its engine
         self._seeds = seeds or random.Random(config.seed)
 
+    def check_generates(self) -> None:
+        """Refuse a request for text if the model pools."""
+        if self.pooling is not None:
+            raise InputError(
+                f"this model generates no text: it is served for {', '.join(self.pooling.tasks)}; "
+                "use a pooling route or method, such as /v1/embeddings, /classify or /score",
+                "model",
+            )
+
     def prepare(
         self,
         request_id: str,
@@ -117,11 +126,7 @@ class Frontend:
 
         `shown_tokens` appear in the output's text even if they are special tokens.
         """
-        if self.pooling is not None:
-            raise InputError(
-                f"this model generates no text: it is served for {', '.join(self.pooling.tasks)}; "
-                "use the routes and methods of pooling, such as /v1/embeddings, /classify or /score"
-            )
+        self.check_generates()
         params = msgspec.structs.replace(params)  # the user may change theirs meanwhile
         params.validate()
         text, token_ids = self._tokenize(prompt, add_special_tokens)

@@ -298,6 +298,8 @@ def test_what_a_model_is_not_for_is_refused(checkpoint: Path) -> None:
     with open_llm(checkpoint, **POOLING) as llm:
         with pytest.raises(InputError, match="generates no text"):
             llm.generate(random_prompts(1, 4), SamplingParams(), use_tqdm=False)
+        with pytest.raises(InputError, match="generates no text"):
+            llm.chat([{"role": "user", "content": "a"}], use_tqdm=False)
         with pytest.raises(InputError, match="task 'classify'"):
             llm.classify(random_prompts(1, 4), use_tqdm=False)
         with pytest.raises(InputError, match="gives no rewards"):
