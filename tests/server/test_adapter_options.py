@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from adapter_requests import LORA, error_of, load
+from safetensors.numpy import load_file, save_file
 from server_process import SMALL, ServerProcess, environment
-from tiny_adapters import write_adapters
+from tiny_adapters import write_adapter, write_adapters
 
 from penstock.cli.main import main
 
@@ -37,6 +39,30 @@ def test_without_an_admin_key_nothing_is_loaded_unless_allowed(
     assert "--admin-api-key" in error_of(load(server, "a", folder / "a"))[0]
     server = serve_tiny("--enable-lora", "--allow-runtime-lora-updating")
     assert "from nowhere" in error_of(load(server, "a", folder / "a"))[0]
+
+
+def test_the_models_name_chooses_the_classifier_that_an_adapter_has(
+    serve_tiny: Callable[..., ServerProcess], tmp_path: Path
+) -> None:
+    for name, rows in {"even": [0.0, 0.0, 0.0], "last": [-9.0, 0.0, 9.0]}.items():
+        file = write_adapter(tmp_path / name, 0) / "adapter_model.safetensors"
+        whole = np.array(rows, dtype=np.float32)[:, None] * np.ones((1, 32), dtype=np.float32)
+        save_file({**load_file(file), "base_model.model.score.weight": whole}, file)
+    overrides = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 3}
+    server = serve_tiny(
+        *("--hf-overrides", json.dumps(overrides), "--enable-lora", "--served-model-name", "tiny"),
+        *("--lora-modules", f"even={tmp_path / 'even'}", f"last={tmp_path / 'last'}"),
+    )
+
+    def probs(model: str) -> list[float]:
+        reply = server.post("/classify", {"model": model, "input": "Hello"}).json()
+        found: list[float] = reply["data"][0]["probs"]
+        return found
+
+    assert probs("even") == pytest.approx([1 / 3] * 3)
+    first, middle, last = probs("last")
+    assert middle**2 == pytest.approx(first * last, rel=1e-3, abs=1e-6)
+    assert probs("tiny") != probs("even")
 
 
 def test_the_models_name_chooses_the_adapter_of_a_pooling_model(
