@@ -12,12 +12,13 @@ from penstock.config.options import coerce, option, options_of, require
 from penstock.config.quantization import check_option
 from penstock.protocol.errors import ConfigError
 
-Method = Literal["ngram", "suffix", "draft_model", "custom"]
+Method = Literal["ngram", "suffix", "draft_model", "eagle3", "custom"]
 
 NUM_TOKENS: Mapping[Method, int] = {  # unless the user says
     "ngram": 5,
     "suffix": 8,
     "draft_model": 3,
+    "eagle3": 3,
     "custom": 3,
 }
 MOST_TOKENS = 64  # drafts of a request in one step
@@ -26,7 +27,7 @@ DEEPEST_TREE = 256  # tokens
 
 # Keys that only some methods read. All others have the rest.
 _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
-    "model": ("draft_model", "custom"),
+    "model": ("draft_model", "eagle3", "custom"),
     "quantization": ("draft_model",),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
@@ -45,7 +46,8 @@ class SpeculativeSettings:
         dataclasses.MISSING,
         "Drafter to use; required. ngram: repeats what followed the last tokens earlier in the "
         "request; suffix: what most often followed them, in the request and in past outputs; "
-        "draft_model: a smaller model with the same vocabulary; custom: a class of your own.",
+        "draft_model: a smaller model with the same vocabulary; eagle3: an EAGLE-3 head that was "
+        "trained for the model; custom: a class of your own.",
     )
     num_speculative_tokens: int | None = option(
         None,
@@ -60,8 +62,8 @@ class SpeculativeSettings:
     )
     model: str | None = option(
         None,
-        "draft_model: the smaller model, named like `model` of the engine. custom: the drafter as "
-        "module:Class, a subclass of penstock.runner.drafter.Drafter.",
+        "draft_model, eagle3: the drafting model, named like `model` of the engine. custom: the "
+        "drafter as module:Class, a subclass of penstock.runner.drafter.Drafter.",
     )
     quantization: str | None = option(
         None, "draft_model: like `quantization` of the engine, for the draft model."
@@ -104,7 +106,7 @@ class SpeculativeSettings:
             methods = _ONLY_FOR.get(key)
             if methods is not None and values["method"] not in methods:
                 raise ConfigError(
-                    f"{key} is for method {' or '.join(methods)}, got method {values['method']}: "
+                    f"{key} is for method {', '.join(methods)}, got method {values['method']}: "
                     f"drop {key}"
                 )
         # A bound that was given alone moves the other one's default.
@@ -143,6 +145,8 @@ class SpeculativeSettings:
             )
         if self.method == "draft_model" and self.model is None:
             raise ConfigError("method draft_model needs model: a smaller model to draft with")
+        if self.method == "eagle3" and self.model is None:
+            raise ConfigError("method eagle3 needs model: a head that was trained for the target")
         if self.quantization is not None:
             check_option(self.quantization)
         if self.method == "custom" and self.model is None:

@@ -88,7 +88,7 @@ class Worker:
             config, source, platform, mesh, self.limits.max_model_len
         )
         if drafter is not None:
-            drafter.load(config, source, platform, mesh, self.limits)
+            drafter.load(self.model, config, source, platform, mesh, self.limits)
         if needs_whole_prompts(self.model):
             self.limits = hold_whole_prompts(self.limits, config)
         self.pooler: Pooler | None = None

@@ -57,13 +57,16 @@ class RotaryAttention(nn.Module):
         has_sinks: bool = False,
         chunk: int | None = None,
         kind: Literal["causal", "bidirectional"] = "causal",
+        input_size: int | None = None,  # of x; default: hidden_size
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.rotary = rotary
         self.num_heads = num_heads // build.tp.size
         self.num_kv_heads = max(num_kv_heads // build.tp.size, 1)
-        self.qkv_proj = qkv_linear(build, hidden_size, num_heads, num_kv_heads, head_dim, qkv_bias)
+        self.qkv_proj = qkv_linear(
+            build, input_size or hidden_size, num_heads, num_kv_heads, head_dim, qkv_bias
+        )
         self.o_proj = row_linear(build, num_heads * head_dim, hidden_size, output_bias)
         self.attention = Attention(
             build, name, self.num_heads, self.num_kv_heads, head_dim, scale, window,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -35,8 +37,12 @@ def load_model(
     platform: Platform,
     mesh: Mesh,
     max_model_len: int,
+    create: Callable[[Build, Mapping[str, Any]], Model] | None = None,
 ) -> tuple[Model, Dtypes, Ops]:
-    """This rank's shard of the model, the types it computes in, and its ops."""
+    """This rank's shard of the model, the types it computes in, and its ops.
+
+    `create` makes what is no model of its own, instead of the registry.
+    """
     started = time.perf_counter()
     task = choose_task(config, source)
     dtypes = resolve_dtypes(config, source.config, platform)
@@ -65,7 +71,10 @@ def load_model(
             # Merged experts are floats. All experts of a layer are stored alike.
             build = dataclasses.replace(build, linear_method=GgufMethod(expert_blocks=False))
     try:
-        model = build_model(settings, build, config.model.model_impl)
+        if create is not None:
+            model = create(build, settings).eval()
+        else:
+            model = build_model(settings, build, config.model.model_impl)
         if task == "classify":
             from penstock.models.pooler import add_classifier  # language models need none of it
 

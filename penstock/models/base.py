@@ -52,10 +52,12 @@ class Model(nn.Module):
     hidden_size: int  # executor: of the output of `forward`
     pooling: ClassVar[PoolingType] = "LAST"  # of embeddings, if no file says otherwise
     can_capture: ClassVar[bool] = True  # executor: whether a GPU may capture its steps
+    gives_aux: ClassVar[bool] = False  # whether `forward` follows `aux_layers`
 
     def __init__(self) -> None:
         super().__init__()
         self.classifier: Classifier | None = None  # of a classification model
+        self.aux_layers: tuple[int, ...] = ()  # whose inputs `Hidden.aux` has, for drafters
 
     @classmethod
     def create(cls, build: Build, raw: Mapping[str, Any]) -> Model:

@@ -104,6 +104,7 @@ class DecoderLM(Model):
     """
 
     weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$",))
+    gives_aux = True
     defaults: ClassVar[Mapping[str, Any]] = {}  # of keys missing in config.json
     nullable: ClassVar[tuple[str, ...]] = ()  # settings whose null does not mean the default
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # supported by `mlp`
@@ -227,10 +228,14 @@ class DecoderLM(Model):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
         residual: torch.Tensor | None = None
-        for layer, angles in zip(self.model.layers, self.angles(positions), strict=True):
+        aux = []
+        for index, angles in enumerate(self.angles(positions)):
+            if index in self.aux_layers:
+                aux.append(x.clone() if residual is None else x + residual)
+            layer = self.model.layers[index]
             x, residual = layer(x, residual, angles)
         states, residual = self.model.norm.add(x, residual)
-        return Hidden(states)
+        return Hidden(states, tuple(aux))
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None

@@ -9,7 +9,7 @@ import torch
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh
 from penstock.loading.source import ModelSource
-from penstock.models.base import Hidden
+from penstock.models.base import Hidden, Model
 from penstock.platforms.platform import Platform
 from penstock.protocol.kv import KVCacheSpec
 from penstock.protocol.limits import StepLimits
@@ -50,13 +50,14 @@ class Drafter:
 
     def load(
         self,
+        target: Model,
         config: EngineConfig,
         source: ModelSource,
         platform: Platform,
         mesh: Mesh,
         limits: StepLimits,
     ) -> None:
-        """Worker: load its weights, if it has any. `source` is the target's."""
+        """Worker: load its weights, if it has any. `config` and `source` are the target's."""
 
     def kv_specs(self) -> dict[str, KVCacheSpec]:
         """Worker: what its layers keep in the KV cache, by name."""

@@ -32,6 +32,10 @@ def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = 
         from penstock.runner.drafters.draft_model import DraftModelDrafter
 
         return DraftModelDrafter(settings.model, settings.num_tokens, settings.quantization)
+    if settings.method == "eagle3":
+        from penstock.runner.drafters.eagle3 import Eagle3Drafter
+
+        return Eagle3Drafter(settings.model, settings.num_tokens)
     from penstock.runner.drafters.custom import CustomDrafter
 
     return CustomDrafter(settings.model, settings.num_tokens, vocab_size)

@@ -7,7 +7,7 @@ import dataclasses
 from penstock.config import EngineConfig
 from penstock.distributed.mesh import Mesh
 from penstock.loading.source import ModelSource
-from penstock.models.base import Hidden
+from penstock.models.base import Hidden, Model
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheSpec
@@ -38,13 +38,14 @@ class CustomDrafter(Drafter):
 
     def load(
         self,
+        target: Model,
         config: EngineConfig,
         source: ModelSource,
         platform: Platform,
         mesh: Mesh,
         limits: StepLimits,
     ) -> None:
-        self._drafter.load(config, source, platform, mesh, limits)
+        self._drafter.load(target, config, source, platform, mesh, limits)
 
     def kv_specs(self) -> dict[str, KVCacheSpec]:
         return self._drafter.kv_specs()

@@ -10,6 +10,7 @@ from penstock.distributed.mesh import Mesh
 from penstock.loading.source import ModelSource, resolve_source
 from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
+from penstock.models.base import Model
 from penstock.models.runtime import longest_context
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
@@ -30,6 +31,7 @@ class DraftModelDrafter(ModelDrafter):
 
     def load(
         self,
+        target: Model,
         config: EngineConfig,
         source: ModelSource,
         platform: Platform,

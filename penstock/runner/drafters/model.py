@@ -257,7 +257,13 @@ class ModelDrafter(Drafter):
             query_starts,
             slots,
         )
-        with forward_context(context):
-            hidden = self.model.forward(self.model.embed(token_ids), positions)
         last = slice(0, num_rows) if is_decode else to_device(starts[1:] - 1, device)
-        return self.model.logits(hidden, last)
+        with forward_context(context):
+            return self._logits(token_ids, positions, last)
+
+    def _logits(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | slice
+    ) -> torch.Tensor:
+        """Compute tokens in the current context. Returns the logits of `rows`."""
+        hidden = self.model.forward(self.model.embed(token_ids), positions)
+        return self.model.logits(hidden, rows)

@@ -1,0 +1,167 @@
+"""EAGLE-3: one decoder layer that drafts from a target's hidden states and its tokens.
+
+A row has the embedding of a token, and the hidden state before it: of the target where the target
+computed it, otherwise of the draft layer itself. Checkpoints are those of the EAGLE authors and of
+the speculators library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.layers.build import Build
+from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.linear import Linear, Part
+from penstock.layers.norm import RMSNorm
+from penstock.layers.rotary import Rotary, rotary_parameters
+from penstock.layers.sublayers import GatedMLP, RotaryAttention
+from penstock.models.base import Model, WeightTable
+from penstock.models.config import DecoderConfig, read_int
+from penstock.ops.blocks import BlockTensor, Weight
+from penstock.protocol.errors import ModelError
+
+
+class DraftLayer(nn.Module):
+    """A decoder layer whose attention sees embeddings and hidden states side by side."""
+
+    def __init__(self, build: Build, config: DecoderConfig) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        bias = bool(config.raw.get("attention_bias", False))
+        rotary = Rotary(build, config.head_dim, config.max_position, rotary_parameters(config.raw))
+        self.rotary = rotary
+        self.hidden_norm = RMSNorm(build, size, eps)
+        self.input_layernorm = RMSNorm(build, size, eps)
+        self.self_attn = RotaryAttention(
+            build, "layers.0", size, config.num_heads, config.num_kv_heads, config.head_dim,
+            rotary, qkv_bias=bias, output_bias=bias, input_size=2 * size,
+        )  # fmt: skip
+        self.post_attention_layernorm = RMSNorm(build, size, eps)
+        self.mlp = GatedMLP(build, size, config.intermediate_size)
+
+
+class DraftVocabulary(nn.Module):
+    """Which of the target's tokens a smaller output vocabulary has."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        super().__init__()
+        ids = torch.arange(size, device=device)
+        self.register_buffer("token_ids", ids)
+        self.token_ids: torch.Tensor
+
+    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        return {("d2t", ""): tuple(self.token_ids.shape)}
+
+    def load(self, parameter: str, part: str, tensor: Weight) -> None:
+        """`d2t` holds the difference between a token's id in the target and here."""
+        assert not isinstance(tensor, BlockTensor), "token ids are not in blocks"
+        own = torch.arange(len(self.token_ids), device=self.token_ids.device)
+        self.token_ids.copy_(own + tensor.to(own))
+
+
+class Eagle3(Model):
+    """Not a model of its own: `draft` takes the place of `forward`."""
+
+    weights = WeightTable(
+        ignored=(r"^t2d$", r"^embed_tokens\.weight$", r"\.rotary_emb\.inv_freq$"),
+        renamed={r"^model\.": "", r"^midlayer\.": "layers.0.", r"^d2t$": "vocabulary.d2t"},
+    )
+
+    @classmethod
+    def create(cls, build: Build, raw: Mapping[str, Any]) -> Eagle3:
+        return cls(build, raw)
+
+    def __init__(self, build: Build, raw: Mapping[str, Any]) -> None:
+        super().__init__()
+        config = DecoderConfig.from_raw(raw)
+        if config.num_layers != 1:
+            raise ModelError(
+                f"config.json: num_hidden_layers of an EAGLE-3 head must be 1, got "
+                f"{config.num_layers}"
+            )
+        config.check_shards(build.tp.size)
+        self.config = config
+        self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
+        self.target_size = read_int(raw, "target_hidden_size", config.hidden_size)
+        self.norms_residual = raw.get("norm_before_residual") is True
+        inputs = read_int(raw, "num_aux_hidden_states", 3) * self.target_size
+        self.fc = Linear(build, inputs, [Part("", config.hidden_size, 1)])
+        self.layers = nn.ModuleList([DraftLayer(build, config)])
+        self.norm = RMSNorm(build, config.hidden_size, config.rms_norm_eps)
+        draft_vocab_size = read_int(raw, "draft_vocab_size", config.vocab_size)
+        self.lm_head = VocabEmbedding(build, draft_vocab_size, config.hidden_size)
+        self.vocabulary: DraftVocabulary | None = None
+        if draft_vocab_size < config.vocab_size:
+            self.vocabulary = DraftVocabulary(draft_vocab_size, build.device)
+        self.dtype = build.dtype
+
+    def check(self) -> None:
+        if self.vocabulary is None:
+            return
+        ids = self.vocabulary.token_ids
+        if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
+            raise ModelError(f"d2t names tokens outside the vocabulary of {self.vocab_size}")
+
+    def combine(self, aux: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The target's hidden states of some layers, [n, target_size] each -> [n, hidden_size]."""
+        combined: torch.Tensor = self.fc(torch.cat([*aux], dim=-1).to(self.dtype))
+        return combined
+
+    def draft(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute rows. Returns what `project` takes, and the hidden states for the next rows."""
+        layer = self.layers[0]
+        assert isinstance(layer, DraftLayer)
+        normed = layer.hidden_norm(hidden)
+        residual = normed if self.norms_residual else hidden
+        x = torch.cat([layer.input_layernorm(embedded.to(self.dtype)), normed], dim=-1)
+        x = layer.self_attn(x, layer.rotary.angles(positions))
+        x, residual = layer.post_attention_layernorm.add(x, residual)
+        return self.norm.add(layer.mlp(x), residual)
+
+    def project(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's vocabulary. Tokens that this one lacks get -inf."""
+        logits = self.lm_head.project(states)
+        if self.vocabulary is None:
+            return logits
+        everything = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+        everything[:, self.vocabulary.token_ids] = logits
+        return everything
+
+
+def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A head's config.json with all settings on one level, as the EAGLE authors write it."""
+    flat = dict(raw)
+    inner = flat.pop("transformer_layer_config", None)
+    if isinstance(inner, dict):  # of the speculators library
+        flat = {**inner, **flat}
+    kind = flat.get("speculators_model_type", "eagle3")
+    names = flat.get("architectures") or []
+    if kind != "eagle3" or not any("eagle3" in str(name).lower() for name in names):
+        raise ModelError(
+            f"config.json: architectures {names!r:.100} is not an EAGLE-3 head, which has "
+            "LlamaForCausalLMEagle3 or Eagle3Speculator there"
+        )
+    return flat
+
+
+def aux_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The target's layers whose inputs a head reads, of `num_layers`."""
+    inner = raw.get("eagle_config")
+    given = raw.get("eagle_aux_hidden_state_layer_ids")
+    if given is None and isinstance(inner, dict):
+        given = inner.get("eagle_aux_hidden_state_layer_ids")
+    if given is None:
+        given = [2, num_layers // 2, num_layers - 3]
+    is_list = isinstance(given, list) and given and all(type(index) is int for index in given)
+    if not is_list or not all(0 <= index < num_layers for index in given):
+        raise ModelError(
+            f"config.json: eagle_aux_hidden_state_layer_ids must be layers of the target, 0 to "
+            f"{num_layers - 1}, got {given!r:.100}"
+        )
+    return tuple(given)

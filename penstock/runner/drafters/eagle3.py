@@ -1,0 +1,144 @@
+"""Method eagle3: a small head that reads the target's hidden states drafts.
+
+Row p of the head's cache has token p and the hidden state of position p - 1. So the head computes a
+step's rows right after the target, with the target's own positions and block tables, and knows all
+it needs: no row waits for a token that is not sampled yet. Rows of rejected drafts are computed
+again with the next step, like the target's. After a prefix hit one row lacks its hidden state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import numpy as np
+import torch
+
+from penstock.config import EngineConfig
+from penstock.distributed.mesh import Mesh
+from penstock.layers.context import ForwardContext, forward_context
+from penstock.loading.source import ModelSource, resolve_source
+from penstock.models.assembly import load_model
+from penstock.models.base import Hidden, Model
+from penstock.models.eagle3 import Eagle3, aux_layers, flatten_config
+from penstock.platforms.platform import Platform
+from penstock.protocol.errors import ConfigError
+from penstock.protocol.limits import StepLimits
+from penstock.protocol.step import NewRequest, StepPlan
+from penstock.runner.drafter import Drafts, DraftStep
+from penstock.runner.drafters.model import ModelDrafter
+from penstock.runner.forward import ForwardInputs
+from penstock.runner.kv_memory import KVMemory
+from penstock.runner.sampler import Sampler
+from penstock.runner.tables import RequestTables
+
+logger = logging.getLogger(__name__)
+
+
+class Eagle3Drafter(ModelDrafter):
+    def __init__(self, name: str, num_drafts: int) -> None:
+        super().__init__(num_drafts)
+        self._name = name
+
+    def load(
+        self,
+        target: Model,
+        config: EngineConfig,
+        source: ModelSource,
+        platform: Platform,
+        mesh: Mesh,
+        limits: StepLimits,
+    ) -> None:
+        own = dataclasses.replace(
+            config,
+            model=dataclasses.replace(
+                config.model, model=self._name, revision=None, hf_overrides=None
+            ),
+            load=dataclasses.replace(config.load, quantization=None, merge_lora=None),
+        )
+        found = resolve_source(own.model, own.load)
+        settings = flatten_config(found.config)
+        # Such files name the context that the head was trained with. Its layer has no such limit.
+        settings["max_position_embeddings"] = limits.max_model_len
+        aux = aux_layers(settings, int(source.config["num_hidden_layers"]))
+        settings["num_aux_hidden_states"] = len(aux)
+        found = dataclasses.replace(found, config=settings)
+        head, dtypes, _ = load_model(
+            own, found, platform, mesh, limits.max_model_len, create=Eagle3.create
+        )
+        assert isinstance(head, Eagle3)
+        self._check(target, head)
+        target.aux_layers = aux
+        self._target, self._head = target, head
+        max_rows = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self.use(head, dtypes.kv, max_rows, limits.max_model_len)
+
+    def _check(self, target: Model, head: Eagle3) -> None:
+        if not target.gives_aux:
+            raise ConfigError(
+                f"{type(target).__name__} does not give hidden states of its layers: method eagle3 "
+                "is not supported for it"
+            )
+        for what, own, theirs in (
+            ("vocab_size", head.vocab_size, target.vocab_size),
+            ("hidden_size", head.hidden_size, target.hidden_size),
+            ("target_hidden_size", head.target_size, target.hidden_size),
+        ):
+            if own != theirs:
+                raise ConfigError(
+                    f"the EAGLE-3 head {self._name} is for a target with {what} {own}, this one's "
+                    f"is {theirs}: choose the head that was trained for it"
+                )
+
+    def start(self, tables: RequestTables, memory: KVMemory, sampler: Sampler) -> None:
+        super().start(tables, memory, sampler)
+        # The hidden state before each request's next row. The last row takes what nobody reads.
+        num_slots, size = len(tables.num_tokens), self._head.hidden_size
+        dtype = self._head.dtype
+        self._before = torch.zeros(num_slots + 1, size, dtype=dtype, device=tables.device)
+        # A layer of the target whose metadata are those of the head's layer.
+        groups = memory.layout.groups
+        self._neighbours = {
+            name: groups[group].layer_names[0] for name, group in self._groups.items()
+        }
+        self._hidden = self._before[:0]  # of the rows that are computed
+
+    def add(self, slot: int, request: NewRequest) -> None:
+        self._before[slot] = 0.0
+
+    def take_blocks(self, plan: StepPlan) -> None:
+        pass  # every row is computed with the target's
+
+    def observe(self, inputs: ForwardInputs, hidden: Hidden) -> None:
+        context = inputs.context
+        combined = self._head.combine(hidden.aux)
+        slots = context.token_slots
+        # Rows of a request are consecutive.
+        same = slots[1:] == slots[:-1]
+        edge = torch.ones_like(slots[:1], dtype=torch.bool)
+        is_first, is_last = torch.cat([edge, ~same]), torch.cat([~same, edge])
+        nobody = len(self._before) - 1
+        own = torch.where(slots < 0, nobody, slots)
+        shifted = torch.cat([combined[:1], combined[:-1]])
+        before = torch.where(is_first[:, None], self._before[own], shifted)
+        attention = {name: context.attention[near] for name, near in self._neighbours.items()}
+        own_context = ForwardContext(self._caches, attention, context.query_starts, slots)
+        with forward_context(own_context):
+            self._head.draft(self._target.embed(inputs.token_ids), before, inputs.positions)
+        self._before[torch.where(is_last, own, nobody)] = combined
+        self._combined = combined
+
+    def propose(self, step: DraftStep) -> Drafts:
+        self._hidden = self._combined[step.last_rows]
+        self._before[step.slots] = self._hidden
+        batch = self._batch(step)
+        one_each = np.ones(len(step.host_slots), dtype=np.int64)
+        logits = self._forward(batch, batch.num_tokens - 1, one_each)
+        return Drafts(self._draft(batch, logits, step.num_drafts))
+
+    def _logits(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | slice
+    ) -> torch.Tensor:
+        embedded = self._target.embed(token_ids)
+        states, self._hidden = self._head.draft(embedded, self._hidden, positions)
+        return self._head.project(states[rows])
