@@ -50,6 +50,11 @@ ADAPTED = {  # the layers that adapters change
     "deepseek_v2_lite": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
     "qwen3_next": ["q_proj", "out_proj", "o_proj"],
 }
+SPECULATION: list[dict[str, Any]] = [
+    {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 3},
+    {"method": "suffix", "suffix_decoding_max_cached_requests": 4},
+    {"method": "custom", "model": "drafters:AtRandom"},
+]
 NUM_ADAPTERS = 3  # more than slots
 Case = tuple[list[int], SamplingParams]
 TOLERANCE = 1e-3  # of logprobs, where rows' numbers depend on the batch in their last bits
@@ -299,10 +304,12 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
     outputs = [list(out.token_ids) for output in model.alone for out in output.outputs]
     drafter: Drafter | None = None
     can_draft = not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values())
-    if can_draft and rng.random() < 0.7:
-        drafter = Oracle(outputs, 7, rng.choice([1, 3]), rng.choice([3, 4]))
-        if rng.random() < 0.5:
-            drafter = DraftModelDrafter(str(model.path), rng.choice([1, 4]))
+    if can_draft and rng.random() < 0.8:
+        options["speculative_config"] = rng.choice([None, None, *SPECULATION])
+        if options["speculative_config"] is None:
+            drafter = Oracle(outputs, 7, rng.choice([1, 3]), rng.choice([3, 4]))
+            if rng.random() < 0.5:
+                drafter = DraftModelDrafter(str(model.path), rng.choice([1, 4]))
     waiting = rng.sample(range(len(model.cases)), len(model.cases))
     with engine(model.path, drafter=drafter, **options) as llm:
         if rng.random() < 0.3:
@@ -321,6 +328,8 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
 def test_two_ranks_give_what_one_gives_alone(model: Model) -> None:
     rng = random.Random(7)
     options = {**some_options(rng, model.specs), "async_scheduling": True}
+    if not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values()):
+        options["speculative_config"] = SPECULATION[1]
     waiting = rng.sample(range(len(model.cases)), len(model.cases))
     with engine(model.path, tensor_parallel_size=2, **options) as llm:
         client = Client(llm, model, rng, waiting)
