@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import random
+from copy import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -305,11 +306,13 @@ def test_each_request_gives_what_it_gives_alone(model: Model, seed: int) -> None
     drafter: Drafter | None = None
     can_draft = not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values())
     if can_draft and rng.random() < 0.8:
-        options["speculative_config"] = rng.choice([None, None, *SPECULATION])
-        if options["speculative_config"] is None:
+        options["speculative_config"] = copy(rng.choice([None, None, *SPECULATION]))
+        if options["speculative_config"] is not None:
+            options["speculative_config"]["adaptive"] = rng.random() < 0.3
+        elif rng.random() < 0.5:
+            drafter = DraftModelDrafter(str(model.path), rng.choice([1, 4]))
+        else:
             drafter = Oracle(outputs, 7, rng.choice([1, 3]), rng.choice([3, 4]))
-            if rng.random() < 0.5:
-                drafter = DraftModelDrafter(str(model.path), rng.choice([1, 4]))
     waiting = rng.sample(range(len(model.cases)), len(model.cases))
     with engine(model.path, drafter=drafter, **options) as llm:
         if rng.random() < 0.3:
@@ -329,7 +332,7 @@ def test_two_ranks_give_what_one_gives_alone(model: Model) -> None:
     rng = random.Random(7)
     options = {**some_options(rng, model.specs), "async_scheduling": True}
     if not any(isinstance(spec, RecurrentSpec) for spec in model.specs.values()):
-        options["speculative_config"] = SPECULATION[1]
+        options["speculative_config"] = {**SPECULATION[1], "adaptive": False}
     waiting = rng.sample(range(len(model.cases)), len(model.cases))
     with engine(model.path, tensor_parallel_size=2, **options) as llm:
         client = Client(llm, model, rng, waiting)

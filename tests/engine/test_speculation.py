@@ -15,11 +15,13 @@ from penstock import LLM, SamplingParams
 from penstock.executor.in_process import InProcessExecutor
 from penstock.protocol.errors import ConfigError
 
+# Without `adaptive`, drafts do not depend on measured times.
 METHODS: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
-    "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.01},
-    "random": {"method": "custom", "model": "drafters:AtRandom"},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False},
+    "suffix": {"method": "suffix", "suffix_decoding_min_token_prob": 0.01, "adaptive": False},
+    "random": {"method": "custom", "model": "drafters:AtRandom", "adaptive": False},
 }
+BY_SLOT = ("_num_seen", "_entered", "_indexes", "_requests", "_texts")
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "top_p": 0.95, "seed": 11},
@@ -97,7 +99,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(tiny_llama: str, method: s
     """One token is biased so much that it follows itself."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias={7: 100.0})
     steps = []
-    for config in (None, {"method": method, "num_speculative_tokens": 4}):
+    for config in (None, {**METHODS[method], "num_speculative_tokens": 4}):
         with open_llm(tiny_llama, speculative_config=config) as llm:
             (output,) = llm.generate(prompts()[0], params, use_tqdm=False)
             assert output.outputs[0].token_ids == [7] * 40
@@ -108,7 +110,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(tiny_llama: str, method: s
 
 def test_suffix_drafts_repeat_what_a_past_request_gave(tiny_llama: str) -> None:
     params = SamplingParams(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True)
-    with open_llm(tiny_llama, speculative_config={"method": "suffix"}) as llm:
+    with open_llm(tiny_llama, speculative_config=METHODS["suffix"]) as llm:
         steps, outputs = [], []
         for _ in range(2):
             before = num_steps(llm)
@@ -120,12 +122,43 @@ def test_suffix_drafts_repeat_what_a_past_request_gave(tiny_llama: str) -> None:
 
 
 def test_a_request_without_a_match_brings_no_drafts(tiny_llama: str) -> None:
-    config = {"method": "ngram", "prompt_lookup_min": 32}
+    config = {**METHODS["ngram"], "prompt_lookup_min": 32}
     with open_llm(tiny_llama, speculative_config=config) as llm:
         before = llm.engine.scheduler.num_scheduled_tokens
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         llm.generate({"prompt_token_ids": list(range(20))}, params, use_tqdm=False)
         assert llm.engine.scheduler.num_scheduled_tokens - before == 20 + 11
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_request_may_do_without(tiny_llama: str, method: str) -> None:
+    with open_llm(tiny_llama, speculative_config=METHODS[method]) as llm:
+        before = llm.engine.scheduler.num_scheduled_tokens
+        bias = {7: 100.0}
+        params = [
+            SamplingParams(
+                temperature=0, max_tokens=12, ignore_eos=True, logit_bias=bias, speculative=own
+            )
+            for own in (False, True)
+        ]
+        llm.generate([prompts()[0]] * 2, params[:1] * 2, use_tqdm=False)
+        num_prompt = len(prompts()[0]["prompt_token_ids"])
+        assert llm.engine.scheduler.num_scheduled_tokens - before == 2 * (num_prompt + 11)
+        both = llm.generate([prompts()[0]] * 2, params, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in both] == [[7] * 12] * 2
+        assert [output.outputs[0].drafts is None for output in both] == [True, False]
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_nothing_is_kept_of_requests_that_left(tiny_llama: str, method: str) -> None:
+    with open_llm(tiny_llama, speculative_config=METHODS[method]) as llm:
+        run(llm)
+        llm.generate(prompts()[0], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert isinstance(llm.engine.executor, InProcessExecutor)
+        drafter: Any = llm.engine.executor.worker.drafter
+        by_slot = [value for name, value in vars(drafter).items() if name in BY_SLOT]
+        assert len(by_slot) >= 3
+        assert all(len(value) <= 1 for value in by_slot)  # the last one, until the next plan
 
 
 def test_a_pooling_model_refuses_it(tiny_llama: str) -> None:

@@ -39,7 +39,8 @@ class HostDrafter(Drafter):
         """At most `num_drafts` tokens that may come next."""
 
     def add(self, slot: int, request: NewRequest) -> None:
-        self._entered[slot] = request
+        if request.sampling.speculative:
+            self._entered[slot] = request
 
     def remove(self, slot: int) -> None:
         self._entered.pop(slot, None)
@@ -52,18 +53,22 @@ class HostDrafter(Drafter):
             if request is not None:
                 self.enter(slot, request)
                 self._num_seen[slot] = len(request.token_ids)
+        rows = [row for row, slot in enumerate(slots) if slot in self._num_seen]
         token_ids = np.zeros((len(slots), step.num_drafts), dtype=np.int64)
         counts = np.zeros(len(slots), dtype=np.int64)
-        for row, (slot, new) in enumerate(zip(slots, self._take_new(step, slots), strict=True)):
-            self.extend(slot, new)
-            drafts = self.draft(slot, step.num_drafts)
-            counts[row] = len(drafts)
-            token_ids[row, : len(drafts)] = drafts
+        for row, new in zip(rows, self._take_new(step, rows), strict=True):
+            self.extend(slots[row], new)
+            drafts = self.draft(slots[row], step.num_drafts)
+            if drafts:
+                counts[row] = len(drafts)
+                token_ids[row, : len(drafts)] = drafts
         return Drafts(torch.from_numpy(token_ids).to(step.slots.device), counts)
 
-    def _take_new(self, step: DraftStep, slots: list[int]) -> list[list[int]]:
-        """The tokens of each request that `extend` was not given yet."""
-        tables = step.tables
+    def _take_new(self, step: DraftStep, rows: list[int]) -> list[list[int]]:
+        """The tokens of these requests that `extend` was not given yet."""
+        if not rows:
+            return []
+        tables, slots = step.tables, step.host_slots[rows].tolist()
         starts = [self._num_seen[slot] for slot in slots]
         if tables.device.type == "cpu":
             ends = tables.num_tokens.numpy()[slots].tolist()
@@ -73,11 +78,14 @@ class HostDrafter(Drafter):
                 for slot, start, end in zip(slots, starts, ends, strict=True)
             ]
         else:
-            ends = tables.num_tokens[step.slots].tolist()
+            own = step.slots[torch.tensor(rows).to(tables.device)]
+            ends = tables.num_tokens[own].tolist()
             width = max(end - start for start, end in zip(starts, ends, strict=True))
             columns = torch.tensor(starts)[:, None] + torch.arange(width)
             columns = columns.clamp(max=tables.token_ids.shape[1] - 1).to(tables.device)
-            rows = tables.token_ids[step.slots[:, None], columns].tolist()
-            new = [row[: end - start] for row, start, end in zip(rows, starts, ends, strict=True)]
+            texts = tables.token_ids[own[:, None], columns].tolist()
+            new = [
+                text[: end - start] for text, start, end in zip(texts, starts, ends, strict=True)
+            ]
         self._num_seen.update(zip(slots, ends, strict=True))
         return new

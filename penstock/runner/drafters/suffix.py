@@ -148,6 +148,8 @@ class SuffixDrafter(HostDrafter):
 
     def add(self, slot: int, request: NewRequest) -> None:
         super().add(slot, request)
+        if not request.sampling.speculative:
+            return
         self._past.forget(request.request_id)
         start = max(request.num_prompt_tokens - ANCHORS[0], 0)
         self._requests[slot] = _Request(request.request_id, request.cache_salt, start)
@@ -161,7 +163,9 @@ class SuffixDrafter(HostDrafter):
 
     def remove(self, slot: int) -> None:
         super().remove(slot)
-        request, texts = self._requests.pop(slot), self._texts.pop(slot, None)
+        request, texts = self._requests.pop(slot, None), self._texts.pop(slot, None)
+        if request is None:
+            return
         tables, token_ids = self._tables, list[int]()
         if tables is not None and tables.device.type == "cpu":  # also what no step drafted for
             end = int(tables.num_tokens[slot])
