@@ -105,9 +105,11 @@ class GenerationHead:
         sampled, verified = self._sample(pending.logits, batch, allowed)
         output = HeadOutput(None, None, pending.prompt_pieces)
         if self.drafter is not None and batch.layout.num_drafts:
-            drafts = self._draft(self.drafter, batch, verified)
+            slots, drafts = self._draft(self.drafter, batch, verified)
             output.num_drafts = drafts.counts
-            if masks is not None:
+            if masks is not None or drafts.counts is None or drafts.counts.any():
+                self.tables.write_drafts(slots, drafts.token_ids)
+            if masks is not None:  # padding is reported too, and the tables hold what is reported
                 output.drafts = drafts.token_ids.to("cpu", non_blocking=True)
         if verified is None:
             output.sampled = sampled.to_host()
@@ -134,8 +136,10 @@ class GenerationHead:
         self.tables.append_tokens(rows.slots, sampled.token_ids)
         return sampled, None
 
-    def _draft(self, drafter: Drafter, batch: StepBatch, verified: Verified | None) -> Drafts:
-        """Let the drafter propose what comes next, and write it behind the known tokens."""
+    def _draft(
+        self, drafter: Drafter, batch: StepBatch, verified: Verified | None
+    ) -> tuple[torch.Tensor, Drafts]:
+        """Let the drafter propose what comes next. Returns the slots of the requests, too."""
         layout = batch.layout
         if verified is None:
             slots, last_rows = batch.sampling_rows.slots, batch.logits_rows
@@ -145,10 +149,7 @@ class GenerationHead:
             num_accepted = verified.num_accepted
         host_slots = layout.slots[layout.sampling]
         step = DraftStep(self.tables, slots, host_slots, last_rows, num_accepted, layout.num_drafts)
-        drafts = drafter.propose(step)
-        if drafts.counts is None or drafts.counts.any():
-            self.tables.write_drafts(slots, drafts.token_ids)
-        return drafts
+        return slots, drafter.propose(step)
 
     def results(self, output: HeadOutput, layout: StepLayout) -> list[RequestResult]:
         """One result per scheduled request, in row order.

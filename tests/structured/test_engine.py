@@ -277,6 +277,26 @@ def test_with_a_draft_model_that_knows_no_grammar(
         assert run(llm) == alone
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "ngram", "prompt_lookup_min": 1},
+        {"method": "ngram", "prompt_lookup_min": 4},  # often without a match
+        {"method": "suffix"},
+        {"method": "custom", "model": "drafters:AtRandom"},
+    ],
+    ids=["ngram", "ngram of few", "suffix", "random"],
+)
+def test_the_same_tokens_with_speculation(
+    byte_model: str, alone: list[Any], config: dict[str, Any], overlap: bool
+) -> None:
+    options = {"speculative_config": {**config, "adaptive": False}, "async_scheduling": overlap}
+    with open_llm(byte_model, **options) as llm:
+        assert run(llm) == alone
+        assert run(llm) == alone
+
+
 def test_the_other_backend_holds_outputs_too(byte_model: str) -> None:
     with open_llm(byte_model, structured_outputs_backend="xgrammar") as llm:
         matched = 0
