@@ -94,8 +94,10 @@ class Eagle3Drafter(ModelDrafter):
         super().start(tables, memory, sampler)
         # The hidden state before each request's next row. The last row takes what nobody reads.
         num_slots, size = len(tables.num_tokens), self._head.hidden_size
-        dtype = self._head.dtype
-        self._before = torch.zeros(num_slots + 1, size, dtype=dtype, device=tables.device)
+        dtype, device = self._head.dtype, tables.device
+        self._before = torch.zeros(num_slots + 1, size, dtype=dtype, device=device)
+        # What the head made of a step's rows. Captured graphs write it, so it never moves.
+        self._combined = torch.zeros(self._max_rows, size, dtype=dtype, device=device)
         # A layer of the target whose metadata are those of the head's layer.
         groups = memory.layout.groups
         self._neighbours = {
@@ -126,7 +128,7 @@ class Eagle3Drafter(ModelDrafter):
         with forward_context(own_context):
             self._head.draft(self._target.embed(inputs.token_ids), before, inputs.positions)
         self._before[torch.where(is_last, own, nobody)] = combined
-        self._combined = combined
+        self._combined[: len(combined)] = combined
 
     def propose(self, step: DraftStep) -> Drafts:
         self._hidden = self._combined[step.last_rows]
