@@ -228,14 +228,14 @@ class DecoderLM(Model):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> Hidden:
         residual: torch.Tensor | None = None
-        aux = []
+        aux: dict[int, torch.Tensor] = {}
         for index, angles in enumerate(self.angles(positions)):
-            if index in self.aux_layers:
-                aux.append(x.clone() if residual is None else x + residual)
+            if index in self.aux_layers:  # before the layer changes them in place
+                aux[index] = x.clone() if residual is None else x + residual
             layer = self.model.layers[index]
             x, residual = layer(x, residual, angles)
         states, residual = self.model.norm.add(x, residual)
-        return Hidden(states, tuple(aux))
+        return Hidden(states, tuple(aux[index] for index in self.aux_layers))
 
     def logits(
         self, hidden: Hidden, rows: torch.Tensor | slice, out: torch.Tensor | None = None

@@ -78,6 +78,7 @@ class StepBuffers:
         self.block_tables = [torch.zeros_like(table) for _, table in self._groups]
         # Attention kernels count finished programs here and leave zeros behind.
         specs = [group.spec for group in tables.groups]
+        specs += memory.layout.draft_layers.values()
         heads = max(
             (spec.num_kv_heads for spec in specs if isinstance(spec, AttentionSpec)), default=1
         )

@@ -76,9 +76,10 @@ class Drafter:
         """The plan's requests have their new KV blocks."""
 
     def observe(self, inputs: ForwardInputs, hidden: Hidden) -> None:
-        """Every step: its rows and their hidden states, before tokens are sampled.
+        """A step's rows and their hidden states, before tokens are sampled.
 
-        On a GPU this may be captured with the forward pass.
+        On a GPU this is captured with the forward pass: a replay runs none of its Python code. On
+        a CPU, decode steps after which nothing is proposed are left out.
         """
 
     def propose(self, step: DraftStep) -> Drafts:

@@ -108,7 +108,7 @@ class HostSteps:
         self.metrics["eager_steps"] += 1
         batch = self.materialize(layout)
         hidden = forward(self.model, batch.inputs)
-        if self.drafter is not None:
+        if self.drafter is not None and (layout.num_drafts or not layout.is_decode):
             self.drafter.observe(batch.inputs, hidden)
         return batch, hidden, None
 

@@ -204,6 +204,20 @@ def test_drafts_are_those_of_a_plain_computation(
             assert drafts == plain.drafts(known, 3), known
 
 
+@pytest.mark.parametrize("layers", [[2, 0], [1, 1]])
+def test_the_targets_layers_are_read_in_the_heads_order(
+    tiny_llama: str, tmp_path: Path, layers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "AUX", layers)
+    folder, tensors = make_head(tmp_path / "head", Path(tiny_llama))
+    plain, drafter = Plain(Path(tiny_llama), tensors), Watched(folder)
+    with open_llm(tiny_llama, drafter=drafter, enable_prefix_caching=False) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        llm.generate(prompts((9, 40)), params, use_tqdm=False)
+    assert len(drafter.proposals) > 5
+    assert all(drafts == plain.drafts(known, 3) for known, drafts in drafter.proposals)
+
+
 @pytest.mark.parametrize(
     "options",
     [

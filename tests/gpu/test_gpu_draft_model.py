@@ -1,4 +1,4 @@
-"""A draft model on a GPU, in float32: the tokens are those without it."""
+"""Draft models and EAGLE-3 heads on a GPU, in float32: the tokens are those without them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from engine.test_eagle3 import Plain, make_head
 from gpu_runs import PROMPTS, SETTINGS, as_inputs, run, sampling, tokens
 from test_gpu_engine import CHANGED
 from tiny_models import make_checkpoint
 
 from penstock.llm import LLM
 from penstock.protocol.sampling import SamplingParams
+from penstock.runner.drafter import Drafts, DraftStep
+from penstock.runner.drafters.eagle3 import Eagle3Drafter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -60,3 +63,40 @@ def test_a_target_with_other_attention_lends_its_block_table(
         settings = {"method": "draft_model", "model": str(draft), "adaptive": False}
         found = run(target, GREEDY, device="cuda", speculative_config=settings)
         assert tokens(found) == expected
+
+
+class Watched(Eagle3Drafter):
+    """Remembers what it proposed after which tokens."""
+
+    def __init__(self, name: str, num_drafts: int) -> None:
+        super().__init__(name, num_drafts)
+        self.proposals: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, step: DraftStep) -> Drafts:
+        drafts = super().propose(step)
+        for slot, own in zip(step.host_slots.tolist(), drafts.token_ids.tolist(), strict=True):
+            known = step.tables.token_ids[slot, : int(step.tables.num_tokens[slot])]
+            self.proposals.append((known.tolist(), own))
+        return drafts
+
+
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 48}])
+def test_an_eagle_3_head_drafts_alike_in_graphs_and_outside(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama")
+    head, tensors = make_head(tmp_path / "head", target)
+    expected = tokens(run(target, GREEDY, device="cuda"))
+    drafter = Watched(str(head), 3)
+    common: dict[str, Any] = {**SETTINGS, "dtype": "float32", "device": "cuda", **options}
+    with LLM(str(target), drafter=drafter, enable_prefix_caching=False, **common) as llm:
+        for _ in range(3):  # the second time a step's size comes up, its graph is captured
+            drafter.proposals.clear()
+            found = tokens(llm.generate(as_inputs(PROMPTS), GREEDY, use_tqdm=False))
+            assert found == expected
+    plain = Plain(target, tensors)
+    pairs = drafter.proposals[::7]
+    texts = [[*prompt, *text] for prompt, text in zip(PROMPTS, expected, strict=True)]
+    pairs = [pair for pair in pairs if any(t[: len(pair[0])] == pair[0] for t in texts)]
+    right = [plain.drafts(known, 3) == drafts for known, drafts in pairs]
+    assert sum(right) > 0.9 * len(right) > 10
