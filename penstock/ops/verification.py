@@ -1,13 +1,15 @@
-"""Verification of drafts: the torch reference.
+"""Verification of drafts: the reference, in host memory.
 
 A draft is accepted if and only if it equals the token that the request's own noise selects.
-Therefore the output is the same with and without speculation.
+Therefore the output is the same with and without speculation. The reference is in numpy: for small
+arrays, numpy takes a fraction of torch's time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -55,24 +57,28 @@ def verify_drafts(
     Appends them to the tables, and counts rejected drafts as not computed. Entries of the token
     table behind the kept tokens are never read.
     """
-    first, counts = samples.starts[:-1].long(), samples.starts.diff()
-    column = torch.arange(width, device=sampled.device)
+    starts, tokens_by_row = samples.starts.numpy(), samples.token_ids.numpy()
+    first, counts = starts[:-1], np.diff(starts)
+    column = np.arange(width)
     exists = column < counts[:, None]  # [n, width]
-    index = torch.where(exists, first[:, None] + column, first[:, None])
-    tokens, rows = sampled[index], samples.rows[index].long()
-    held = (tokens[:, :-1] == samples.token_ids[rows[:, 1:]]) & exists[:, 1:]
-    num_accepted = held.int().cumprod(dim=1).sum(dim=1)
-    is_kept = column <= num_accepted[:, None]
-    slots = samples.slots[first]
-    positions = num_tokens[slots].long()[:, None] + column
-    token_table[slots[:, None], positions] = tokens.int()
-    num_tokens[slots] += (num_accepted + 1).int()
-    num_computed[slots] -= (counts - 1 - num_accepted).int()
-    is_faulted = (faulted[index] & is_kept).any(dim=1)
-    columns = [(num_accepted + 1)[:, None], is_faulted[:, None], tokens]
+    index = np.where(exists, first[:, None] + column, first[:, None])
+    tokens, rows = sampled.numpy()[index], samples.rows.numpy()[index]
+    held = (tokens[:, :-1] == tokens_by_row[rows[:, 1:]]) & exists[:, 1:]
+    num_accepted = np.logical_and.accumulate(held, axis=1).sum(axis=1)
+    slots = samples.slots.numpy()[first]
+    lengths, computed = num_tokens.numpy(), num_computed.numpy()
+    token_table.numpy()[slots[:, None], lengths[slots][:, None] + column] = tokens
+    lengths[slots] += num_accepted + 1
+    computed[slots] -= counts - 1 - num_accepted
+    results = np.empty((len(slots), 2 + width), dtype=np.int32)
+    results[:, NUM_NEW] = num_accepted + 1
+    results[:, IS_FAULTED] = (faulted.numpy()[index] & (column <= num_accepted[:, None])).any(
+        axis=1
+    )
+    results[:, FIRST_TOKEN:] = tokens
     return Verified(
-        torch.cat([values.int() for values in columns], dim=1),
-        slots,
-        rows[:, 0] + num_accepted,
-        num_accepted.int(),
+        torch.from_numpy(results),
+        torch.from_numpy(slots),
+        torch.from_numpy(rows[:, 0] + num_accepted),
+        torch.from_numpy(num_accepted.astype(np.int32)),
     )
