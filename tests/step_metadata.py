@@ -17,7 +17,7 @@ def metadata_of(
     any_order: bool = False,
     padding: int = 0,  # requests without a token, behind the others
     num_prompts: int = 0,
-    decode_rows: int = 1,  # more: every request is a decode of so many tokens, at most
+    decode_rows: int = 1,  # more: without `any_order`, every request is a decode of so many tokens
 ) -> AttentionMetadata:
     starts = list(itertools.accumulate(query_lens, initial=0))
     starts += starts[-1:] * padding

@@ -45,7 +45,7 @@ class AttentionMetadata:
     any_order: bool = False  # a captured step: the number of decodes is unknown
     num_prompts: int = 0  # requests after the decodes, with nothing in the cache yet
     num_prompt_rows: int = 0  # tokens of those requests
-    decode_rows: int = 1  # a power of two; more than one in captured steps that verify drafts
+    decode_rows: int = 1  # a power of two; more than one in padded steps that verify drafts
     arrived: torch.Tensor | None = None  # [requests * kv_heads] int32 zeros: counters for kernels
     host_lens: HostLens | None = None  # without it, lengths are read from the device, which waits
 

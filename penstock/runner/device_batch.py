@@ -33,7 +33,7 @@ class Bucket:
     num_rows: int
     num_requests: int
     decode: bool  # every row samples
-    width: int = 1  # most rows of a request in a decode bucket, a power of two
+    width: int = 1  # most rows of a decode, with its drafts: a power of two
     adapters: bool = False  # some rows may have an adapter
 
 

@@ -125,7 +125,8 @@ class DeviceSteps:
         if not self._has_cache:  # fewer programs without work
             fewer = at_least([*NUM_REQUESTS], len(layout.requests))
             num_requests = min(num_requests, fewer or num_requests)
-        return Bucket(size, num_requests, decode=False, adapters=adapters)
+        width = self._least_width if layout.has_drafts else 1
+        return Bucket(size, num_requests, decode=False, width=width, adapters=adapters)
 
     def _verify_bucket(self, layout: StepLayout, adapters: bool) -> Bucket | None:
         """Requests padded as without drafts, and the same number of rows for each, on average.
@@ -150,7 +151,7 @@ class DeviceSteps:
         self.buffers.send(layout)
         if bucket not in self._captured:
             self.metrics["eager_steps"] += 1
-            has_decodes = bucket.decode or layout.num_decodes > 0
+            has_decodes = bucket.width > 1 or layout.num_decodes > 0
             return self._compute(bucket, self._inputs(bucket, has_decodes))
         self.metrics["graph_steps"] += 1
         graph, hidden = self._captured[bucket]

@@ -192,12 +192,15 @@ def _prefill_kernel(
     q_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, sinks_ptr, out_ptr,
     q_stride, out_stride, page_stride, table_stride, first_request, num_requests,
     scale, softcap, window, value_scale,
-    SKIP_SINGLE: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    SKIPPED: tl.constexpr, GROUP: tl.constexpr, GROUP_ROWS: tl.constexpr,
     QUERIES: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """QUERIES tokens of one request, for the query heads of one key head."""
+    """QUERIES tokens of one request, for the query heads of one key head.
+
+    Requests with at most SKIPPED tokens are left to the decode kernel.
+    """
     # The last tiles of a long prompt do the most work: start them first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
     kv_head = tl.program_id(0)
@@ -207,8 +210,8 @@ def _prefill_kernel(
     first_query = tile * QUERIES
     if first_query >= query_len:
         return
-    if SKIP_SINGLE:  # noqa: SIM102  known when compiled, unlike the length
-        if query_len == 1:
+    if SKIPPED:  # noqa: SIM102  known when compiled, unlike the length
+        if query_len <= SKIPPED:
             return
     seq_len = tl.load(seq_lens_ptr + request)
     past = seq_len - query_len
@@ -277,13 +280,13 @@ def paged_attention(
     local = _Local(window or chunk or 0, chunk is not None)
     num_tokens, num_heads, head_dim = query.shape
     output = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
-    num_done = metadata.num_decodes
+    num_done, num_skipped = metadata.num_decodes, metadata.decode_rows if metadata.any_order else 0
     # A tile holds only so many rows. Drafts of models with few key heads may be longer queries.
     group_rows = decode_group_rows(
         head_dim, query.element_size(), num_heads // cache.shape[3], metadata.decode_rows
     )
     if group_rows is None:
-        num_done = 0
+        num_done = num_skipped = 0
     elif num_done:
         _decode(query, cache, metadata, scale, local, softcap, sinks, kv_scales, output, group_rows)
     plain = not local.window and softcap is None and sinks is None
@@ -294,7 +297,8 @@ def paged_attention(
         prompt_attention(query, key, value, metadata, scale, output)
         num_done += metadata.num_prompts
     if metadata.max_query_len > 1 and (metadata.any_order or num_done < len(metadata.seq_lens)):
-        _prefill(query, cache, metadata, scale, local, softcap, sinks, kv_scales, output, num_done)
+        done = num_done, num_skipped
+        _prefill(query, cache, metadata, scale, local, softcap, sinks, kv_scales, output, *done)
     return output
 
 
@@ -355,6 +359,7 @@ def _prefill(
     kv_scales: tuple[float, float],
     output: torch.Tensor,
     num_done: int,  # leading requests that are already computed
+    num_skipped: int,  # so are requests with at most this many tokens
 ) -> None:
     num_heads, head_dim = query.shape[1:]
     _, _, block_size, num_kv_heads, _ = cache.shape
@@ -376,7 +381,7 @@ def _prefill(
         query.stride(0), output.stride(0), cache.stride(0), metadata.block_table.stride(0),
         first, requests, _in_base_2(scale * kv_scales[0], softcap), softcap or 0.0,
         local.window, kv_scales[1],
-        SKIP_SINGLE=metadata.any_order, GROUP=group, GROUP_ROWS=group_rows, QUERIES=queries,
+        SKIPPED=num_skipped, GROUP=group, GROUP_ROWS=group_rows, QUERIES=queries,
         HEAD_DIM=head_dim, DIMS=max(triton.next_power_of_2(head_dim), 16),
         KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, TILE=tile.tokens,
         WINDOW=local.window > 0, CHUNKED=local.is_chunked, SOFTCAP=softcap is not None,

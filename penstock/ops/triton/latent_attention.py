@@ -144,14 +144,15 @@ def _decode_kernel(
 def _prefill_kernel(
     q_ptr, q_rope_ptr, cache_ptr, table_ptr, seq_lens_ptr, query_starts_ptr, out_ptr,
     page_stride, table_stride, first_request, num_requests, first_row, scale,
-    SKIP_SINGLE: tl.constexpr, HEADS: tl.constexpr, HEAD_ROWS: tl.constexpr,
+    SKIPPED: tl.constexpr, HEADS: tl.constexpr, HEAD_ROWS: tl.constexpr,
     QUERIES: tl.constexpr, RANK: tl.constexpr, DIMS: tl.constexpr, ROPE: tl.constexpr,
     ROPE_DIMS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """QUERIES tokens of one request, by HEAD_ROWS heads.
 
-    Queries begin at the step's `first_row`.
+    Queries begin at the step's `first_row`. Requests with at most SKIPPED tokens are left to the
+    decode kernel.
     """
     # The last tiles of a long prompt do the most work: start them first.
     number = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -161,8 +162,8 @@ def _prefill_kernel(
     first_query = tile * QUERIES
     if first_query >= query_len:
         return
-    if SKIP_SINGLE:  # noqa: SIM102  known when compiled, unlike the length
-        if query_len == 1:
+    if SKIPPED:  # noqa: SIM102  known when compiled, unlike the length
+        if query_len <= SKIPPED:
             return
     seq_len = tl.load(seq_lens_ptr + request)
     past = seq_len - query_len
@@ -301,8 +302,8 @@ class _Step:
             query, rope, self.cache, metadata.block_table, metadata.seq_lens,
             metadata.query_starts, latent, self.cache.stride(0), metadata.block_table.stride(0),
             first, requests, first_row, self.scale,
-            SKIP_SINGLE=metadata.any_order, HEADS=num_heads, HEAD_ROWS=head_rows, QUERIES=queries,
-            TILE=tile.tokens, **self._sizes(),
+            SKIPPED=metadata.decode_rows if metadata.any_order else 0, HEADS=num_heads,
+            HEAD_ROWS=head_rows, QUERIES=queries, TILE=tile.tokens, **self._sizes(),
             num_warps=tile.launch.num_warps, num_stages=tile.launch.num_stages,
         )  # fmt: skip
 

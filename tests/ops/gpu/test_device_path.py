@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import tiny_encoders
 import torch
-from drafters import Oracle
+from drafters import Oracle, Stubborn
 from lora_slots import open_with_slots, random_adapter, runner_of, slots_of
 from tiny_models import make_checkpoint
 from without_kv import encode, forget
@@ -184,6 +184,28 @@ def test_drafts_verified_in_padded_steps_give_the_plain_paths_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verified(tmp_path, monkeypatch, "qwen3", VERIFIED)
+
+
+def test_drafts_beside_prompts_give_the_plain_paths_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than slots: a prompt enters while others verify."""
+    prompts = [{"prompt_token_ids": [1 + (index * 7) % 60] * 9} for index in range(6)]
+    params = [sampling(4 + 2 * index, temperature=0.0) for index in range(6)]
+    checkpoint = str(make_checkpoint(tmp_path, "qwen3", **SHAPE))
+    with LLM(checkpoint, **OPTIONS) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    drafter = Stubborn(3)
+    with LLM(checkpoint, drafter=drafter, **OPTIONS) as llm:
+        take_device_path(llm, drafter)
+        found = llm.generate(prompts, params, use_tqdm=False)
+        steps = runner_of(llm).steps
+        assert isinstance(steps, WatchedSteps)
+        buckets = [bucket for bucket in steps.buckets if bucket and bucket.width > 1]
+        assert {bucket.decode for bucket in buckets} == {False, True}
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
 
 
 def test_n_gram_drafts_of_the_device_give_the_plain_paths_tokens(

@@ -223,6 +223,14 @@ def test_drafts_see_what_single_tokens_see(
     check(device, *VERIFIED, (4, 2), 32, 16, decode_rows=8, padding=1, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (20, 1)])
+def test_drafts_are_split_beside_prompts_in_any_order(
+    device: torch.device, heads: tuple[int, int]
+) -> None:
+    lens = [4, 9, 1, 30, 5], [300, 9, 70, 64, 140]
+    check(device, *lens, heads, 16, 16, any_order=True, padding=3, decode_rows=8)
+
+
 def test_drafts_behind_a_split_do_not_reach_the_tokens_before_it(device: torch.device) -> None:
     """The last split holds drafts alone, of which earlier tokens see none."""
     lens = [257, 258, 260, 385, 386, 513]

@@ -74,6 +74,8 @@ def test_decodes_with_drafts_are_split_as_single_tokens_are(
     lens = [3, 1, 4, 2, 4], [130, 40, 4, 65, 66]
     check(device, *lens, sizes, decode_rows=4, padding=2)
     check(device, *lens, sizes, decode_rows=4, dtype=torch.float16)
+    lens = [3, 9, 1, 20, 4], [80, 9, 50, 34, 4]
+    check(device, *lens, sizes, any_order=True, padding=2, decode_rows=4)
 
 
 @pytest.mark.parametrize("sizes", [SMALL, ODD], ids=["small", "odd"])
