@@ -13,7 +13,7 @@ will:
   attention of the rows is left out.
 
 Three engines stand side by side and are measured in turn, for as many tokens of each stream. With
-eagle, the engine chooses the number of drafts; with right, it is always four. These lines must hold:
+eagle, the engine chooses the number of drafts; with right, it is always four. What must hold:
 
 - 1 stream, right: at most 1.0 ms per token
 - 1 stream, eagle: at least 1.9 times as fast as without
