@@ -24,6 +24,7 @@ EXACT = {"device": "cpu", "dtype": "float32", "cpu_backend": "torch"}
 OTHER = {"device": "cpu", "dtype": "bfloat16", "cpu_backend": "torch"}
 OURS = {"device": "cuda", "dtype": "bfloat16"}
 MEAN_FACTOR, MAX_FACTOR = 1.3, 2.0
+DRAFTS = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1, "adaptive": False}}
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama", "mistral_windowed"])
@@ -85,9 +86,12 @@ def decoded_logprobs(outputs: list[RequestOutput]) -> list[list[float]]:
 
 
 @ON_GPU
-def test_logits_of_decoded_tokens_are_as_near_to_exact_as_another_paths(checkpoint: Path) -> None:
+@pytest.mark.parametrize("options", [{}, DRAFTS])
+def test_logits_of_decoded_tokens_are_as_near_to_exact_as_another_paths(
+    checkpoint: Path, options: dict[str, Any]
+) -> None:
     """Both CPU paths are asked about the very tokens that the GPU chose."""
-    outputs = run(checkpoint, sampling(logprobs=0), **OURS)
+    outputs = run(checkpoint, sampling(logprobs=0), **OURS, **options)
     texts = [[*prompt, *own] for prompt, own in zip(PROMPTS, tokens(outputs), strict=True)]
     exact, other = (
         [
@@ -97,7 +101,7 @@ def test_logits_of_decoded_tokens_are_as_near_to_exact_as_another_paths(checkpoi
                 texts, PROMPTS, strict=True,
             )
         ]
-        for found in (logprobs(checkpoint, texts, options) for options in (EXACT, OTHER))
+        for found in (logprobs(checkpoint, texts, path) for path in (EXACT, OTHER))
     )  # fmt: skip
     assert_as_near(differences(decoded_logprobs(outputs), exact), differences(other, exact))
 
@@ -110,7 +114,9 @@ def _rows(flat: list[float], num_prompt_tokens: int, vocab_size: int = 256) -> l
 
 @ON_GPU
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.8, "seed": 3, "top_p": 0.9}])
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 48}, {"max_num_seqs": 4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 48}, {"max_num_seqs": 4}, DRAFTS]
+)
 def test_graphs_change_neither_a_token_nor_a_bit_of_its_logprob(
     checkpoint: Path, settings: dict[str, Any], options: dict[str, Any]
 ) -> None:
