@@ -279,12 +279,34 @@ def measure(model: str, config: dict[str, Any], num_rounds: int) -> dict[str, An
 
 
 def kernels(config: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of attention in a graph: single tokens, and five tokens per request."""
+    """Microseconds in a graph: of attention, with one, two and five tokens per request, and of the
+    matmuls, with the rows of one token, of a step that verifies, and of 64 such requests."""
     import triton
 
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    hidden, size = config["hidden_size"], config["intermediate_size"]
+    head_dim = config.get("head_dim") or hidden // heads
     block_size, found = 16, {}
+    layers = {
+        "qkv": (hidden, (heads + 2 * kv_heads) * head_dim),
+        "o": (heads * head_dim, hidden),
+        "gate_up": (hidden, 2 * size),
+        "down": (size, hidden),
+        "lm_head": (hidden, config["vocab_size"]),
+    }
+    for name, (inputs, outputs) in layers.items():
+        # Several copies, so that none is still in the L2 cache.
+        copies = max(2, 2**28 // (inputs * outputs))
+        weights = torch.randn(copies, outputs, inputs, dtype=torch.bfloat16, device=DEVICE)
+        for rows in (1, 8, 16, 64, 320):
+            x = torch.randn(rows, inputs, dtype=torch.bfloat16, device=DEVICE)
+            found[f"{name}, {rows} rows"] = (
+                timed(
+                    lambda x=x, w=weights: [ops.linear(x, each, None) for each in w],
+                    triton.testing.do_bench,
+                )
+                / copies
+            )
     for requests, length in ((1, 512), (1, 8192), (1, 32768), (64, 512), (64, 4096), (256, 512)):
         num_blocks = length // block_size
         cache = torch.randn(
@@ -337,7 +359,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model")
     parser.add_argument("--num-rounds", type=int, default=2)
-    parser.add_argument("--kernels", action="store_true", help="time attention only")
+    parser.add_argument("--kernels", action="store_true", help="time single kernels instead")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     config = json.loads((Path(args.model) / "config.json").read_text())
