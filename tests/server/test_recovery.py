@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -114,6 +115,29 @@ def test_kills_at_random_moments_change_nothing(tiny_server: ServerProcess) -> N
     assert now["engine_restarts"] == before["engine_restarts"] + 3
     assert now["requests_replayed"] > before["requests_replayed"] + 3
     eventually(tiny_server.is_idle)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_kills_while_drafts_are_in_flight_change_nothing(
+    tiny_server: ServerProcess, serve: Serve, method: str
+) -> None:
+    """The answers are those of a calm server without drafts."""
+    config = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    server = serve("--speculative-config", json.dumps(config), "--spare-engine").server
+    calm = Streams(tiny_server).run(KINDS)
+    streams = Streams(server)
+    for answers, undisturbed in zip(
+        streams.run_during(KINDS, streams.kills(2, (20, 200), seed=6)), calm, strict=True
+    ):
+        assert all(answer == undisturbed for answer in answers)
+    assert counters(server)["requests_replayed"] > 2
+
+    def num_drafts() -> float:
+        name = "penstock:spec_decode_num_draft_tokens_total"
+        lines = server.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    eventually(lambda: num_drafts() > 20)
 
 
 def test_a_stopped_process_is_a_dead_one(serve: Serve) -> None:
