@@ -84,15 +84,13 @@ class Mamba:
         return torch.stack(outputs), torch.stack(states)
 
 
-@dataclass
 class Delta:
-    key_heads: int = 2
-    heads: int = 4
-    key_dim: int = 6
-    value_dim: int = 3
-
-    def __post_init__(self) -> None:
-        self.state_shape = (self.heads, self.key_dim, self.value_dim)
+    def __init__(
+        self, key_heads: int = 2, heads: int = 4, key_dim: int = 6, value_dim: int = 3
+    ) -> None:
+        self.key_heads, self.heads = key_heads, heads
+        self.key_dim, self.value_dim = key_dim, value_dim
+        self.state_shape = (heads, key_dim, value_dim)
 
     def tokens(self, count: int) -> list[torch.Tensor]:
         return [

@@ -85,7 +85,8 @@ class Bench:
         self.told: list[str] = []
         config = ServerConfig(max_request_crashes=max_request_crashes)
         self.client = AsyncEngineClient(config)
-        self.client._dispatch = FakeDispatch(self.client.ledger, config, self.supervisor)
+        self.dispatch: Dispatch = FakeDispatch(self.client.ledger, config, self.supervisor)
+        self.client._dispatch = self.dispatch
         self.client.observers.append(self)  # type: ignore[arg-type]
         self.dispatch._on_ready(INFO)
         self.told.clear()
@@ -93,10 +94,6 @@ class Bench:
     def __getattr__(self, name: str) -> Any:
         assert name.startswith("on_"), name
         return lambda *_: self.told.append(name)
-
-    @property
-    def dispatch(self) -> Dispatch:
-        return self.client._dispatch
 
     @property
     def engine(self) -> FakeEngine:

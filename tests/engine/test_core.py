@@ -17,7 +17,7 @@ from penstock.kvcache.manager import KVCacheManager
 from penstock.protocol.adapter import Job
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.limits import StepLimits
-from penstock.protocol.step import StepMasks, StepPlan, StepResult
+from penstock.protocol.step import StepPlan, StepResult
 from penstock.scheduler.scheduler import Scheduler
 
 MAX_MODEL_LEN = 40
@@ -56,17 +56,12 @@ class LateExecutor:
         self.depth = depth  # steps in flight
         self.runner = runner or LateRunner()
         self._steps = StepQueue(self.runner)  # type: ignore[arg-type]
+        self.sample, self.collect = self._steps.sample, self._steps.collect
 
     def launch(self, plan: StepPlan) -> None:
         self._steps.launch(plan)
         if not plan.masked:
             self._steps.sample(None)
-
-    def sample(self, masks: StepMasks | None) -> None:
-        self._steps.sample(masks)
-
-    def collect(self) -> StepResult:
-        return self._steps.collect()
 
     def call(self, method: str) -> None:
         assert method == "reset"

@@ -7,19 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sampler_oracle as oracle
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampler_oracle import (
-    NUM_SLOTS,
-    VOCAB,
-    Case,
-    FakeTables,
-    make_request,
-    make_rows,
-    make_sampler,
-    set_up,
-)
 
 from penstock.runner.sampler import Sampler, SamplingRows
 
@@ -30,36 +21,38 @@ pytestmark = pytest.mark.usefixtures("implementation")
 
 
 @st.composite
-def any_case(draw: st.DrawFn) -> Case:
+def any_case(draw: st.DrawFn) -> oracle.Case:
     """A request with any combination of features."""
     params: dict[str, Any] = {"temperature": draw(st.sampled_from([0.0, 0.3, 1.0, 2.0]))}
     choices: dict[str, st.SearchStrategy[Any]] = {
         "top_p": st.sampled_from([0.1, 0.8, 0.95]),
-        "top_k": st.integers(1, VOCAB),
+        "top_k": st.integers(1, oracle.VOCAB),
         "min_p": st.sampled_from([0.05, 0.5]),
         "repetition_penalty": st.sampled_from([0.7, 1.2]),
         "frequency_penalty": st.sampled_from([-0.5, 0.7]),
         "presence_penalty": st.sampled_from([-0.5, 0.7]),
-        "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-5, 5), max_size=6),
-        "allowed_token_ids": st.lists(st.integers(0, VOCAB - 1), min_size=8, max_size=40),
+        "logit_bias": st.dictionaries(
+            st.integers(0, oracle.VOCAB - 1), st.floats(-5, 5), max_size=6
+        ),
+        "allowed_token_ids": st.lists(st.integers(0, oracle.VOCAB - 1), min_size=8, max_size=40),
         "min_tokens": st.integers(0, 16),
         "logprobs": st.integers(-1, 8),
     }
     for name, values in choices.items():
         if draw(optional):
             params[name] = draw(values)
-    tokens = draw(st.lists(st.integers(0, VOCAB - 1), min_size=12, max_size=12))
+    tokens = draw(st.lists(st.integers(0, oracle.VOCAB - 1), min_size=12, max_size=12))
     num_prompt = draw(st.integers(1, 6))
     bad_words = []
     if draw(optional):
         bad_words = draw(
             st.lists(
-                st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
+                st.lists(st.integers(0, oracle.VOCAB - 1), min_size=1, max_size=3),
                 min_size=1,
                 max_size=4,
             )
         )
-    request = make_request(
+    request = oracle.make_request(
         tokens[:num_prompt],
         seed=draw(st.integers(0, 2**64 - 1)),
         eos=[2],
@@ -67,8 +60,8 @@ def any_case(draw: st.DrawFn) -> Case:
         **params,
     )
     random = np.random.default_rng(draw(st.integers(0, 10**6)))
-    logits = (random.standard_normal(VOCAB) * 4).astype(np.float32)
-    return Case(request, tokens, draw(st.integers(num_prompt, 12)), logits)
+    logits = (random.standard_normal(oracle.VOCAB) * 4).astype(np.float32)
+    return oracle.Case(request, tokens, draw(st.integers(num_prompt, 12)), logits)
 
 
 def outcome(sampler: Sampler, logits: torch.Tensor, rows: SamplingRows) -> list[Any]:
@@ -81,28 +74,28 @@ def outcome(sampler: Sampler, logits: torch.Tensor, rows: SamplingRows) -> list[
 
 @settings(max_examples=30)
 @given(
-    cases=st.lists(any_case(), min_size=1, max_size=NUM_SLOTS),
+    cases=st.lists(any_case(), min_size=1, max_size=oracle.NUM_SLOTS),
     order=st.randoms(use_true_random=False),
 )
 def test_a_row_gets_the_same_alone_among_others_shuffled_and_in_another_slot(
-    cases: list[Case], order: Any
+    cases: list[oracle.Case], order: Any
 ) -> None:
-    together = outcome(*set_up(cases))
-    assert together == [outcome(*set_up([case]))[0] for case in cases]
+    together = outcome(*oracle.set_up(cases))
+    assert together == [outcome(*oracle.set_up([case]))[0] for case in cases]
     places = list(range(len(cases)))
     order.shuffle(places)
-    slots = order.sample(range(NUM_SLOTS), len(cases))
-    shuffled = outcome(*set_up([cases[place] for place in places], slots))
+    slots = order.sample(range(oracle.NUM_SLOTS), len(cases))
+    shuffled = outcome(*oracle.set_up([cases[place] for place in places], slots))
     assert [shuffled[places.index(row)] for row in range(len(cases))] == together
 
 
 @settings(max_examples=20)
 @given(cases=st.lists(any_case(), min_size=1, max_size=4))
 def test_several_positions_of_a_request_at_once_equal_one_position_at_a_time(
-    cases: list[Case],
+    cases: list[oracle.Case],
 ) -> None:
     """As when drafted tokens are checked: the table already holds what lies ahead."""
-    sampler, _, _ = set_up(cases)
+    sampler, _, _ = oracle.set_up(cases)
     slots, positions = [], []
     for slot, case in enumerate(cases):
         for position in range(case.request.num_prompt_tokens, 13):
@@ -111,24 +104,24 @@ def test_several_positions_of_a_request_at_once_equal_one_position_at_a_time(
     logits = torch.from_numpy(
         np.stack([np.roll(cases[s].logits, p) for s, p in zip(slots, positions, strict=True)])
     )
-    together = outcome(sampler, logits, make_rows(slots, positions))
+    together = outcome(sampler, logits, oracle.make_rows(slots, positions))
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         case = cases[slot]
-        alone = Case(case.request, case.tokens[:position], position, logits[row].numpy())
-        assert outcome(*set_up([alone]))[0] == together[row]
+        alone = oracle.Case(case.request, case.tokens[:position], position, logits[row].numpy())
+        assert outcome(*oracle.set_up([alone]))[0] == together[row]
 
 
 @settings(max_examples=15)
 @given(
     cases=st.lists(any_case(), min_size=4, max_size=8),
-    moves=st.lists(st.tuples(st.integers(0, 7), st.integers(0, NUM_SLOTS - 1)), max_size=40),
+    moves=st.lists(st.tuples(st.integers(0, 7), st.integers(0, oracle.NUM_SLOTS - 1)), max_size=40),
 )
 def test_requests_that_come_and_go_leave_no_trace(
-    cases: list[Case], moves: list[tuple[int, int]]
+    cases: list[oracle.Case], moves: list[tuple[int, int]]
 ) -> None:
-    tables = FakeTables()
-    sampler = make_sampler(tables)
-    held: dict[int, Case] = {}
+    tables = oracle.FakeTables()
+    sampler = oracle.make_sampler(tables)
+    held: dict[int, oracle.Case] = {}
     for number, slot in moves:
         if slot in held:
             sampler.remove(slot)
@@ -140,8 +133,8 @@ def test_requests_that_come_and_go_leave_no_trace(
         sampler.add(slot, case.request)
         held[slot] = case
         logits = torch.from_numpy(np.stack([case.logits for case in held.values()]))
-        rows = make_rows(list(held), [case.position for case in held.values()])
-        expected = [outcome(*set_up([case]))[0] for case in held.values()]
+        rows = oracle.make_rows(list(held), [case.position for case in held.values()])
+        expected = [outcome(*oracle.set_up([case]))[0] for case in held.values()]
         assert outcome(sampler, logits, rows) == expected
 
 
@@ -157,8 +150,8 @@ def two_torch_threads() -> Iterator[None]:
 def test_a_large_vocabulary_gives_a_row_the_same_alone_and_among_others() -> None:
     """Rows long enough for vectorized and threaded code, where results could depend on place."""
     vocab, num_rows = 50_003, 12
-    tables = FakeTables()
-    sampler = make_sampler(tables, vocab)
+    tables = oracle.FakeTables()
+    sampler = oracle.make_sampler(tables, vocab)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn((num_rows, vocab), generator=generator) * 2.5
     variants: list[dict[str, Any]] = [
@@ -170,9 +163,11 @@ def test_a_large_vocabulary_gives_a_row_the_same_alone_and_among_others() -> Non
         {"temperature": 0.0, "logprobs": 2},
     ]
     for slot in range(num_rows):
-        sampler.add(slot, make_request([1], seed=slot, **variants[slot % len(variants)]))
+        sampler.add(slot, oracle.make_request([1], seed=slot, **variants[slot % len(variants)]))
     for position in (3, 4):
-        together = outcome(sampler, logits, make_rows(list(range(num_rows)), [position] * num_rows))
+        together = outcome(
+            sampler, logits, oracle.make_rows(list(range(num_rows)), [position] * num_rows)
+        )
         for slot in range(num_rows):
-            alone = outcome(sampler, logits[slot : slot + 1], make_rows([slot], [position]))
+            alone = outcome(sampler, logits[slot : slot + 1], oracle.make_rows([slot], [position]))
             assert alone[0] == together[slot]

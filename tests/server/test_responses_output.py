@@ -21,15 +21,7 @@ from penstock.server.responses.output import Output
 from penstock.server.responses.protocol import ResponseRequest
 from penstock.server.responses.routes import ResponsesFrame
 from penstock.server.responses.tool_servers import ToolResult, ToolServer
-from penstock.text.parsing.deltas import (
-    ContentDelta,
-    Delta,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallBroken,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from penstock.text.parsing import deltas as parsed
 from penstock.text.parsing.formats import Tool
 
 OURS = ToolServer("shed", "http://shed/mcp", (Tool("ours"),))
@@ -42,18 +34,20 @@ segments = st.lists(
 )
 
 
-def deltas_of(written: Sequence[tuple[str, list[str]]]) -> list[Delta]:
-    deltas: list[Delta] = []
+def deltas_of(written: Sequence[tuple[str, list[str]]]) -> list[parsed.Delta]:
+    deltas: list[parsed.Delta] = []
     for index, (kind, texts) in enumerate(written):
         if kind == "say":
-            deltas += [ContentDelta(text) for text in texts]
+            deltas += [parsed.ContentDelta(text) for text in texts]
         elif kind == "think":
-            deltas += [ReasoningDelta(text) for text in texts]
+            deltas += [parsed.ReasoningDelta(text) for text in texts]
         else:
-            deltas.append(ToolCallStart(index, f"call_{index}", kind.split()[-1]))
-            deltas += [ToolCallArguments(index, text) for text in texts]
+            deltas.append(parsed.ToolCallStart(index, f"call_{index}", kind.split()[-1]))
+            deltas += [parsed.ToolCallArguments(index, text) for text in texts]
             is_broken = kind.startswith("broken")
-            deltas.append(ToolCallBroken(index, "?") if is_broken else ToolCallEnd(index))
+            deltas.append(
+                parsed.ToolCallBroken(index, "?") if is_broken else parsed.ToolCallEnd(index)
+            )
     return deltas
 
 
@@ -146,9 +140,9 @@ def test_what_is_cut_off_is_incomplete(
 ) -> None:
     output = Output({"ours": OURS}, LogprobFormat(None, 0, False))
     output.begin_round()
-    unfinished: list[Delta] = [
-        ToolCallStart(99, "call_99", "theirs"),
-        *[ToolCallArguments(99, text) for text in texts],
+    unfinished: list[parsed.Delta] = [
+        parsed.ToolCallStart(99, "call_99", "theirs"),
+        *[parsed.ToolCallArguments(99, text) for text in texts],
     ]
     events = list(output.take([*deltas_of(written), *unfinished], None))
     events += output.end_round(is_cut_off=True)
@@ -191,7 +185,7 @@ def test_the_token_that_ends_a_message_has_its_logprob_however_it_comes(comes_al
     output.begin_round()
     steps = [[said], [end]] if comes_alone else [[said, end]]
     for number, logprobs in enumerate(steps):
-        list(output.take([] if number else [ContentDelta("A")], logprobs))
+        list(output.take([] if number else [parsed.ContentDelta("A")], logprobs))
     *_, done = output.end_round(is_cut_off=False)
     (part,) = done["item"]["content"]
     assert [entry["token"] for entry in part["logprobs"]] == ["A", "<end>"]

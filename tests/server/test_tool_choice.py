@@ -160,18 +160,11 @@ def test_a_named_tool_is_called_exactly_once(
 
 @every_api
 @streamed_or_not
-def test_a_required_call_may_be_the_only_one(
+def test_required_calls_may_be_one_or_several_unless_they_may_not(
     answering: ServerProcess, known: bool, ask: Ask, streamed: bool
 ) -> None:
-    found = ask(answering, ONE[known], "required", True, streamed)
-    assert found == (["get_weather"], ENDS[ask][False])  # type: ignore[index]
-
-
-@every_api
-@streamed_or_not
-def test_required_calls_may_be_several_unless_they_may_not(
-    answering: ServerProcess, known: bool, ask: Ask, streamed: bool
-) -> None:
+    alone = ask(answering, ONE[known], "required", True, streamed)
+    assert alone == (["get_weather"], ENDS[ask][False])  # type: ignore[index]
     several = ask(answering, MANY[known], "required", True, streamed)
     assert several == (["get_weather"] * 4, ENDS[ask][False])  # type: ignore[index]
     one = ask(answering, MANY[known], "required", False, streamed)

@@ -124,23 +124,14 @@ def test_single_rows_are_multiplied_by_every_type(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16] if ON_GPU else [torch.float32])
-@pytest.mark.parametrize(
-    ("n", "rows", "blocks", "warps", "turns"),
-    [(3, 20, 1, 1, 1), (1, 16, 3, 1, 2), (2, 17, 4, 2, 1)],
-)
+@pytest.mark.parametrize("shape", [(3, 20, 1, 1, 1), (1, 16, 3, 1, 2), (2, 17, 4, 2, 1)])
 @pytest.mark.parametrize(
     "type_name", [own for own in TYPES if can_multiply(LAYOUTS[own], torch.bfloat16)]
 )
 def test_single_rows_are_multiplied_on_the_tensor_cores(
-    type_name: str,
-    n: int,
-    rows: int,
-    blocks: int,
-    warps: int,
-    turns: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    type_name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> None:
+    n, rows, blocks, warps, turns = shape
     planes, floats = make(type_name, rows, columns_of(type_name, blocks), device)
     x, bias, out = matmul_case(n, planes, rows, rows > 16, dtype)
     plan = TensorPlan(warps, turns, None)
