@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,20 @@ from server_process import ServerProcess
 ADMIN = {"Authorization": "Bearer admin-key"}
 LORA = ("--enable-lora", "--max-loras", "3", "--max-cpu-loras", "3", "--load-format", "dummy")
 GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], **GREEDY}
+BATCH = {"messages": [CHAT["messages"], CHAT["messages"]], **GREEDY}
+# A body for each route, and where the answer has its text.
+APIS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "/v1/completions": ({"prompt": "Hello", **GREEDY}, lambda r: r["choices"][0]["text"]),
+    "/v1/chat/completions": (CHAT, lambda r: r["choices"][0]["message"]["content"]),
+    "/v1/chat/completions/batch": (BATCH, lambda r: r["choices"][1]["message"]["content"]),
+    "/invocations": (CHAT, lambda r: r["choices"][0]["message"]["content"]),
+    "/v1/messages": (CHAT, lambda r: r["content"][0]["text"]),
+    "/v1/responses": (
+        {"input": "Hello", "temperature": 0, "max_output_tokens": 6, "ignore_eos": True},
+        lambda r: r["output"][0]["content"][0]["text"],
+    ),
+}
 
 
 def say(server: ServerProcess, model: str, prompt: str = "Hello", **fields: Any) -> str:

@@ -8,17 +8,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from adapter_requests import ADMIN, GREEDY, LORA, error_of, load, names, say, unload
+from adapter_requests import ADMIN, APIS, CHAT, GREEDY, LORA, error_of, load, names, say, unload
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import SMALL, ServerProcess, environment
-from tiny_adapters import write_adapter, write_adapters
+from tiny_adapters import broken_adapters, write_adapter, write_adapters
 from waiting import eventually
 
 PATIENT = ("--engine-heartbeat-timeout-s", "600")  # with engines that are stopped
@@ -69,21 +69,6 @@ def test_base_and_adapters_say_different_things_each_its_own(server: ServerProce
         asked = ["tiny", "a", "b"] * 3
         together = list(threads.map(lambda model: say(server, model), asked))
     assert together == [said[model] for model in asked]
-
-
-CHAT = {"messages": [{"role": "user", "content": "Hello"}], **GREEDY}
-BATCH = {"messages": [CHAT["messages"], CHAT["messages"]], **GREEDY}
-APIS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
-    "/v1/completions": ({"prompt": "Hello", **GREEDY}, lambda r: r["choices"][0]["text"]),
-    "/v1/chat/completions": (CHAT, lambda r: r["choices"][0]["message"]["content"]),
-    "/v1/chat/completions/batch": (BATCH, lambda r: r["choices"][1]["message"]["content"]),
-    "/invocations": (CHAT, lambda r: r["choices"][0]["message"]["content"]),
-    "/v1/messages": (CHAT, lambda r: r["content"][0]["text"]),
-    "/v1/responses": (
-        {"input": "Hello", "temperature": 0, "max_output_tokens": 6, "ignore_eos": True},
-        lambda r: r["output"][0]["content"][0]["text"],
-    ),
-}
 
 
 @pytest.mark.parametrize("path", APIS)
@@ -224,26 +209,7 @@ def test_a_broken_adapter_is_refused_with_the_reason_and_harms_nobody(
     server: ServerProcess, folder: Path
 ) -> None:
     said = say(server, "a")
-    broken = {
-        "rank": (lambda path: write_adapter(path, 0, rank=17), "rank"),
-        "nan": (lambda path: write_adapter(path, 0, scale=float("nan")), "not finite"),
-        "pickle": (
-            lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
-            "ickle",
-        ),
-        "cut": (lambda path: os.truncate(path / "adapter_model.safetensors", 200), ""),
-        "config": (lambda path: (path / "adapter_config.json").write_text("[]"), "JSON object"),
-        "link": (
-            lambda path: (
-                (path / "adapter_model.safetensors").unlink(),
-                (path / "adapter_model.safetensors").symlink_to(
-                    folder.parent / "outside" / "adapter_model.safetensors"
-                ),
-            ),
-            "outside its folder",
-        ),
-    }
-    for name, (spoil, reason) in broken.items():
+    for name, (spoil, reason) in broken_adapters(folder.parent / "outside").items():
         path = folder / f"broken-{name}"
         shutil.copytree(folder / "a", path)
         try:

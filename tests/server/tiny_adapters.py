@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -43,3 +45,29 @@ def write_adapters(root: Path) -> Path:
     for seed, name in enumerate("abc"):
         write_adapter(root / name, seed)
     return root
+
+
+def broken_adapters(outside: Path) -> dict[str, tuple[Callable[[Path], object], str]]:
+    """Ways to break the adapter in a folder, and what a server says of it then.
+
+    `outside` is an adapter that may not be loaded.
+    """
+    return {
+        "rank": (lambda path: write_adapter(path, 0, rank=17), "rank"),
+        "nan": (lambda path: write_adapter(path, 0, scale=float("nan")), "not finite"),
+        "pickle": (
+            lambda path: (path / "adapter_model.safetensors").rename(path / "adapter_model.bin"),
+            "ickle",
+        ),
+        "cut": (lambda path: os.truncate(path / "adapter_model.safetensors", 200), ""),
+        "config": (lambda path: (path / "adapter_config.json").write_text("[]"), "JSON object"),
+        "link": (
+            lambda path: (
+                (path / "adapter_model.safetensors").unlink(),
+                (path / "adapter_model.safetensors").symlink_to(
+                    outside / "adapter_model.safetensors"
+                ),
+            ),
+            "outside its folder",
+        ),
+    }
