@@ -158,6 +158,17 @@ def test_an_embedder_scores_by_the_cosine(
     assert len(pairs["data"]) == 2
 
 
+def test_sagemakers_route_answers_as_the_pooling_endpoints(embedder: ServerProcess) -> None:
+    for path, part, body in [
+        ("/v1/embeddings", "data", {"input": TEXTS}),
+        ("/v1/score", "data", {"queries": TEXTS[0], "documents": TEXTS[1:]}),
+        ("/v1/rerank", "results", {"query": TEXTS[0], "documents": TEXTS[1:]}),
+    ]:
+        own, invoked = post(embedder, path, **body), post(embedder, "/invocations", **body)
+        assert own[part] == invoked[part]
+        assert own.keys() == invoked.keys()
+
+
 def test_an_embedder_puts_its_prompts_before_queries_and_documents(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path)
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}

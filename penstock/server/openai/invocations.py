@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -18,34 +18,61 @@ from penstock.server.openai.protocol import (
     CompletionRequest,
 )
 from penstock.server.openai.stream import ANSWERS
+from penstock.server.pooling.embeddings import create_embedding
+from penstock.server.pooling.protocol import (
+    EmbeddingList,
+    EmbeddingRequest,
+    RerankReply,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
+from penstock.server.pooling.scores import FIRST_NAMES, create_score, rerank
 
 router = APIRouter(tags=["Operations"], route_class=JsonRoute)
 
 # Not identifiers, so that errors leave them out of a field's path.
-CHAT, TEXT = "chat-completion", "text-completion"
+CHAT, TEXT, EMBEDDING = "chat-completion", "text-completion", "an-embedding"
+RERANKING, SCORE = "a-reranking", "a-score"
+KIND_OF_FIELD = {
+    "messages": CHAT,
+    "prompt": TEXT,
+    "input": EMBEDDING,
+    "query": RERANKING,
+    **dict.fromkeys(FIRST_NAMES, SCORE),
+}
+HANDLERS: dict[type, Callable[[Any, Request], Awaitable[Response]]] = {
+    ChatCompletionRequest: create_chat_completion,
+    CompletionRequest: create_completion,
+    EmbeddingRequest: create_embedding,
+    RerankRequest: rerank,
+    ScoreRequest: create_score,
+}
 
 
 def _kind(body: Any) -> str:
-    has_messages = "messages" in body if isinstance(body, Mapping) else hasattr(body, "messages")
-    return CHAT if has_messages else TEXT
+    fields = body if isinstance(body, Mapping) else ()
+    return next((kind for field, kind in KIND_OF_FIELD.items() if field in fields), TEXT)
 
 
 class Invocation(RootModel[Any]):
-    """The body of a chat completion if it has `messages`, else of a completion."""
+    """The body of the API whose field it has: `messages`, `prompt`, `input`, `query`, `text_1`."""
 
     root: Annotated[
-        Annotated[ChatCompletionRequest, Tag(CHAT)] | Annotated[CompletionRequest, Tag(TEXT)],
+        Annotated[ChatCompletionRequest, Tag(CHAT)]
+        | Annotated[CompletionRequest, Tag(TEXT)]
+        | Annotated[EmbeddingRequest, Tag(EMBEDDING)]
+        | Annotated[RerankRequest, Tag(RERANKING)]
+        | Annotated[ScoreRequest, Tag(SCORE)],
         Discriminator(_kind),
     ]
 
 
 @router.post(
     "/invocations",
-    response_model=ChatCompletion | Completion,
+    response_model=ChatCompletion | Completion | EmbeddingList | RerankReply | ScoreList,
     responses=ANSWERS,
 )
 async def invoke(body: Invocation, request: Request) -> Response:
-    """Create a chat completion for `messages`, or a completion for a `prompt`."""
-    if isinstance(body.root, ChatCompletionRequest):
-        return await create_chat_completion(body.root, request)
-    return await create_completion(body.root, request)
+    """Answer `messages` or a `prompt`, embed an `input`, rerank for a `query`, or score pairs."""
+    return await HANDLERS[type(body.root)](body.root, request)
