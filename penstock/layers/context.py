@@ -18,7 +18,7 @@ class ForwardContext:
     caches: Mapping[str, torch.Tensor]  # KV cache of each layer, by layer name
     attention: Mapping[str, AttentionMetadata]  # by layer name
     query_starts: torch.Tensor  # [num_requests + 1] int32
-    token_slots: torch.Tensor  # [num_tokens] int64: slot of each token's request
+    token_slots: torch.Tensor  # [num_tokens] int64: slot of each token's request; -1 for padding
     # States of recurrent layers, by layer name, part by part: [num_blocks, *shape].
     states: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     state_block_sizes: Mapping[str, int] = field(default_factory=dict)  # of the same layers

@@ -34,7 +34,7 @@ def _prepare_kernel(
             if TOKENS:
                 tl.store(token_ids_ptr + rows, tl.zeros([CHUNK], tl.int32), mask=mask)
                 tl.store(positions_ptr + rows, tl.zeros([CHUNK], tl.int64), mask=mask)
-                tl.store(token_slots_ptr + rows, tl.zeros([CHUNK], tl.int64), mask=mask)
+                tl.store(token_slots_ptr + rows, tl.full([CHUNK], -1, tl.int64), mask=mask)
         return
     slot = tl.load(slots_ptr + request).to(tl.int64)
     if slot < 0:
@@ -139,7 +139,7 @@ def prepare_rows(
     block_size: int,
     token_ids: torch.Tensor,  # out [num_rows] int32
     positions: torch.Tensor,  # out [num_rows] int64
-    token_slots: torch.Tensor,  # out [num_rows] int64
+    token_slots: torch.Tensor,  # out [num_rows] int64; -1 for padding
     slot_mapping: torch.Tensor,  # out [num_rows] int64
     seq_lens: torch.Tensor,  # out [num_requests] int32
     rows_table: torch.Tensor,  # out [num_requests, max_blocks] int32

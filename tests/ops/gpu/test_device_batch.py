@@ -126,6 +126,7 @@ def test_batches_and_tables_are_the_plain_ones(device: torch.device, padding: in
             assert ours.max_query_len == theirs.max_query_len
         for mapping in buffers.slot_mappings:  # padding: the null block
             assert not mapping[rows : rows + padding].any()
+        assert buffers.token_slots[rows : rows + padding].tolist() == [-1] * padding
         assert np.array_equal(batch.sampling_rows.host_slots, expected.sampling_rows.host_slots)
         slots = torch.from_numpy(layout.slots[:1])
         for each in (plain, tables):

@@ -33,7 +33,7 @@ def test_rows_come_from_the_tables_and_padding_is_null(device: torch.device) -> 
     )  # fmt: skip
     slots = [3, *[1] * 6]
     where = [9, *range(5, 11)]
-    assert token_slots.tolist() == slots + [0] * 5
+    assert token_slots.tolist() == slots + [-1] * 5
     assert positions.tolist() == where + [0] * 5
     assert token_ids.tolist() == tokens[slots, where].tolist() + [0] * 5
     expected = [
