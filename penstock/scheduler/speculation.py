@@ -17,7 +17,7 @@ from penstock.scheduler.running import RunningRequests
 from penstock.scheduler.stats import SpeculationStats
 from penstock.scheduler.step_costs import StepCosts
 
-DECAY = 0.95  # of a request's counts, per verified step
+DECAY = 0.98  # of a request's counts, per verified step
 AVERAGE_DECAY = 0.995  # of the counts of all requests, per verified proposal
 PRIOR_WEIGHT = 4.0  # drafts that the engine's average counts for in a request's rate
 FIRST_RATE = 0.7  # assumed share of drafts that hold, before any was verified
@@ -154,6 +154,14 @@ class Speculation:
             if speed > most:
                 best, most = count, speed
         self._num_drafts = best if self._is_uniform else self._plain_drafts
-        more_rows = num_running * (1 + max(best, 1))
-        per_row = costs.seconds_per_row(num_running, more_rows, self._num_drafts)
-        self._least_rate = per_row * most * num_running
+        self._least_rate = self._seconds_per_row(num_running, best) * most * num_running
+
+    def _seconds_per_row(self, num_running: int, num_drafts: int) -> float:
+        """What a draft adds to the time of a step to which requests bring `num_drafts`."""
+        costs, count = self._costs, max(num_drafts, 1)
+        rows = num_running * (1 + count)
+        if not self._is_uniform:
+            return costs.seconds_per_row(num_running, rows, self._plain_drafts)
+        # A step with one draft less also saves a pass of the drafter: half of it, say.
+        longer = costs.seconds(rows, count) - costs.seconds(rows - num_running, count - 1)
+        return max(longer, 0.0) / num_running / 2
