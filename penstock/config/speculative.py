@@ -12,13 +12,14 @@ from penstock.config.options import coerce, option, options_of, require
 from penstock.config.quantization import check_option
 from penstock.protocol.errors import ConfigError
 
-Method = Literal["ngram", "suffix", "draft_model", "eagle3", "custom"]
+Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "custom"]
 
 NUM_TOKENS: Mapping[Method, int] = {  # unless the user says
     "ngram": 5,
     "suffix": 8,
     "draft_model": 3,
     "eagle3": 3,
+    "mtp": 1,
     "custom": 3,
 }
 MOST_TOKENS = 64  # drafts of a request in one step
@@ -47,7 +48,8 @@ class SpeculativeSettings:
         "Drafter to use; required. ngram: repeats what followed the last tokens earlier in the "
         "request; suffix: what most often followed them, in the request and in past outputs; "
         "draft_model: a smaller model with the same vocabulary; eagle3: an EAGLE-3 head that was "
-        "trained for the model; custom: a class of your own.",
+        "trained for the model; mtp: the multi-token-prediction (MTP) layer of the model's own "
+        "checkpoint; custom: a class of your own.",
     )
     num_speculative_tokens: int | None = option(
         None,

@@ -7,7 +7,7 @@ the speculators library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from penstock.layers.linear import Linear, Part
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import GatedMLP, RotaryAttention
-from penstock.models.base import Model, WeightTable
+from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import DecoderConfig, read_int
 from penstock.ops.blocks import BlockTensor, Weight
 from penstock.protocol.errors import ModelError
@@ -106,9 +106,9 @@ class Eagle3(Model):
         if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
             raise ModelError(f"d2t names tokens outside the vocabulary of {self.vocab_size}")
 
-    def combine(self, aux: Sequence[torch.Tensor]) -> torch.Tensor:
+    def combine(self, hidden: Hidden) -> torch.Tensor:
         """The target's hidden states of some layers, [n, target_size] each -> [n, hidden_size]."""
-        combined: torch.Tensor = self.fc(torch.cat([*aux], dim=-1).to(self.dtype))
+        combined: torch.Tensor = self.fc(torch.cat(hidden.aux, dim=-1).to(self.dtype))
         return combined
 
     def draft(

@@ -27,6 +27,10 @@ def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = 
         )
         past = PastOutputs(settings.suffix_decoding_max_cached_requests)
         return SuffixDrafter(settings.num_tokens, rules, past)
+    if settings.method == "mtp":
+        from penstock.runner.drafters.mtp import MtpDrafter
+
+        return MtpDrafter(settings.num_tokens)
     assert settings.model is not None, "checked by the settings"
     if settings.method == "draft_model":
         from penstock.runner.drafters.draft_model import DraftModelDrafter

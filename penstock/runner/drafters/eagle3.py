@@ -21,6 +21,7 @@ from penstock.loading.source import ModelSource, resolve_source
 from penstock.models.assembly import load_model
 from penstock.models.base import Hidden, Model
 from penstock.models.eagle3 import Eagle3, aux_layers, flatten_config
+from penstock.models.mtp import MtpHead
 from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.limits import StepLimits
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 class Eagle3Drafter(ModelDrafter):
+    _head: Eagle3 | MtpHead
+
     def __init__(self, name: str, num_drafts: int) -> None:
         super().__init__(num_drafts)
         self._name = name
@@ -113,7 +116,7 @@ class Eagle3Drafter(ModelDrafter):
 
     def observe(self, inputs: ForwardInputs, hidden: Hidden) -> None:
         context = inputs.context
-        combined = self._head.combine(hidden.aux)
+        combined = self._head.combine(hidden)
         slots = context.token_slots
         # Rows of a request are consecutive.
         same = slots[1:] == slots[:-1]

@@ -1,0 +1,65 @@
+"""Method mtp: the multi-token-prediction (MTP) layer of the model's own checkpoint drafts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.distributed.mesh import Mesh
+from penstock.layers.build import Build
+from penstock.loading.source import ModelSource
+from penstock.models.assembly import load_model
+from penstock.models.base import Model
+from penstock.models.config import read_int
+from penstock.models.deepseek_v3 import DeepseekV3ForCausalLM
+from penstock.models.glm4_moe import Glm4MoeForCausalLM
+from penstock.models.mtp import MtpHead
+from penstock.platforms.platform import Platform
+from penstock.protocol.errors import ConfigError, ModelError
+from penstock.protocol.limits import StepLimits
+from penstock.runner.drafters.eagle3 import Eagle3Drafter
+
+
+class MtpDrafter(Eagle3Drafter):
+    """Sees what an EAGLE-3 head sees, of the last layer. Several drafts come from one layer."""
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__("the model's MTP layer", num_drafts)
+
+    def load(
+        self,
+        target: Model,
+        config: EngineConfig,
+        source: ModelSource,
+        platform: Platform,
+        mesh: Mesh,
+        limits: StepLimits,
+    ) -> None:
+        if not isinstance(target, DeepseekV3ForCausalLM | Glm4MoeForCausalLM):
+            raise ConfigError(
+                f"method mtp is not supported for {type(target).__name__}, only for DeepSeek V3 "
+                "and GLM-4.5: use draft_model, ngram or suffix"
+            )
+        if not read_int(source.config, "num_nextn_predict_layers", 0, low=0):
+            raise ConfigError(
+                f"{source.name} has no MTP layer (num_nextn_predict_layers in config.json): use "
+                "draft_model, ngram or suffix"
+            )
+
+        def create(build: Build, settings: Mapping[str, Any]) -> Model:
+            return MtpHead(build, target)
+
+        own = dataclasses.replace(source, adapter=None)
+        try:
+            head, dtypes, _ = load_model(config, own, platform, mesh, limits.max_model_len, create)
+        except ModelError as error:  # some checkpoints come without the layer that they declare
+            raise ConfigError(
+                f"the MTP layer of {source.name} cannot be loaded ({error}): use draft_model, "
+                "ngram or suffix"
+            ) from error
+        assert isinstance(head, MtpHead)
+        self._target, self._head = target, head
+        max_rows = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        self.use(head, dtypes.kv, max_rows, limits.max_model_len)

@@ -1,0 +1,148 @@
+"""MTP layers draft what a plain computation of them says, and never change the output."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_engine import open_llm
+from tiny_models import make_checkpoint
+from torch.nn import functional
+
+from penstock import LLM, SamplingParams
+from penstock.protocol.errors import ConfigError
+from penstock.runner.drafter import Drafts, DraftStep
+from penstock.runner.drafters.mtp import MtpDrafter
+
+NUM_LAYERS = 3
+MTP = f"model.layers.{NUM_LAYERS}"
+
+
+def make_target(folder: Path, variant: str) -> Path:
+    """A model whose last layer becomes its MTP layer. Layers before it are the model's."""
+    make_checkpoint(folder, variant, num_hidden_layers=NUM_LAYERS + 1, tie_word_embeddings=False)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    size = tensors["model.norm.weight"].shape[0]
+    generator = torch.Generator().manual_seed(5)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{MTP}.{name}.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
+    projection = torch.randn(size, 2 * size, generator=generator) * (2 * size) ** -0.5
+    tensors[f"{MTP}.eh_proj.weight"] = projection
+    tensors[f"{MTP}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{MTP}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Plain:
+    """transformers' model of one layer more, whose layers run one by one over the whole text."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(folder)
+        config.num_hidden_layers = NUM_LAYERS + 1
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32
+        ).eval()
+        self.tensors = load_file(folder / "model.safetensors")
+        self.eps = config.rms_norm_eps
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.eps)
+
+    def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        inner = self.model.model
+        positions = torch.arange(len(x))[None]
+        angles = inner.rotary_emb(x[None], positions)
+        out = inner.layers[index](x[None], position_ids=positions, position_embeddings=angles)
+        return (out[0] if isinstance(out, tuple) else out).view_as(x)
+
+    @torch.inference_mode()
+    def drafts(self, token_ids: list[int], count: int) -> list[int]:
+        embed = self.model.get_input_embeddings()
+        x = rows = embed(torch.tensor(token_ids))
+        for index in range(NUM_LAYERS):
+            x = self.layer(index, x)
+        states = self.norm(x, "model.norm")
+        before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
+        drafts: list[int] = []
+        for _ in range(count):
+            pair = [self.norm(rows, f"{MTP}.enorm"), self.norm(before, f"{MTP}.hnorm")]
+            x = torch.cat(pair, dim=-1) @ self.tensors[f"{MTP}.eh_proj.weight"].T
+            last = self.layer(NUM_LAYERS, x)[-1:]
+            logits = self.norm(last, f"{MTP}.shared_head.norm") @ self.tensors["lm_head.weight"].T
+            drafts.append(int(logits.argmax()))
+            rows = torch.cat([rows, embed(torch.tensor(drafts[-1:]))])
+            before = torch.cat([before, last])
+        return drafts
+
+
+class Watched(MtpDrafter):
+    def __init__(self, num_drafts: int = 3) -> None:
+        super().__init__(num_drafts)
+        self.proposals: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, step: DraftStep) -> Drafts:
+        drafts = super().propose(step)
+        for slot, own in zip(step.slots, drafts.token_ids.tolist(), strict=True):
+            known = step.tables.token_ids[slot, : int(step.tables.num_tokens[slot])]
+            self.proposals.append((known.tolist(), own))
+        return drafts
+
+
+def run(llm: LLM, **options: Any) -> list[list[int]]:
+    rng = random.Random(7)
+    prompts = [
+        {"prompt_token_ids": [rng.randrange(256) for _ in range(length)]} for length in (1, 9, 40)
+    ]
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **options})
+    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v3"])
+def test_drafts_are_those_of_a_plain_computation(variant: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path, variant)
+    drawn = {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.1}
+    with open_llm(target) as llm:
+        expected = [run(llm), run(llm, **drawn)]
+    plain, drafter = Plain(target), Watched()
+    chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 3, "enable_prefix_caching": False}
+    with open_llm(target, drafter=drafter, **chunks) as llm:
+        assert run(llm) == expected[0]
+    assert len(drafter.proposals) > 20
+    right = [plain.drafts(known, 3) == drafts for known, drafts in drafter.proposals]
+    assert sum(right) > 0.9 * len(right), "near ties may fall the other way"
+    settings = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    with open_llm(target, speculative_config=settings) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            assert [run(llm), run(llm, **drawn)] == expected
+        assert llm.engine.speculation_stats().num_draft_tokens > 50
+
+
+def test_models_without_mtp_layers_are_refused(tiny_llama: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mtp is not supported for LlamaForCausalLM"):
+        open_llm(tiny_llama, speculative_config={"method": "mtp"})
+    for declared, text in ((0, "has no MTP layer"), (1, r"cannot be loaded .*lacks .*eh_proj")):
+        folder = tmp_path / str(declared)
+        target = make_checkpoint(folder, "glm4_moe", num_nextn_predict_layers=declared)
+        with pytest.raises(ConfigError, match=text):
+            open_llm(target, speculative_config={"method": "mtp"})
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_the_mtp_layer_is_quantized_like_the_others(quantization: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path, "glm4_moe")
+    settings = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+    with open_llm(target, quantization=quantization, speculative_config=settings) as llm:
+        assert [len(tokens) for tokens in run(llm)] == [12] * 3
+        assert llm.engine.speculation_stats().num_draft_tokens > 20
