@@ -38,7 +38,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def logprobs(path: Path | str, prompts: list[list[int]], **options: Any) -> torch.Tensor:
-    return prompt_logprobs(Path(path), prompts, **{**OPTIONS, **options})
+    return prompt_logprobs(Path(path), **{**OPTIONS, "prompts": prompts, **options})
 
 
 def test_logits_are_those_of_the_floats(path: Path) -> None:

@@ -19,7 +19,7 @@ from penstock import LLM, PoolingParams
 from penstock.runner.device_batch import Bucket
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-POOLING: dict[str, Any] = {**SETTINGS, "max_model_len": 128, "cpu_backend": "torch"}
+POOLING: dict[str, Any] = {**SETTINGS, "max_model_len": 120, "cpu_backend": "torch"}
 DECODER: dict[str, Any] = {**POOLING, "runner": "pooling", "block_size": 16}
 # Steps of every size: one text, a few, and more than the largest graph holds.
 BATCHES = [
