@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,10 +17,14 @@ if TYPE_CHECKING:
     from penstock.layers.build import Build
 
 
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
 class LinearAdapter(Protocol):
     """Adds to a layer's output. It reads what it needs of the step from the forward context."""
 
-    def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        """The layer's output, where `product(x)` is the output without the adapter."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +69,11 @@ class Linear(MatrixLayer):
         self.bias = build.empty(self.out_features) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = self.method.apply(self, x, self.own_bias)
-        if self.adapter is not None:
-            output = self.adapter(x, output)
+        output = self._product(x) if self.adapter is None else self.adapter(x, self._product)
         return self.build.tp.all_reduce(output) if self.split_input else output
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        return self.method.apply(self, x, self.own_bias)
 
     @property
     def own_bias(self) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.layers.context import current_adapters
-from penstock.layers.linear import Linear
+from penstock.layers.linear import Linear, Product
 from penstock.layers.matrix import MatrixLayer
 from penstock.ops.lora import PartUpdate
 
@@ -124,11 +124,11 @@ class LinearSlots:
     def needs_rows(self) -> bool:
         return False
 
-    def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
         step = current_adapters()
         if step is None:
-            return output
-        return self.slots.add(x, output, step)
+            return product(x)
+        return self.slots.run(x, product, step)
 
     def prepare(self, weights: AdapterWeights) -> list[OwnPart | None] | None:
         deltas = [weights.linear.get((self.name, part)) for part in self.layer.part_rows]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.layers.context import current_adapters
-from penstock.layers.linear import Linear
+from penstock.layers.linear import Linear, Product
 from penstock.layers.lora import AdapterWeights, add_delta
 
 
@@ -32,8 +32,8 @@ class LabelSlots:
         self.layer = layer
         self._by_slot: dict[int, Linear] = {}
 
-    def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        step = current_adapters()
+    def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        output, step = product(x), current_adapters()
         if step is None:
             return output
         for slot, layer in self._by_slot.items():

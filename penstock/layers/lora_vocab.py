@@ -186,7 +186,7 @@ class HeadSlots(_VocabSlots):
             return logits
         for rows, layer in self.replaced_rows(step):
             logits[rows] = layer.method.apply(layer, hidden[rows], None).to(logits.dtype)
-        return self.linear(hidden, logits)
+        return self.linear.slots.add(hidden, logits, step)
 
     def prepare(self, weights: AdapterWeights) -> _OwnHead | None:
         delta = weights.embedding.get(self.name)

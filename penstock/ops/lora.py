@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -85,6 +85,12 @@ class LoraSlots:
     def place(self, slot: int, update: Update) -> None:
         """Put an adapter's share of this layer into a slot. An empty update changes nothing."""
         self.updates[slot] = update
+
+    def run(
+        self, x: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor], step: AdapterStep
+    ) -> torch.Tensor:
+        """`product(x)`, changed as `add` does."""
+        return self.add(x, product(x), step)
 
     def add(self, x: torch.Tensor, output: torch.Tensor, step: AdapterStep) -> torch.Tensor:
         """Change the rows of output [n, out] that have an adapter, in place. x is [n, in]."""

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from penstock.executor.in_process import InProcessExecutor
-from penstock.layers.linear import Linear
+from penstock.layers.linear import Linear, Product
 from penstock.llm import LLM
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import SamplingParams
@@ -76,9 +76,9 @@ class InputObserver:
     def __init__(self, layer: Linear) -> None:
         self.moments = torch.zeros(layer.in_features, device=layer.build.device)
 
-    def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
         self.moments += x.float().square().sum(0)
-        return output
+        return product(x)
 
 
 def observe(llm: LLM, windows: Sequence[list[int]]) -> dict[str, torch.Tensor]:

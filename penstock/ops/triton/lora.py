@@ -3,13 +3,13 @@
 The first multiplies a layer's inputs with the slots' A (shrink). The second multiplies the result
 with their B and adds it to the output in place (expand). Both cover all parts of a fused layer, and
 load their weights before they wait for earlier kernels (`overlap`). The host knows nothing of the
-grouping, so graphs can be captured.
+grouping, so graphs can be captured. A step of one row needs no tensor cores.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +18,12 @@ import triton.language as tl
 
 from penstock.ops.lora import AdapterStep, Update
 from penstock.ops.triton.overlap import let_next_start, overlap, wait_for_others
-from penstock.ops.triton.tuning import lora_columns, lora_rows, lora_splits
+from penstock.ops.triton.tuning import lora_expand_tile, lora_rows, lora_shrink_plan
 
 GROUPED_AT_ONCE = 8192  # rows times slots
 MIN_DOT = 16  # rows and columns of the tensor cores' smallest product
 MAX_RANKS = 64  # of an adapter, in one product
 MIN_COLUMNS = 32  # of an expand kernel's tile that needs no mask
-SHRINK_BYTES, MAX_DEPTH = 1 << 14, 128  # of a loop step's two tiles; of its inputs
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_slots", "num_tiles"])
@@ -53,9 +52,11 @@ def _group_kernel(
         tl.store(target + num_tiles, starts + index * TILE_ROWS, mask=mask)
         rows = tl.minimum(counts - index * TILE_ROWS, TILE_ROWS)
         tl.store(target + 2 * num_tiles, rows, mask=mask)
-    for first in range(tl.sum(tiles, axis=0), num_tiles, SLOTS):
+    for first in range(tl.sum(tiles, axis=0), num_tiles, SLOTS):  # unused
         mask = first + slot < num_tiles
-        tl.store(tile_ptr + 2 * num_tiles + first + slot, tl.zeros([SLOTS], tl.int32), mask=mask)
+        for field in tl.static_range(3):
+            target = tile_ptr + field * num_tiles + first + slot
+            tl.store(target, tl.zeros([SLOTS], tl.int32), mask=mask)
     for first in range(0, num_rows, CHUNK):
         row = first + chunk
         own = tl.load(slot_ptr + row, mask=row < num_rows, other=-1)
@@ -72,7 +73,7 @@ class DeviceAdapterStep(AdapterStep):
     """Rows and tiles are known once `group` has run. A tile has rows of one slot."""
 
     tile_rows: int  # at most
-    tiles: torch.Tensor  # [3, num_tiles] int32: slot, first of `rows`, number of rows (0: unused)
+    tiles: torch.Tensor  # [3, num_tiles] int32: slot, first of `rows`, number of rows; 0 if unused
 
     @classmethod
     def empty(cls, slots: torch.Tensor, num_slots: int) -> DeviceAdapterStep:
@@ -118,9 +119,8 @@ def _tile(tile_ptr, row_ptr, tile, num_tiles, ROWS: tl.constexpr):
     The grouping is many kernels old, and is read past the L1 cache: nothing waits for it.
     """
     count = tl.load(tile_ptr + 2 * num_tiles + tile, cache_modifier=".cg")
-    is_used = count > 0
-    slot = tl.load(tile_ptr + tile, mask=is_used, other=0, cache_modifier=".cg").to(tl.int64)
-    first = tl.load(tile_ptr + num_tiles + tile, mask=is_used, other=0, cache_modifier=".cg")
+    slot = tl.load(tile_ptr + tile, cache_modifier=".cg").to(tl.int64)
+    first = tl.load(tile_ptr + num_tiles + tile, cache_modifier=".cg")
     row = tl.arange(0, ROWS)
     rows = tl.load(row_ptr + first + row, mask=row < count, other=0, cache_modifier=".cg")
     return slot, count, rows.to(tl.int64)
@@ -131,11 +131,11 @@ def _shrink_kernel(
     x_ptr, a_ptr, rank_ptr, out_ptr, row_ptr, tile_ptr,
     in_features, x_stride, num_tiles, depth_each,
     RANK: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
-    DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
+    DEPTH: tl.constexpr, LOOP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A tile's x times RANKS rows of one part's A, over `depth_each` inputs.
+    """A tile's x times RANKS rows of one part's A, over `depth_each` inputs (LOOP: above DEPTH).
 
-    out [splits, tiles, ROWS, parts, PADDED] float32
+    out [splits, tiles, ROWS, parts, PADDED] float32; rows that the tile does not have are left out
     """
     let_next_start(OVERLAP)
     tile = tl.program_id(0)
@@ -158,15 +158,32 @@ def _shrink_kernel(
     if own_rank <= 0:
         return
     x = tl.load(x_source + first, mask=is_row & is_depth, other=0.0)
-    acc = tl.dot(x, a.to(x.dtype).T, input_precision="ieee")
-    for at in range(first + DEPTH, last, DEPTH):
-        is_depth = (at + depth < last)[None, :]
-        a = tl.load(a_source + at, mask=is_rank & is_depth, other=0.0)
-        x = tl.load(x_source + at, mask=is_row & is_depth, other=0.0)
-        acc = tl.dot(x, a.to(x.dtype).T, acc, input_precision="ieee")
+    acc = _shrunk(x, a, tl.zeros([ROWS, RANKS], tl.float32), ROWS)
+    if LOOP:
+        for at in range(first + DEPTH, last, DEPTH):
+            is_depth = (at + depth < last)[None, :]
+            a = tl.load(a_source + at, mask=is_rank & is_depth, other=0.0)
+            x = tl.load(x_source + at, mask=is_row & is_depth, other=0.0)
+            acc = _shrunk(x, a, acc, ROWS)
     row = (split * num_tiles + tile) * ROWS + tl.arange(0, ROWS)
     target = out_ptr + row.to(tl.int64)[:, None] * (parts * PADDED) + part * PADDED + rank[None, :]
-    tl.store(target, acc)
+    tl.store(target, acc, mask=is_row)
+
+
+@triton.jit
+def _shrunk(x, a, acc, ROWS: tl.constexpr):
+    """acc [ROWS, RANKS] + x [ROWS, DEPTH] a [RANKS, DEPTH]^T."""
+    if ROWS == 1:
+        return acc + tl.sum(x.to(tl.float32) * a.to(x.dtype).to(tl.float32), axis=1)[None, :]
+    return tl.dot(x, a.to(x.dtype).T, acc, input_precision="ieee")
+
+
+@triton.jit
+def _expanded(v, b, out, ROWS: tl.constexpr):
+    """out [ROWS, COLUMNS] + v [ROWS, RANKS] b [RANKS, COLUMNS]."""
+    if ROWS == 1:
+        return out + tl.sum(tl.trans(v).to(tl.float32) * b.to(tl.float32), axis=0)[None, :]
+    return tl.dot(v, b, out, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_tokens"])
@@ -241,10 +258,10 @@ def _expand_kernel(
             is_rank = (at + rank < own_rank)[:, None]
             b_mask = is_rank if EVEN else is_rank & is_column
             b = tl.load(b_source + at * out_features, mask=b_mask, other=0.0)
-        v = tl.load(v_source + at)
+        v = tl.load(v_source + at, mask=is_row, other=0.0)
         for split in tl.static_range(1, SPLITS):
-            v += tl.load(v_source + at + split * split_stride)
-        out = tl.dot(v.to(type), b.to(type), out, input_precision="ieee")
+            v += tl.load(v_source + at + split * split_stride, mask=is_row, other=0.0)
+        out = _expanded(v.to(type), b.to(type), out, ROWS)
     if has_vectors:
         vector = vector_ptr + slot * 2 * out_features + column[None, :]
         out *= tl.load(vector, mask=is_column, other=0.0)
@@ -314,25 +331,37 @@ class DeviceLoraSlots:
     def _place_a(self, slot: int, part: int, a: torch.Tensor) -> None:
         self.a[slot, part, : len(a)].copy_(a, non_blocking=True)
 
+    def run(
+        self, x: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor], step: AdapterStep
+    ) -> torch.Tensor:
+        """See `LoraSlots`. The first kernel follows one that lets it load its weights early."""
+        assert isinstance(step, DeviceAdapterStep), "the rows are grouped on the device"
+        v = self._shrink(x, step)
+        return self._expand(v, product(x), step)
+
     def add(self, x: torch.Tensor, output: torch.Tensor, step: AdapterStep) -> torch.Tensor:
         """Change the rows of output [n, out] that have an adapter, in place. x is [n, in]."""
         assert isinstance(step, DeviceAdapterStep), "the rows are grouped on the device"
+        return self._expand(self._shrink(x, step), output, step)
+
+    def _shrink(self, x: torch.Tensor, step: DeviceAdapterStep) -> torch.Tensor:
         assert x.stride(1) == 1, "rows may lie apart, their numbers not"
         num_tiles, in_features = step.tiles.shape[1], x.shape[1]
         chunks = len(self.part_rows) * self._padded_rank // self._ranks
-        depth = SHRINK_BYTES // x.element_size() // (self._ranks + step.tile_rows)
-        depth = min(1 << depth.bit_length() - 1, MAX_DEPTH)
-        splits = lora_splits(num_tiles * chunks, triton.cdiv(in_features, depth))
+        plan = lora_shrink_plan(
+            num_tiles * chunks, in_features, step.tile_rows, self._ranks, x.element_size()
+        )
         # Every split gets whole loop steps.
-        depth_each = triton.cdiv(in_features, splits * depth) * depth
-        v = self._room(splits, step)
-        _shrink_kernel[(num_tiles, chunks, splits)](
+        depth_each = triton.cdiv(in_features, plan.splits * plan.depth) * plan.depth
+        v = self._room(plan.splits, step)
+        _shrink_kernel[(num_tiles, chunks, plan.splits)](
             x, self.a, self.ranks, v, step.rows, step.tiles,
             in_features, x.stride(0), num_tiles, depth_each,
             RANK=self.max_rank, PADDED=self._padded_rank, RANKS=self._ranks, ROWS=step.tile_rows,
-            DEPTH=depth, **overlap(x.device), num_warps=4, num_stages=3,
+            DEPTH=plan.depth, LOOP=depth_each > plan.depth, **overlap(x.device),
+            num_warps=plan.launch.num_warps, num_stages=plan.launch.num_stages,
         )  # fmt: skip
-        return self._expand(v, output, step)
+        return v
 
     def _room(self, splits: int, step: DeviceAdapterStep) -> torch.Tensor:
         """For the result of the shrink kernel."""
@@ -345,8 +374,8 @@ class DeviceLoraSlots:
     ) -> torch.Tensor:
         assert output.stride(1) == 1, "rows may lie apart, their numbers not"
         splits, num_tiles = v.shape[:2]
-        columns = lora_columns(num_tiles * self.out_features, self._ranks)
-        unit = math.gcd(*self.part_rows)
+        tile = lora_expand_tile(num_tiles * self.out_features, step.tile_rows, self._ranks)
+        columns, unit = tile.columns, math.gcd(*self.part_rows)
         if unit % MIN_COLUMNS == 0:
             columns = math.gcd(unit, columns)
         num_blocks = sum(triton.cdiv(rows, columns) for rows in self.part_rows)
@@ -356,7 +385,7 @@ class DeviceLoraSlots:
             PARTS=len(self.part_rows), SPLITS=splits, EVEN=unit % columns == 0,
             RANK=self.max_rank, PADDED=self._padded_rank, RANKS=self._ranks, ROWS=step.tile_rows,
             COLUMNS=columns,
-            **overlap(v.device), num_warps=4, num_stages=1,
+            **overlap(v.device), num_warps=tile.launch.num_warps, num_stages=1,
         )  # fmt: skip
         return output
 

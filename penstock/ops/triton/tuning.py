@@ -68,6 +68,19 @@ class ExpertsPlan(NamedTuple):
     down: ExpertsTile
 
 
+class LoraShrinkPlan(NamedTuple):
+    """x A^T of a tile of rows."""
+
+    depth: int  # inputs per loop step
+    splits: int  # programs that share a tile's inputs
+    launch: Launch
+
+
+class LoraExpandTile(NamedTuple):
+    columns: int  # outputs per program
+    launch: Launch
+
+
 PROCESSORS = 132  # SMs of an H200
 SHORT_QUERY, LONG_QUERY = 1024, 2048
 FEW_TOKENS = 2  # up to this many, nearly every weight read serves a single token
@@ -128,6 +141,15 @@ def prompt_tile(element_size: int, max_query_len: int) -> PrefillTile:
     if max_query_len < LONG_QUERY:
         return PrefillTile(64, 32 if max_query_len < SHORT_QUERY else 64, Launch(4, 3))
     return PrefillTile(128, 64, Launch(4, 2))
+
+
+def varlen_tile(element_size: int, head_dim: int, num_rows: int, num_heads: int) -> PrefillTile:
+    """For texts of encoders."""
+    if element_size == 4 or head_dim > 128:
+        return PrefillTile(64, 32, Launch(4, 2))
+    if num_rows // 128 * num_heads < 2 * PROCESSORS:
+        return PrefillTile(64, 64, Launch(4, 3))
+    return PrefillTile(128, 64, Launch(8, 3))
 
 
 def latent_decode_plan(num_heads: int, element_size: int, num_requests: int) -> LatentDecodePlan:
@@ -206,20 +228,35 @@ def experts_plan(num_pairs: int, num_experts: int, element_size: int) -> Experts
 
 def lora_rows(num_rows: int) -> int:
     """Rows of one adapter in a tile."""
+    if num_rows == 1:
+        return 1
     return 16 if num_rows <= 128 else 32 if num_rows <= 512 else 64
 
 
-def lora_splits(num_programs: int, num_steps: int) -> int:
-    """How many programs share a tile's inputs, which they read in `num_steps` loop steps."""
-    splits = 1
+def lora_shrink_plan(
+    num_programs: int, in_features: int, tile_rows: int, ranks: int, element_size: int
+) -> LoraShrinkPlan:
+    """`num_programs` is the number of tiles times parts."""
+    if tile_rows <= 16 and ranks <= 16 and element_size == 2:
+        # All inputs of a program at once: no load waits for another.
+        depth = 512 if tile_rows == 1 and in_features <= 8192 else 1024
+        if num_programs * -(-in_features // depth) <= 4 * PROCESSORS:
+            return LoraShrinkPlan(depth, -(-in_features // depth), Launch(4, 2))
+    depth = (1 << 14) // element_size // (ranks + tile_rows)
+    depth = min(1 << depth.bit_length() - 1, 128)
+    splits, num_steps = 1, -(-in_features // depth)
     while splits < 16 and 2 * splits <= num_steps and num_programs * splits < 2 * PROCESSORS:
         splits *= 2
-    return splits
+    return LoraShrinkPlan(depth, splits, Launch(4, 3))
 
 
-def lora_columns(num_outputs: int, ranks: int) -> int:
-    """Output columns per program, of a layer with this many outputs over all tiles of rows."""
+def lora_expand_tile(num_outputs: int, tile_rows: int, ranks: int) -> LoraExpandTile:
+    """For a layer with this many outputs over all tiles of rows."""
+    if tile_rows == 1:
+        return LoraExpandTile(128, Launch(2 if num_outputs <= 4096 else 1, 1))
+    if tile_rows == 16 and ranks == 16:
+        return LoraExpandTile(128 if num_outputs < 1 << 17 else 256, Launch(1, 1))
     columns = 64
-    while columns < (256 if ranks <= 32 else 128) and num_outputs // columns > 4 * PROCESSORS:
+    while columns < (256 if ranks <= 32 else 128) and num_outputs // columns > 2 * PROCESSORS:
         columns *= 2
-    return columns
+    return LoraExpandTile(columns, Launch(4, 1))

@@ -24,15 +24,18 @@ def compile_one(kernel: str, dtype: str, rank: int, rows: int) -> dict[str, int]
         "start_ptr": "*i32", "token_ptr": "*i32",
     }  # fmt: skip
     if kernel == "shrink":
+        plan = lora.lora_shrink_plan(12, 4096, rows, constants["RANKS"], 4 if "32" in dtype else 2)
+        own = {"DEPTH": plan.depth, "LOOP": plan.depth * plan.splits < 4096}
         code = compile_kernel(
-            lora._shrink_kernel, {**constants, "DEPTH": 128 if rows == 16 else 64}, pointers,
-            ("in_features", "x_stride", "depth_each"), num_warps=4, num_stages=3,
+            lora._shrink_kernel, {**constants, **own}, pointers,
+            ("in_features", "x_stride", "depth_each"), **plan.launch._asdict(),
         )  # fmt: skip
     elif kernel == "expand":
-        own = {"PARTS": 3, "SPLITS": 8, "EVEN": True, "COLUMNS": 256 if rank <= 32 else 128}
+        tile = lora.lora_expand_tile(10**6, rows, constants["RANKS"])
+        own = {"PARTS": 3, "SPLITS": 8, "EVEN": True, "COLUMNS": tile.columns}
         code = compile_kernel(
             lora._expand_kernel, {**constants, **own}, pointers,
-            ("out_features", "out_stride"), num_warps=4, num_stages=1,
+            ("out_features", "out_stride"), **tile.launch._asdict(),
         )  # fmt: skip
     elif kernel == "gather":
         del constants["OVERLAP"], constants["RANKS"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import NamedTuple
 
 import numpy as np
@@ -22,11 +23,20 @@ def group(slots: torch.Tensor, num_slots: int) -> lora.DeviceAdapterStep:
 
 class Layer(NamedTuple):
     ours: lora.DeviceLoraSlots
-    theirs: LoraSlots
+    theirs: LoraSlots  # on the host
 
     def place(self, slot: int, update: Update) -> None:
         self.ours.place(slot, update)
-        self.theirs.place(slot, update)
+        self.theirs.place(slot, on_host(update))
+
+
+def on_host(update: Update) -> Update:
+    return [
+        None
+        if part is None
+        else PartUpdate(*(None if own is None else own.cpu() for own in astuple(part)))
+        for part in update
+    ]
 
 
 def make_layer(
@@ -36,8 +46,8 @@ def make_layer(
     max_rank: int = 8,
     dtype: torch.dtype = torch.float32,
 ) -> Layer:
-    sizes = (num_slots, IN, parts, max_rank, dtype, device)
-    return Layer(lora.lora_slots(*sizes), LoraSlots(*sizes))
+    sizes = (num_slots, IN, parts, max_rank, dtype)
+    return Layer(lora.lora_slots(*sizes, device), LoraSlots(*sizes, torch.device("cpu")))
 
 
 def make_part(
@@ -161,9 +171,9 @@ def test_some_rows_of_a_step_are_grouped_anew(device: torch.device) -> None:
 
 def test_embedded_tokens_get_their_adapters_rows(device: torch.device) -> None:
     vocab, hidden = 50, 72
-    sizes = (vocab, [hidden], 8, torch.float32, device)
-    ours = lora.embedding_slots(3, *sizes)
-    theirs = EmbeddingSlots(3, *sizes)
+    sizes = (vocab, [hidden], 8, torch.float32)
+    ours = lora.embedding_slots(3, *sizes, device)
+    theirs = EmbeddingSlots(3, *sizes, torch.device("cpu"))
     for slot, rank in ((0, 8), (2, 3)):
         multiplier = torch.rand(hidden, device=device) if slot else None
         update = [
@@ -174,7 +184,7 @@ def test_embedded_tokens_get_their_adapters_rows(device: torch.device) -> None:
             )
         ]
         ours.place(slot, update)
-        theirs.place(slot, update)
+        theirs.place(slot, on_host(update))
     tokens = torch.randint(0, vocab, (40,), dtype=torch.int32, device=device)
     slots = [row % 4 - 1 for row in range(40)]
     output = torch.randn(40, hidden, device=device)
