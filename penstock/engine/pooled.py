@@ -233,7 +233,9 @@ def pooling_output(
     return PoolingRequestOutput(
         request_id=pieces[0].request_id,
         outputs=PoolingOutput(_vector(delta), _named(pieces[0], delta)),
-        prompt_token_ids=[token_id for piece in pieces for token_id in piece.prompt_token_ids],
+        prompt_token_ids=list(
+            itertools.chain.from_iterable(piece.prompt_token_ids for piece in pieces)
+        ),
         num_cached_tokens=delta.num_cached_tokens,
         error=delta.error,
     )

@@ -60,6 +60,7 @@ class RequestTables:
         # Upper bounds of num_computed, for sizes that the host must choose.
         self.computed_bound: IntArray = np.zeros(max_num_seqs, dtype=np.int64)
         self.second_segments: torch.Tensor | None = None  # by slot: see ForwardContext
+        self._segmented: set[int] = set()  # slots whose requests have a second text
         self.tenancies: IntArray = np.zeros(max_num_seqs, dtype=np.int64)  # requests a slot has had
         self.adapter_slots: IntArray = np.full(max_num_seqs, NO_SLOT, dtype=np.int64)
         self.num_with_adapters = 0  # requests
@@ -91,9 +92,11 @@ class RequestTables:
         self._num_blocks[:, slot] = 0
         self.adapter_slots[slot] = request.adapter_slot
         self.num_with_adapters += request.adapter_slot != NO_SLOT
-        if self.second_segments is not None:
-            second = request.second_segment
+        second = request.second_segment
+        # A write is a launch on a GPU, and most requests have no second text.
+        if self.second_segments is not None and (second is not None or slot in self._segmented):
             self.second_segments[slot] = NO_SEGMENT if second is None else second
+            (self._segmented.discard if second is None else self._segmented.add)(slot)
         return slot
 
     def release(self, request_id: str) -> int | None:

@@ -269,6 +269,13 @@ class Frontend:
             raise InputError(f"{name} needs a tokenizer: drop skip_tokenizer_init", name)
 
     def check_token_ids(self, token_ids: Sequence[int] | Mapping[int, Any], name: str) -> None:
+        # Prompts are long and nearly always right: no loop in Python for those.
+        if not token_ids or (
+            set(map(type, token_ids)) == {int}
+            and min(token_ids) >= 0
+            and max(token_ids) < self.vocab_size
+        ):
+            return
         for token_id in token_ids:
             is_int = isinstance(token_id, int) and not isinstance(token_id, bool)
             if not is_int or not 0 <= token_id < self.vocab_size:
