@@ -157,7 +157,8 @@ def varlen() -> None:
             texts.varlen_attention(*parts, starts, size**-0.5)
 
         print(f"varlen {n} x {length} heads={heads} x {size}; ours, then the best, then torch's:")
-        print_tiles(texts, "prompt_tile", texts.prompt_tile(2, length), ours, flops)
+        own = texts.varlen_tile(2, size, n * length, heads)
+        print_tiles(texts, "varlen_tile", own, ours, flops)
         dense = [part.unflatten(0, (n, length)).transpose(1, 2) for part in parts]
 
         def theirs(dense=dense) -> None:  # type: ignore[no-untyped-def]

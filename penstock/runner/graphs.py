@@ -19,7 +19,7 @@ MIXED_SIZES = (16, 32, 64, 128, 256, 512)
 # Steps of models without a KV cache, up to a size at which a matmul takes the device as long as the
 # host takes to launch it: rows times the weights of a matmul, on an H200.
 LARGER_SIZES = (*range(640, 1024, 128), *range(1024, 2048, 256), *range(2048, 8193, 512))
-MAX_PADDED_WORK = 9e9
+MAX_PADDED_WORK = 1.5e10
 NUM_REQUESTS = (8, 64)  # that such a step is padded to
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from penstock.ops.triton.lookup import find_request
-from penstock.ops.triton.tuning import prompt_tile
+from penstock.ops.triton.tuning import varlen_tile
 
 LOG2_E = 1.4426950408889634
 
@@ -107,8 +107,7 @@ def varlen_attention(
     query, key, value = (_with_dense_heads(x) for x in (query, key, value))
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     num_requests = len(query_starts) - 1
-    # The host does not know the longest request.
-    tile = prompt_tile(query.element_size(), num_tokens // max(num_requests, 1))
+    tile = varlen_tile(query.element_size(), head_dim, num_tokens, num_heads)
     num_tiles = num_tokens // tile.rows + num_requests
     _varlen_kernel[(num_heads, num_tiles)](
         query, key, value, query_starts, output,

@@ -336,8 +336,8 @@ def test_models_without_kv_groups_give_the_plain_paths_tokens(
 def test_only_models_without_a_cache_are_padded_to_large_sizes() -> None:
     assert mixed_sizes(8192, None) == [*MIXED_SIZES]
     assert mixed_sizes(300, None) == [16, 32, 64, 128, 256]
-    assert max(mixed_sizes(8192, 384 * 384 * 3)) == 8192  # MiniLM
-    assert max(mixed_sizes(8192, 768 * 768 * 3)) == 4608  # BERT-base
+    assert max(mixed_sizes(8192, 768 * 768 * 3)) == 8192  # BERT-base
+    assert max(mixed_sizes(8192, 1024 * 1024 * 3)) == 4608  # BERT-large
     assert max(mixed_sizes(8192, 4096 * 4096 * 3)) == 512  # the host is fast enough
     sizes = mixed_sizes(8192, 0.0)
     assert sizes == sorted(set(sizes))
