@@ -17,7 +17,7 @@ from penstock.executor.in_process import InProcessExecutor
 from penstock.layers.attention import Attention
 from penstock.layers.build import Build
 from penstock.layers.context import ForwardContext, current_context, forward_context
-from penstock.layers.linear import Linear, Part, column_linear
+from penstock.layers.linear import Linear, Part, Product, column_linear
 from penstock.layers.quantization import Shard
 from penstock.ops.registry import Ops
 from penstock.platforms.platform import detect_platform
@@ -48,8 +48,8 @@ class AddOne:
     def __init__(self) -> None:
         self.by_slot = torch.zeros(256)
 
-    def __call__(self, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        return output + self.by_slot[current_context().token_slots][:, None]
+    def __call__(self, x: torch.Tensor, product: Product) -> torch.Tensor:
+        return product(x) + self.by_slot[current_context().token_slots][:, None]
 
 
 def test_an_adapter_changes_the_requests_in_its_slots_and_no_others(llm: LLM) -> None:
