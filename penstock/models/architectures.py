@@ -38,7 +38,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "deepseek_v3",
         "DeepSeek V3, V3.1 and R1, Kimi K2, Moonlight",
         ("deepseek_v3", "deepseek_v3_halves"),
-        "Multi-token-prediction (MTP) layers are not loaded.",
+        "The multi-token-prediction (MTP) layer is loaded for speculative decoding.",
     ),
     **_own("Exaone4ForCausalLM", "exaone4", "EXAONE 4", ("exaone4", "exaone4_windowed")),
     **_own(
@@ -62,14 +62,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         "glm4_moe",
         "GLM-4.5, GLM-4.5-Air, GLM-4.6, GLM-4.7",
         ("glm4_moe", "glm4_moe_unnormed"),
-        "Multi-token-prediction (MTP) layers are not loaded.",
+        "The multi-token-prediction (MTP) layer is loaded for speculative decoding.",
     ),
     **_own(
         "Glm4MoeLiteForCausalLM",
         "glm4_moe_lite",
         "GLM-4.7-Flash",
         ("glm4_moe_lite",),
-        "Multi-token-prediction (MTP) layers are not loaded.",
+        "The multi-token-prediction (MTP) layer is loaded for speculative decoding.",
     ),
     **_own(
         "GptOssForCausalLM",

@@ -30,6 +30,6 @@ class Glm4MoeLiteForCausalLM(DeepseekV3ForCausalLM):
                 f"config.json: mlp_layer_types must name the kind of each of "
                 f"{self.config.num_layers} layers, got {kinds!r:.80}"
             )
-        if kinds[index] == "sparse":
+        if kinds[min(index, len(kinds) - 1)] == "sparse":  # an MTP layer is like the last
             return Experts(self.build, self.experts())
         return DecoderLM.mlp(self, index)

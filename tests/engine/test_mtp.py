@@ -20,12 +20,16 @@ from penstock.runner.drafter import Drafts, DraftStep
 from penstock.runner.drafters.mtp import MtpDrafter
 
 NUM_LAYERS = 3
+KINDS = ["sparse", "dense", "sparse", "sparse"]  # the last one is the MTP layer
 MTP = f"model.layers.{NUM_LAYERS}"
 
 
 def make_target(folder: Path, variant: str) -> Path:
     """A model whose last layer becomes its MTP layer. Layers before it are the model's."""
-    make_checkpoint(folder, variant, num_hidden_layers=NUM_LAYERS + 1, tie_word_embeddings=False)
+    changes = {"num_hidden_layers": NUM_LAYERS + 1, "tie_word_embeddings": False}
+    if variant == "glm4_moe_lite":
+        changes["mlp_layer_types"] = KINDS  # type: ignore[assignment]
+    make_checkpoint(folder, variant, **changes)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     size = tensors["model.norm.weight"].shape[0]
@@ -39,6 +43,8 @@ def make_target(folder: Path, variant: str) -> Path:
     save_file(tensors, path, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config |= {"num_hidden_layers": NUM_LAYERS, "num_nextn_predict_layers": 1}
+    if variant == "glm4_moe_lite":
+        config["mlp_layer_types"] = KINDS[:NUM_LAYERS]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -51,6 +57,8 @@ class Plain:
 
         config = AutoConfig.from_pretrained(folder)
         config.num_hidden_layers = NUM_LAYERS + 1
+        if hasattr(config, "mlp_layer_types"):
+            config.mlp_layer_types = KINDS
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32
         ).eval()
@@ -109,7 +117,7 @@ def run(llm: LLM, **options: Any) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v3", "glm4_moe_lite"])
 def test_drafts_are_those_of_a_plain_computation(variant: str, tmp_path: Path) -> None:
     target = make_target(tmp_path, variant)
     drawn = {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.1}
