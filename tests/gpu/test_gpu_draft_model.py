@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_eagle3 import Plain, make_head
+from eagle_heads import Plain, Watched, make_head
 from gpu_runs import PROMPTS, SETTINGS, as_inputs, run, sampling, tokens
 from test_gpu_engine import CHANGED
 from tiny_models import make_checkpoint
 
 from penstock.llm import LLM
 from penstock.protocol.sampling import SamplingParams
-from penstock.runner.drafter import Drafts, DraftStep
-from penstock.runner.drafters.eagle3 import Eagle3Drafter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -63,21 +61,6 @@ def test_a_target_with_other_attention_lends_its_block_table(
         settings = {"method": "draft_model", "model": str(draft), "adaptive": False}
         found = run(target, GREEDY, device="cuda", speculative_config=settings)
         assert tokens(found) == expected
-
-
-class Watched(Eagle3Drafter):
-    """Remembers what it proposed after which tokens."""
-
-    def __init__(self, name: str, num_drafts: int) -> None:
-        super().__init__(name, num_drafts)
-        self.proposals: list[tuple[list[int], list[int]]] = []
-
-    def propose(self, step: DraftStep) -> Drafts:
-        drafts = super().propose(step)
-        for slot, own in zip(step.host_slots.tolist(), drafts.token_ids.tolist(), strict=True):
-            known = step.tables.token_ids[slot, : int(step.tables.num_tokens[slot])]
-            self.proposals.append((known.tolist(), own))
-        return drafts
 
 
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 48}])

@@ -12,6 +12,7 @@ import pytest
 import tiny_encoders
 import torch
 from drafters import Oracle, Stubborn
+from eagle_heads import Plain, Watched, make_head
 from lora_slots import open_with_slots, random_adapter, runner_of, slots_of
 from tiny_models import make_checkpoint
 from without_kv import encode, forget
@@ -207,6 +208,25 @@ def test_drafts_beside_prompts_give_the_plain_paths_tokens(
         assert {bucket.decode for bucket in buckets} == {False, True}
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+
+
+def test_an_eagle_head_drafts_on_the_way_of_a_gpu_as_plainly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama", **{**SHAPE, "num_hidden_layers": 2})
+    head, tensors = make_head(tmp_path / "head", target, num_tokens=40)
+    monkeypatch.setitem(registry.BACKENDS, "cpu", registry.BACKENDS["cuda"])
+    drafter = Watched(head)
+    with LLM(str(target), drafter=drafter, **OPTIONS, block_size=4, dtype="float32") as llm:
+        take_device_path(llm, drafter)
+        runner = runner_of(llm)
+        assert isinstance(runner.head, GenerationHead)
+        drafter.start(runner.tables, runner.memory, runner.head.sampler)
+        generate(llm, [sampling(6, temperature=0.0)] * 2)
+    plain = Plain(target, tensors)
+    assert len(drafter.proposals) > 8
+    for known, drafts in drafter.proposals:
+        assert drafts == plain.drafts(known, 3), known
 
 
 def test_n_gram_drafts_of_the_device_give_the_plain_paths_tokens(
