@@ -123,6 +123,8 @@ def test_kills_while_drafts_are_in_flight_change_nothing(
 ) -> None:
     """The answers are those of a calm server without drafts."""
     config = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    if method == "ngram":
+        config["prompt_lookup_min"] = 1
     server = serve("--speculative-config", json.dumps(config), "--spare-engine").server
     calm = Streams(tiny_server).run(KINDS)
     streams = Streams(server)
@@ -131,13 +133,14 @@ def test_kills_while_drafts_are_in_flight_change_nothing(
     ):
         assert all(answer == undisturbed for answer in answers)
     assert counters(server)["requests_replayed"] > 2
+    assert Streams(server).run(KINDS) == calm
 
     def num_drafts() -> float:
         name = "penstock:spec_decode_num_draft_tokens_total"
         lines = server.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    eventually(lambda: num_drafts() > 20)
+    eventually(lambda: num_drafts() > 0)
 
 
 def test_a_stopped_process_is_a_dead_one(serve: Serve) -> None:
