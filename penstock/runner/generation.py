@@ -202,7 +202,7 @@ class GenerationHead:
         sampled = output.sampled
         if sampled is None or output.prompt_pieces:
             return False
-        if output.drafts is not None or output.num_drafts is not None:
+        if output.drafts is not None or (output.num_drafts is not None and output.num_drafts.any()):
             return False
         if sampled.errors or sampled.logprobs is not None:
             return False
@@ -212,11 +212,13 @@ class GenerationHead:
 
     def _plain_results(self, output: HeadOutput, layout: StepLayout) -> list[RequestResult]:
         tokens = iter(self._tokens(output, layout))
+        num_drafts = None if output.num_drafts is None else 0
         return [
             RequestResult(
                 request_id=item.request_id,
                 incarnation=item.incarnation,
                 token_ids=next(tokens) if item.samples else [],
+                num_drafts=num_drafts,
             )
             for item in layout.requests
         ]

@@ -79,6 +79,7 @@ class RequestState(_EveryStep):
         "num_prompt_tokens",
         "num_skipped_drafts",
         "pools",
+        "probe_after",
         "rank",
         "read_prefix_cache",
         "request",
@@ -108,6 +109,7 @@ class RequestState(_EveryStep):
         self.num_drafts = 0  # in the runner's tables when the steps in flight are done, at most
         self.drafts_held = self.drafts_tried = 0.0  # decayed counts, see Speculation
         self.num_skipped_drafts = 0  # steps in a row to which it brought none of its drafts
+        self.probe_after = 8  # as many, before it tries one again
         self.last_step_id = 0
         self.entered_at: float | None = None  # reset at the first token
         self.num_cached_tokens = 0
@@ -181,10 +183,12 @@ class RequestState(_EveryStep):
             return False
         if result.fault is not None or result.routed_experts is not None:
             return False
-        if result.num_drafts is not None:
-            return False  # it has fewer drafts than the plan assumed
         if token_ids[0] in self.stop_ids:
             return False
+        if result.num_drafts is not None:
+            if result.num_drafts or self.num_placeholders > 1:
+                return False
+            self.num_drafts = 0  # the drafter found nothing to propose
         self.num_confirmed_tokens = num_confirmed
         self.num_placeholders -= 1
         self.token_ids += token_ids

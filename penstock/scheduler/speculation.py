@@ -18,13 +18,14 @@ from penstock.scheduler.stats import SpeculationStats
 from penstock.scheduler.step_costs import StepCosts
 
 DECAY = 0.98  # of a request's counts, per verified step
+HOST_DECAY = 0.9  # where requests have drafts now and then: those hold in bursts
 AVERAGE_DECAY = 0.995  # of the counts of all requests, per verified proposal
 PRIOR_WEIGHT = 4.0  # drafts that the engine's average counts for in a request's rate
 FIRST_RATE = 0.7  # assumed share of drafts that hold, before any was verified
 MAX_SAMPLED = 32  # requests whose rates the choice of K looks at
 PLAN_EVERY = 8  # steps between two choices of K
 PROBE_EVERY = 64  # steps without drafts, after which a few are tried again
-SKIPS_PER_PROBE = 16  # steps in which a request left its drafts out, before it tries one again
+FIRST_PROBE, LAST_PROBE = 8, 256  # steps in which a request leaves its drafts out between trials
 
 
 class Speculation:
@@ -44,11 +45,13 @@ class Speculation:
         self._steps_left = PLAN_EVERY  # until K is chosen again
         self._last_end = 0.0  # when the last step was collected
         self._num_idle = 0  # steps with K = 0 since the last drafts
+        self._proposes_probe = self._verifies_probe = False  # drafts that are tried although K = 0
         self._accepted_by_position = [0] * limits.num_drafts
         self._num_proposals = self._num_verified = 0
         # Otherwise proposals cost next to nothing, and a request without one brings none.
         self._is_uniform = limits.num_lookahead > 0 or limits.max_in_flight > 1
         self._plain_drafts = 0 if self._is_uniform else limits.num_drafts
+        self._decay = DECAY if self._is_uniform else HOST_DECAY
         self._measures_plain = False  # no request brings drafts, to learn what such a step takes
 
     @property
@@ -69,17 +72,19 @@ class Speculation:
             self._steps_left = PLAN_EVERY
             self._choose(num_running, running)
         step.num_drafts = self._num_drafts
+        self._verifies_probe, self._proposes_probe = self._proposes_probe, False
         if self._num_drafts == 0:
             self._num_idle += 1
             if self._num_idle >= PROBE_EVERY:
                 self._num_idle = 0
+                self._proposes_probe = True
                 step.num_drafts = 1
 
     def num_to_verify(self, state: RequestState) -> int:
         """How many of its proposed drafts the request brings to the step."""
         if not state.num_drafts or self._measures_plain:
             return 0
-        if not self._limits.adapts_drafts:
+        if not self._limits.adapts_drafts or self._verifies_probe:
             return state.num_drafts
         rate, least = self._rate_of(state), self._least_rate
         count, chance = 0, rate
@@ -87,7 +92,7 @@ class Speculation:
             count, chance = count + 1, chance * rate
         if count == 0:
             state.num_skipped_drafts += 1
-            if state.num_skipped_drafts >= SKIPS_PER_PROBE:
+            if state.num_skipped_drafts > state.probe_after:
                 count = 1
         if count:
             state.num_skipped_drafts = 0
@@ -104,8 +109,9 @@ class Speculation:
             return
         num_held = len(result.token_ids) - 1
         num_tried = min(num_held + 1, num_drafts)  # those after a rejected draft say nothing
-        state.drafts_held = state.drafts_held * DECAY + num_held
-        state.drafts_tried = state.drafts_tried * DECAY + num_tried
+        state.probe_after = FIRST_PROBE if num_held else min(2 * state.probe_after + 1, LAST_PROBE)
+        state.drafts_held = state.drafts_held * self._decay + num_held
+        state.drafts_tried = state.drafts_tried * self._decay + num_tried
         self._held = self._held * AVERAGE_DECAY + num_held
         self._tried = self._tried * AVERAGE_DECAY + num_tried
         self._num_proposals += 1
