@@ -298,7 +298,8 @@ class Choice(Reply):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     routed_experts: str | None = None  # base64 of a .npy file [tokens, layers, top_k]
-    metrics: ChoiceMetrics | None = None  # in the last chunk, where the server shows them
+    # In the last chunk, where the server shows them.
+    metrics: Annotated[ChoiceMetrics | None, Field(exclude_if=lambda value: value is None)] = None
 
 
 class CompletionChoice(Choice):
