@@ -165,9 +165,10 @@ class Speculation:
     def _seconds_per_row(self, num_running: int, num_drafts: int) -> float:
         """What a draft adds to the time of a step to which requests bring `num_drafts`."""
         costs, count = self._costs, max(num_drafts, 1)
-        rows = num_running * (1 + count)
         if not self._is_uniform:
-            return costs.seconds_per_row(num_running, rows, self._plain_drafts)
+            most_rows = num_running * (1 + self._limits.num_drafts)
+            return costs.seconds_per_row(num_running, most_rows, self._plain_drafts)
+        rows = num_running * (1 + count)
         # A step with one draft less also saves a pass of the drafter: half of it, say.
         longer = costs.seconds(rows, count) - costs.seconds(rows - num_running, count - 1)
         return max(longer, 0.0) / num_running / 2

@@ -70,10 +70,18 @@ class StepCosts:
         estimate = self._estimates.get((_bucket(num_rows), num_drafts))
         return estimate is not None and self._counts(estimate)
 
-    def seconds_per_row(self, num_rows: int, more_rows: int, num_drafts: int) -> float:
-        """The time that each row adds to a step of `num_rows`, up to `more_rows`."""
-        longer = self.seconds(more_rows, num_drafts) - self.seconds(num_rows, num_drafts)
-        return max(longer, 0.0) / (more_rows - num_rows)
+    def seconds_per_row(self, num_rows: int, most_rows: int, num_drafts: int) -> float:
+        """The time that a row adds to a step of `num_rows`, up to `most_rows`. Unknown: 0.
+
+        It is an average over the measured steps, because the first row more may cost the most.
+        """
+        base, seconds, rows = self.seconds(num_rows, num_drafts), 0.0, 0
+        for (of_rows, of_drafts), known in self._estimates.items():
+            is_larger = _bucket(num_rows) < of_rows <= most_rows
+            if is_larger and of_drafts == num_drafts and self._counts(known):
+                seconds += known.num_trials * (known.seconds - base)
+                rows += known.num_trials * (of_rows - num_rows)
+        return max(seconds, 0.0) / rows if rows else 0.0
 
     def _counts(self, estimate: _Estimate) -> bool:
         return estimate.num_trials >= NUM_TRIALS and not self._is_stale(estimate)

@@ -192,4 +192,8 @@ def test_an_unknown_time_comes_from_the_nearest_known_steps():
     assert costs.seconds(1, 2) == 2.0
     assert not costs.knows(8, 0)
     assert costs.knows(64, 0)
+    costs.record(1, 2, 2.0)
+    costs.record(1, 2, 2.0)
+    costs.record(1, 2, 2.0)
     assert costs.seconds_per_row(1, 4, 2) == pytest.approx(1 / 3)
+    assert costs.seconds_per_row(1, 3, 2) == 0.0
