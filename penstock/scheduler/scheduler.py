@@ -198,7 +198,7 @@ class Scheduler:
         for state in self._running.in_order():
             if step.budget == 0:
                 break
-            if state.num_computed_tokens < state.ready_until and not step.num_drafts:
+            if state.num_computed_tokens < state.ready_until and step.is_plain:
                 step.repeat(state)
                 continue
             if state.status is not RequestStatus.RUNNING:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 from fake_device import make_request
+from harness import Engine
 
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import RequestResult, ScheduledRequest
@@ -197,3 +198,17 @@ def test_an_unknown_time_comes_from_the_nearest_known_steps():
     costs.record(1, 2, 2.0)
     assert costs.seconds_per_row(1, 4, 2) == pytest.approx(1 / 3)
     assert costs.seconds_per_row(1, 3, 2) == 0.0
+
+
+def test_drafts_that_are_tried_again_are_verified_by_requests_on_the_fast_path():
+    limits = {"num_drafts": 3, "adapts_drafts": True, "num_lookahead": 3, "max_model_len": 512}
+    engine = Engine(num_blocks=256, **limits)
+    engine.add(make_request("a", [2, 3], max_tokens=400, ignore_eos=True))
+    speculation = engine.scheduler.speculation
+    speculation._choose = lambda *args: setattr(speculation, "_num_drafts", 0)
+    speculation._choose()
+    for _ in range(150):
+        engine.turn()
+    # Two tries of one draft each, beside those before K was chosen.
+    assert [plan.num_drafts for plan in engine.plans].count(1) == 2
+    assert sum(row.num_drafts == 1 for plan in engine.plans for row in plan.scheduled) == 2
