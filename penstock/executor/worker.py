@@ -31,7 +31,7 @@ from penstock.protocol.kv import KVCacheLayout
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import StepMasks, StepPlan, StepResult
 from penstock.runner.adapters import AdapterStore
-from penstock.runner.drafter import Drafter
+from penstock.runner.drafter import Drafter, DraftSetup
 from penstock.runner.drafters import make_drafter
 from penstock.runner.logits_processors import LogitsProcessor, load_processors
 from penstock.runner.routed_experts import RoutedExpertsRecorder
@@ -88,7 +88,7 @@ class Worker:
             config, source, platform, mesh, self.limits.max_model_len
         )
         if drafter is not None:
-            drafter.load(self.model, config, source, platform, mesh, self.limits)
+            drafter.load(DraftSetup(self.model, config, source, platform, mesh, self.limits))
         if needs_whole_prompts(self.model):
             self.limits = hold_whole_prompts(self.limits, config)
         self.pooler: Pooler | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,30 @@ from penstock.runner.forward import ForwardInputs
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.sampler import Sampler
 from penstock.runner.tables import IntArray, RequestTables
+
+
+@dataclass(frozen=True)
+class DraftSetup:
+    """What a drafter with weights is loaded for. All of it is the target's."""
+
+    target: Model
+    config: EngineConfig
+    source: ModelSource
+    platform: Platform
+    mesh: Mesh
+    limits: StepLimits
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of a step."""
+        return max(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
+
+    def config_of(self, name: str, quantization: str | None = None) -> EngineConfig:
+        """The configuration of a model that drafts."""
+        config = self.config
+        model = replace(config.model, model=name, revision=None, hf_overrides=None)
+        load = replace(config.load, quantization=quantization, merge_lora=None)
+        return replace(config, model=model, load=load)
 
 
 @dataclass(frozen=True)
@@ -48,16 +72,8 @@ class Drafter:
     num_lookahead: int = 0  # positions after a step's last one that its layers write
     is_on_host: bool = False  # it waits for the tokens, so steps do not overlap unless asked to
 
-    def load(
-        self,
-        target: Model,
-        config: EngineConfig,
-        source: ModelSource,
-        platform: Platform,
-        mesh: Mesh,
-        limits: StepLimits,
-    ) -> None:
-        """Worker: load its weights, if it has any. `config` and `source` are the target's."""
+    def load(self, setup: DraftSetup) -> None:
+        """Worker: load its weights, if it has any."""
 
     def kv_specs(self) -> dict[str, KVCacheSpec]:
         """Worker: what its layers keep in the KV cache, by name."""

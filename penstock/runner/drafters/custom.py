@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock.config import EngineConfig
-from penstock.distributed.mesh import Mesh
-from penstock.loading.source import ModelSource
-from penstock.models.base import Hidden, Model
-from penstock.platforms.platform import Platform
+from penstock.models.base import Hidden
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheSpec
-from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import NewRequest, StepPlan
-from penstock.runner.drafter import Drafter, Drafts, DraftStep
+from penstock.runner.drafter import Drafter, Drafts, DraftSetup, DraftStep
 from penstock.runner.forward import ForwardInputs
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.plugins import find_class
@@ -36,16 +31,8 @@ class CustomDrafter(Drafter):
         self.num_lookahead = self._drafter.num_lookahead
         self.is_on_host = self._drafter.is_on_host
 
-    def load(
-        self,
-        target: Model,
-        config: EngineConfig,
-        source: ModelSource,
-        platform: Platform,
-        mesh: Mesh,
-        limits: StepLimits,
-    ) -> None:
-        self._drafter.load(target, config, source, platform, mesh, limits)
+    def load(self, setup: DraftSetup) -> None:
+        self._drafter.load(setup)
 
     def kv_specs(self) -> dict[str, KVCacheSpec]:
         return self._drafter.kv_specs()

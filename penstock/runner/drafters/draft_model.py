@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 
 from penstock.config import EngineConfig
-from penstock.distributed.mesh import Mesh
 from penstock.loading.source import ModelSource, resolve_source
 from penstock.loading.tasks import choose_task
 from penstock.models.assembly import load_model
-from penstock.models.base import Model
 from penstock.models.runtime import longest_context
-from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.limits import StepLimits
+from penstock.runner.drafter import DraftSetup
 from penstock.runner.drafters.model import ModelDrafter
 from penstock.text.tokenizer import load_tokenizer
 
@@ -29,39 +25,23 @@ class DraftModelDrafter(ModelDrafter):
         self._name = name
         self._quantization = quantization
 
-    def load(
-        self,
-        target: Model,
-        config: EngineConfig,
-        source: ModelSource,
-        platform: Platform,
-        mesh: Mesh,
-        limits: StepLimits,
-    ) -> None:
-        own = dataclasses.replace(
-            config,
-            model=dataclasses.replace(
-                config.model, model=self._name, revision=None, hf_overrides=None
-            ),
-            load=dataclasses.replace(config.load, quantization=self._quantization, merge_lora=None),
+    def load(self, setup: DraftSetup) -> None:
+        own, max_model_len = (
+            setup.config_of(self._name, self._quantization),
+            setup.limits.max_model_len,
         )
         draft = resolve_source(own.model, own.load)
         if choose_task(own, draft) != "generate":
             raise ConfigError(f"the draft model {self._name} does not generate text")
-        check_vocabulary(config, source, draft)
+        check_vocabulary(setup.config, setup.source, draft)
         num_positions = longest_context(draft.config)
-        if num_positions < limits.max_model_len:
+        if num_positions < max_model_len:
             logger.warning(
                 "The draft model's context is %d tokens: drafts end there, requests may have %d",
-                num_positions, limits.max_model_len,
+                num_positions, max_model_len,
             )  # fmt: skip
-        model, dtypes, _ = load_model(own, draft, platform, mesh, limits.max_model_len)
-        self.use(
-            model,
-            dtypes.kv,
-            max(limits.max_num_batched_tokens, limits.max_num_seqs),
-            min(num_positions, limits.max_model_len),
-        )
+        model, dtypes, _ = load_model(own, draft, setup.platform, setup.mesh, max_model_len)
+        self.use(model, dtypes.kv, setup.max_rows, min(num_positions, max_model_len))
 
 
 def check_vocabulary(config: EngineConfig, target: ModelSource, draft: ModelSource) -> None:

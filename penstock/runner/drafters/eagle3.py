@@ -9,31 +9,24 @@ again with the next step, like the target's. After a prefix hit one row lacks it
 from __future__ import annotations
 
 import dataclasses
-import logging
 
 import numpy as np
 import torch
 
-from penstock.config import EngineConfig
-from penstock.distributed.mesh import Mesh
 from penstock.layers.context import ForwardContext, forward_context
-from penstock.loading.source import ModelSource, resolve_source
+from penstock.loading.source import resolve_source
 from penstock.models.assembly import load_model
 from penstock.models.base import Hidden, Model
 from penstock.models.eagle3 import Eagle3, aux_layers, flatten_config
 from penstock.models.mtp import MtpHead
-from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError
-from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import NewRequest, StepPlan
-from penstock.runner.drafter import Drafts, DraftStep
+from penstock.runner.drafter import Drafts, DraftSetup, DraftStep
 from penstock.runner.drafters.model import ModelDrafter
 from penstock.runner.forward import ForwardInputs
 from penstock.runner.kv_memory import KVMemory
 from penstock.runner.sampler import Sampler
 from penstock.runner.tables import RequestTables
-
-logger = logging.getLogger(__name__)
 
 
 class Eagle3Drafter(ModelDrafter):
@@ -43,38 +36,23 @@ class Eagle3Drafter(ModelDrafter):
         super().__init__(num_drafts)
         self._name = name
 
-    def load(
-        self,
-        target: Model,
-        config: EngineConfig,
-        source: ModelSource,
-        platform: Platform,
-        mesh: Mesh,
-        limits: StepLimits,
-    ) -> None:
-        own = dataclasses.replace(
-            config,
-            model=dataclasses.replace(
-                config.model, model=self._name, revision=None, hf_overrides=None
-            ),
-            load=dataclasses.replace(config.load, quantization=None, merge_lora=None),
-        )
+    def load(self, setup: DraftSetup) -> None:
+        own, max_model_len = setup.config_of(self._name), setup.limits.max_model_len
         found = resolve_source(own.model, own.load)
         settings = flatten_config(found.config)
         # Such files name the context that the head was trained with. Its layer has no such limit.
-        settings["max_position_embeddings"] = limits.max_model_len
-        aux = aux_layers(settings, int(source.config["num_hidden_layers"]))
+        settings["max_position_embeddings"] = max_model_len
+        aux = aux_layers(settings, int(setup.source.config["num_hidden_layers"]))
         settings["num_aux_hidden_states"] = len(aux)
         found = dataclasses.replace(found, config=settings)
         head, dtypes, _ = load_model(
-            own, found, platform, mesh, limits.max_model_len, create=Eagle3.create
+            own, found, setup.platform, setup.mesh, max_model_len, create=Eagle3.create
         )
         assert isinstance(head, Eagle3)
-        self._check(target, head)
-        target.aux_layers = aux
-        self._target, self._head = target, head
-        max_rows = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        self.use(head, dtypes.kv, max_rows, limits.max_model_len)
+        self._check(setup.target, head)
+        setup.target.aux_layers = aux
+        self._target, self._head = setup.target, head
+        self.use(head, dtypes.kv, setup.max_rows, max_model_len)
 
     def _check(self, target: Model, head: Eagle3) -> None:
         if not target.gives_aux:

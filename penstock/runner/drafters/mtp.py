@@ -6,19 +6,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config import EngineConfig
-from penstock.distributed.mesh import Mesh
 from penstock.layers.build import Build
-from penstock.loading.source import ModelSource
 from penstock.models.assembly import load_model
 from penstock.models.base import Model
 from penstock.models.config import read_int
 from penstock.models.deepseek_v3 import DeepseekV3ForCausalLM
 from penstock.models.glm4_moe import Glm4MoeForCausalLM
 from penstock.models.mtp import MtpHead
-from penstock.platforms.platform import Platform
 from penstock.protocol.errors import ConfigError, ModelError
-from penstock.protocol.limits import StepLimits
+from penstock.runner.drafter import DraftSetup
 from penstock.runner.drafters.eagle3 import Eagle3Drafter
 
 
@@ -28,15 +24,8 @@ class MtpDrafter(Eagle3Drafter):
     def __init__(self, num_drafts: int) -> None:
         super().__init__("the model's MTP layer", num_drafts)
 
-    def load(
-        self,
-        target: Model,
-        config: EngineConfig,
-        source: ModelSource,
-        platform: Platform,
-        mesh: Mesh,
-        limits: StepLimits,
-    ) -> None:
+    def load(self, setup: DraftSetup) -> None:
+        target, source = setup.target, setup.source
         if not isinstance(target, DeepseekV3ForCausalLM | Glm4MoeForCausalLM):
             raise ConfigError(
                 f"method mtp is not supported for {type(target).__name__}, only for DeepSeek V3 "
@@ -53,7 +42,9 @@ class MtpDrafter(Eagle3Drafter):
 
         own = dataclasses.replace(source, adapter=None)
         try:
-            head, dtypes, _ = load_model(config, own, platform, mesh, limits.max_model_len, create)
+            head, dtypes, _ = load_model(
+                setup.config, own, setup.platform, setup.mesh, setup.limits.max_model_len, create
+            )
         except ModelError as error:  # some checkpoints come without the layer that they declare
             raise ConfigError(
                 f"the MTP layer of {source.name} cannot be loaded ({error}): use draft_model, "
@@ -61,5 +52,4 @@ class MtpDrafter(Eagle3Drafter):
             ) from error
         assert isinstance(head, MtpHead)
         self._target, self._head = target, head
-        max_rows = max(limits.max_num_batched_tokens, limits.max_num_seqs)
-        self.use(head, dtypes.kv, max_rows, limits.max_model_len)
+        self.use(head, dtypes.kv, setup.max_rows, setup.limits.max_model_len)
