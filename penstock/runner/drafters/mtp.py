@@ -15,14 +15,11 @@ from penstock.models.glm4_moe import Glm4MoeForCausalLM
 from penstock.models.mtp import MtpHead
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.runner.drafter import DraftSetup
-from penstock.runner.drafters.eagle3 import Eagle3Drafter
+from penstock.runner.drafters.head import HeadDrafter
 
 
-class MtpDrafter(Eagle3Drafter):
-    """Sees what an EAGLE-3 head sees, of the last layer. Several drafts come from one layer."""
-
-    def __init__(self, num_drafts: int) -> None:
-        super().__init__("the model's MTP layer", num_drafts)
+class MtpDrafter(HeadDrafter):
+    """Several drafts come from one layer."""
 
     def load(self, setup: DraftSetup) -> None:
         target, source = setup.target, setup.source
