@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 
@@ -59,3 +60,21 @@ class AtRandom(Drafter):
         draw, shape = self._rng.randrange, (len(step.slots), step.num_drafts)
         drafts = [[draw(-9, 600) for _ in range(shape[1])] for _ in range(shape[0])]
         return Drafts(torch.tensor(drafts))
+
+
+class Recording(Drafter):
+    """Mixed into a drafter: remembers what it proposed after which tokens."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.proposals: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, step: DraftStep) -> Drafts:
+        drafts = super().propose(step)
+        counts = [step.num_drafts] * len(step.slots)
+        if drafts.counts is not None:
+            counts = drafts.counts.tolist()
+        for slot, count, own in zip(step.slots, counts, drafts.token_ids.tolist(), strict=True):
+            known = step.tables.token_ids[slot, : int(step.tables.num_tokens[slot])]
+            self.proposals.append((known.tolist(), own[:count]))
+        return drafts

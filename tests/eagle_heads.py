@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from drafters import Recording
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from penstock.runner.drafter import Drafts, DraftStep
 from penstock.runner.drafters.eagle3 import Eagle3Drafter
 
 Tensors = Mapping[str, torch.Tensor]
@@ -138,16 +138,6 @@ class Plain:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-class Watched(Eagle3Drafter):
-    """Remembers what it proposed after which tokens."""
-
-    def __init__(self, head: Path, num_drafts: int = 3) -> None:
+class Watched(Recording, Eagle3Drafter):
+    def __init__(self, head: Path | str, num_drafts: int = 3) -> None:
         super().__init__(str(head), num_drafts)
-        self.proposals: list[tuple[list[int], list[int]]] = []
-
-    def propose(self, step: DraftStep) -> Drafts:
-        drafts = super().propose(step)
-        for slot, own in zip(step.slots, drafts.token_ids.tolist(), strict=True):
-            known = step.tables.token_ids[slot, : int(step.tables.num_tokens[slot])]
-            self.proposals.append((known.tolist(), own))
-        return drafts

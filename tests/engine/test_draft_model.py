@@ -9,52 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafters import Recording
+from sampling_kinds import KINDS
 from tiny_engine import open_llm, prepare_replay, tokens_and_logprobs
 from tiny_models import make_checkpoint
 from tokenizers import Tokenizer, models
 
 from penstock import LLM, SamplingParams
 from penstock.protocol.errors import ConfigError
-from penstock.runner.drafter import Drafts, DraftStep
 from penstock.runner.drafters.draft_model import DraftModelDrafter
 from penstock.scheduler.plan import PlannedStep
 
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 11},
-    "penalties": {
-        "temperature": 0.7,
-        "top_k": 30,
-        "seed": 5,
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.4,
-        "min_tokens": 8,
-        "stop_token_ids": [9, 10, 11],
-        "logit_bias": {3: 2.0, 4: -50.0},
-        "logprobs": 2,
-    },
-}
 LENGTHS = (3, 17, 40, 90)
 Results = list[tuple[list[int], list[dict[int, float]]]]
 
 
-class Watched(DraftModelDrafter):
+class Watched(Recording, DraftModelDrafter):
     """Remembers what it proposed after which tokens, and how many rows it computed."""
 
     def __init__(self, model: Path | str, num_drafts: int = 3) -> None:
         super().__init__(str(model), num_drafts)
-        self.proposals: list[tuple[list[int], list[int]]] = []
         self.num_rows = 0
-
-    def propose(self, step: DraftStep) -> Drafts:
-        drafts = super().propose(step)
-        counts = [step.num_drafts] * len(step.slots)
-        if drafts.counts is not None:
-            counts = drafts.counts.tolist()
-        for slot, count, own in zip(step.slots, counts, drafts.token_ids.tolist(), strict=True):
-            known = step.tables.token_ids[slot, : int(step.tables.num_tokens[slot])]
-            self.proposals.append((known.tolist(), own[:count]))
-        return drafts
 
     def _forward(self, batch: Any, first: Any, counts: Any) -> Any:
         self.num_rows += int(counts.sum())
@@ -107,7 +82,11 @@ def prompts(seed: int = 3) -> list[list[int]]:
 
 def run(llm: LLM) -> Results:
     """Tokens and logprobs of every prompt under every kind of sampling, all at once."""
-    pairs = [(p, SamplingParams(max_tokens=24, **o)) for o in KINDS.values() for p in prompts()]
+    pairs = [
+        (p, SamplingParams(max_tokens=24, logprobs=2, **o))
+        for o in KINDS.values()
+        for p in prompts()
+    ]
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt, _ in pairs], [p for _, p in pairs], use_tqdm=False
     )

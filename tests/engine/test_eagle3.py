@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 from eagle_heads import Plain, Tensors, Watched, make_head
 from safetensors.torch import load_file, save_file
+from sampling_kinds import KINDS
 from tiny_engine import open_llm, tokens_and_logprobs
 
 from penstock import LLM, SamplingParams
 from penstock.protocol.errors import ConfigError, ModelError
-
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0, "logprobs": 2},
-    "seeded": {"temperature": 0.9, "top_p": 0.95, "seed": 11, "logprobs": 2},
-    "penalties": {"temperature": 0.7, "seed": 5, "repetition_penalty": 1.2, "logprobs": 2},
-}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +27,7 @@ def prompts(lengths: tuple[int, ...] = (1, 9, 40, 90)) -> list[dict[str, Any]]:
 
 
 def run(llm: LLM) -> list[Any]:
-    kinds = [SamplingParams(max_tokens=24, **kind) for kind in KINDS.values()]
+    kinds = [SamplingParams(max_tokens=24, logprobs=2, **kind) for kind in KINDS.values()]
     return [tokens_and_logprobs(llm, prompts(), params) for params in kinds]
 
 

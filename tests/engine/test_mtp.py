@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import Recording
 from safetensors.torch import load_file, save_file
 from tiny_engine import open_llm
 from tiny_models import make_checkpoint
@@ -16,7 +17,6 @@ from torch.nn import functional
 
 from penstock import LLM, SamplingParams
 from penstock.protocol.errors import ConfigError
-from penstock.runner.drafter import Drafts, DraftStep
 from penstock.runner.drafters.mtp import MtpDrafter
 
 NUM_LAYERS = 3
@@ -95,17 +95,8 @@ class Plain:
         return drafts
 
 
-class Watched(MtpDrafter):
-    def __init__(self, num_drafts: int = 3) -> None:
-        super().__init__(num_drafts)
-        self.proposals: list[tuple[list[int], list[int]]] = []
-
-    def propose(self, step: DraftStep) -> Drafts:
-        drafts = super().propose(step)
-        for slot, own in zip(step.slots, drafts.token_ids.tolist(), strict=True):
-            known = step.tables.token_ids[slot, : int(step.tables.num_tokens[slot])]
-            self.proposals.append((known.tolist(), own))
-        return drafts
+class Watched(Recording, MtpDrafter):
+    pass
 
 
 def run(llm: LLM, **options: Any) -> list[list[int]]:
@@ -123,7 +114,7 @@ def test_drafts_are_those_of_a_plain_computation(variant: str, tmp_path: Path) -
     drawn = {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.1}
     with open_llm(target) as llm:
         expected = [run(llm), run(llm, **drawn)]
-    plain, drafter = Plain(target), Watched()
+    plain, drafter = Plain(target), Watched(3)
     chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 3, "enable_prefix_caching": False}
     with open_llm(target, drafter=drafter, **chunks) as llm:
         assert run(llm) == expected[0]

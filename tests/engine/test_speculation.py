@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from drafters import AtRandom
+from sampling_kinds import KINDS
 from tiny_engine import open_llm, tokens_and_logprobs
 
 from penstock import LLM, SamplingParams
@@ -22,20 +23,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "random": {"method": "custom", "model": "drafters:AtRandom", "adaptive": False},
 }
 BY_SLOT = ("_num_seen", "_entered", "_indexes", "_requests", "_texts")
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 0.8, "top_p": 0.95, "seed": 11},
-    "penalties": {
-        "temperature": 0.7,
-        "seed": 5,
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.4,
-        "frequency_penalty": -0.3,
-        "min_tokens": 8,
-        "stop_token_ids": [9, 10, 11],
-        "logit_bias": {3: 6.0, 4: -50.0},
-    },
-}
 
 
 def prompts() -> list[dict[str, Any]]:
