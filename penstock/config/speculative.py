@@ -12,7 +12,7 @@ from penstock.config.options import coerce, option, options_of, require
 from penstock.config.quantization import check_option
 from penstock.protocol.errors import ConfigError
 
-Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "custom"]
+Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "medusa", "custom"]
 
 NUM_TOKENS: Mapping[Method, int] = {  # unless the user says
     "ngram": 5,
@@ -20,6 +20,7 @@ NUM_TOKENS: Mapping[Method, int] = {  # unless the user says
     "draft_model": 3,
     "eagle3": 3,
     "mtp": 1,
+    "medusa": 3,
     "custom": 3,
 }
 MOST_TOKENS = 64  # drafts of a request in one step
@@ -28,7 +29,7 @@ DEEPEST_TREE = 256  # tokens
 
 # Keys that only some methods read. All others have the rest.
 _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
-    "model": ("draft_model", "eagle3", "custom"),
+    "model": ("draft_model", "eagle3", "medusa", "custom"),
     "quantization": ("draft_model",),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
@@ -36,6 +37,13 @@ _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
     "suffix_decoding_max_cached_requests": ("suffix",),
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
+}
+# What `model` names, for methods that do not work without one.
+_NEEDED_MODELS: Mapping[Method, str] = {
+    "draft_model": "a smaller model to draft with",
+    "eagle3": "a head that was trained for the target",
+    "medusa": "heads that were trained for the target",
+    "custom": '"module:Class" of a drafter',
 }
 
 
@@ -49,7 +57,8 @@ class SpeculativeSettings:
         "request; suffix: what most often followed them, in the request and in past outputs; "
         "draft_model: a smaller model with the same vocabulary; eagle3: an EAGLE-3 head that was "
         "trained for the model; mtp: the multi-token-prediction (MTP) layer of the model's own "
-        "checkpoint; custom: a class of your own.",
+        "checkpoint; medusa: Medusa heads that were trained for the model; custom: a class of your "
+        "own.",
     )
     num_speculative_tokens: int | None = option(
         None,
@@ -64,8 +73,8 @@ class SpeculativeSettings:
     )
     model: str | None = option(
         None,
-        "draft_model, eagle3: the drafting model, named like `model` of the engine. custom: the "
-        "drafter as module:Class, a subclass of penstock.runner.drafter.Drafter.",
+        "draft_model, eagle3, medusa: the drafting model, named like `model` of the engine. "
+        "custom: the drafter as module:Class, a subclass of penstock.runner.drafter.Drafter.",
     )
     quantization: str | None = option(
         None, "draft_model: like `quantization` of the engine, for the draft model."
@@ -145,14 +154,11 @@ class SpeculativeSettings:
                 "suffix_decoding_min_token_prob must be from 0 to 1, "
                 f"got {self.suffix_decoding_min_token_prob}"
             )
-        if self.method == "draft_model" and self.model is None:
-            raise ConfigError("method draft_model needs model: a smaller model to draft with")
-        if self.method == "eagle3" and self.model is None:
-            raise ConfigError("method eagle3 needs model: a head that was trained for the target")
+        wanted = _NEEDED_MODELS.get(self.method)
+        if wanted is not None and self.model is None:
+            raise ConfigError(f"method {self.method} needs model: {wanted}")
         if self.quantization is not None:
             check_option(self.quantization)
-        if self.method == "custom" and self.model is None:
-            raise ConfigError('method custom needs model: "module:Class" of a drafter')
 
     @property
     def num_tokens(self) -> int:

@@ -21,7 +21,7 @@ from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import GatedMLP, RotaryAttention
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import DecoderConfig, read_int
-from penstock.ops.blocks import BlockTensor, Weight
+from penstock.models.draft_vocabulary import DraftVocabulary
 from penstock.protocol.errors import ModelError
 
 
@@ -42,25 +42,6 @@ class DraftLayer(nn.Module):
         )  # fmt: skip
         self.post_attention_layernorm = RMSNorm(build, size, eps)
         self.mlp = GatedMLP(build, size, config.intermediate_size)
-
-
-class DraftVocabulary(nn.Module):
-    """Which of the target's tokens a smaller output vocabulary has."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        super().__init__()
-        ids = torch.arange(size, device=device)
-        self.register_buffer("token_ids", ids)
-        self.token_ids: torch.Tensor
-
-    def expected(self) -> dict[tuple[str, str], tuple[int, ...]]:
-        return {("d2t", ""): tuple(self.token_ids.shape)}
-
-    def load(self, parameter: str, part: str, tensor: Weight) -> None:
-        """`d2t` holds the difference between a token's id in the target and here."""
-        assert not isinstance(tensor, BlockTensor), "token ids are not in blocks"
-        own = torch.arange(len(self.token_ids), device=self.token_ids.device)
-        self.token_ids.copy_(own + tensor.to(own))
 
 
 class Eagle3(Model):
@@ -96,15 +77,10 @@ class Eagle3(Model):
         self.lm_head = VocabEmbedding(build, draft_vocab_size, config.hidden_size)
         self.vocabulary: DraftVocabulary | None = None
         if draft_vocab_size < config.vocab_size:
-            self.vocabulary = DraftVocabulary(draft_vocab_size, build.device)
+            self.vocabulary = DraftVocabulary(
+                "d2t", draft_vocab_size, config.vocab_size, build.device
+            )
         self.dtype = build.dtype
-
-    def check(self) -> None:
-        if self.vocabulary is None:
-            return
-        ids = self.vocabulary.token_ids
-        if int(ids.min()) < 0 or int(ids.max()) >= self.vocab_size:
-            raise ModelError(f"d2t names tokens outside the vocabulary of {self.vocab_size}")
 
     def combine(self, hidden: Hidden) -> torch.Tensor:
         """The target's hidden states of some layers, [n, target_size] each -> [n, hidden_size]."""
@@ -127,11 +103,7 @@ class Eagle3(Model):
     def project(self, states: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary. Tokens that this one lacks get -inf."""
         logits = self.lm_head.project(states)
-        if self.vocabulary is None:
-            return logits
-        everything = logits.new_full((len(logits), self.vocab_size), float("-inf"))
-        everything[:, self.vocabulary.token_ids] = logits
-        return everything
+        return logits if self.vocabulary is None else self.vocabulary.spread(logits)
 
 
 def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:

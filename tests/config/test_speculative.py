@@ -82,7 +82,7 @@ def test_one_bound_of_the_lookup_moves_the_other(
         ),
         (
             {"method": "ngram", "model": "a:B"},
-            "model is for method draft_model, eagle3, custom, got method ngram: drop model",
+            "model is for method draft_model, eagle3, medusa, custom, got method ngram: drop model",
         ),
         (
             {"method": "custom", "model": "a:B", "prompt_lookup_max": 3},

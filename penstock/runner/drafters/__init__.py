@@ -40,6 +40,10 @@ def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = 
         from penstock.runner.drafters.eagle3 import Eagle3Drafter
 
         return Eagle3Drafter(settings.model, settings.num_tokens)
+    if settings.method == "medusa":
+        from penstock.runner.drafters.medusa import MedusaDrafter
+
+        return MedusaDrafter(settings.model, settings.num_tokens)
     from penstock.runner.drafters.custom import CustomDrafter
 
     return CustomDrafter(settings.model, settings.num_tokens, vocab_size)

@@ -1,0 +1,184 @@
+"""Medusa heads draft what a plain computation of them says, and never change the output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters import Recording
+from safetensors.torch import load_file, save_file
+from sampling_kinds import KINDS
+from tiny_engine import open_llm, random_prompts, tokens_and_logprobs
+from torch.nn import functional
+
+from penstock import LLM, SamplingParams
+from penstock.protocol.errors import ConfigError, ModelError
+from penstock.runner.drafters.medusa import MedusaDrafter
+
+NUM_HEADS, NUM_LAYERS = 3, 2
+PROMPTS = random_prompts("medusa", 1, 9, 40, 90)
+FORMATS = ("authors", "vllm", "vllm with few tokens", "the target's head")
+
+
+class Watched(Recording, MedusaDrafter):
+    pass
+
+
+def make_heads(folder: Path, target: Path, form: str = "authors", **changes: Any) -> Path:
+    """Random heads for a target, in one of the formats."""
+    target_config = json.loads((target / "config.json").read_text())
+    size, vocab_size = target_config["hidden_size"], target_config["vocab_size"]
+    generator = torch.Generator().manual_seed(3)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+
+    tensors, num_tokens = {}, 80 if form == "vllm with few tokens" else vocab_size
+    for head in range(NUM_HEADS):
+        for layer in range(NUM_LAYERS):
+            name = f"blocks.{head}.layers.{layer}"
+            if form == "authors":
+                name = f"{head}.{layer}.linear"
+                tensors[f"{name}.bias"] = rand(1, size)[0]
+            tensors[f"{name}.weight"] = rand(size, size)
+        name = f"{head}.{NUM_LAYERS}" if form == "authors" else f"lm_heads.{head}"
+        tensors[f"{name}.weight"] = 4 * rand(num_tokens, size)
+    config: dict[str, Any] = {"medusa_num_heads": NUM_HEADS, "medusa_num_layers": NUM_LAYERS}
+    if form != "authors":
+        config = {"architectures": ["MedusaModel"], "model_type": "medusa"}
+        config |= {"num_heads": NUM_HEADS, "num_hidden_layers": NUM_LAYERS}
+        config |= {"hidden_size": size, "vocab_size": vocab_size}
+    if form == "vllm with few tokens":
+        tensors["token_map"] = torch.randperm(vocab_size, generator=generator)[:num_tokens]
+        config["truncated_vocab_size"] = num_tokens
+    if form == "the target's head":
+        tensors = {name: each for name, each in tensors.items() if "lm_heads" not in name}
+        config["original_lm_head"] = True
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    return folder
+
+
+class Plain:
+    """The heads on the last hidden state of transformers' target."""
+
+    def __init__(self, target: Path, heads: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.target = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+        self.tensors = load_file(heads / "medusa_lm_head.safetensors")
+
+    def find(self, head: int, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for name in (f"{head}.{layer}.linear", f"blocks.{head}.layers.{layer}"):
+            if f"{name}.weight" in self.tensors:
+                return self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
+        raise KeyError(head, layer)
+
+    @torch.inference_mode()
+    def drafts(self, token_ids: list[int]) -> list[int]:
+        """What the heads propose after these tokens, of which the last is not computed yet."""
+        if len(token_ids) < 2:
+            return []
+        inner = self.target.model(torch.tensor([token_ids[:-1]]))
+        state, drafts = inner.last_hidden_state[0, -1], []
+        for head in range(NUM_HEADS):
+            x = state
+            for layer in range(NUM_LAYERS):
+                x = x + functional.silu(functional.linear(x, *self.find(head, layer)))
+            names = (f"{head}.{NUM_LAYERS}.weight", f"lm_heads.{head}.weight")
+            own = [self.tensors[name] for name in names if name in self.tensors]
+            matrix = own[0] if own else self.target.lm_head.weight
+            best = int((matrix @ x).argmax())
+            token_map = self.tensors.get("token_map")
+            drafts.append(best if token_map is None else int(token_map[best]))
+        return drafts
+
+
+def run(llm: LLM) -> list[Any]:
+    kinds = [SamplingParams(max_tokens=24, logprobs=2, **kind) for kind in KINDS.values()]
+    return [tokens_and_logprobs(llm, PROMPTS, params) for params in kinds]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_drafts_are_those_of_a_plain_computation(
+    tiny_llama: str, tmp_path: Path, form: str
+) -> None:
+    heads = make_heads(tmp_path / "heads", Path(tiny_llama), form)
+    plain, drafter = Plain(Path(tiny_llama), heads), Watched(str(heads), NUM_HEADS)
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 3}
+    with open_llm(tiny_llama, drafter=drafter, dtype="float32", **chunks) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            llm.generate(PROMPTS, greedy, use_tqdm=False)
+    assert len(drafter.proposals) > 60
+    for known, drafts in drafter.proposals:
+        assert drafts == plain.drafts(known), known
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"async_scheduling": True},
+        {"num_gpu_blocks_override": 14, "block_size": 16, "max_model_len": 160},
+    ],
+    ids=["plain", "two in flight", "preemption"],
+)
+def test_tokens_and_logprobs_are_those_without_heads(
+    tiny_llama: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    heads = make_heads(tmp_path / "heads", Path(tiny_llama))
+    config = {"method": "medusa", "model": str(heads), "adaptive": False}
+    with open_llm(tiny_llama) as llm:
+        expected = run(llm)
+    with open_llm(tiny_llama, speculative_config=config, **options) as llm:
+        assert [run(llm), run(llm)] == [expected] * 2
+        assert llm.engine.speculation_stats().num_draft_tokens > 100
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "error", "text"),
+    [
+        ({"vocab_size": 300}, {}, ModelError, r"asks for \[300, "),
+        ({"hidden_size": 48}, {}, ModelError, "asks for .*48"),
+        ({"medusa_num_heads": None}, {}, ConfigError, "not a Medusa checkpoint.*medusa_num_heads"),
+        ({}, {"num_speculative_tokens": 4}, ConfigError, "at most 3, the number of heads"),
+        ({"medusa_num_layers": 0}, {}, ModelError, "num_layers must be an integer of at least 1"),
+    ],
+    ids=["vocabulary", "size", "not heads", "too many drafts", "no layers"],
+)
+def test_heads_that_do_not_fit_are_refused(
+    tiny_llama: str,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    settings: dict[str, Any],
+    error: type[Exception],
+    text: str,
+) -> None:
+    heads = make_heads(tmp_path / "heads", Path(tiny_llama), **changes)
+    config = {"method": "medusa", "model": str(heads), **settings}
+    with pytest.raises(error, match=text):
+        open_llm(tiny_llama, speculative_config=config)
+
+
+def test_heads_of_another_target_are_refused(tiny_llama: str, tmp_path: Path) -> None:
+    from tiny_models import make_checkpoint
+
+    other = make_checkpoint(tmp_path / "other", "llama", vocab_size=300)
+    heads = make_heads(tmp_path / "heads", other, "vllm")
+    with pytest.raises(ConfigError, match="for a target with vocab_size 300, this one's is 256"):
+        open_llm(tiny_llama, speculative_config={"method": "medusa", "model": str(heads)})
+
+
+def test_tokens_outside_the_vocabulary_are_refused(tiny_llama: str, tmp_path: Path) -> None:
+    heads = make_heads(tmp_path / "heads", Path(tiny_llama), "vllm with few tokens")
+    path = heads / "medusa_lm_head.safetensors"
+    tensors = load_file(path)
+    tensors["token_map"][0] = 256
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match="token_map: it names tokens outside the vocabulary"):
+        open_llm(tiny_llama, speculative_config={"method": "medusa", "model": str(heads)})
