@@ -23,6 +23,7 @@ from penstock.config.speculative import SpeculativeConfig
 from penstock.protocol.errors import ConfigError
 
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
+RoutingPolicy = Literal["prefix", "least-loaded", "round-robin"]
 MOST_CPU_THREADS = 1024  # more than machines have; what a slip of the keyboard asks for
 
 
@@ -112,9 +113,20 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     tensor_parallel_size: int = option(1, "Number of tensor-parallel ranks, one process each.")
+    data_parallel_rank: int = option(
+        0,
+        "Rank of this server among those behind an external load balancer. KV events carry it, and "
+        "their ports are offset by it.",
+    )
+    data_parallel_routing: RoutingPolicy = option(
+        "prefix",
+        "How replicas are chosen. prefix: by cached prefix and load; least-loaded: by the number "
+        "of unfinished requests; round-robin: in turn.",
+    )
 
     def __post_init__(self) -> None:
         require(self, "tensor_parallel_size", least=1)
+        require(self, "data_parallel_rank", least=0)
 
 
 @dataclass(frozen=True)

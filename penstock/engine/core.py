@@ -10,9 +10,11 @@ from concurrent.futures import Future, wait
 from typing import Protocol
 
 from penstock.executor.base import Executor
+from penstock.kvcache.landmarks import CacheReport
 from penstock.protocol.adapter import Adapter
 from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import EngineDeadError
+from penstock.protocol.prefix import CacheUpdate
 from penstock.protocol.request import EngineRequest
 from penstock.protocol.step import StepFailure, StepMasks, StepPlan
 from penstock.scheduler.scheduler import Scheduler
@@ -48,6 +50,7 @@ class EngineCore:
         self.grammars = grammars
         self.executor = executor
         self.watcher: StepWatcher | None = None
+        self._cache_report: CacheReport | None = None
         self._metrics = Counter[str]()  # counted by workers since `take_metrics`
         self._in_flight: deque[int] = deque()  # ids of steps
         self._must_reset = False  # a step was interrupted: the workers' state is unknown
@@ -66,6 +69,16 @@ class EngineCore:
         """Empty the prefix cache. Later requests compute their whole prompts."""
         self._check_open()
         self.scheduler.reset_prefix_cache()
+
+    def report_cache(self) -> None:
+        """From now on, report changes of the prefix cache. The first report has all of it."""
+        if self._cache_report is None:
+            self._cache_report = CacheReport(self.scheduler.kv.cached_hashes())
+            self.scheduler.kv.observe(self._cache_report)
+
+    def take_cache_update(self) -> CacheUpdate | None:
+        """Return what changed in the prefix cache, if somebody wants to know."""
+        return None if self._cache_report is None else self._cache_report.take()
 
     def load_adapter(self, adapter: Adapter) -> Future[None]:
         """Load a LoRA adapter ahead of its requests, beside the steps.

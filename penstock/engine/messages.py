@@ -16,6 +16,7 @@ from penstock.protocol.delta import EngineDelta
 from penstock.protocol.errors import InputError, RequestFault
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.pooling import PoolingInfo
+from penstock.protocol.prefix import CacheUpdate, PrefixKeys
 from penstock.scheduler.stats import AdapterStats, SchedulerStats, SpeculationStats
 
 # Kinds of messages to the engine: the first frame.
@@ -38,6 +39,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     limits: StepLimits
     num_kv_blocks: int
     pooling: PoolingInfo | None = None  # for pooling models
+    prefix_keys: PrefixKeys | None = None  # None: no prefix is cached
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +98,7 @@ class Outputs(msgspec.Struct, tag=True, omit_defaults=True):
     deltas: list[EngineDelta] = []
     calls: list[CallResult] = []
     stats: EngineStats | None = None
+    cache: CacheUpdate | None = None  # after `EngineCore.report_cache`
 
 
 EngineMessage = Connected | Ready | EngineFailed | Outputs

@@ -165,7 +165,8 @@ class EngineServer:
     def _send(self) -> None:
         stats = self._stats_if_due()
         if self._deltas or self._calls or stats is not None:
-            send(self._socket, Outputs(self._deltas, self._calls, stats))
+            cache = self._core.take_cache_update()
+            send(self._socket, Outputs(self._deltas, self._calls, stats, cache))
             self._deltas, self._calls = [], []
         if stats is not None:
             self._heap.trim_if_due()
@@ -217,7 +218,8 @@ def run(socket: zmq.Socket[bytes], box: BlackBox) -> None:
 
 def core_info(core: EngineCore) -> EngineInfo:
     pooling = core.executor.capabilities.pooling
-    return EngineInfo(core.limits, core.scheduler.num_kv_blocks, pooling)
+    kv = core.scheduler.kv
+    return EngineInfo(core.limits, kv.pool.num_usable, pooling, kv.prefix_keys)
 
 
 def exit_with_parent(address: str) -> None:

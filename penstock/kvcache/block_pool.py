@@ -8,7 +8,7 @@ keeps its key in the prefix map until it is handed out again. Every operation is
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 NULL_BLOCK_ID = 0  # for padding and gaps; never handed out, never freed
 
@@ -35,6 +35,7 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
         self.num_draining = 0
+        self.on_evict: Callable[[BlockKey], None] | None = None
         self._free = OrderedDict.fromkeys(self.blocks[1:])  # the front is reused first
         self._by_hash: defaultdict[int, dict[bytes, Block]] = defaultdict(dict)  # by group
         self._draining: defaultdict[int, list[Block]] = defaultdict(list)  # by last busy step
@@ -107,12 +108,21 @@ class BlockPool:
         """Return a group's cached block for each hash, None where there is none."""
         return list(map(self._by_hash[group].get, hashes))
 
-    def publish(self, block: Block, key: BlockKey) -> None:
-        """Add the block to the prefix map. If the key is taken, the first block keeps it."""
+    def cached_hashes(self, group: int) -> Iterable[bytes]:
+        """All hashes of a group in the prefix map."""
+        return self._by_hash[group].keys()
+
+    def publish(self, block: Block, key: BlockKey) -> bool:
+        """Add the block to the prefix map. If the key is taken, the first block keeps it.
+
+        Returns whether the key is new.
+        """
         assert block.ref_count > 0, f"block {block.id} has no holder who could know its content"
         assert block.key is None, f"block {block.id} has a key already"
-        if self._by_hash[key[1]].setdefault(key[0], block) is block:
+        is_new = self._by_hash[key[1]].setdefault(key[0], block) is block
+        if is_new:
             block.key = key
+        return is_new
 
     def forget_all(self) -> None:
         """Empty the prefix map. Holders keep their blocks."""
@@ -125,6 +135,8 @@ class BlockPool:
         assert block.key is not None
         name, group = block.key
         del self._by_hash[group][name]
+        if self.on_evict is not None:
+            self.on_evict(block.key)
         block.key = None
 
     def _put_on_free_list(self, block: Block) -> None:

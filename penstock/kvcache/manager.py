@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import cycle, repeat
 from typing import Protocol
 
-from penstock.kvcache.block_pool import Block, BlockPool
-from penstock.kvcache.groups import RULES, GroupRules, RulesRegistry, rules_for
+from penstock.kvcache.block_pool import Block, BlockKey, BlockPool
+from penstock.kvcache.groups import RULES, GroupRules, KeepAllRules, RulesRegistry, rules_for
 from penstock.kvcache.hashing import HashChain, hash_root
 from penstock.protocol.kv import UNBOUNDED, KVCacheLayout
+from penstock.protocol.prefix import PrefixKeys
 
 
 class CacheableRequest(Protocol):
@@ -49,6 +50,21 @@ class CachedPrefix:
 
     num_tokens: int
     blocks: list[list[Block]]  # by group
+
+
+class CacheObserver(Protocol):
+    """Is told how the prefix cache changes. Only blocks of the main group count."""
+
+    def on_stored(
+        self, request: CacheableRequest, numbers: Sequence[int], hash_of: Callable[[int], bytes]
+    ) -> None:
+        """A request published its blocks `numbers`, in order. `hash_of` knows those before, too."""
+
+    def on_removed(self, block_hash: bytes) -> None:
+        """A block is reused for something else."""
+
+    def on_cleared(self) -> None:
+        """The cache was emptied."""
 
 
 class _Holding:
@@ -88,6 +104,12 @@ class KVCacheManager:
         self._max_step_tokens = layout.max_step_tokens
         self._hash_root = lru_cache(1024)(partial(hash_root, model_fingerprint, kv_dtype))
         self._holdings: dict[str, _Holding] = {}
+        self._observers: list[CacheObserver] = []
+        self._main_group = self._find_main_group()
+        self.prefix_keys: PrefixKeys | None = None  # None: no prefix is cached
+        if self._caches and self._main_group is not None:
+            block_size = self.groups[self._main_group].block_size
+            self.prefix_keys = PrefixKeys(model_fingerprint, kv_dtype, block_size)
 
     # -- capacity
 
@@ -200,7 +222,7 @@ class KVCacheManager:
         for group, rules in enumerate(self.groups):
             num_full = num_confirmed_tokens // rules.block_size
             if publishes and rules.shares:
-                self._publish_blocks(holding, group, num_full)
+                self._publish_blocks(request, holding, group, num_full)
             holding.num_published[group] = num_full
             if num_droppable := rules.num_droppable(num_confirmed_tokens):
                 self._drop(request, holding.tables[group], num_droppable)
@@ -219,8 +241,33 @@ class KVCacheManager:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Running requests keep their blocks but publish no more."""
         self.pool.forget_all()
+        for observer in self._observers:
+            observer.on_cleared()
         for holding in self._holdings.values():
             holding.may_publish = not any(holding.tables)
+
+    # -- those who follow the prefix cache
+
+    def observe(self, observer: CacheObserver) -> None:
+        """Tell `observer` of every change of the prefix cache from now on."""
+        self._observers.append(observer)
+        self.pool.on_evict = self._on_evict
+
+    def cached_hashes(self) -> Iterable[bytes]:
+        """The hashes of all cached blocks of the main group."""
+        return () if self._main_group is None else self.pool.cached_hashes(self._main_group)
+
+    def _on_evict(self, key: BlockKey) -> None:
+        if key[1] == self._main_group:
+            for observer in self._observers:
+                observer.on_removed(key[0])
+
+    def _find_main_group(self) -> int | None:
+        """The group that stands for all: the first that keeps and shares all tokens, or else the
+        first that shares some. None if no group shares blocks."""
+        shared = [i for i, rules in enumerate(self.groups) if rules.shares]
+        keeps_all = [i for i in shared if isinstance(self.groups[i], KeepAllRules)]
+        return next(iter(keeps_all or shared), None)
 
     # -- details
 
@@ -253,13 +300,20 @@ class KVCacheManager:
             for rules, table in zip(self.groups, holding.tables, strict=True)
         ]
 
-    def _publish_blocks(self, holding: _Holding, group: int, num_full: int) -> None:
+    def _publish_blocks(
+        self, request: CacheableRequest, holding: _Holding, group: int, num_full: int
+    ) -> None:
         units_per_block = self.groups[group].block_size // self._unit
+        hashes, new = holding.chain.hashes, []
         for index in range(holding.num_published[group], num_full):
             block = holding.tables[group][index]
             if block is not self._null:
-                key = (holding.chain.hashes[(index + 1) * units_per_block - 1], group)
-                self.pool.publish(block, key)
+                key = (hashes[(index + 1) * units_per_block - 1], group)
+                if self.pool.publish(block, key):
+                    new.append(index)
+        if self._observers and new and group == self._main_group:
+            for observer in self._observers:
+                observer.on_stored(request, new, lambda i: hashes[(i + 1) * units_per_block - 1])
 
     def _drop(self, request: CacheableRequest, table: list[Block], num_droppable: int) -> None:
         null, index = self._null, num_droppable - 1

@@ -122,9 +122,9 @@ class Scheduler:
         return bool(self._requests) or self.adapters.has_work
 
     @property
-    def num_kv_blocks(self) -> int:
-        """Total KV blocks that requests can hold."""
-        return self._kv.pool.num_usable
+    def kv(self) -> KVCacheManager:
+        """The KV blocks and the prefix cache."""
+        return self._kv
 
     def stats(self) -> SchedulerStats:
         num_held = sum(state.status is RequestStatus.WAITING for state in self._retries)

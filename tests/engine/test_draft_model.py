@@ -258,7 +258,7 @@ def test_draft_layers_take_their_share_of_the_cache(tiny_llama: str) -> None:
     blocks = []
     for settings in (None, {"method": "draft_model", "model": tiny_llama}):
         with open_llm(tiny_llama, speculative_config=settings) as llm:
-            blocks.append(llm.engine.scheduler.num_kv_blocks)
+            blocks.append(llm.engine.scheduler.kv.pool.num_usable)
     assert blocks[1] + 1 == (blocks[0] + 1) // 2  # with the null block
 
 
