@@ -168,7 +168,17 @@ def open_standard_streams() -> None:
 
 
 def _unknown_arguments(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
+    from penstock.config.vllm_names import find_foreign  # not for a plain --help
+
     message = f"unrecognized arguments: {' '.join(unknown)}"
     flag = unknown[0].partition("=")[0]
-    close = difflib.get_close_matches(flag, parser._option_string_actions, n=1)
+    foreign = find_foreign(flag.partition(".")[0])
+    if foreign is not None:
+        return f"{message}; {foreign.text}"
+    known = [
+        option
+        for option in parser._option_string_actions
+        if option.startswith("--no-") == flag.startswith("--no-") and find_foreign(option) is None
+    ]
+    close = difflib.get_close_matches(flag, known, n=1, cutoff=0.75)
     return f"{message}; did you mean {close[0]}?" if close else message

@@ -7,6 +7,8 @@ place: where it is declared.
 from __future__ import annotations
 
 import argparse
+import decimal
+import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from penstock.config.engine import EngineConfig, all_options
 from penstock.config.options import Option, coerce, options_of, parse_bytes, refuse_unknown_option
 from penstock.config.sampling import sampling_options
 from penstock.config.server import ServerConfig
+from penstock.config.vllm_names import NOT_NEEDED, NOT_SUPPORTED, SHORT_FLAGS, leave_out_foreign
 from penstock.protocol.errors import ConfigError
 from penstock.protocol.sampling import SamplingParams
 
@@ -34,6 +37,9 @@ _NO_FLAG = {
     "speculative",
     "extra_args",
 }
+
+
+_FOREIGN = NOT_NEEDED | NOT_SUPPORTED
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser, several: Collection[str] = ()) -> None:
@@ -54,6 +60,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, several: Collection[st
         group = parser.add_argument_group(f"{section} options")
         for declared in options:
             _add_flag(group, declared, takes_several=declared.name in several)
+    _add_foreign_flags(parser)
 
 
 def add_server_arguments(
@@ -75,6 +82,7 @@ def engine_options_from_args(args: argparse.Namespace) -> dict[str, Any]:
     """
     options = {} if args.config is None else read_config_file(args.config)
     options |= _given(args, *all_options().values())
+    leave_out_foreign(args.foreign)
     EngineConfig.from_options(options)
     return options
 
@@ -91,6 +99,7 @@ def serve_options_from_args(
     server = {option.name: engine.pop(option.name) for option in ours if option.name in engine}
     server |= _given(args, ours)
     engine |= _given(args, *all_options().values())
+    leave_out_foreign(args.foreign)
     return EngineConfig.from_options(engine), ServerConfig.from_options(server)
 
 
@@ -122,7 +131,7 @@ def read_config_file(path: Path, extra: Iterable[Option] = ()) -> dict[str, Any]
     declared = {option.name: option for section in sections for option in section}
     options: dict[str, Any] = {}
     try:
-        for key, value in content.items():
+        for key, value in leave_out_foreign(content).items():
             name = str(key).replace("-", "_")
             if name not in declared:
                 refuse_unknown_option(str(key), declared)
@@ -174,6 +183,7 @@ def expand_dotted_flags(argv: Sequence[str]) -> list[str]:
     """
     every = [option for options in all_options().values() for option in options]
     objects = {option.flag for option in every if option.type is dict}
+    objects |= {_flag(name) for name, foreign in _FOREIGN.items() if not foreign.switch}
     expanded: list[str] = []
     rest = iter(argv)
     for argument in rest:
@@ -215,7 +225,7 @@ class _Merge(argparse.Action):
 
 
 class _Extend(argparse.Action):
-    """Adds one value or several to a list."""
+    """Adds the items of one list or several to a list."""
 
     def __call__(
         self,
@@ -224,9 +234,47 @@ class _Extend(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *values])
-        if len(values) > 1:
+        several = values if self.nargs == "+" else [values]
+        items = itertools.chain(getattr(namespace, self.dest, []), *several)
+        setattr(namespace, self.dest, list(items))
+        if len(several) > 1:
             namespace.flag_of_several = option_string
+
+
+class _StoreForeign(argparse.Action):
+    """Notes an option of vLLM with its value."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        long = next(flag for flag in self.option_strings if flag.startswith("--"))
+        value = option_string == long if self.nargs == 0 else _value_of(values)
+        namespace.foreign = {**namespace.foreign, long: value}
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of vLLM that are not flags here, so that `leave_out_foreign` can say what to do."""
+    parser.set_defaults(foreign={})
+    for name, foreign in _FOREIGN.items():
+        flags = [_flag(name)]
+        flags += [short for short, option in SHORT_FLAGS.items() if option == name]
+        if foreign.switch:
+            flags.append(_flag(f"no_{name}"))
+        parser.add_argument(
+            *flags,
+            action=_StoreForeign,
+            dest="foreign",
+            nargs=0 if foreign.switch else None,
+            help=argparse.SUPPRESS,
+        )
 
 
 def _add_flag(
@@ -254,13 +302,15 @@ def _add_flag(
         settings["type"], settings["metavar"] = _parser_and_metavar(declared)
     if declared.type is dict:
         settings["action"] = _Merge
-    elif declared.is_list and takes_several:
-        settings |= {"action": _Extend, "nargs": "+"}
     elif declared.is_list:
-        # Once for each value: a flag that takes several would swallow the prompts after it.
-        settings["action"] = "append"
-        settings["help"] += " Can be given several times."
-    group.add_argument(declared.flag, **settings)
+        settings["action"] = _Extend
+        # Else once for each value: a flag that takes several would swallow the prompts after it.
+        if takes_several:
+            settings["nargs"] = "+"
+        else:
+            settings["help"] += " Can be given several times."
+    short = [flag for flag, name in SHORT_FLAGS.items() if name == declared.name]
+    group.add_argument(declared.flag, *short, **settings)
 
 
 def _as_typed(value: object) -> str:
@@ -274,7 +324,12 @@ def _parser_and_metavar(declared: Option) -> tuple[Callable[[str], Any], str]:
     if declared.type is dict:
         parse = _parse_biases if declared.name == "logit_bias" else _parse_object
         return _reporting(lambda text: parse(declared.name, text)), "JSON"
-    return declared.type, {int: "N", float: "X", str: "TEXT"}[declared.type]
+    metavar = {int: "N", float: "X", str: "TEXT"}[declared.type]
+    if declared.is_list:
+        return _reporting(lambda text: _parse_items(declared, text)), metavar
+    if declared.type is int:
+        return _reporting(lambda text: _parse_count(declared.name, text)), metavar
+    return declared.type, metavar
 
 
 def _reporting(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -287,6 +342,33 @@ def _reporting(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return convert
+
+
+def _parse_items(declared: Option, text: str) -> list[Any]:
+    """One item, or a JSON list of them."""
+    if not text.startswith("["):
+        return [declared.type(text)]
+    try:
+        return msgspec.json.decode(text, type=list[declared.type])  # type: ignore[name-defined]
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{declared.name} must be a JSON list, got {text!r}") from error
+
+
+def _parse_count(name: str, text: str) -> int:
+    """``"4096"``, ``"8k"`` (8000), ``"1.5m"`` (1,500,000) or ``"8K"`` (8192) as a number."""
+    powers = {"k": 1, "m": 2, "g": 3, "t": 4}
+    unit = text[-1:]
+    if unit.lower() not in powers:
+        number, factor = text, 1
+    else:
+        number, factor = text[:-1], (1000 if unit.islower() else 1024) ** powers[unit.lower()]
+    try:
+        value = decimal.Decimal(number) * factor
+        if value == int(value):
+            return int(value)
+    except (decimal.InvalidOperation, OverflowError, ValueError):
+        pass
+    raise ConfigError(f"{name} must be a whole number such as 4096, 8k or 8K, got {text!r}")
 
 
 def _parse_object(name: str, text: str) -> dict[str, Any]:

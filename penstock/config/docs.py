@@ -1,8 +1,12 @@
-"""The reference page of all options: ``python -m penstock.config.docs > docs/configuration.md``."""
+"""The reference page of all options: ``python -m penstock.config.docs > docs/configuration.md``.
+
+``python -m penstock.config.docs vllm`` prints the tables in docs/moving-from-vllm.md.
+"""
 
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Iterable
 
 from penstock.config.engine import all_options
@@ -10,6 +14,7 @@ from penstock.config.options import Option, options_of
 from penstock.config.sampling import sampling_options
 from penstock.config.server import ServerConfig
 from penstock.config.speculative import SpeculativeSettings
+from penstock.config.vllm_names import NOT_NEEDED, NOT_SUPPORTED
 
 _INTRODUCTION = """\
 # Configuration
@@ -57,6 +62,15 @@ def render() -> str:
     return "\n".join(parts)
 
 
+def render_vllm_names() -> str:
+    """The tables of vLLM's options that are not options here."""
+    parts = []
+    for title, names in (("Not needed", NOT_NEEDED), ("Not supported", NOT_SUPPORTED)):
+        rows = [f"| `{name}` | {foreign.text} |" for name, foreign in names.items()]
+        parts.append("\n".join([f"### {title}", "", "| option | |", "|---|---|", *rows]) + "\n")
+    return "\n".join(parts)
+
+
 def _table(options: Iterable[Option], prefix: str = "") -> str:
     rows = ["| option | type | default | |", "|---|---|---|---|"]
     for declared in options:
@@ -85,4 +99,4 @@ def _default(declared: Option) -> str:
 
 
 if __name__ == "__main__":
-    print(render(), end="")
+    print(render_vllm_names() if sys.argv[1:] == ["vllm"] else render(), end="")

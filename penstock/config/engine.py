@@ -20,6 +20,7 @@ from penstock.config.options import (
 )
 from penstock.config.pooling import PoolingConfig
 from penstock.config.speculative import SpeculativeConfig
+from penstock.config.vllm_names import leave_out_foreign
 from penstock.protocol.errors import ConfigError
 
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"]
@@ -220,7 +221,7 @@ class EngineConfig:
                 if declared.name in unknown:
                     values[declared.name] = coerce(declared, unknown.pop(declared.name))
             built[section] = config_class(**values)
-        if unknown:
+        if unknown := leave_out_foreign(unknown):
             known = [declared.name for section in all_options().values() for declared in section]
             refuse_unknown_option(next(iter(unknown)), known)
         return cls(**built)

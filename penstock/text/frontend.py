@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from penstock.config import ChatConfig, ModelConfig
+from penstock.config.model import GENERATION_CONFIG_NAMES
 from penstock.loading.source import ModelSource
 from penstock.protocol.errors import ConfigError, ContextOverflow, InputError, ModelError
 from penstock.protocol.pooling import PoolingInfo
@@ -43,10 +44,6 @@ from penstock.text.tokenizer import (
 
 if TYPE_CHECKING:
     from penstock.text.text_pool import TextPool
-
-DEFAULTS_FROM_GENERATION_CONFIG = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
-)  # fmt: skip
 
 Prompt = str | Mapping[str, Any]  # text, {"prompt": text} or {"prompt_token_ids": [...]}
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
@@ -358,19 +355,16 @@ def is_first_child(request: EngineRequest) -> bool:
 
 
 def _default_params(config: ModelConfig, source: ModelSource) -> SamplingParams:
-    if config.generation_config == "none":
-        return SamplingParams()
-    given = source.generation_config
-    values = {
-        name: given[name] for name in DEFAULTS_FROM_GENERATION_CONFIG if given.get(name) is not None
-    }
+    given = source.generation_config if config.generation_config == "auto" else {}
+    values = {name: given[name] for name in GENERATION_CONFIG_NAMES if given.get(name) is not None}
     try:
-        return SamplingParams(**values)
+        defaults = SamplingParams(**values)
     except InputError as error:
         raise ModelError(
             f"{source.path}: generation_config.json is wrong: {error}; generation_config=none "
             "leaves it unread"
         ) from error
+    return msgspec.structs.replace(defaults, **config.override_generation_config or {})
 
 
 def read_prompt(prompt: Prompt) -> tuple[str | Sequence[int], str | None]:

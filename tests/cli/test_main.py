@@ -31,7 +31,7 @@ from penstock.protocol.errors import (
         ([], "the following arguments are required: COMMAND"),
         (["generat"], "invalid choice: 'generat'"),
         (["generate"], "the following arguments are required: PROMPT"),
-        (["generate", "--max-model-len", "x", "p"], "--max-model-len: invalid int value: 'x'"),
+        (["generate", "--max-model-len", "x", "p"], "max_model_len must be a whole number"),
         (["generate", "p", "--max-modle-len=5"], "did you mean --max-model-len?"),
         (["generate", "p", "--max-model", "5"], "unrecognized arguments: --max-model 5"),
         (["serve", "--served-model-name", "a", "b"], "or the model: give the model before it"),

@@ -77,7 +77,7 @@ def test_flags_have_the_types_of_their_options() -> None:
     ("flags", "message"),
     [
         (["--dtype", "float8"], "invalid choice: 'float8'"),
-        (["--max-model-len", "long"], "invalid int value: 'long'"),
+        (["--max-model-len", "long"], "must be a whole number such as 4096, 8k or 8K, got 'long'"),
         (["--kv-cache-memory-bytes", "lots"], "must be a size such as 4GiB, got 'lots'"),
         (["--logit-bias", "{1: 2}"], 'must be JSON such as {"42": -100}'),
         (["--logit-bias", '{"a": 2}'], "logit_bias must be JSON"),
@@ -218,3 +218,16 @@ def test_every_sampling_parameter_is_described_by_its_docstring() -> None:
     assert described["logprobs"].help.endswith("in addition to the sampled one; -1: all.")
     assert described["stop"].is_list
     assert described["stop"].optional
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("4096", 4096), ("8k", 8000), ("8K", 8192), ("1.5m", 1_500_000), ("1.5K", 1536)],
+)
+def test_counts_may_have_units(text: str, value: int) -> None:
+    assert engine_options("--max-model-len", text) == {"max_model_len": value}
+
+
+def test_lists_may_be_json() -> None:
+    names = ["--served-model-name", '["a", "b"]', "--served-model-name", "c"]
+    assert engine_options(*names) == {"served_model_name": ["a", "b", "c"]}

@@ -8,6 +8,7 @@ import pytest
 from tiny_engine import open_llm
 
 from penstock import LLM, RequestOutputKind, SamplingParams
+from penstock.protocol.errors import ConfigError
 from penstock.text.frontend import child_seed
 
 PROMPT = {"prompt_token_ids": [4, 5, 6, 7]}
@@ -103,6 +104,23 @@ def test_the_default_sampling_params_handed_out_are_a_copy(llm: LLM) -> None:
     mine = llm.get_default_sampling_params()
     mine.max_tokens = 1
     assert llm.get_default_sampling_params().max_tokens == 16
+
+
+def test_the_default_sampling_params_can_be_set(tiny_llama: str) -> None:
+    with open_llm(tiny_llama, override_generation_config={"temperature": 0.5}) as llm:
+        assert llm.get_default_sampling_params().temperature == 0.5
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -1}, "override_generation_config: temperature must be at least 0"),
+        ({"max_tokens": 5}, "override_generation_config may contain temperature, .* 'max_tokens'"),
+    ],
+)
+def test_wrong_default_sampling_params_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM("any", override_generation_config=given)
 
 
 def test_cached_prompt_tokens_are_counted(tiny_llama: str) -> None:
