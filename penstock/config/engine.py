@@ -201,6 +201,7 @@ class EngineConfig:
             raise ConfigError("skip_tokenizer_init and tokenizer cannot be combined: drop one")
         if self.model.skip_tokenizer_init and self.model.chat_template is not None:
             raise ConfigError("chat_template needs a tokenizer: drop skip_tokenizer_init")
+        self.speculative.check_ranks(self.parallel.tensor_parallel_size)
 
     @classmethod
     def sections(cls) -> dict[str, type]:

@@ -31,6 +31,7 @@ DEEPEST_TREE = 256  # tokens
 _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
     "model": ("draft_model", "eagle3", "medusa", "custom"),
     "quantization": ("draft_model",),
+    "draft_tensor_parallel_size": ("draft_model", "eagle3", "medusa"),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
     "suffix_decoding_max_tree_depth": ("suffix",),
@@ -78,6 +79,11 @@ class SpeculativeSettings:
     )
     quantization: str | None = option(
         None, "draft_model: like `quantization` of the engine, for the draft model."
+    )
+    draft_tensor_parallel_size: int | None = option(
+        None,
+        "draft_model, eagle3, medusa: ranks that share the drafter's layers: tensor_parallel_size "
+        "(the default), or 1 to compute all of them on every rank, which saves communication.",
     )
     prompt_lookup_min: int = option(
         2, "ngram: minimum number of last tokens that must have occurred before."
@@ -181,6 +187,15 @@ class SpeculativeConfig:
             _ = self.settings
         except ConfigError as error:
             raise ConfigError(f"speculative_config: {error}") from None
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise `ConfigError` unless a drafter works with so many ranks."""
+        size = None if self.settings is None else self.settings.draft_tensor_parallel_size
+        if size not in (None, 1, num_ranks):
+            others = "" if num_ranks == 1 else f" or {num_ranks}, the tensor_parallel_size"
+            raise ConfigError(
+                f"speculative_config: draft_tensor_parallel_size must be 1{others}, got {size}"
+            )
 
     @property
     def settings(self) -> SpeculativeSettings | None:

@@ -36,12 +36,20 @@ class DraftSetup:
         """The most rows of a step."""
         return max(self.limits.max_num_batched_tokens, self.limits.max_num_seqs)
 
+    @property
+    def draft_mesh(self) -> Mesh:
+        """The ranks that share the layers of a model that drafts."""
+        settings = self.config.speculative.settings
+        is_whole = settings is not None and settings.draft_tensor_parallel_size == 1
+        return Mesh() if is_whole else self.mesh
+
     def config_of(self, name: str, quantization: str | None = None) -> EngineConfig:
         """The configuration of a model that drafts."""
         config = self.config
         model = replace(config.model, model=name, revision=None, hf_overrides=None)
         load = replace(config.load, quantization=quantization, merge_lora=None)
-        return replace(config, model=model, load=load)
+        parallel = replace(config.parallel, tensor_parallel_size=self.draft_mesh.size)
+        return replace(config, model=model, load=load, parallel=parallel)
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,11 @@ def test_one_bound_of_the_lookup_moves_the_other(
             {"method": "draft_model", "model": "x", "quantization": "int7"},
             "quantization must be one of fp8",
         ),
+        ({"method": "medusa"}, "method medusa needs model: heads that were trained"),
+        (
+            {"method": "mtp", "draft_tensor_parallel_size": 1},
+            "draft_tensor_parallel_size is for method draft_model, eagle3, medusa, got method mtp",
+        ),
         ({"method": "custom"}, 'method custom needs model: "module:Class" of a drafter'),
     ],
 )
@@ -121,6 +126,23 @@ def test_what_cannot_work_is_refused_with_the_key_and_the_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^speculative_config: {message}"):
         settings(**keys)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "message"),
+    [
+        (4, 2, "draft_tensor_parallel_size must be 1 or 4, the tensor_parallel_size, got 2"),
+        (1, 2, "draft_tensor_parallel_size must be 1, got 2"),
+        (4, 0, "draft_tensor_parallel_size must be 1 or 4, the tensor_parallel_size, got 0"),
+    ],
+)
+def test_a_drafter_has_all_ranks_or_each_has_a_drafter(ranks: int, size: int, message: str) -> None:
+    keys = {"method": "draft_model", "model": "x", "draft_tensor_parallel_size": size}
+    with pytest.raises(ConfigError, match=f"^speculative_config: {message}$"):
+        EngineConfig.from_options({"speculative_config": keys, "tensor_parallel_size": ranks})
+    for right in (1, ranks):
+        keys["draft_tensor_parallel_size"] = right
+        EngineConfig.from_options({"speculative_config": keys, "tensor_parallel_size": ranks})
 
 
 def options(*flags: str) -> dict[str, Any]:

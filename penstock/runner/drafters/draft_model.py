@@ -54,7 +54,7 @@ class DraftModelDrafter(ModelDrafter):
                 "The draft model's context is %d tokens: drafts end there, requests may have %d",
                 num_positions, max_model_len,
             )  # fmt: skip
-        model, dtypes, _ = load_model(own, draft, setup.platform, setup.mesh, max_model_len)
+        model, dtypes, _ = load_model(own, draft, setup.platform, setup.draft_mesh, max_model_len)
         self.use(model, dtypes.kv, setup.max_rows, min(num_positions, max_model_len))
 
     def start(self, tables: RequestTables, memory: KVMemory, sampler: Sampler) -> None:

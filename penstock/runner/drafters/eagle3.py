@@ -28,7 +28,7 @@ class Eagle3Drafter(HeadDrafter):
         settings["num_aux_hidden_states"] = len(aux)
         found = dataclasses.replace(found, config=settings)
         head, dtypes, _ = load_model(
-            own, found, setup.platform, setup.mesh, max_model_len, create=Eagle3.create
+            own, found, setup.platform, setup.draft_mesh, max_model_len, create=Eagle3.create
         )
         assert isinstance(head, Eagle3)
         self._check(setup.target, head)

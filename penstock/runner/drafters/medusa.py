@@ -48,7 +48,7 @@ class MedusaDrafter(Drafter):
             return Medusa(build, raw, target)
 
         head, _, _ = load_model(
-            own, found, setup.platform, setup.mesh, setup.limits.max_model_len, create
+            own, found, setup.platform, setup.draft_mesh, setup.limits.max_model_len, create
         )
         assert isinstance(head, Medusa)
         self._check(head, target.vocab_size, target.hidden_size)

@@ -1,0 +1,165 @@
+"""Every method of speculation with every feature: what comes is what comes without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eagle_heads import make_head
+from medusa_heads import make_heads
+from mtp_targets import make_target
+from sampling_kinds import KINDS
+from structured.byte_model import VOCAB_SIZE, make_byte_tokenizer, open_llm
+from tiny_engine import greedy_tokens, random_prompts
+from tiny_models import make_checkpoint
+
+from penstock import LLM, SamplingParams
+from penstock import StructuredOutputsParams as Structured
+
+PROMPTS = random_prompts("methods", 1, 9, 40)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A target and how drafts for it are made. `make` returns keys of `speculative_config`."""
+
+    target: str  # variant
+    make: Callable[[Path, Path], dict[str, Any]] = lambda target, folder: {}
+
+
+def _eagle3(target: Path, folder: Path) -> dict[str, Any]:
+    return {"model": str(make_head(folder, target)[0])}
+
+
+def _medusa(target: Path, folder: Path) -> dict[str, Any]:
+    return {"model": str(make_heads(folder, target))}
+
+
+METHODS: dict[str, Method] = {
+    "ngram": Method("llama", lambda target, folder: {"prompt_lookup_min": 1}),
+    "suffix": Method("llama", lambda *_: {"suffix_decoding_min_token_prob": 0.01}),
+    "custom": Method("llama", lambda *_: {"model": "drafters:AtRandom"}),
+    "draft_model": Method("llama", lambda target, folder: {"model": str(target)}),
+    "eagle3": Method("llama", _eagle3),
+    "medusa": Method("llama", _medusa),
+    "mtp": Method("glm4_moe"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("methods")
+
+
+@pytest.fixture(scope="module")
+def targets(folder: Path) -> dict[str, Path]:
+    made = {"llama": make_checkpoint(folder / "llama", "llama", vocab_size=VOCAB_SIZE)}
+    made["glm4_moe"] = make_target(folder / "glm4_moe", "glm4_moe", vocab_size=VOCAB_SIZE)
+    for path in made.values():
+        make_byte_tokenizer().save(str(path / "tokenizer.json"))
+        (path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    return made
+
+
+@pytest.fixture(scope="module")
+def expected(targets: dict[str, Path]) -> dict[str, Any]:
+    found = {}
+    for name, path in targets.items():
+        with open_llm(str(path), enable_prefix_caching=False) as llm:
+            found[name] = run(llm)
+    return found
+
+
+def some_params() -> list[SamplingParams]:
+    """Each feature with greedy sampling, and with noise."""
+    features: list[dict[str, Any]] = [
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"n": 2},
+        {"stop": ["a", "é", "0"], "include_stop_str_in_output": True},
+        {"structured_outputs": Structured(regex="(ab|x[0-9]{3}){4}!")},
+        {"structured_outputs": Structured(choice=["first", "second"]), "n": 2},
+    ]
+    kinds = [SamplingParams(max_tokens=20, **kind) for kind in KINDS.values()]
+    noises: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.9, "seed": 3}]
+    return kinds + [
+        SamplingParams(max_tokens=20, **feature, **noise)
+        for feature in features
+        for noise in noises
+    ]
+
+
+def run(llm: LLM) -> list[Any]:
+    """All that clients see of every kind of request, all at once."""
+    pairs = [(prompt, params) for params in some_params() for prompt in PROMPTS]
+    outputs = llm.generate([p for p, _ in pairs], [params for _, params in pairs], use_tqdm=False)
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [
+        [
+            (answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason,
+             values(answer.logprobs), values(output.prompt_logprobs))
+            for answer in output.outputs
+        ]
+        for output in outputs
+    ]  # fmt: skip
+
+
+def values(logprobs: Any) -> list[dict[int, Any]]:
+    return [
+        {token: pytest.approx(entry.logprob, abs=1e-3) for token, entry in (row or {}).items()}
+        for row in logprobs or []
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_comes_is_what_comes_without(
+    method: str, targets: dict[str, Path], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    own = METHODS[method]
+    target = targets[own.target]
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    config |= own.make(target, tmp_path / "head")
+    options = {"max_num_batched_tokens": 48, "max_num_seqs": 12, "speculative_config": config}
+    with open_llm(str(target), **options) as llm:
+        for _ in range(2):  # the second time from the prefix cache
+            assert run(llm) == expected[own.target]
+        assert llm.engine.speculation_stats().num_draft_tokens > 200
+        if method == "draft_model":
+            assert_greedy_drafts_hold(llm)
+
+
+SHARDED = [(method, None) for method in ("ngram", "draft_model", "eagle3", "medusa", "mtp")]
+WHOLE = [(method, 1) for method in ("draft_model", "eagle3", "medusa")]
+
+
+@pytest.mark.parametrize(("method", "size"), SHARDED + WHOLE)
+def test_two_ranks_give_what_one_gives(
+    method: str,
+    size: int | None,
+    targets: dict[str, Path],
+    expected: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    own = METHODS[method]
+    target = targets[own.target]
+    config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    config |= own.make(target, tmp_path / "head")
+    if size is not None:
+        config["draft_tensor_parallel_size"] = size
+    with open_llm(str(target), speculative_config=config, tensor_parallel_size=2) as llm:
+        assert run(llm) == expected[own.target]
+        assert llm.engine.speculation_stats().num_draft_tokens > 100
+        if method == "draft_model":
+            assert_greedy_drafts_hold(llm)
+
+
+def assert_greedy_drafts_hold(llm: LLM) -> None:
+    """A model that drafts for itself is right."""
+    before = llm.engine.speculation_stats()
+    greedy_tokens(llm, PROMPTS, 1 + 4 * 8)
+    after = llm.engine.speculation_stats()
+    num_drafts = after.num_draft_tokens - before.num_draft_tokens
+    assert num_drafts == 3 * 8 * len(PROMPTS)
+    assert after.num_accepted_tokens - before.num_accepted_tokens == num_drafts
