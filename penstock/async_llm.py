@@ -74,7 +74,7 @@ class AsyncLLM:
     async def _start(self) -> None:
         self._client.spawn()
         try:
-            _, self._frontend = await start_engine(self._client, self.config)
+            self.config, _, self._frontend = await start_engine(self._client, self.config)
         except BaseException:
             await self._client.close()
             raise

@@ -17,7 +17,7 @@ from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
 from penstock.engine.lora_requests import LoRARequestOrList, LoRARequests, with_adapters
 from penstock.engine.pooled import PoolingMethods
-from penstock.loading.source import resolve_source
+from penstock.loading.speculators import find_model
 from penstock.observability.logs import setup_logging
 from penstock.protocol.adapter import Adapter, LoRARequest
 from penstock.protocol.errors import InputError
@@ -59,9 +59,9 @@ class LLM(PoolingMethods):
         named = [item for item in logits_processors if isinstance(item, str)]
         if named:
             options["logits_processors"] = named
-        self.config = EngineConfig.from_options(options)
-        setup_logging(self.config.observability.log_level)
-        source = resolve_source(self.config.model, self.config.load)
+        config = EngineConfig.from_options(options)
+        setup_logging(config.observability.log_level)
+        self.config, source = find_model(config)
         classes = [item for item in logits_processors if not isinstance(item, str)]
         self.engine: EngineCore = build_engine(self.config, source, classes, drafter)
         # The caller is trusted: its chat templates are allowed.

@@ -60,7 +60,7 @@ def make_head(
     own = {"draft_vocab_size": num_tokens, "eagle_aux_hidden_state_layer_ids": AUX, **changes}
     stored = dict(tensors)
     if speculators:
-        own |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+        own = {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", **own}
         own["transformer_layer_config"] = layer
         stored = {name.replace("midlayer.", "layers.0."): each for name, each in tensors.items()}
     else:

@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.config import EngineConfig
+from penstock.config import EngineConfig, ModelConfig
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.ledger import DeltaStream
 from penstock.protocol.delta import FinishReason
@@ -23,34 +23,34 @@ async def start_engine(
     config: EngineConfig,
     seeds: random.Random | None = None,
     meanwhile: Callable[[], object] = lambda: None,
-) -> tuple[ModelSource, Frontend]:
+) -> tuple[EngineConfig, ModelSource, Frontend]:
     """Load the model in the engine. Meanwhile load the frontend and call `meanwhile`.
 
-    See `Frontend` for seeds.
+    Returns the configuration with the model that runs. See `Frontend` for seeds.
     """
 
-    def find_source() -> ModelSource:
-        from penstock.loading.source import resolve_source
+    def find() -> tuple[EngineConfig, ModelSource]:
+        from penstock.loading.speculators import find_model
 
-        return resolve_source(config.model, config.load)
+        return find_model(config)
 
-    def load_frontend(source: ModelSource) -> Frontend:
+    def load_frontend(model: ModelConfig, source: ModelSource) -> Frontend:
         from penstock.text.frontend import Frontend
 
         # The engine reports max_model_len once it is ready.
-        return Frontend(config.model, source, max_model_len=0, chat=config.chat, seeds=seeds)
+        return Frontend(model, source, max_model_len=0, chat=config.chat, seeds=seeds)
 
     # The model is downloaded here, once, before the engine loads it.
-    source = await asyncio.to_thread(find_source)
-    loading = asyncio.ensure_future(client.load(config))
+    found, source = await asyncio.to_thread(find)
+    loading = asyncio.ensure_future(client.load(found))
     try:
-        frontend = await asyncio.to_thread(load_frontend, source)
+        frontend = await asyncio.to_thread(load_frontend, found.model, source)
         meanwhile()
         info = await loading
     finally:
         loading.cancel()
     frontend.max_model_len, frontend.pooling = info.limits.max_model_len, info.pooling
-    return source, frontend
+    return found, source, frontend
 
 
 async def outputs_of(

@@ -19,6 +19,7 @@ from penstock.layers.linear import Linear, Part
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import Rotary, rotary_parameters
 from penstock.layers.sublayers import GatedMLP, RotaryAttention
+from penstock.loading.speculators import TYPE, method_of
 from penstock.models.base import Hidden, Model, WeightTable
 from penstock.models.config import DecoderConfig, read_int
 from penstock.models.draft_vocabulary import DraftVocabulary
@@ -112,9 +113,10 @@ def flatten_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     inner = flat.pop("transformer_layer_config", None)
     if isinstance(inner, dict):  # of the speculators library
         flat = {**inner, **flat}
-    kind = flat.get("speculators_model_type", "eagle3")
+    if TYPE in flat:
+        method_of(flat)
     names = flat.get("architectures") or []
-    if kind != "eagle3" or not any("eagle3" in str(name).lower() for name in names):
+    if not any("eagle3" in str(name).lower() for name in names):
         raise ModelError(
             f"config.json: architectures {names!r:.100} is not an EAGLE-3 head, which has "
             "LlamaForCausalLMEagle3 or Eagle3Speculator there"

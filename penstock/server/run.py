@@ -76,7 +76,7 @@ async def start(
         from penstock.server.responses.tool_servers import connect_tool_servers
 
         tool_servers = await connect_tool_servers(server_config)
-    source, frontend = await start_engine(
+    config, source, frontend = await start_engine(
         client,
         config,
         seeds=random.SystemRandom(),  # replicas and restarts must not repeat each other
