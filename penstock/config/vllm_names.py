@@ -168,7 +168,6 @@ NOT_SUPPORTED = {
     "headless": _switch("ranks are processes on one machine"),
     "api_server_count": ForeignOption("one process serves the API", (1,)),
     "data_parallel_size_local": ForeignOption("start one server per GPU", (1,)),
-    "data_parallel_rank": ForeignOption("start one server per GPU", (0,)),
     "data_parallel_start_rank": ForeignOption("start one server per GPU", (0,)),
     "data_parallel_address": ForeignOption("start one server per GPU"),
     "data_parallel_rpc_port": ForeignOption("start one server per GPU"),
