@@ -74,7 +74,8 @@ def check_kernels(config: dict[str, Any], rank: int, num_adapters: int) -> dict[
     import triton
 
     from penstock.ops.lora import LoraSlots, PartUpdate
-    from penstock.ops.triton.lora import DeviceAdapterStep, lora_slots
+    from penstock.ops.triton.lora import lora_slots
+    from penstock.ops.triton.lora_tiles import DeviceAdapterStep
 
     device, dtype = torch.device("cuda"), torch.bfloat16
     times: dict[str, float] = {}

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.layers.context import current_adapters
 from penstock.layers.linear import Linear, Product
 from penstock.layers.matrix import MatrixLayer
+from penstock.layers.quantization import DenseMethod
 from penstock.ops.lora import PartUpdate
 
 
@@ -119,6 +120,9 @@ class LinearSlots:
         self.slots = build.ops.lora_slots(
             num_slots, layer.in_features, [*layer.part_rows.values()], max_rank, dtype, build.device
         )
+        is_summed = layer.split_input and build.tp.size > 1  # over ranks: without gaps in memory
+        if isinstance(layer, Linear) and isinstance(layer.method, DenseMethod) and not is_summed:
+            self.slots.join(layer.weight, layer.bias)
 
     @property
     def needs_rows(self) -> bool:

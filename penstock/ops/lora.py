@@ -82,6 +82,9 @@ class LoraSlots:
         self.part_rows = list(part_rows)
         self.updates: list[Update] = [()] * num_slots
 
+    def join(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        """May move the layer's dense matrix to where it is multiplied together with the slots'."""
+
     def place(self, slot: int, update: Update) -> None:
         """Put an adapter's share of this layer into a slot. An empty update changes nothing."""
         self.updates[slot] = update

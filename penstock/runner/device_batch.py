@@ -13,7 +13,7 @@ import torch
 
 from penstock.ops.attention import AttentionMetadata, HostLens
 from penstock.ops.triton import inputs
-from penstock.ops.triton.lora import DeviceAdapterStep
+from penstock.ops.triton.lora_tiles import DeviceAdapterStep
 from penstock.ops.verification import SampleRows
 from penstock.protocol.kv import AttentionSpec
 from penstock.protocol.step import NO_SLOT

@@ -25,7 +25,7 @@ import torch
 
 from penstock.layers.linear import Linear
 from penstock.models.base import Hidden, Model
-from penstock.ops.triton.lora import DeviceAdapterStep
+from penstock.ops.triton.lora_tiles import DeviceAdapterStep
 from penstock.runner.adapters import AdapterStore
 from penstock.runner.device_batch import Bucket, StepBuffers, exact_bucket
 from penstock.runner.drafter import Drafter

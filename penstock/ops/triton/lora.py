@@ -4,126 +4,31 @@ The first multiplies a layer's inputs with the slots' A (shrink). The second mul
 with their B and adds it to the output in place (expand). Both cover all parts of a fused layer, and
 load their weights before they wait for earlier kernels (`overlap`). The host knows nothing of the
 grouping, so graphs can be captured. A step of one row needs no tensor cores.
+
+Few rows need only the second: A of all slots lies behind the layer's own matrix (`join`), and one
+product computes both. It is as fast as memory, and a launch costs more than reading A.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from penstock.ops.lora import AdapterStep, Update
+from penstock.ops.triton.linear import linear
+from penstock.ops.triton.lora_tiles import DeviceAdapterStep, load_tile
 from penstock.ops.triton.overlap import let_next_start, overlap, wait_for_others
-from penstock.ops.triton.tuning import lora_expand_tile, lora_rows, lora_shrink_plan
+from penstock.ops.triton.tuning import lora_expand_tile, lora_joined_rows, lora_shrink_plan
 
-GROUPED_AT_ONCE = 8192  # rows times slots
 MIN_DOT = 16  # rows and columns of the tensor cores' smallest product
 MAX_RANKS = 64  # of an adapter, in one product
 MIN_COLUMNS = 32  # of an expand kernel's tile that needs no mask
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_slots", "num_tiles"])
-def _group_kernel(
-    slot_ptr, row_ptr, start_ptr, tile_ptr, num_rows, num_slots, num_tiles,
-    TILE_ROWS: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """One program: count the rows of each slot, then place them in order."""
-    slot = tl.arange(0, SLOTS)
-    chunk = tl.arange(0, CHUNK)
-    counts = tl.zeros([SLOTS], tl.int32)
-    for first in range(0, num_rows, CHUNK):
-        own = tl.load(slot_ptr + first + chunk, mask=first + chunk < num_rows, other=-1)
-        counts += tl.sum((own[:, None] == slot[None, :]).to(tl.int32), axis=0)
-    counts = tl.where(slot < num_slots, counts, 0)
-    ends = tl.cumsum(counts, axis=0)
-    starts = ends - counts
-    tl.store(start_ptr + slot, starts, mask=slot < num_slots)
-    tl.store(start_ptr + num_slots, tl.sum(counts, axis=0))
-    tiles = (counts + TILE_ROWS - 1) // TILE_ROWS
-    tile_starts = tl.cumsum(tiles, axis=0) - tiles
-    for index in range(tl.max(tiles, axis=0)):
-        mask = index < tiles
-        target = tile_ptr + tile_starts + index
-        tl.store(target, slot, mask=mask)
-        tl.store(target + num_tiles, starts + index * TILE_ROWS, mask=mask)
-        rows = tl.minimum(counts - index * TILE_ROWS, TILE_ROWS)
-        tl.store(target + 2 * num_tiles, rows, mask=mask)
-    for first in range(tl.sum(tiles, axis=0), num_tiles, SLOTS):  # unused
-        mask = first + slot < num_tiles
-        for field in tl.static_range(3):
-            target = tile_ptr + field * num_tiles + first + slot
-            tl.store(target, tl.zeros([SLOTS], tl.int32), mask=mask)
-    for first in range(0, num_rows, CHUNK):
-        row = first + chunk
-        own = tl.load(slot_ptr + row, mask=row < num_rows, other=-1)
-        is_own = (own[:, None] == slot[None, :]).to(tl.int32)  # [CHUNK, SLOTS]
-        # The rows of its slot up to this one, this chunk's and those before.
-        at = starts[None, :] + tl.cumsum(is_own, axis=0) - 1
-        target = tl.sum(at * is_own, axis=1)
-        tl.store(row_ptr + target, row, mask=(own >= 0) & (own < num_slots))
-        starts += tl.sum(is_own, axis=0)
-
-
-@dataclass(frozen=True)
-class DeviceAdapterStep(AdapterStep):
-    """Rows and tiles are known once `group` has run. A tile has rows of one slot."""
-
-    tile_rows: int  # at most
-    tiles: torch.Tensor  # [3, num_tiles] int32: slot, first of `rows`, number of rows; 0 if unused
-
-    @classmethod
-    def empty(cls, slots: torch.Tensor, num_slots: int) -> DeviceAdapterStep:
-        """For rows whose slots will be in `slots`. Allocates as many tiles as they could need."""
-        num_rows = len(slots)
-        tile_rows = lora_rows(num_rows)
-        num_used = min(num_rows, num_slots)
-        num_tiles = num_used + (num_rows - num_used) // tile_rows
-        return cls(
-            slots=slots,
-            rows=slots.new_empty(num_rows),
-            starts=slots.new_empty(num_slots + 1),
-            tile_rows=tile_rows,
-            tiles=slots.new_empty(3, num_tiles),
-        )
-
-    def group(self) -> DeviceAdapterStep:
-        """Group the rows by their slots, in one launch."""
-        num_rows, num_slots = len(self.slots), len(self.starts) - 1
-        padded = triton.next_power_of_2(num_slots)
-        chunk = min(max(GROUPED_AT_ONCE // padded, 16), max(triton.next_power_of_2(num_rows), 16))
-        _group_kernel[(1,)](
-            self.slots, self.rows, self.starts, self.tiles,
-            num_rows, num_slots, self.tiles.shape[1],
-            TILE_ROWS=self.tile_rows, SLOTS=padded, CHUNK=chunk, num_warps=8,
-        )  # fmt: skip
-        return self
-
-    def only(self, num_rows: int) -> DeviceAdapterStep:
-        return DeviceAdapterStep.empty(self.slots.new_zeros(num_rows), 1).group()
-
-    def take(self, rows: torch.Tensor | slice) -> DeviceAdapterStep:
-        """The step of these rows alone."""
-        if isinstance(rows, slice) and rows == slice(0, len(self.slots)):
-            return self
-        return DeviceAdapterStep.empty(self.slots[rows], len(self.starts) - 1).group()
-
-
-@triton.jit
-def _tile(tile_ptr, row_ptr, tile, num_tiles, ROWS: tl.constexpr):
-    """A tile's slot, number of rows (0: unused) and rows [ROWS].
-
-    The grouping is many kernels old, and is read past the L1 cache: nothing waits for it.
-    """
-    count = tl.load(tile_ptr + 2 * num_tiles + tile, cache_modifier=".cg")
-    slot = tl.load(tile_ptr + tile, cache_modifier=".cg").to(tl.int64)
-    first = tl.load(tile_ptr + num_tiles + tile, cache_modifier=".cg")
-    row = tl.arange(0, ROWS)
-    rows = tl.load(row_ptr + first + row, mask=row < count, other=0, cache_modifier=".cg")
-    return slot, count, rows.to(tl.int64)
+MAX_JOINED = 2**23  # bytes of A behind a layer's matrix: all are read, whichever slots are used
+JOINED_ROWS = 64  # of a matrix with A behind it, or a multiple
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -141,7 +46,7 @@ def _shrink_kernel(
     tile = tl.program_id(0)
     chunk, chunks = tl.program_id(1), tl.num_programs(1)  # of all parts' ranks
     split = tl.program_id(2)
-    slot, count, rows = _tile(tile_ptr, row_ptr, tile, num_tiles, ROWS)
+    slot, count, rows = load_tile(tile_ptr, row_ptr, tile, num_tiles, ROWS)
     rank = chunk * RANKS % PADDED + tl.arange(0, RANKS)
     part, parts = chunk * RANKS // PADDED, chunks * RANKS // PADDED
     own_rank = tl.where(count > 0, tl.load(rank_ptr + slot, cache_modifier=".cg"), 0)
@@ -193,7 +98,7 @@ def _gather_kernel(
 ):  # fmt: skip
     """The rows of a token embedding's A, in place of a product: out [tiles, ROWS, PADDED]."""
     tile = tl.program_id(0)
-    slot, count, rows = _tile(tile_ptr, row_ptr, tile, num_tiles, ROWS)
+    slot, count, rows = load_tile(tile_ptr, row_ptr, tile, num_tiles, ROWS)
     row, rank = tl.arange(0, ROWS), tl.arange(0, PADDED)
     is_row = row < count
     token = tl.load(token_ptr + rows, mask=is_row, other=0).to(tl.int64)
@@ -206,20 +111,21 @@ def _gather_kernel(
 @triton.jit(do_not_specialize=["num_tiles", "num_slots"])
 def _expand_kernel(
     v_ptr, b_ptr, rank_ptr, vector_ptr, out_ptr, part_ptr, row_ptr, tile_ptr,
-    out_features, out_stride, num_slots, num_tiles,
-    PARTS: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
-    PADDED: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    out_features, out_stride, v_stride, num_slots, num_tiles,
+    JOINED: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, EVEN: tl.constexpr,
+    RANK: tl.constexpr, PADDED: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Add a tile's v, summed over the splits, times COLUMNS of one part's B to out [n, out].
 
+    v is what the shrink kernel wrote, or x times A of all slots (JOINED): [n, slots, parts, RANK].
     A slot that has vectors [2, out] multiplies the sum by the first and adds the second. EVEN:
     COLUMNS divides every part.
     """
     let_next_start(OVERLAP)
     tile = tl.program_id(0)
     block = tl.program_id(1)
-    slot, count, rows = _tile(tile_ptr, row_ptr, tile, num_tiles, ROWS)
+    slot, count, rows = load_tile(tile_ptr, row_ptr, tile, num_tiles, ROWS)
     part, first, end, before = 0, 0, 0, 0
     for index in tl.static_range(PARTS):
         begin = tl.load(part_ptr + index)
@@ -249,16 +155,18 @@ def _expand_kernel(
     target = out_ptr + rows[:, None] * out_stride + column[None, :]
     out = tl.load(target, mask=mask, other=0.0).to(tl.float32)
     type: tl.constexpr = out_ptr.dtype.element_ty
-    v_source = (
-        v_ptr + (tile * ROWS + row)[:, None] * (PARTS * PADDED) + part * PADDED + rank[None, :]
-    )
-    split_stride = num_tiles * (ROWS * PARTS * PADDED)
+    v_row, v_first = tile * ROWS + row, part * PADDED
+    if JOINED:
+        v_row, v_first = rows, (slot * PARTS + part) * RANK
+    v_source = v_ptr + v_row[:, None] * v_stride + v_first + rank[None, :]
+    split_stride = num_tiles * ROWS * v_stride
     for at in tl.static_range(0, PADDED, RANKS):
         if at > 0:
             is_rank = (at + rank < own_rank)[:, None]
             b_mask = is_rank if EVEN else is_rank & is_column
             b = tl.load(b_source + at * out_features, mask=b_mask, other=0.0)
-        v = tl.load(v_source + at, mask=is_row, other=0.0)
+        v_mask = is_row & (at + rank < own_rank)[None, :] if JOINED else is_row
+        v = tl.load(v_source + at, mask=v_mask, other=0.0)
         for split in tl.static_range(1, SPLITS):
             v += tl.load(v_source + at + split * split_stride, mask=is_row, other=0.0)
         out = _expanded(v.to(type), b.to(type), out, ROWS)
@@ -300,6 +208,25 @@ class DeviceLoraSlots:
         )
         starts = torch.tensor([0, *self.part_rows]).cumsum(0)
         self._part_starts = starts.to(torch.int32).to(device)
+        self._joined: torch.Tensor | None = None  # [rows, in]: the layer's matrix, then A
+        self._joined_bias: torch.Tensor | None = None
+
+    def join(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        """See `LoraSlots`. Both move to the front of larger tensors, with A behind the matrix."""
+        assert weight.shape == (self.out_features, self.a.shape[-1]), "the layer's matrix"
+        if weight.dtype != self.a.dtype or self.a.nbytes > MAX_JOINED:
+            return
+        with torch.inference_mode(weight.is_inference()):  # a parameter stays what it is
+            num_rows, end = self.out_features, self.out_features + self.a[..., 0].numel()
+            joined = weight.new_zeros(-(-end // JOINED_ROWS) * JOINED_ROWS, weight.shape[1])
+            joined[:num_rows].copy_(weight)
+            joined[num_rows:end].view_as(self.a).copy_(self.a)
+            weight.data, self.a = joined[:num_rows], joined[num_rows:end].view_as(self.a)
+            self._joined = joined
+            if bias is not None:
+                self._joined_bias = bias.new_zeros(len(joined))
+                self._joined_bias[:num_rows].copy_(bias)
+                bias.data = self._joined_bias[:num_rows]
 
     def place(self, slot: int, update: Update) -> None:
         """See `LoraSlots`. The host does not wait for the device."""
@@ -336,6 +263,10 @@ class DeviceLoraSlots:
     ) -> torch.Tensor:
         """See `LoraSlots`. The first kernel follows one that lets it load its weights early."""
         assert isinstance(step, DeviceAdapterStep), "the rows are grouped on the device"
+        if self._joined is not None and len(x) <= lora_joined_rows():
+            both = linear(x, self._joined, self._joined_bias)
+            output, v = both[:, : self.out_features], both[:, self.out_features :]
+            return self._expand(v, output, step, is_joined=True)
         v = self._shrink(x, step)
         return self._expand(v, product(x), step)
 
@@ -370,10 +301,14 @@ class DeviceLoraSlots:
         return torch.empty(shape, dtype=torch.float32, device=step.tiles.device)
 
     def _expand(
-        self, v: torch.Tensor, output: torch.Tensor, step: DeviceAdapterStep
+        self,
+        v: torch.Tensor,
+        output: torch.Tensor,
+        step: DeviceAdapterStep,
+        is_joined: bool = False,
     ) -> torch.Tensor:
         assert output.stride(1) == 1, "rows may lie apart, their numbers not"
-        splits, num_tiles = v.shape[:2]
+        splits, num_tiles = 1 if is_joined else len(v), step.tiles.shape[1]
         tile = lora_expand_tile(num_tiles * self.out_features, step.tile_rows, self._ranks)
         columns, unit = tile.columns, math.gcd(*self.part_rows)
         if unit % MIN_COLUMNS == 0:
@@ -381,8 +316,8 @@ class DeviceLoraSlots:
         num_blocks = sum(triton.cdiv(rows, columns) for rows in self.part_rows)
         _expand_kernel[(num_tiles, num_blocks)](
             v, self.b, self._sizes, self.vectors, output, self._part_starts, step.rows, step.tiles,
-            self.out_features, output.stride(0), self.num_slots, num_tiles,
-            PARTS=len(self.part_rows), SPLITS=splits, EVEN=unit % columns == 0,
+            self.out_features, output.stride(0), v.stride(-2), self.num_slots, num_tiles,
+            JOINED=is_joined, PARTS=len(self.part_rows), SPLITS=splits, EVEN=unit % columns == 0,
             RANK=self.max_rank, PADDED=self._padded_rank, RANKS=self._ranks, ROWS=step.tile_rows,
             COLUMNS=columns,
             **overlap(v.device), num_warps=tile.launch.num_warps, num_stages=1,

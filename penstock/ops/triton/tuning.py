@@ -233,6 +233,11 @@ def lora_rows(num_rows: int) -> int:
     return 16 if num_rows <= 128 else 32 if num_rows <= 512 else 64
 
 
+def lora_joined_rows() -> int:
+    """Up to this many, memory limits a layer's product: it multiplies with A as well."""
+    return 128
+
+
 def lora_shrink_plan(
     num_programs: int, in_features: int, tile_rows: int, ranks: int, element_size: int
 ) -> LoraShrinkPlan:

@@ -10,7 +10,7 @@ import sys
 
 from hopper import compile_kernel
 
-from penstock.ops.triton import lora
+from penstock.ops.triton import lora, lora_tiles
 
 
 def compile_one(kernel: str, dtype: str, rank: int, rows: int) -> dict[str, int]:
@@ -19,7 +19,8 @@ def compile_one(kernel: str, dtype: str, rank: int, rows: int) -> dict[str, int]
     constants["RANKS"] = min(padded, lora.MAX_RANKS)
     pointers = {
         "x_ptr": dtype, "a_ptr": dtype, "b_ptr": dtype, "rank_ptr": "*i32", "row_ptr": "*i32",
-        "tile_ptr": "*i32", "part_ptr": "*i32", "v_ptr": "*fp32", "vector_ptr": "*fp32",
+        "tile_ptr": "*i32", "part_ptr": "*i32",
+        "v_ptr": dtype if rows == 16 else "*fp32", "vector_ptr": "*fp32",
         "out_ptr": "*fp32" if kernel == "shrink" else dtype, "slot_ptr": "*i32",
         "start_ptr": "*i32", "token_ptr": "*i32",
     }  # fmt: skip
@@ -32,17 +33,23 @@ def compile_one(kernel: str, dtype: str, rank: int, rows: int) -> dict[str, int]
         )  # fmt: skip
     elif kernel == "expand":
         tile = lora.lora_expand_tile(10**6, rows, constants["RANKS"])
-        own = {"PARTS": 3, "SPLITS": 8, "EVEN": True, "COLUMNS": tile.columns}
+        own = {
+            "JOINED": rows == 16,
+            "PARTS": 3,
+            "SPLITS": 1 if rows == 16 else 8,
+            "EVEN": True,
+            "COLUMNS": tile.columns,
+        }
         code = compile_kernel(
             lora._expand_kernel, {**constants, **own}, pointers,
-            ("out_features", "out_stride"), **tile.launch._asdict(),
+            ("out_features", "out_stride", "v_stride"), **tile.launch._asdict(),
         )  # fmt: skip
     elif kernel == "gather":
         del constants["OVERLAP"], constants["RANKS"]
         code = compile_kernel(lora._gather_kernel, constants, pointers, (), num_warps=1)
     else:
         own = {"TILE_ROWS": rows, "SLOTS": 8, "CHUNK": 1024}
-        code = compile_kernel(lora._group_kernel, own, pointers, (), num_warps=8)
+        code = compile_kernel(lora_tiles._group_kernel, own, pointers, (), num_warps=8)
     before, _, _ = code.ptx.partition("griddepcontrol.wait")
     return {
         "wide loads before it waits": sum(

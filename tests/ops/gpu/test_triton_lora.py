@@ -13,12 +13,13 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from penstock.ops.lora import EmbeddingSlots, LoraSlots, PartUpdate, Update, adapter_step
 from penstock.ops.triton import lora
+from penstock.ops.triton.lora_tiles import DeviceAdapterStep
 
 IN = 200  # no multiple of a tile
 
 
-def group(slots: torch.Tensor, num_slots: int) -> lora.DeviceAdapterStep:
-    return lora.DeviceAdapterStep.empty(slots, num_slots).group()
+def group(slots: torch.Tensor, num_slots: int) -> DeviceAdapterStep:
+    return DeviceAdapterStep.empty(slots, num_slots).group()
 
 
 class Layer(NamedTuple):
@@ -195,3 +196,72 @@ def test_embedded_tokens_get_their_adapters_rows(device: torch.device) -> None:
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-5, atol=1e-5)
     ours.place(0, ())
     assert torch.equal(ours.add(tokens, output.clone(), group(rows * 0, 3)), output)
+
+
+def join(
+    layer: Layer, device: torch.device, has_bias: bool = False
+) -> tuple[torch.nn.Parameter, torch.nn.Parameter | None]:
+    """Put the slots behind a random matrix. Returns it and its bias."""
+    dtype, out = layer.ours.a.dtype, layer.ours.out_features
+    weight = torch.nn.Parameter(torch.randn(out, IN, device=device).to(dtype) / 8, False)
+    bias = torch.nn.Parameter(torch.randn(out, device=device).to(dtype), False)
+    layer.ours.join(weight, bias if has_bias else None)
+    return weight, bias if has_bias else None
+
+
+@pytest.mark.parametrize("n", [1, 6, 128, 150])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_slots_behind_the_layers_matrix_give_the_same_output(
+    device: torch.device, n: int, has_bias: bool
+) -> None:
+    layer = make_layer(device, (64, 40, 40))
+    layer.place(0, [make_part(device, 8, size, dora=True) for size in (64, 40, 40)])
+    before = layer.ours.a.clone()
+    weight, bias = join(layer, device, has_bias)
+    assert torch.equal(layer.ours.a, before), "adapters that are there stay"
+    layer.place(1, [make_part(device, 3, 64), None, make_part(device, 2, 40)])
+    layer.place(2, [make_part(device, 8, size) for size in (64, 40, 40)])
+    layer.place(2, [None, make_part(device, 1, 40), None])  # what was there is not read
+    x = torch.randn(n, IN, device=device)
+    slots = [(5 * row) % 4 - 1 for row in range(n)] if n > 1 else [1]
+    output = torch.nn.functional.linear(x, weight, bias)
+    host = adapter_step(np.array(slots), 3)
+    expected = layer.theirs.add(x.cpu(), output.cpu(), host)
+    step = group(torch.tensor(slots, dtype=torch.int32, device=device), 3)
+    got = layer.ours.run(x, lambda x: torch.nn.functional.linear(x, weight, bias), step)
+    torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_matrix_keeps_its_values_and_its_layout_when_slots_come_behind_it(
+    device: torch.device,
+) -> None:
+    layer = make_layer(device, (48,))
+    weight = torch.nn.Parameter(torch.randn(48, IN, device=device), False)
+    values, place = weight.detach().clone(), weight.data_ptr()
+    layer.ours.join(weight, None)
+    assert weight.data_ptr() != place
+    assert torch.equal(weight, values)
+    assert weight.is_contiguous()
+
+
+def test_slots_of_another_type_or_too_many_stay_apart(device: torch.device) -> None:
+    for layer in (
+        make_layer(device, (48,), dtype=torch.float16),
+        make_layer(device, (48,), num_slots=64, max_rank=256),
+    ):
+        weight = torch.nn.Parameter(torch.randn(48, IN, device=device), False)
+        place = weight.data_ptr()
+        layer.ours.join(weight, None)
+        assert weight.data_ptr() == place
+
+
+def test_a_few_rows_take_one_launch_beside_the_layers_product(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(device, (48,))
+    weight, _ = join(layer, device)
+    layer.place(0, [make_part(device, 8, 48)])
+    monkeypatch.setattr(layer.ours, "_shrink", None)
+    step = group(torch.zeros(5, dtype=torch.int32, device=device), 3)
+    output = layer.ours.run(torch.randn(5, IN, device=device), lambda x: x @ weight.T, step)
+    assert output.shape == (5, 48)
