@@ -148,9 +148,12 @@ def test_vectors_of_decoders_are_the_cpus(
 
 
 @ON_GPU
+@pytest.mark.parametrize("head", ["Model", "ForSequenceClassification"])
 @pytest.mark.parametrize("eager", [False, True])
-def test_vectors_with_adapters_are_the_cpus(eager: bool, tmp_path: Path) -> None:
-    checkpoint = encoder_of(tmp_path, "bert")
+def test_vectors_and_labels_with_adapters_are_the_cpus(
+    head: str, eager: bool, tmp_path: Path
+) -> None:
+    checkpoint = encoder_of(tmp_path, "bert", head)
     found = []
     for device in ("cpu", "cuda"):
         options = {**POOLING, "dtype": "float32", "device": device, "enforce_eager": eager}

@@ -235,7 +235,7 @@ def lora_rows(num_rows: int) -> int:
 
 def lora_joined_rows() -> int:
     """Up to this many, memory limits a layer's product: it multiplies with A as well."""
-    return 128
+    return 256
 
 
 def lora_shrink_plan(
@@ -257,10 +257,8 @@ def lora_shrink_plan(
 
 def lora_expand_tile(num_outputs: int, tile_rows: int, ranks: int) -> LoraExpandTile:
     """For a layer with this many outputs over all tiles of rows."""
-    if tile_rows == 1:
-        return LoraExpandTile(128, Launch(2 if num_outputs <= 4096 else 1, 1))
-    if tile_rows == 16 and ranks == 16:
-        return LoraExpandTile(128 if num_outputs < 1 << 17 else 256, Launch(1, 1))
+    if tile_rows == 1 or (tile_rows == 16 and ranks == 16):
+        return LoraExpandTile(128, Launch(1, 1))
     columns = 64
     while columns < (256 if ranks <= 32 else 128) and num_outputs // columns > 2 * PROCESSORS:
         columns *= 2
