@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 from penstock.config import EngineConfig
+from penstock.engine.arg_utils import EngineArgs
 from penstock.engine.async_client import AsyncEngineClient
 from penstock.engine.ledger import DeltaStream
 from penstock.engine.lora_requests import LoRARequests, with_adapter
@@ -56,6 +58,10 @@ class AsyncLLM:
         self._ids = itertools.count()
         self._children: dict[str, list[str]] = {}  # engine ids by the caller's id
         self._early_aborts: set[str] = set()  # requests aborted while being prepared
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        return cls(**dataclasses.asdict(engine_args))
 
     async def start(self) -> None:
         """Load the model. Raises the engine's error if that fails."""

@@ -12,6 +12,7 @@ import msgspec
 from tqdm import tqdm
 
 from penstock.config import EngineConfig
+from penstock.engine.arg_utils import EngineArgs
 from penstock.engine.build import build_engine
 from penstock.engine.core import EngineCore
 from penstock.engine.heap import settled_heap
@@ -20,9 +21,10 @@ from penstock.engine.pooled import PoolingMethods
 from penstock.loading.speculators import find_model
 from penstock.observability.logs import setup_logging
 from penstock.protocol.adapter import Adapter, LoRARequest
+from penstock.protocol.beam_search import BeamSearchOutput, BeamSearchParams
 from penstock.protocol.errors import InputError
 from penstock.protocol.outputs import RequestOutput
-from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.protocol.sampling import OutputKind, SamplingParams, check_int
 from penstock.runner.drafter import Drafter
 from penstock.runner.logits_processors import LogitsProcessor
 from penstock.text.collector import OutputCollector
@@ -71,6 +73,10 @@ class LLM(PoolingMethods):
         self._ids = itertools.count()
         self._collector = OutputCollector()
         self._lora_requests = LoRARequests(self.config.lora)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        return cls(**dataclasses.asdict(engine_args))
 
     def generate(
         self,
@@ -214,6 +220,50 @@ class LLM(PoolingMethods):
                     self._step()
         finally:
             self._withdraw([request])
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: LoRARequestOrList = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Find the likeliest completions of each prompt by beam search.
+
+        `concurrency_limit` is the most prompts to search at once. Raises `RequestFault` if a step
+        fails.
+        """
+        from penstock.engine.beam_search import BeamSearch
+
+        if concurrency_limit is not None:
+            check_int("concurrency_limit", concurrency_limit, 1, 2**31 - 1)
+        items = with_priorities(prompts, None)
+        adapters = self._adapters_of(lora_request, len(items))
+        limits = SamplingParams(temperature=0, max_tokens=params.max_tokens)
+        requests = with_adapters([self._prepare(item, limits) for item, _ in items], adapters)
+        searches = [BeamSearch(request.children[0], params) for request in requests]
+        ids = map(str, self._ids)
+        at_once = concurrency_limit or len(searches) or 1
+        with tqdm(total=len(searches), desc="Beam search", disable=not use_tqdm) as progress:
+            for start in range(0, len(searches), at_once):
+                running = searches[start : start + at_once]
+                while running:
+                    steps = [search.requests(ids) for search in running]
+                    outputs = iter(self._run([one for step in steps for one in step], False))
+                    for search, step in zip(running, steps, strict=True):
+                        search.advance(list(itertools.islice(outputs, len(step))))
+                    still = [search for search in running if search.running]
+                    progress.update(len(running) - len(still))
+                    running = still
+        tokenizer = self.frontend.tokenizer
+        results = [BeamSearchOutput(search.best()) for search in searches]
+        for result in results:
+            for sequence in result.sequences:
+                if tokenizer is not None:
+                    sequence.text = tokenizer.decode(sequence.tokens)
+        return results
 
     def get_tokenizer(self) -> Tokenizer:
         return self.frontend.get_tokenizer()

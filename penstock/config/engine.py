@@ -227,6 +227,14 @@ class EngineConfig:
             refuse_unknown_option(next(iter(unknown)), known)
         return cls(**built)
 
+    def options(self) -> dict[str, Any]:
+        """All options by name, as `from_options` takes them."""
+        return {
+            declared.name: getattr(getattr(self, section), declared.name)
+            for section, options in all_options().items()
+            for declared in options
+        }
+
 
 def all_options() -> dict[str, list[Option]]:
     """Every engine option, by section: what the CLI and the docs list."""

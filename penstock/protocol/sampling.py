@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import math
 from collections.abc import Collection
@@ -113,6 +114,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="samp
     def __post_init__(self) -> None:
         self.validate()
 
+    def clone(self) -> SamplingParams:
+        """A copy that can be changed on its own."""
+        return copy.deepcopy(self)
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
@@ -136,12 +141,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="samp
     def validate(self) -> None:
         """Raise `InputError` for the first value that makes no sense."""
         check_int("n", self.n, 1, MAX_N)
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, above=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
+        check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_float("temperature", self.temperature, 0.0, 100.0)
+        check_float("top_p", self.top_p, 0.0, 1.0, above=True)
+        check_float("min_p", self.min_p, 0.0, 1.0)
         check_int("top_k", self.top_k, -1, 2**31 - 1)
         check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.seed is not None:
@@ -220,7 +225,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, tag="samp
                 )
             for token_id, bias in self.logit_bias.items():
                 check_int("logit_bias", token_id, 0, 2**31 - 1)
-                _check_float("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+                check_float("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
         _check_texts("bad_words", self.bad_words or [], MAX_BAD_WORDS)
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise InputError(
@@ -238,7 +243,7 @@ def check_int(name: str, value: object, low: int, high: int) -> None:
         raise InputError(f"{name} must be at most {high}, got {_shown(value)}", name)
 
 
-def _check_float(name: str, value: object, low: float, high: float, above: bool = False) -> None:
+def check_float(name: str, value: object, low: float, high: float, above: bool = False) -> None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise InputError(f"{name} must be a finite number, got {value!r}", name)

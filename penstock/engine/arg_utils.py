@@ -1,0 +1,46 @@
+"""EngineArgs: the engine options as one object, as vLLM's scripts use them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.config.cli import add_engine_arguments, engine_options_from_args
+
+_OPTIONS: Any = dataclasses.make_dataclass(
+    "_OPTIONS",
+    [
+        (
+            field.name,
+            Any,
+            dataclasses.field(default=field.default, default_factory=field.default_factory),
+        )
+        for section in EngineConfig.sections().values()
+        for field in dataclasses.fields(section)
+    ],
+)
+
+
+class EngineArgs(_OPTIONS):  # type: ignore[misc]
+    """A dataclass of all engine options, for `from_engine_args` of `LLM` and `AsyncLLM`."""
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        if model is not None:
+            options["model"] = model
+        super().__init__(**EngineConfig.from_options(options).options())
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add a flag for every engine option."""
+        add_engine_arguments(parser)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """The options that were given as flags."""
+        return cls(**engine_options_from_args(args))
+
+
+AsyncEngineArgs = EngineArgs

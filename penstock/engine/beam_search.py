@@ -1,0 +1,129 @@
+"""Beam search over one-token requests. Chooses the sequences that transformers chooses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from penstock.protocol.beam_search import BeamSearchParams, BeamSearchSequence
+from penstock.protocol.errors import RequestFault
+from penstock.protocol.outputs import LogprobsAtPosition, RequestOutput
+from penstock.protocol.request import EngineRequest
+from penstock.protocol.sampling import OutputKind, SamplingParams
+from penstock.text.frontend import PreparedRequest
+from penstock.text.output import OutputAssembler
+
+
+class BeamSearch:
+    """The beams of one prompt.
+
+    The caller runs `requests` and hands their outputs to `advance`, until there are none. `request`
+    has the prompt and its adapter. Its `max_tokens` is the limit.
+    """
+
+    def __init__(self, request: EngineRequest, params: BeamSearchParams) -> None:
+        assert request.sampling.max_tokens is not None
+        self._request = request
+        self._params = params
+        self._max_tokens = request.sampling.max_tokens
+        self._ends = set() if params.ignore_eos else set(request.eos_token_ids)
+        self._num_tokens = 0  # of each running sequence, after the prompt
+        self._finished: list[tuple[float, BeamSearchSequence]] = []  # the best ones, with scores
+        self.running = [BeamSearchSequence(list(request.prompt_token_ids))]
+
+    def requests(self, ids: Iterator[str]) -> list[PreparedRequest]:
+        """One request for the next token of each running sequence."""
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            logprobs=self.num_candidates,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=OutputKind.FINAL_ONLY,
+        )
+        prepared = []
+        for beam in self.running:
+            own = msgspec.structs.replace(
+                self._request, request_id=next(ids), prompt_token_ids=beam.tokens, params=params
+            )
+            assembler = OutputAssembler(
+                own.request_id, None, beam.tokens, params, None, [own.request_id]
+            )
+            prepared.append(PreparedRequest(own.request_id, [own], assembler))
+        return prepared
+
+    @property
+    def num_candidates(self) -> int:
+        """How many next tokens of each sequence to offer.
+
+        Enough sequences continue even if every one of them could also end.
+        """
+        return max(2, 1 + len(self._ends)) * self._params.beam_width
+
+    def advance(self, outputs: Sequence[RequestOutput]) -> None:
+        """Choose the next beams from the outputs of `requests`."""
+        offered = []
+        for output in outputs:
+            if output.error is not None:
+                raise RequestFault(f"beam search failed: {output.error}")
+            assert output.outputs[0].logprobs is not None
+            offered.append(output.outputs[0].logprobs[0])
+        self._choose(offered)
+
+    def _choose(self, offered: Sequence[LogprobsAtPosition]) -> None:
+        """Choose the next beams. `offered` has the likeliest next tokens of each running one."""
+        width = self._params.beam_width
+        candidates = sorted(
+            (
+                (beam.cum_logprob + entry.logprob, token_id, beam, logprobs)
+                for beam, logprobs in zip(self.running, offered, strict=True)
+                for token_id, entry in logprobs.items()
+            ),
+            key=lambda candidate: -candidate[0],
+        )
+        self._num_tokens += 1
+        self.running = []
+        for rank, (total, token_id, beam, logprobs) in enumerate(candidates[: self.num_candidates]):
+            ended = token_id in self._ends
+            if not ended and self._num_tokens < self._max_tokens:
+                if len(self.running) < width:
+                    self.running.append(_extend(beam, token_id, total, logprobs))
+            elif rank < width:
+                sequence = _extend(beam, token_id, total, logprobs)
+                sequence.finish_reason = "stop" if ended else "length"
+                if ended:
+                    sequence.stop_reason = token_id
+                    if not self._params.include_stop_str_in_output:
+                        sequence.tokens.pop()
+                self._finished.append((self._score(total), sequence))
+        self._finished.sort(key=lambda item: -item[0])
+        del self._finished[width:]
+        if self.running and not self._can_improve():
+            self.running = []
+
+    def _can_improve(self) -> bool:
+        """Whether a running sequence can still be among the best, as far as one can tell."""
+        if len(self._finished) < self._params.beam_width:
+            return True
+        return self._score(self.running[0].cum_logprob) > self._finished[-1][0]
+
+    def _score(self, total: float) -> float:
+        divisor: float = self._num_tokens**self._params.length_penalty
+        return total / divisor
+
+    def best(self) -> list[BeamSearchSequence]:
+        """The finished sequences, the best one first."""
+        return [sequence for _, sequence in self._finished]
+
+
+def _extend(
+    beam: BeamSearchSequence, token_id: int, total: float, logprobs: LogprobsAtPosition
+) -> BeamSearchSequence:
+    return dataclasses.replace(
+        beam,
+        tokens=[*beam.tokens, token_id],
+        cum_logprob=total,
+        logprobs=[*beam.logprobs, logprobs],
+    )

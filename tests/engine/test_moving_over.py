@@ -1,0 +1,73 @@
+"""What scripts written for vLLM import and call."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+
+import pytest
+from tiny_engine import open_llm
+
+import penstock
+from penstock import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams, TokensPrompt
+from penstock.protocol.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("penstock", "LLM AsyncLLM EngineArgs AsyncEngineArgs SamplingParams TextPrompt"),
+        ("penstock.sampling_params", "SamplingParams BeamSearchParams StructuredOutputsParams"),
+        ("penstock.pooling_params", "PoolingParams"),
+        ("penstock.outputs", "RequestOutput CompletionOutput EmbeddingRequestOutput"),
+        ("penstock.inputs", "TextPrompt TokensPrompt"),
+        ("penstock.lora.request", "LoRARequest"),
+        ("penstock.engine.arg_utils", "EngineArgs AsyncEngineArgs"),
+    ],
+)
+def test_names_are_where_vllms_scripts_look_for_them(module: str, names: str) -> None:
+    found = importlib.import_module(module)
+    for name in names.split():
+        assert getattr(found, name) is getattr(penstock, name)
+
+
+def test_engine_args_make_an_engine(tiny_llama: str) -> None:
+    args = EngineArgs(tiny_llama, skip_tokenizer_init=True, max_model_len=32, swap_space=4)
+    assert args.max_model_len == 32
+    assert args.max_num_seqs is None
+    assert dataclasses.asdict(args)["block_size"] == 16
+    with LLM.from_engine_args(args) as llm:
+        assert llm.engine.limits.max_model_len == 32
+    assert isinstance(AsyncLLM.from_engine_args(AsyncEngineArgs(tiny_llama)), AsyncLLM)
+
+
+def test_engine_args_come_from_a_command_line() -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    args = parser.parse_args(["--model", "m", "--max-model-len", "8k", "-tp", "2"])
+    made = EngineArgs.from_cli_args(args)
+    assert (made.model, made.max_model_len, made.tensor_parallel_size) == ("m", 8000, 2)
+
+
+def test_engine_args_refuse_what_an_engine_would() -> None:
+    with pytest.raises(ConfigError, match="trust_remote_code is not supported"):
+        EngineArgs("m", trust_remote_code=True)
+    with pytest.raises(ConfigError, match="unknown option 'max_modle_len'"):
+        EngineArgs("m", max_modle_len=5)
+
+
+def test_a_clone_of_sampling_parameters_is_changed_alone() -> None:
+    params = SamplingParams(stop=["a"], max_tokens=5)
+    clone = params.clone()
+    assert clone == params
+    clone.max_tokens = 6
+    assert isinstance(clone.stop, list)
+    clone.stop.append("b")
+    assert (params.max_tokens, params.stop) == (5, ["a"])
+
+
+def test_prompts_may_be_typed_dictionaries(tiny_llama: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    with open_llm(tiny_llama) as llm:
+        (output,) = llm.generate(TokensPrompt(prompt_token_ids=[4, 5, 6]), params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
