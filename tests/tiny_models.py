@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from tiny_variants import COMMON, OUTSIDE, UNEVEN_NORMS, VARIANTS
 
+STAND_INS = {"MiMo": "Qwen2"}  # for models that transformers has no code for, but their like
+
 
 def architecture_of(name: str) -> str:
     """What config.json calls the architecture of a variant with this name."""
@@ -21,6 +23,7 @@ def config_class(name: str) -> Any:
     """transformers' class of the settings of a variant with this name."""
     import transformers
 
+    name = STAND_INS.get(name, name)
     is_text = name in ("Gemma3", "Llama4")  # whose own name is that of images and text
     return getattr(transformers, f"{name.removesuffix('Images')}{'Text' * is_text}Config")
 
@@ -49,7 +52,7 @@ def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
     name, _ = (VARIANTS | OUTSIDE)[variant]
     config = transformers_config(variant, **overrides)
     torch.manual_seed(7)
-    model = getattr(transformers, architecture_of(name))(config).float()
+    model = getattr(transformers, architecture_of(STAND_INS.get(name, name)))(config).float()
     for parameter_name, parameter in model.named_parameters():
         if parameter_name.endswith("bias"):  # transformers starts them at zero, which tests nothing
             torch.nn.init.normal_(parameter, std=0.25)
@@ -59,6 +62,10 @@ def make_checkpoint(folder: Path, variant: str, **overrides: Any) -> Path:
         if buffer_name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.25)
     model.save_pretrained(folder)
+    if name in STAND_INS:
+        path = folder / "config.json"
+        settings = json.loads(path.read_text())
+        path.write_text(json.dumps({**settings, "architectures": [architecture_of(name)]}))
     return folder
 
 

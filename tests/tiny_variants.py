@@ -239,6 +239,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4MoeLite",
         {**LATENT, "q_lora_rank": 24, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
+    "mimo": ("MiMo", {}),
     "minimax_m2": (
         "MiniMaxM2",
         {"head_dim": 32, "rotary_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2},

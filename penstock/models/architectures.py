@@ -115,6 +115,13 @@ ARCHITECTURES: dict[str, Architecture] = {
         "The model has no maximum context: it is 2048 unless `max_model_len` is set. The residual "
         "stream has the model's dtype, even with `residual_in_fp32`.",
     ),
+    **_own(
+        "MiMoForCausalLM",
+        "mimo",
+        "MiMo 7B",
+        ("mimo",),
+        "The multi-token-prediction (MTP) layer is loaded for speculative decoding.",
+    ),
     **_own("MiniMaxM2ForCausalLM", "minimax_m2", "MiniMax-M2, M2.1", ("minimax_m2",)),
     **_own("MistralForCausalLM", "mistral", "Mistral 7B", ("mistral", "mistral_windowed")),
     **_own("MixtralForCausalLM", "mixtral", "Mixtral 8x7B and 8x22B", ("mixtral",)),
@@ -136,7 +143,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "qwen3_next",
         "Qwen3-Next-80B-A3B",
         ("qwen3_next",),
-        "Multi-token-prediction (MTP) layers are not loaded.",
+        "The multi-token-prediction (MTP) layer is loaded for speculative decoding.",
     ),
     **_own("SmolLM3ForCausalLM", "smollm3", "SmolLM3", ("smollm3", "smollm3_windowed")),
     **_own(

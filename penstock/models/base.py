@@ -34,6 +34,23 @@ class WeightTable:
     renamed: dict[str, str] = field(default_factory=dict)  # regular expression -> replacement
 
 
+@dataclass(frozen=True)
+class MtpLayout:
+    """Where a checkpoint has a multi-token-prediction (MTP) layer and its parts, and how they join.
+
+    ``{index}`` stands for the number of the model's layers.
+    """
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str  # after the layer
+    hidden_first: bool = False  # in the projection's input, before the embedding
+    passes_normed: bool = False  # the next row takes the hidden state after `norm`
+    num_layers: int = 0  # if config.json does not say
+
+
 class Classifier(Protocol):
     """What follows pooling in a model with labels, in float32."""
 
@@ -53,6 +70,7 @@ class Model(nn.Module):
     pooling: ClassVar[PoolingType] = "LAST"  # of embeddings, if no file says otherwise
     can_capture: ClassVar[bool] = True  # executor: whether a GPU may capture its steps
     gives_aux: ClassVar[bool] = False  # whether `forward` follows `aux_layers`
+    mtp_layout: ClassVar[MtpLayout | None] = None  # if checkpoints may have such a layer
 
     def __init__(self) -> None:
         super().__init__()

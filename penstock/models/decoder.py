@@ -164,6 +164,10 @@ class DecoderLM(Model):
         """Layer `index`, called like a DecoderLayer. The caller adds its two results."""
         return DecoderLayer(self.attention(index), self.mlp(index), self.norm(), self.norm())
 
+    def mtp_layer(self) -> nn.Module:
+        """The layer inside a multi-token-prediction (MTP) layer, if there is one."""
+        return self.layer(self.config.num_layers)
+
     def sandwich_layer(self, index: int) -> SandwichLayer:
         """Layer `index`, with norms before and after attention and MLP."""
         norms = [self.norm() for _ in range(4)]

@@ -6,14 +6,22 @@ from dataclasses import replace
 
 from penstock.layers.build import Build
 from penstock.layers.experts import ExpertsConfig
-from penstock.models.base import WeightTable
+from penstock.models.base import MtpLayout, WeightTable
 from penstock.models.config import DecoderConfig
 from penstock.models.deepseek_v2 import DeepseekV2ForCausalLM, routed_experts
 
 NUM_EXTRA_LAYERS = 8  # after the last; more than any checkpoint has
+EXTRA_LAYER = MtpLayout(
+    layer="model.layers.{index}",
+    embedding_norm="model.layers.{index}.enorm",
+    hidden_norm="model.layers.{index}.hnorm",
+    projection="model.layers.{index}.eh_proj",
+    norm="model.layers.{index}.shared_head.norm",
+)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    mtp_layout = EXTRA_LAYER
     defaults = {
         "first_k_dense_replace": 3,
         "n_group": 8,

@@ -10,10 +10,11 @@ from penstock.layers.sublayers import RotaryAttention
 from penstock.models.config import DecoderConfig, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.models.deepseek_v2 import DeepseekV2ForCausalLM
-from penstock.models.deepseek_v3 import corrected_experts, without_extra_layers
+from penstock.models.deepseek_v3 import EXTRA_LAYER, corrected_experts, without_extra_layers
 
 
 class Glm4MoeForCausalLM(DecoderLM):
+    mtp_layout = EXTRA_LAYER
     weights = DeepseekV2ForCausalLM.weights
     defaults = {
         "rms_norm_eps": 1e-5,

@@ -6,7 +6,7 @@ computed it, otherwise of the layer itself. Embedding and output head are the mo
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
 import torch
 from torch import nn
@@ -14,39 +14,36 @@ from torch import nn
 from penstock.layers.build import Build
 from penstock.layers.linear import Linear, Part
 from penstock.layers.norm import Norm
-from penstock.models.base import Hidden, Model, WeightTable
+from penstock.models.base import Hidden, Model, MtpLayout, WeightTable
 from penstock.models.decoder import DecoderLM
 
 
-class MtpParts(nn.Module):
-    """The layer under its name in checkpoints: ``layers.N`` of ``model``."""
-
-    def __init__(self, index: int, layer: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleDict({str(index): layer})
-
-
-class SharedHead(nn.Module):
-    def __init__(self, norm: Norm) -> None:
-        super().__init__()
-        self.norm = norm
-
-
 class MtpHead(Model):
-    """Not a model of its own: `draft` takes the place of `forward`."""
+    """Not a model of its own: `draft` takes the place of `forward`.
 
-    def __init__(self, build: Build, target: DecoderLM) -> None:
+    Its parts have the names of the checkpoint, so that quantized ones are found there.
+    """
+
+    def __init__(self, build: Build, target: DecoderLM, layout: MtpLayout) -> None:
         super().__init__()
         index, size = target.config.num_layers, target.hidden_size
         self.vocab_size, self.hidden_size, self.dtype = target.vocab_size, size, build.dtype
-        layer: Any = target.layer(index)
-        layer.enorm, layer.hnorm = target.norm(), target.norm()
-        layer.eh_proj = Linear(build, 2 * size, [Part("", size, 1)])
-        layer.shared_head = SharedHead(target.norm())
-        self.model = MtpParts(index, layer)
-        own = rf"^model\.layers\.{index}\."
+        self.layout = layout
+        templates = {
+            layout.layer: target.mtp_layer(),
+            layout.embedding_norm: target.norm(),
+            layout.hidden_norm: target.norm(),
+            layout.projection: Linear(build, 2 * size, [Part("", size, 1)]),
+            layout.norm: target.norm(),
+        }
+        parts = {path.format(index=index): module for path, module in templates.items()}
+        for path, module in parts.items():
+            _place(self, path, module)
+        self._parts = tuple(parts.values())
+        prefixes = "|".join(re.escape(path) for path in parts)
+        shared = r"\.(embed_tokens|shared_head\.head|rotary_emb)\."
         self.weights = WeightTable(
-            ignored=(rf"^(?!{own[1:]})", rf"{own}(embed_tokens|shared_head\.head|rotary_emb)\."),
+            ignored=(rf"^(?!({prefixes})\.)", shared),
             renamed=target.weights.renamed,
         )
         # Not parts of this model: their weights are loaded.
@@ -60,13 +57,25 @@ class MtpHead(Model):
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute rows. Returns what `project` takes, and the hidden states for the next rows."""
-        layer: Any
-        (layer,) = self.model.layers.values()
-        pair = [layer.enorm(embedded.to(self.dtype)), layer.hnorm(hidden)]
+        layer, embedding_norm, hidden_norm, projection, norm = self._parts
+        pair = [embedding_norm(embedded.to(self.dtype)), hidden_norm(hidden)]
+        if self.layout.hidden_first:
+            pair.reverse()
         angles = [*self._angles(positions)][-1]
-        x, residual = layer(layer.eh_proj(torch.cat(pair, dim=-1)), None, angles)
-        states, residual = layer.shared_head.norm.add(x, residual)
-        return states, residual
+        x, residual = layer(projection(torch.cat(pair, dim=-1)), None, angles)
+        assert isinstance(norm, Norm)
+        states, residual = norm.add(x, residual)
+        return states, states if self.layout.passes_normed else residual
 
     def project(self, states: torch.Tensor) -> torch.Tensor:
         return self._project(Hidden(states), slice(None))
+
+
+def _place(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Make `module` a part of `root` under a dotted path."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in dict(root.named_children()):
+            root.add_module(parent, nn.Module())
+        root = root.get_submodule(parent)
+    root.add_module(name, module)

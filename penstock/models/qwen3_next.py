@@ -12,7 +12,7 @@ from penstock.layers.linear import Linear, Part, row_linear
 from penstock.layers.norm import Norm, ZeroCentredNorm
 from penstock.layers.rotary import Rotary
 from penstock.layers.sublayers import Angles
-from penstock.models.base import WeightTable
+from penstock.models.base import MtpLayout, WeightTable
 from penstock.models.config import DecoderConfig, layer_kind, read_int
 from penstock.models.decoder import DecoderLM
 from penstock.models.experts import is_sparse, make_qwen_experts
@@ -86,6 +86,15 @@ class Qwen3NextLayer(nn.Module):
 
 class Qwen3NextForCausalLM(DecoderLM):
     weights = WeightTable(ignored=(r"\.rotary_emb\.inv_freq$", r"^mtp\."))
+    mtp_layout = MtpLayout(
+        layer="mtp.layers.0",
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        projection="mtp.fc",
+        norm="mtp.norm",
+        passes_normed=True,
+        num_layers=1,
+    )
     defaults = {
         "num_key_value_heads": 2,
         "head_dim": 256,
@@ -104,6 +113,12 @@ class Qwen3NextForCausalLM(DecoderLM):
         else:
             mixer = GatedAttention(self.build, name, self.config, self.rotary)
         return Qwen3NextLayer(mixer, self.mlp(index), self.norm(), self.norm())
+
+    def mtp_layer(self) -> Qwen3NextLayer:
+        """With attention, and its own numbering: it is the first layer of its kind."""
+        name = f"model.layers.{self.config.num_layers}"
+        mixer = GatedAttention(self.build, name, self.config, self.rotary)
+        return Qwen3NextLayer(mixer, self.mlp(0), self.norm(), self.norm())
 
     def mlp(self, index: int) -> nn.Module:
         config = self.config

@@ -7,63 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from drafters import Recording
-from mtp_targets import KINDS, MTP, NUM_LAYERS, make_target
-from safetensors.torch import load_file
+from mtp_targets import TARGETS, Plain, make_target
 from tiny_engine import open_llm
 from tiny_models import make_checkpoint
-from torch.nn import functional
 
 from penstock import LLM, SamplingParams
 from penstock.protocol.errors import ConfigError
 from penstock.runner.drafters.mtp import MtpDrafter
-
-
-class Plain:
-    """transformers' model of one layer more, whose layers run one by one over the whole text."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        config = AutoConfig.from_pretrained(folder)
-        config.num_hidden_layers = NUM_LAYERS + 1
-        if hasattr(config, "mlp_layer_types"):
-            config.mlp_layer_types = KINDS
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32
-        ).eval()
-        self.tensors = load_file(folder / "model.safetensors")
-        self.eps = config.rms_norm_eps
-
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self.tensors[f"{name}.weight"], self.eps)
-
-    def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        inner = self.model.model
-        positions = torch.arange(len(x))[None]
-        angles = inner.rotary_emb(x[None], positions)
-        out = inner.layers[index](x[None], position_ids=positions, position_embeddings=angles)
-        return (out[0] if isinstance(out, tuple) else out).view_as(x)
-
-    @torch.inference_mode()
-    def drafts(self, token_ids: list[int], count: int) -> list[int]:
-        embed = self.model.get_input_embeddings()
-        x = rows = embed(torch.tensor(token_ids))
-        for index in range(NUM_LAYERS):
-            x = self.layer(index, x)
-        states = self.norm(x, "model.norm")
-        before = torch.cat([torch.zeros_like(states[:1]), states[:-1]])
-        drafts: list[int] = []
-        for _ in range(count):
-            pair = [self.norm(rows, f"{MTP}.enorm"), self.norm(before, f"{MTP}.hnorm")]
-            x = torch.cat(pair, dim=-1) @ self.tensors[f"{MTP}.eh_proj.weight"].T
-            last = self.layer(NUM_LAYERS, x)[-1:]
-            logits = self.norm(last, f"{MTP}.shared_head.norm") @ self.tensors["lm_head.weight"].T
-            drafts.append(int(logits.argmax()))
-            rows = torch.cat([rows, embed(torch.tensor(drafts[-1:]))])
-            before = torch.cat([before, last])
-        return drafts
 
 
 class Watched(Recording, MtpDrafter):
@@ -79,13 +30,13 @@ def run(llm: LLM, **options: Any) -> list[list[int]]:
     return [list(out.outputs[0].token_ids) for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("variant", ["glm4_moe", "deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize("variant", TARGETS)
 def test_drafts_are_those_of_a_plain_computation(variant: str, tmp_path: Path) -> None:
     target = make_target(tmp_path, variant)
     drawn = {"temperature": 0.9, "seed": 3, "repetition_penalty": 1.1}
     with open_llm(target) as llm:
         expected = [run(llm), run(llm, **drawn)]
-    plain, drafter = Plain(target), Watched(3)
+    plain, drafter = Plain(target, variant), Watched(3)
     chunks = {"max_num_batched_tokens": 16, "max_num_seqs": 3, "enable_prefix_caching": False}
     with open_llm(target, drafter=drafter, **chunks) as llm:
         assert run(llm) == expected[0]

@@ -10,8 +10,7 @@ from penstock.layers.build import Build
 from penstock.models.assembly import load_model
 from penstock.models.base import Model
 from penstock.models.config import read_int
-from penstock.models.deepseek_v3 import DeepseekV3ForCausalLM
-from penstock.models.glm4_moe import Glm4MoeForCausalLM
+from penstock.models.decoder import DecoderLM
 from penstock.models.mtp import MtpHead
 from penstock.protocol.errors import ConfigError, ModelError
 from penstock.runner.drafter import DraftSetup
@@ -23,19 +22,20 @@ class MtpDrafter(HeadDrafter):
 
     def load(self, setup: DraftSetup) -> None:
         target, source = setup.target, setup.source
-        if not isinstance(target, DeepseekV3ForCausalLM | Glm4MoeForCausalLM):
+        layout = target.mtp_layout
+        if layout is None or not isinstance(target, DecoderLM):
             raise ConfigError(
-                f"method mtp is not supported for {type(target).__name__}, only for DeepSeek V3 "
-                "and GLM-4.5: use draft_model, ngram or suffix"
+                f"method mtp is not supported for {type(target).__name__}, only for DeepSeek V3, "
+                "GLM-4.5, MiMo and Qwen3-Next: use draft_model, ngram or suffix"
             )
-        if not read_int(source.config, "num_nextn_predict_layers", 0, low=0):
+        if not read_int(source.config, "num_nextn_predict_layers", layout.num_layers, low=0):
             raise ConfigError(
                 f"{source.name} has no MTP layer (num_nextn_predict_layers in config.json): use "
                 "draft_model, ngram or suffix"
             )
 
         def create(build: Build, settings: Mapping[str, Any]) -> Model:
-            return MtpHead(build, target)
+            return MtpHead(build, target, layout)
 
         own = dataclasses.replace(source, adapter=None)
         try:
