@@ -50,6 +50,14 @@ class RowTile(NamedTuple):
     launch: Launch
 
 
+class FewRowsTile(NamedTuple):
+    """A matrix times a few rows of x: rows of the matrix per program, and inputs per loop step."""
+
+    columns: int
+    depth: int
+    launch: Launch
+
+
 class ExpertsTile(NamedTuple):
     """A matmul of one expert's rows: output columns, and inputs per loop step."""
 
@@ -83,6 +91,7 @@ class LoraExpandTile(NamedTuple):
 
 PROCESSORS = 132  # SMs of an H200
 SHORT_QUERY, LONG_QUERY = 1024, 2048
+MAX_FEW_ROWS = 16  # of x: up to this many, a matmul takes the time to read the matrix
 FEW_TOKENS = 2  # up to this many, nearly every weight read serves a single token
 
 
@@ -186,6 +195,15 @@ def latent_prompt_tile(element_size: int, head_dim: int) -> PrefillTile:
 
 def row_tile(in_features: int) -> RowTile:
     return RowTile(2, 2048, Launch(2, 3)) if in_features >= 2048 else RowTile(4, 1024, Launch(2, 3))
+
+
+def few_rows_tile(out_features: int) -> FewRowsTile:
+    """Few programs need a deep pipeline each. If all run at once, shallow ones balance better."""
+    programs = -(-out_features // 64)
+    if programs <= PROCESSORS:
+        return FewRowsTile(64, 256, Launch(4, 4 if programs <= PROCESSORS // 2 else 3))
+    is_uneven = 3 * PROCESSORS < programs <= 8 * PROCESSORS  # the last ones would run alone
+    return FewRowsTile(64, 128, Launch(4, 6 if is_uneven else 3))
 
 
 def is_few_tokens(num_tokens: int) -> bool:

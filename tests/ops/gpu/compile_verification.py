@@ -11,11 +11,13 @@ from typing import Any
 
 from hopper import compile_kernel
 
-from penstock.ops.triton import attention, latent_attention, ngram, verification
+from penstock.ops.triton import attention, latent_attention, linear, ngram, verification
 from penstock.ops.triton.tuning import (
+    MAX_FEW_ROWS,
     Launch,
     decode_group_rows,
     decode_plan,
+    few_rows_tile,
     latent_decode_plan,
 )
 
@@ -48,6 +50,15 @@ def attend_latent(queries: int, element_size: int = 2) -> Kernel:
     return latent_attention._decode_kernel, constants, plan.launch
 
 
+def multiply(out_features: int) -> Kernel:
+    tile = few_rows_tile(out_features)
+    constants = {
+        "BIAS": False, "ROWS": MAX_FEW_ROWS, "COLUMNS": tile.columns, "DEPTH": tile.depth,
+        "STAGES": tile.launch.num_stages, "OVERLAP": True,
+    }  # fmt: skip
+    return linear._few_rows_kernel, constants, tile.launch
+
+
 KERNELS: dict[str, Kernel] = {
     "one token": attend(1, 4),
     "five tokens": attend(8, 4),
@@ -58,6 +69,10 @@ KERNELS: dict[str, Kernel] = {
     "float32": attend(16, 8, element_size=4),
     "float32 wide heads": attend(8, 8, head_dim=256, element_size=4),
     "float32 latent": attend_latent(8, element_size=4),
+    "few rows": multiply(4096),
+    "few rows, more programs": multiply(6144),
+    "few rows, many programs": multiply(24576),
+    "few rows, uneven": multiply(32000),
     "verify": (verification._verify_kernel, {"COLUMNS": 8}, Launch(1, 1)),
     "write drafts": (verification._write_drafts_kernel, {"COLUMNS": 4}, Launch(1, 1)),
     "match": (ngram._match_kernel, {"SHORTEST": 2, "LONGEST": 5, "CHUNK": 1024}, Launch(4, 1)),
@@ -72,13 +87,16 @@ POINTERS = {
     "results_ptr": "*i32", "out_slots_ptr": "*i64", "last_rows_ptr": "*i64",
     "num_accepted_ptr": "*i32", "drafts_ptr": "*i32", "best_ptr": "*i64",
 }  # fmt: skip
-SIXTEENS = ("q_stride", "out_stride", "page_stride", "table_stride")
+INPUTS = ("q_ptr", "q_rope_ptr", "cache_ptr", "sinks_ptr", "x_ptr", "weight_ptr", "bias_ptr")
+SIXTEENS = (
+    "q_stride", "out_stride", "page_stride", "table_stride", "in_features", "out_features"
+)  # fmt: skip
 
 
 def compile_one(kernel: str) -> dict[str, int]:
     function, constants, launch = KERNELS[kernel]
     kind = "*fp32" if kernel.startswith("float32") else "*bf16"
-    own = dict.fromkeys(("q_ptr", "q_rope_ptr", "cache_ptr", "sinks_ptr", "out_ptr"), kind)
+    own = dict.fromkeys((*INPUTS, "out_ptr"), kind)
     code = compile_kernel(function, constants, {**POINTERS, **own}, SIXTEENS, **launch._asdict())
     return {
         "tensor cores": code.ptx.count("mma"),

@@ -125,3 +125,22 @@ def test_matrix_with_one_row(device: torch.device, n: int, size: int, bias: bool
     weight = torch.randn(9, size, device=device) / 30
     added = torch.randn(9, device=device) if bias else None
     close(linear(x, weight, added), reference.linear(x, weight, added))
+
+
+@pytest.mark.parametrize("n", [2, 5, 16, 17])  # the last goes to the library
+@pytest.mark.parametrize("size", [256, 768, 200])  # and so does the last of these
+@pytest.mark.parametrize("num_outputs", [70, 9000])
+@pytest.mark.parametrize("bias", [True, False])
+def test_matrix_with_a_few_rows(
+    device: torch.device, n: int, size: int, num_outputs: int, bias: bool
+) -> None:
+    x = torch.randn(n, size, device=device).half()  # the interpreter has no bfloat16 products
+    weight = (torch.randn(num_outputs, size, device=device) / 30).half()
+    added = torch.randn(num_outputs, device=device).half() if bias else None
+    expected = reference.linear(x.float(), weight.float(), None if added is None else added.float())
+    whole = torch.zeros(n + 1, num_outputs + 3, dtype=x.dtype, device=device)
+    out = whole[:n, :num_outputs]
+    for found in (linear(x, weight, added), linear(x, weight, added, out)):
+        assert torch.allclose(found.float(), expected, rtol=2e-2, atol=2e-2)
+    assert not whole[n].any()
+    assert not whole[:, num_outputs:].any()

@@ -13,12 +13,16 @@ SHARED_BYTES = 227 * 1024  # of a program, at most
 
 def check(*kernels: str) -> None:
     found = run_script("compile_verification.py", *kernels)
-    attention = ("tokens", "heads", "latent")
+    cores = ("tokens", "heads", "latent", "rows", "programs", "uneven")
     for kernel, code in found.items():
         assert code["shared memory"] <= SHARED_BYTES, kernel
         assert code["spills"] == 0, kernel
-        uses_cores = kernel.endswith(attention) and not kernel.startswith("float32")
+        uses_cores = kernel.endswith(cores) and not kernel.startswith("float32")
         assert not uses_cores or code["tensor cores"] > 0, kernel
+
+
+def test_a_few_rows_are_multiplied_on_tensor_cores() -> None:
+    check("few rows")
 
 
 def test_drafts_are_attended_on_tensor_cores_and_verified_by_a_kernel() -> None:
