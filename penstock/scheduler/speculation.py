@@ -23,7 +23,9 @@ AVERAGE_DECAY = 0.995  # of the counts of all requests, per verified proposal
 PRIOR_WEIGHT = 4.0  # drafts that the engine's average counts for in a request's rate
 FIRST_RATE = 0.7  # assumed share of drafts that hold, before any was verified
 MAX_SAMPLED = 32  # requests whose rates the choice of K looks at
+LEAST_GAIN = 1.03  # in tokens per second, for which drafts are proposed at all
 PLAN_EVERY = 8  # steps between two choices of K
+MOST_GROWTH = 2  # of the number of requests, before K is chosen again at once
 PROBE_EVERY = 64  # steps without drafts, after which a few are tried again
 FIRST_PROBE, LAST_PROBE = 8, 256  # steps in which a request leaves its drafts out between trials
 
@@ -43,6 +45,7 @@ class Speculation:
         self._num_drafts = limits.num_drafts  # the current K
         self._least_rate = 0.0  # probability to hold of a draft that pays
         self._steps_left = PLAN_EVERY  # until K is chosen again
+        self._most_running = limits.max_num_seqs  # requests for which the current K was meant
         self._last_end = 0.0  # when the last step was collected
         self._num_idle = 0  # steps with K = 0 since the last drafts
         self._proposes_probe = self._verifies_probe = False  # drafts that are tried although K = 0
@@ -68,8 +71,9 @@ class Speculation:
         step.started_at = self._clock()
         num_running = max(len(running), 1)
         self._steps_left -= 1
-        if self._steps_left <= 0:
+        if self._steps_left <= 0 or num_running > self._most_running:
             self._steps_left = PLAN_EVERY
+            self._most_running = MOST_GROWTH * num_running
             self._choose(num_running, running)
         step.num_drafts = self._num_drafts
         self._verifies_probe, self._proposes_probe = self._proposes_probe, False
@@ -128,6 +132,8 @@ class Speculation:
         started_at, self._last_end = max(step.started_at, self._last_end), now
         if step.is_decode and step.states:
             self._costs.record(step.num_tokens, step.num_drafts, now - started_at)
+        elif self._is_uniform:
+            self._costs.record_prompts(step.num_tokens, now - started_at)
 
     def stats(self) -> SpeculationStats:
         return SpeculationStats(
@@ -158,6 +164,8 @@ class Speculation:
                 tokens += sum(chances) / len(rates)
             proposed = count if self._is_uniform else self._plain_drafts
             speed = tokens / costs.seconds(num_running * (1 + count), proposed)
+            if count == 0 and self._is_uniform:
+                speed *= LEAST_GAIN
             if speed > most:
                 best, most = count, speed
         self._num_drafts = best if self._is_uniform else self._plain_drafts

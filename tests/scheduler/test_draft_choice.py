@@ -181,6 +181,52 @@ def test_a_time_counts_after_a_few_trials_and_ignores_outliers():
     assert costs.seconds(1, 0) < 2.3
 
 
+def test_a_step_that_was_in_flight_beside_a_slow_one_does_not_count():
+    costs = StepCosts()
+    for seconds in (9.0, 0.01, 2.0):
+        costs.record(1, 0, seconds)
+    assert costs.seconds(1, 0) == 2.0
+
+
+def test_larger_steps_are_expected_to_take_what_rows_of_prompts_take():
+    costs = StepCosts()
+    costs.record_prompts(16, 5.0)  # too few rows to tell
+    for _ in range(NUM_TRIALS):
+        costs.record(256, 0, 10.0)
+    assert costs.seconds(512, 1) == 10.0
+    for seconds in (40.0, 0.0, 20.0, 20.0):
+        costs.record_prompts(1000, seconds)
+    assert costs.seconds(512, 1) == pytest.approx(10.0 + 256 * 0.02, rel=0.1)
+    assert costs.seconds(256, 1) == 10.0
+
+
+def test_a_device_that_rows_keep_busy_never_sees_many_drafts():
+    """As 256 streams of an 8B model on an H200, for which no number of drafts pays."""
+
+    def seconds(rows, drafts):
+        return 4.0 + 0.0245 * rows + 0.3 * drafts
+
+    world = World([0.7] * 256, seconds, num_lookahead=4, max_in_flight=2)
+    world.speculation._num_drafts = 0  # as after prompts of many requests
+    for _ in range(4):
+        world.speculation._costs.record_prompts(8192, seconds(8192, 0))
+    without = 256 / seconds(256, 0)
+    assert world.run(100) > 0.97 * without  # also while it learns
+    assert world.run(500) > 0.985 * without
+
+
+def test_a_choice_for_few_requests_does_not_outlive_the_arrival_of_many():
+    world = World([0.9], gpu, num_lookahead=4, max_in_flight=2)
+    world.run(400)
+    assert world.speculation._num_drafts == 4
+    for state in World([0.1] * 300, gpu).running.in_order():
+        world.running.append(state)
+        world.rates[state] = 0.1
+    world.num_proposed = 0
+    world.run(1)
+    assert world.num_proposed == 0  # first what a step of so many takes at all
+
+
 def test_an_unknown_time_comes_from_the_nearest_known_steps():
     costs = StepCosts()
     for _ in range(NUM_TRIALS):
