@@ -118,4 +118,6 @@ def _tile(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None) -> Fe
 @functools.cache
 def _has_large_tiles(device: torch.device) -> bool:
     """Whether the tiles, which are measured on Hopper, fit into shared memory."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 200 * 1024
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return int(properties["max_shared_mem"]) >= 200 * 1024
