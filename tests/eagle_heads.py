@@ -71,11 +71,49 @@ def make_head(
     return folder, tensors
 
 
+def make_eagle(folder: Path, target: Path, extras: bool = False, **changes: Any) -> Path:
+    """A random head of the first EAGLE. `extras`: biases and a last norm, which some have."""
+    settings = json.loads((target / "config.json").read_text())
+    size, heads = settings["hidden_size"], settings["num_attention_heads"]
+    kv = settings.get("num_key_value_heads", heads) * size // heads
+    inner = settings["intermediate_size"]
+    generator = torch.Generator().manual_seed(6)
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+
+    tensors = {
+        "fc.weight": rand(size, 2 * size),
+        "layers.0.self_attn.q_proj.weight": 2 * rand(size, size),
+        "layers.0.self_attn.k_proj.weight": 2 * rand(kv, size),
+        "layers.0.self_attn.v_proj.weight": rand(kv, size),
+        "layers.0.self_attn.o_proj.weight": rand(size, size),
+        "layers.0.post_attention_layernorm.weight": 1 + 0.2 * rand(1, size)[0],
+        "layers.0.mlp.gate_proj.weight": rand(inner, size),
+        "layers.0.mlp.up_proj.weight": rand(inner, size),
+        "layers.0.mlp.down_proj.weight": rand(size, inner),
+        "embed_tokens.weight": rand(settings["vocab_size"], size),  # not used
+    }
+    if extras:
+        tensors["fc.bias"] = rand(1, size)[0]
+        for name, rows in (("q", size), ("k", kv), ("v", kv)):
+            tensors[f"layers.0.self_attn.{name}_proj.bias"] = rand(1, rows)[0]
+        tensors["norm.weight"] = 1 + 0.2 * torch.randn(size, generator=generator)
+        tensors["layers.0.input_layernorm.weight"] = torch.ones(size)
+    own = {"num_hidden_layers": 1, "max_position_embeddings": 16, **changes}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**settings, **own}))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
 # -- the same computation, plainly
 
 
-class Plain:
-    """The head over a whole text at once, in torch. The target is transformers'."""
+class PlainHead:
+    """A head over a whole text at once, in torch. The target is transformers'."""
+
+    layer: str  # prefix of the layer's tensors
 
     def __init__(self, target: Path, head: Tensors) -> None:
         from transformers import AutoModelForCausalLM
@@ -87,47 +125,57 @@ class Plain:
     def drafts(self, token_ids: list[int], count: int) -> list[int]:
         """What the head proposes behind these tokens, greedily."""
         ids = torch.tensor([token_ids])
-        states = self.target(ids, output_hidden_states=True).hidden_states
-        combined = torch.cat([states[index][0] for index in AUX], -1) @ self.head["fc.weight"].T
+        combined = self.combine(self.target.model(ids, output_hidden_states=True).hidden_states)
         before = torch.cat([torch.zeros_like(combined[:1]), combined[:-1]])
         embed = self.target.get_input_embeddings()
         rows = embed(ids)[0]
         drafts: list[int] = []
         for _ in range(count):
-            states, last = self._layer(rows, before)
-            best = int((states @ self.head["lm_head.weight"].T).argmax())
-            drafts.append(best + int(self.head["d2t"][best]))
+            states, last = self.compute(rows, before)
+            drafts.append(self.choose(states[-1]))
             rows = torch.cat([rows, embed(torch.tensor(drafts[-1:]))])
-            before = torch.cat([before, last[None]])
+            before = torch.cat([before, last[-1:]])
         return drafts
 
-    def _layer(self, rows: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last row's normed state, and the hidden state behind it."""
-        head, heads = self.head, self.config.num_attention_heads
-        size = self.config.hidden_size // heads
-        normed = self._norm(before, "midlayer.hidden_norm")
-        x = torch.cat([self._norm(rows, "midlayer.input_layernorm"), normed], -1)
+    def combine(self, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """What rows take of the target's hidden states, of which the last is behind its norm."""
+        raise NotImplementedError
 
-        def heads_of(name: str) -> torch.Tensor:
-            out = x @ head[f"midlayer.self_attn.{name}_proj.weight"].T
-            return out.unflatten(-1, (-1, size)).transpose(0, 1)
+    def compute(
+        self, rows: torch.Tensor, before: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states that tokens are chosen from, and those that further rows take."""
+        raise NotImplementedError
 
-        query, key = self._rotate(heads_of("q")), self._rotate(heads_of("k"))
-        attended = functional.scaled_dot_product_attention(
-            query[None], key[None], heads_of("v")[None], is_causal=True, enable_gqa=True
-        )[0]
-        out = attended.transpose(0, 1).flatten(1) @ head["midlayer.self_attn.o_proj.weight"].T
-        residual = before + out
-        x = self._norm(residual, "midlayer.post_attention_layernorm")
-        gate, up, down = (head[f"midlayer.mlp.{n}_proj.weight"] for n in ("gate", "up", "down"))
-        residual = residual + (functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
-        return self._norm(residual[-1:], "norm")[0], residual[-1]
+    def choose(self, state: torch.Tensor) -> int:
+        raise NotImplementedError
 
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return functional.linear(x, self.head[f"{name}.weight"], self.head.get(f"{name}.bias"))
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         eps = self.config.rms_norm_eps
         return functional.rms_norm(x, x.shape[-1:], self.head[f"{name}.weight"], eps)
 
-    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
+    def attend_and_mlp(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """A layer behind its first norm: x goes to attention, whose output is added."""
+        layer, size = self.layer, self.config.hidden_size // self.config.num_attention_heads
+
+        def heads_of(name: str) -> torch.Tensor:
+            out = self.linear(x, f"{layer}.self_attn.{name}_proj")
+            return out.unflatten(-1, (-1, size)).transpose(0, 1)
+
+        query, key = self.rotate(heads_of("q")), self.rotate(heads_of("k"))
+        attended = functional.scaled_dot_product_attention(
+            query[None], key[None], heads_of("v")[None], is_causal=True, enable_gqa=True
+        )[0]
+        joined = attended.transpose(0, 1).flatten(1)
+        residual = residual + self.linear(joined, f"{layer}.self_attn.o_proj")
+        x = self.norm(residual, f"{layer}.post_attention_layernorm")
+        gate, up = (self.linear(x, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
+        return residual + self.linear(functional.silu(gate) * up, f"{layer}.mlp.down_proj")
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
         theta = self.config.rope_parameters["rope_theta"]
         angles = torch.outer(
@@ -136,6 +184,46 @@ class Plain:
         first, second = x[..., :half], x[..., half:]
         cos, sin = angles.cos(), angles.sin()
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+class Plain(PlainHead):
+    """EAGLE-3."""
+
+    layer = "midlayer"
+
+    def combine(self, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return torch.cat([states[index][0] for index in AUX], -1) @ self.head["fc.weight"].T
+
+    def compute(
+        self, rows: torch.Tensor, before: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed = self.norm(before, "midlayer.hidden_norm")
+        x = torch.cat([self.norm(rows, "midlayer.input_layernorm"), normed], -1)
+        residual = self.attend_and_mlp(x, before)
+        return self.norm(residual, "norm"), residual
+
+    def choose(self, state: torch.Tensor) -> int:
+        best = int((self.head["lm_head.weight"] @ state).argmax())
+        return best + int(self.head["d2t"][best])
+
+
+class PlainEagle(PlainHead):
+    layer = "layers.0"
+
+    def combine(self, states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return states[-1][0]
+
+    def compute(
+        self, rows: torch.Tensor, before: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.linear(torch.cat([rows, before], -1), "fc")
+        states = self.attend_and_mlp(x, x)
+        if "norm.weight" in self.head:
+            states = self.norm(states, "norm")
+        return states, states
+
+    def choose(self, state: torch.Tensor) -> int:
+        return int(self.target.lm_head(state).argmax())
 
 
 class Watched(Recording, Eagle3Drafter):

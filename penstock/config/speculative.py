@@ -12,12 +12,13 @@ from penstock.config.options import coerce, option, options_of, require
 from penstock.config.quantization import check_option
 from penstock.protocol.errors import ConfigError
 
-Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "medusa", "custom"]
+Method = Literal["ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp", "medusa", "custom"]
 
 NUM_TOKENS: Mapping[Method, int] = {  # unless the user says
     "ngram": 5,
     "suffix": 8,
     "draft_model": 3,
+    "eagle": 3,
     "eagle3": 3,
     "mtp": 1,
     "medusa": 3,
@@ -29,9 +30,9 @@ DEEPEST_TREE = 256  # tokens
 
 # Keys that only some methods read. All others have the rest.
 _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
-    "model": ("draft_model", "eagle3", "medusa", "custom"),
+    "model": ("draft_model", "eagle", "eagle3", "medusa", "custom"),
     "quantization": ("draft_model",),
-    "draft_tensor_parallel_size": ("draft_model", "eagle3", "medusa"),
+    "draft_tensor_parallel_size": ("draft_model", "eagle", "eagle3", "medusa"),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
     "suffix_decoding_max_tree_depth": ("suffix",),
@@ -42,6 +43,7 @@ _ONLY_FOR: Mapping[str, tuple[Method, ...]] = {
 # What `model` names, for methods that do not work without one.
 _NEEDED_MODELS: Mapping[Method, str] = {
     "draft_model": "a smaller model to draft with",
+    "eagle": "a head that was trained for the target",
     "eagle3": "a head that was trained for the target",
     "medusa": "heads that were trained for the target",
     "custom": '"module:Class" of a drafter',
@@ -56,10 +58,10 @@ class SpeculativeSettings:
         dataclasses.MISSING,
         "Drafter to use; required. ngram: repeats what followed the last tokens earlier in the "
         "request; suffix: what most often followed them, in the request and in past outputs; "
-        "draft_model: a smaller model with the same vocabulary; eagle3: an EAGLE-3 head that was "
-        "trained for the model; mtp: the multi-token-prediction (MTP) layer of the model's own "
-        "checkpoint; medusa: Medusa heads that were trained for the model; custom: a class of your "
-        "own.",
+        "draft_model: a smaller model with the same vocabulary; eagle, eagle3: an EAGLE or EAGLE-3 "
+        "head that was trained for the model; mtp: the multi-token-prediction (MTP) layer of the "
+        "model's own checkpoint; medusa: Medusa heads that were trained for the model; custom: a "
+        "class of your own.",
     )
     num_speculative_tokens: int | None = option(
         None,
@@ -74,7 +76,7 @@ class SpeculativeSettings:
     )
     model: str | None = option(
         None,
-        "draft_model, eagle3, medusa: the drafting model, named like `model` of the engine. "
+        "draft_model, eagle, eagle3, medusa: the drafting model, named like `model` of the engine. "
         "custom: the drafter as module:Class, a subclass of penstock.runner.drafter.Drafter.",
     )
     quantization: str | None = option(
@@ -82,8 +84,9 @@ class SpeculativeSettings:
     )
     draft_tensor_parallel_size: int | None = option(
         None,
-        "draft_model, eagle3, medusa: ranks that share the drafter's layers: tensor_parallel_size "
-        "(the default), or 1 to compute all of them on every rank, which saves communication.",
+        "draft_model, eagle, eagle3, medusa: ranks that share the drafter's layers: "
+        "tensor_parallel_size (the default), or 1 to compute all of them on every rank, which "
+        "saves communication.",
     )
     prompt_lookup_min: int = option(
         2, "ngram: minimum number of last tokens that must have occurred before."

@@ -11,6 +11,7 @@ from penstock.distributed.mesh import Mesh
 from penstock.loading.source import ModelSource
 from penstock.models.base import Hidden, Model
 from penstock.platforms.platform import Platform
+from penstock.protocol.errors import ConfigError
 from penstock.protocol.kv import KVCacheSpec
 from penstock.protocol.limits import StepLimits
 from penstock.protocol.step import NewRequest, StepPlan
@@ -50,6 +51,20 @@ class DraftSetup:
         load = replace(config.load, quantization=quantization, merge_lora=None)
         parallel = replace(config.parallel, tensor_parallel_size=self.draft_mesh.size)
         return replace(config, model=model, load=load, parallel=parallel)
+
+    def check_sizes(self, what: str, head: Model, target_size: int | None = None) -> None:
+        """Raise ConfigError unless a head has the target's sizes."""
+        size = self.target.hidden_size
+        for name, own, theirs in (
+            ("vocab_size", head.vocab_size, self.target.vocab_size),
+            ("hidden_size", head.hidden_size, size),
+            ("target_hidden_size", size if target_size is None else target_size, size),
+        ):
+            if own != theirs:
+                raise ConfigError(
+                    f"{what} is for a target with {name} {own}, this one's is {theirs}: choose one "
+                    "that was trained for it"
+                )
 
 
 @dataclass(frozen=True)

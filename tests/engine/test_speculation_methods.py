@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_heads import make_head
+from eagle_heads import make_eagle, make_head
 from medusa_heads import make_heads
 from mtp_targets import make_target
 from sampling_kinds import KINDS
@@ -30,6 +30,10 @@ class Method:
     make: Callable[[Path, Path], dict[str, Any]] = lambda target, folder: {}
 
 
+def _eagle(target: Path, folder: Path) -> dict[str, Any]:
+    return {"model": str(make_eagle(folder, target))}
+
+
 def _eagle3(target: Path, folder: Path) -> dict[str, Any]:
     return {"model": str(make_head(folder, target)[0])}
 
@@ -43,6 +47,7 @@ METHODS: dict[str, Method] = {
     "suffix": Method("llama", lambda *_: {"suffix_decoding_min_token_prob": 0.01}),
     "custom": Method("llama", lambda *_: {"model": "drafters:AtRandom"}),
     "draft_model": Method("llama", lambda target, folder: {"model": str(target)}),
+    "eagle": Method("llama", _eagle),
     "eagle3": Method("llama", _eagle3),
     "medusa": Method("llama", _medusa),
     "mtp": Method("glm4_moe"),
@@ -130,8 +135,10 @@ def test_what_comes_is_what_comes_without(
             assert_greedy_drafts_hold(llm)
 
 
-SHARDED = [(method, None) for method in ("ngram", "draft_model", "eagle3", "medusa", "mtp")]
-WHOLE = [(method, 1) for method in ("draft_model", "eagle3", "medusa")]
+SHARDED = [
+    (method, None) for method in ("ngram", "draft_model", "eagle", "eagle3", "medusa", "mtp")
+]
+WHOLE = [(method, 1) for method in ("draft_model", "eagle", "eagle3", "medusa")]
 
 
 @pytest.mark.parametrize(("method", "size"), SHARDED + WHOLE)

@@ -36,6 +36,10 @@ def make_drafter(settings: SpeculativeSettings, vocab_size: int, on_gpu: bool = 
         from penstock.runner.drafters.draft_model import DraftModelDrafter
 
         return DraftModelDrafter(settings.model, settings.num_tokens, settings.quantization)
+    if settings.method == "eagle":
+        from penstock.runner.drafters.eagle import EagleDrafter
+
+        return EagleDrafter(settings.model, settings.num_tokens)
     if settings.method == "eagle3":
         from penstock.runner.drafters.eagle3 import Eagle3Drafter
 

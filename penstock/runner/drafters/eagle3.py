@@ -6,7 +6,6 @@ import dataclasses
 
 from penstock.loading.source import resolve_source
 from penstock.models.assembly import load_model
-from penstock.models.base import Model
 from penstock.models.eagle3 import Eagle3, aux_layers, flatten_config
 from penstock.protocol.errors import ConfigError
 from penstock.runner.drafter import DraftSetup
@@ -31,24 +30,12 @@ class Eagle3Drafter(HeadDrafter):
             own, found, setup.platform, setup.draft_mesh, max_model_len, create=Eagle3.create
         )
         assert isinstance(head, Eagle3)
-        self._check(setup.target, head)
+        if not setup.target.gives_aux:
+            raise ConfigError(
+                f"{type(setup.target).__name__} does not give hidden states of its layers: method "
+                "eagle3 is not supported for it"
+            )
+        setup.check_sizes(f"the EAGLE-3 head {self._name}", head, head.target_size)
         setup.target.aux_layers = aux
         self._target, self._head = setup.target, head
         self.use(head, dtypes.kv, setup.max_rows, max_model_len)
-
-    def _check(self, target: Model, head: Eagle3) -> None:
-        if not target.gives_aux:
-            raise ConfigError(
-                f"{type(target).__name__} does not give hidden states of its layers: method eagle3 "
-                "is not supported for it"
-            )
-        for what, own, theirs in (
-            ("vocab_size", head.vocab_size, target.vocab_size),
-            ("hidden_size", head.hidden_size, target.hidden_size),
-            ("target_hidden_size", head.target_size, target.hidden_size),
-        ):
-            if own != theirs:
-                raise ConfigError(
-                    f"the EAGLE-3 head {self._name} is for a target with {what} {own}, this one's "
-                    f"is {theirs}: choose the head that was trained for it"
-                )

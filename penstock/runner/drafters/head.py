@@ -1,4 +1,4 @@
-"""HeadDrafter: a head that reads the target's hidden states drafts (EAGLE-3, MTP).
+"""HeadDrafter: a head that reads the target's hidden states drafts (EAGLE, MTP).
 
 Row p of the head's cache has token p and the hidden state of position p - 1. So the head computes a
 step's rows right after the target, with the target's own positions and block tables, and knows all

@@ -32,9 +32,7 @@ class MedusaDrafter(Drafter):
     def load(self, setup: DraftSetup) -> None:
         own, target = setup.config_of(self._name), setup.target
         found = resolve_source(own.model, own.load)
-        names = []
-        if found.tensor_files:
-            names = open_checkpoint(found, own.load).names()
+        names = open_checkpoint(found, own.load).names() if found.tensor_files else []
         settings = medusa_settings(found.config, target, names)
         if settings["num_heads"] is None or settings["num_layers"] is None:
             raise ConfigError(
@@ -51,27 +49,16 @@ class MedusaDrafter(Drafter):
             own, found, setup.platform, setup.draft_mesh, setup.limits.max_model_len, create
         )
         assert isinstance(head, Medusa)
-        self._check(head, target.vocab_size, target.hidden_size)
-        self.model = head
-        size, device = (setup.max_rows, head.hidden_size), setup.platform.device
-        # Of a step's rows. Captured graphs write it, so it never moves.
-        self._states = torch.zeros(size, dtype=head.dtype, device=device)
-
-    def _check(self, head: Medusa, vocab_size: int, hidden_size: int) -> None:
-        for what, own, theirs in (
-            ("vocab_size", head.vocab_size, vocab_size),
-            ("hidden_size", head.hidden_size, hidden_size),
-        ):
-            if own != theirs:
-                raise ConfigError(
-                    f"the Medusa heads {self._name} are for a target with {what} {own}, this one's "
-                    f"is {theirs}: choose the heads that were trained for it"
-                )
+        setup.check_sizes(f"the Medusa checkpoint {self._name}", head)
         if self.num_drafts > head.num_heads:
             raise ConfigError(
                 f"num_speculative_tokens must be at most {head.num_heads}, the number of heads in "
                 f"{self._name}, got {self.num_drafts}"
             )
+        self.model = head
+        size, device = (setup.max_rows, head.hidden_size), setup.platform.device
+        # Of a step's rows. Captured graphs write it, so it never moves.
+        self._states = torch.zeros(size, dtype=head.dtype, device=device)
 
     def start(self, tables: RequestTables, memory: KVMemory, sampler: Sampler) -> None:
         self._sampler = sampler
