@@ -175,7 +175,14 @@ def prepare_request(
     child = prepared.children[0]
     if wrong := why_no_token(child, child.prompt_token_ids, frontend.vocab_size):
         raise wrong  # now, not after the request has reached the engine
-    return prepared
+    if options.beams is None:
+        return prepared
+    if child.sampling.is_masked:
+        raise InputError(
+            "use_beam_search cannot be combined with tool calls that are enforced: leave one out",
+            "use_beam_search",
+        )
+    return replace(prepared, beams=options.beams)
 
 
 def _truncate(

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.protocol.beam_search import BeamSearchParams
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import SamplingParams
 from penstock.text.parsing.formats import Tool
@@ -28,6 +29,7 @@ class RunOptions:
     cache_salt: str | None = None
     truncation: PromptTruncation | None = None
     timeout_s: float | None = None
+    beams: BeamSearchParams | None = None
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 import msgspec
 
 from penstock.protocol.beam_search import BeamSearchParams, BeamSearchSequence
+from penstock.protocol.delta import EngineDelta, FinishReason
 from penstock.protocol.errors import RequestFault
 from penstock.protocol.outputs import LogprobsAtPosition, RequestOutput
 from penstock.protocol.request import EngineRequest
@@ -28,7 +30,8 @@ class BeamSearch:
         self._request = request
         self._params = params
         self._max_tokens = request.sampling.max_tokens
-        self._ends = set() if params.ignore_eos else set(request.eos_token_ids)
+        ignores_eos = params.ignore_eos or request.sampling.ignore_eos
+        self._ends = set() if ignores_eos else set(request.eos_token_ids)
         self._num_tokens = 0  # of each running sequence, after the prompt
         self._finished: list[tuple[float, BeamSearchSequence]] = []  # the best ones, with scores
         self.running = [BeamSearchSequence(list(request.prompt_token_ids))]
@@ -127,3 +130,42 @@ def _extend(
         cum_logprob=total,
         logprobs=[*beam.logprobs, logprobs],
     )
+
+
+async def beam_outputs(
+    requests: Sequence[PreparedRequest],
+    run: Callable[[Sequence[PreparedRequest]], AsyncGenerator[tuple[int, RequestOutput], None]],
+    ids: Iterator[str],
+) -> list[RequestOutput]:
+    """The outputs of requests with `beams`. Each of their completions is a sequence found.
+
+    `run` streams the outputs of a step's requests, each with its index.
+    """
+    searches = []
+    for request in requests:
+        assert request.beams is not None
+        searches.append(BeamSearch(request.children[0], request.beams))
+    while running := [search for search in searches if search.running]:
+        steps = [search.requests(ids) for search in running]
+        outputs: dict[int, RequestOutput] = {}
+        async with contextlib.aclosing(run([one for step in steps for one in step])) as results:
+            async for index, output in results:
+                outputs[index] = output
+        in_order = iter([outputs[index] for index in range(len(outputs))])
+        for search, step in zip(running, steps, strict=True):
+            search.advance([next(in_order) for _ in step])
+    found = []
+    for request, search in zip(requests, searches, strict=True):
+        num_prompt_tokens = len(request.children[0].prompt_token_ids)
+        for child, sequence in zip(request.children, search.best(), strict=True):
+            request.assembler.add(
+                EngineDelta(
+                    request_id=child.request_id,
+                    token_ids=sequence.tokens[num_prompt_tokens:],
+                    finish_reason=FinishReason(sequence.finish_reason),
+                )
+            )
+        whole = request.assembler.take()
+        assert whole is not None
+        found.append(whole)
+    return found

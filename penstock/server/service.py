@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import time
@@ -263,6 +264,30 @@ class Service:
         self.check_size(len(children), field)
         self.check_queue(len(children))  # again, now with the real number
         check_weight(children[0], len(children), field)
+        run = self._stream if requests[0].beams is None else self._search_beams
+        async with contextlib.aclosing(run(requests, timeout_s)) as outputs:
+            async for index, output in outputs:
+                yield index, output
+
+    async def _search_beams(
+        self, requests: Sequence[PreparedRequest], timeout_s: float | None
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        from penstock.engine.beam_search import beam_outputs
+
+        ids = (self.engine_id(requests[0].request_id) for _ in itertools.count())
+        searching = beam_outputs(requests, self._stream, ids)
+        limit_s = self._time_limit(timeout_s)
+        try:
+            found = await asyncio.wait_for(searching, limit_s)
+        except asyncio.TimeoutError:
+            raise _timeout(limit_s) from None
+        for index, output in enumerate(found):
+            yield index, output
+
+    async def _stream(
+        self, requests: Sequence[PreparedRequest], timeout_s: float | None = None
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        children = [child for request in requests for child in request.children]
         stream = self.client.submit([self._complete(child) for child in children])
         timer = self._start_timer(stream.fail, timeout_s)
         try:
@@ -316,13 +341,20 @@ class Service:
     def _start_timer(
         self, fail: Callable[[Exception], None], asked_s: float | None
     ) -> asyncio.TimerHandle | None:
-        allowed = [s for s in (asked_s, self.server_config.request_timeout_s) if s is not None]
-        if not allowed:
+        limit_s = self._time_limit(asked_s)
+        if limit_s is None:
             return None
-        error = RequestTimeout(
-            f"the request took longer than {min(allowed):g} s; allow more time or ask for less"
-        )
-        return asyncio.get_running_loop().call_later(min(allowed), fail, error)
+        return asyncio.get_running_loop().call_later(limit_s, fail, _timeout(limit_s))
+
+    def _time_limit(self, asked_s: float | None) -> float | None:
+        allowed = [s for s in (asked_s, self.server_config.request_timeout_s) if s is not None]
+        return min(allowed, default=None)
+
+
+def _timeout(limit_s: float | None) -> RequestTimeout:
+    return RequestTimeout(
+        f"the request took longer than {limit_s:g} s; allow more time or ask for less"
+    )
 
 
 def check_weight(child: EngineRequest, num: int, field: str) -> None:

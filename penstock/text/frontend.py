@@ -17,6 +17,7 @@ import msgspec
 from penstock.config import ChatConfig, ModelConfig
 from penstock.config.model import GENERATION_CONFIG_NAMES
 from penstock.loading.source import ModelSource
+from penstock.protocol.beam_search import BeamSearchParams
 from penstock.protocol.errors import ConfigError, ContextOverflow, InputError, ModelError
 from penstock.protocol.pooling import PoolingInfo
 from penstock.protocol.request import EngineRequest, ThinkingFormat
@@ -58,6 +59,7 @@ class PreparedRequest:
     request_id: str
     children: list[EngineRequest]
     assembler: OutputAssembler
+    beams: BeamSearchParams | None = None  # instead of sampling
 
 
 class Frontend:

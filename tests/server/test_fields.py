@@ -353,3 +353,29 @@ def test_version_and_docs_are_there(server: ServerProcess) -> None:
     assert server.get("/docs").status_code == 200
     paths = server.get("/openapi.json").json()["paths"]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models"} <= set(paths)
+
+
+def test_beam_search_returns_the_likeliest_completions(server: ServerProcess) -> None:
+    body = {"prompt": "The capital of France is", "max_tokens": 6, "return_token_ids": True}
+    greedy = server.post("/v1/completions", {**body, "temperature": 0}).json()
+    alone = server.post("/v1/completions", {**body, "use_beam_search": True}).json()
+    assert alone["choices"] == greedy["choices"]
+    beams = {**body, "use_beam_search": True, "n": 3}
+    found = server.post("/v1/completions", beams).json()
+    assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
+    assert len({tuple(choice["token_ids"]) for choice in found["choices"]}) == 3
+    assert found["usage"]["completion_tokens"] == sum(
+        len(choice["token_ids"]) for choice in found["choices"]
+    )
+    texts = ["", "", ""]
+    for chunk in events(server.post("/v1/completions", {**beams, "stream": True}).text)[:-1]:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == [choice["text"] for choice in found["choices"]]
+
+
+def test_a_conversation_can_be_searched_too(server: ServerProcess) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "n": 2}
+    found = server.post("/v1/chat/completions", {**body, "use_beam_search": True}).json()
+    texts = [choice["message"]["content"] for choice in found["choices"]]
+    assert len(set(texts)) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.config import ServerConfig
+from penstock.protocol.beam_search import BeamSearchParams
 from penstock.protocol.errors import InputError
 from penstock.protocol.sampling import SamplingParams
 from penstock.server.openai.protocol import (
@@ -79,7 +80,7 @@ def _refuse_unsupported(body: CompletionBody) -> None:
     for name, value in (body.model_extra or {}).items():
         if name in REMEDIES and value is not None:
             raise InputError(f"{name} is not supported here: {REMEDIES[name]}", name)
-    unsupported: dict[str, Any] = {"use_beam_search": body.use_beam_search}
+    unsupported: dict[str, Any] = {}
     if isinstance(body, CompletionRequest):
         unsupported["suffix"] = body.suffix
     if isinstance(body, ChatCompletionRequest):
@@ -95,3 +96,27 @@ def _refuse_unsupported(body: CompletionBody) -> None:
             f"got {body.best_of}",
             "best_of",
         )
+
+
+# Beam search would have to ignore these.
+_NOT_WITH_BEAMS = (
+    "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "stop", "stop_token_ids",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words",
+    "allowed_token_ids", "min_tokens", "structured_outputs", "response_format",
+    "thinking_token_budget", "echo",
+)  # fmt: skip
+
+
+def beam_params(body: CompletionBody) -> BeamSearchParams | None:
+    """The parameters of beam search, if the request asks for it."""
+    if not body.use_beam_search:
+        return None
+    for name in _NOT_WITH_BEAMS:
+        if getattr(body, name, None):
+            raise InputError(f"{name} cannot be combined with use_beam_search", name)
+    return BeamSearchParams(
+        beam_width=body.n or 1,
+        max_tokens=2**31 - 1,  # the request's own limit holds
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        include_stop_str_in_output=True,  # in the tokens; the text is the request's matter
+    )

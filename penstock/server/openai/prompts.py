@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from penstock.conversation.prepare import prepare_request
 from penstock.conversation.request import PromptTruncation, RunOptions, ToolChoice, TurnRequest
 from penstock.protocol.errors import ContextOverflow, InputError
 from penstock.protocol.sampling import SamplingParams
-from penstock.server.openai.params import chat_params, completion_params
+from penstock.server.openai.params import beam_params, chat_params, completion_params
 from penstock.server.openai.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -152,4 +153,5 @@ def _run_options(body: CompletionBody, add_special_tokens: bool) -> RunOptions:
     keep, truncation = body.truncate_prompt_tokens, None
     if keep is not None:
         truncation = PromptTruncation(keep, body.truncation_side or "left")
-    return body.run_options(add_special_tokens, truncation)
+    options = body.run_options(add_special_tokens, truncation)
+    return replace(options, beams=beam_params(body))

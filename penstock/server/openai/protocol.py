@@ -117,7 +117,14 @@ class CompletionBody(RequestBody):
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    use_beam_search: bool | None = Field(None, description="Not supported.")
+    use_beam_search: bool | None = Field(
+        None, description="Return the n likeliest completions, by beam search of width n."
+    )
+    length_penalty: float | None = Field(
+        None,
+        description="Beam search: the score of a completion is its log-probability divided by its "
+        "length to this power. Default: 1.",
+    )
     best_of: int | None = Field(None, description="Only the value of n is supported.")
 
 
