@@ -10,6 +10,7 @@ from penstock.config.engine import (
     SchedulerConfig,
     StructuredConfig,
 )
+from penstock.config.kv_events import KVEventsConfig
 from penstock.config.lora import LoRAConfig
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.pooling import PoolingConfig
@@ -21,6 +22,7 @@ __all__ = [
     "ChatConfig",
     "DeviceConfig",
     "EngineConfig",
+    "KVEventsConfig",
     "LoRAConfig",
     "LoadConfig",
     "ModelConfig",

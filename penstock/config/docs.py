@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 
 from penstock.config.engine import all_options
+from penstock.config.kv_events import KVEventsSettings
 from penstock.config.options import Option, options_of
 from penstock.config.sampling import sampling_options
 from penstock.config.server import ServerConfig
@@ -33,6 +34,12 @@ _SPECULATIVE = """\
 Keys of `speculative_config`. [Speculative decoding](speculation.md) says which method to use when.
 """
 
+_KV_EVENTS = """\
+Keys of `kv_events_config`. [Scaling](scaling.md#external-load-balancers) describes the events.
+"""
+
+_TITLES = {"lora": "LoRA", "kv_events": "KV events"}
+
 _SERVER = """\
 ## Server
 
@@ -51,11 +58,15 @@ def render() -> str:
     """The whole page as Markdown."""
     parts = [_INTRODUCTION]
     for section, options in all_options().items():
-        title = "LoRA" if section == "lora" else section.capitalize()
+        title = _TITLES.get(section, section.capitalize())
         parts.append(f"## {title}\n\n{_table(options)}")
         if section == "speculative":
             parts.append(
                 _SPECULATIVE + "\n" + _table(options_of(SpeculativeSettings), "speculative_config.")
+            )
+        if section == "kv_events":
+            parts.append(
+                _KV_EVENTS + "\n" + _table(options_of(KVEventsSettings), "kv_events_config.")
             )
     parts.append(_SERVER + "\n" + _table(options_of(ServerConfig)))
     parts.append(_SAMPLING + "\n" + _table(sampling_options()))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from penstock.config.chat import ChatConfig
+from penstock.config.kv_events import KVEventsConfig
 from penstock.config.lora import LoRAConfig
 from penstock.config.model import LoadConfig, ModelConfig
 from penstock.config.options import (
@@ -188,6 +189,7 @@ class EngineConfig:
     pooling: PoolingConfig = field(default_factory=PoolingConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     def __post_init__(self) -> None:

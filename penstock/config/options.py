@@ -11,7 +11,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin
 
@@ -131,6 +131,17 @@ def parse_bytes(name: str, text: str) -> int:
         return int(float(number.removesuffix(unit)) * units[unit])
     except (ValueError, OverflowError):
         raise ConfigError(f"{name} must be a size such as 4GiB, got {text!r}") from None
+
+
+def parse_keys(config_class: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config dataclass from a JSON object. Raises `ConfigError`, with the key."""
+    declared = {key.name: key for key in options_of(config_class)}
+    for key in given:
+        if key not in declared:
+            close = difflib.get_close_matches(str(key), declared, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"keys: {', '.join(declared)}"
+            raise ConfigError(f"unknown key {key!r}; {hint}")
+    return {key: coerce(declared[key], value) for key, value in given.items()}
 
 
 def refuse_unknown_option(name: str, known: Iterable[str]) -> NoReturn:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from penstock.config.options import coerce, option, options_of, require
+from penstock.config.options import option, options_of, parse_keys, require
 from penstock.config.quantization import check_option
 from penstock.protocol.errors import ConfigError
 
@@ -113,15 +112,9 @@ class SpeculativeSettings:
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> SpeculativeSettings:
         """Raises `ConfigError`, which names the key."""
-        declared = {key.name: key for key in options_of(cls)}
-        for key in given:
-            if key not in declared:
-                close = difflib.get_close_matches(str(key), declared, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"keys: {', '.join(declared)}"
-                raise ConfigError(f"unknown key {key!r}; {hint}")
-        if "method" not in given:
+        values = parse_keys(cls, given)
+        if "method" not in values:
             raise ConfigError(f"method is missing: choose one of {', '.join(get_args(Method))}")
-        values = {key: coerce(declared[key], value) for key, value in given.items()}
         for key in values:
             methods = _ONLY_FOR.get(key)
             if methods is not None and values["method"] not in methods:

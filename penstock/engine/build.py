@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.config import EngineConfig
 from penstock.engine.core import EngineCore
+from penstock.engine.kv_events import KVEvents
 from penstock.executor.base import Capabilities, Executor
 from penstock.executor.in_process import InProcessExecutor
 from penstock.executor.multi_process import MultiProcessExecutor
@@ -91,7 +92,26 @@ def _assemble(config: EngineConfig, source: ModelSource, executor: Executor) -> 
         max_loras=config.lora.max_loras if config.lora.enable_lora else 0,
         max_cpu_loras=config.lora.num_host_adapters,
     )
-    return EngineCore(scheduler, executor, grammars)
+    kv_events = _open_kv_events(config, kv_manager, capabilities)
+    return EngineCore(scheduler, executor, grammars, kv_events)
+
+
+def _open_kv_events(
+    config: EngineConfig, kv_manager: KVCacheManager, capabilities: Capabilities
+) -> KVEvents | None:
+    settings, keys = config.kv_events.settings, kv_manager.prefix_keys
+    if settings is None:
+        return None
+    if keys is None:
+        raise ConfigError(
+            "kv_events_config needs a prefix cache: this model has none, or "
+            "enable_prefix_caching is off"
+        )
+    rank = config.parallel.data_parallel_rank
+    medium = "GPU" if capabilities.device == "cuda" else "CPU"
+    kv_events = KVEvents(settings, rank, keys.block_size, medium)
+    kv_manager.observe(kv_events)
+    return kv_events
 
 
 def _make_grammars(config: EngineConfig, source: ModelSource) -> GrammarManager:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Protocol
 
+from penstock.engine.kv_events import KVEvents
 from penstock.executor.base import Executor
 from penstock.kvcache.landmarks import CacheReport
 from penstock.protocol.adapter import Adapter
@@ -44,12 +45,14 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         grammars: GrammarManager | None = None,
+        kv_events: KVEvents | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.limits = scheduler.limits
         self.grammars = grammars
         self.executor = executor
         self.watcher: StepWatcher | None = None
+        self._kv_events = kv_events
         self._cache_report: CacheReport | None = None
         self._metrics = Counter[str]()  # counted by workers since `take_metrics`
         self._in_flight: deque[int] = deque()  # ids of steps
@@ -69,6 +72,7 @@ class EngineCore:
         """Empty the prefix cache. Later requests compute their whole prompts."""
         self._check_open()
         self.scheduler.reset_prefix_cache()
+        self._publish_kv_events()
 
     def report_cache(self) -> None:
         """From now on, report changes of the prefix cache. The first report has all of it."""
@@ -111,7 +115,9 @@ class EngineCore:
         """Launch a step. Collect the oldest one if the queue is full or nothing was launched."""
         self._check_open()
         try:
-            return self._step()
+            deltas = self._step()
+            self._publish_kv_events()
+            return deltas
         except EngineDeadError as error:
             self._why_over = str(error)
             raise
@@ -136,6 +142,10 @@ class EngineCore:
         if plan is not None and not plan.scheduled and not deltas and len(self._in_flight) <= 1:
             time.sleep(STALLED_WAIT_S)  # all requests wait for adapters
         return deltas
+
+    def _publish_kv_events(self) -> None:
+        if self._kv_events is not None:
+            self._kv_events.flush()
 
     def _launch(self, plan: StepPlan) -> list[EngineDelta]:
         """Launch a step. A step with grammars samples once its masks are filled.
@@ -235,5 +245,8 @@ class EngineCore:
         try:
             if self.grammars is not None:
                 self.grammars.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
+                self._kv_events = None
         finally:
             self.executor.close()

@@ -22,6 +22,7 @@ class Capabilities:
     kv_budget: int  # bytes for the KV cache on each rank
     pooling: PoolingInfo | None = None  # for pooling models
     draft_specs: dict[str, AnyKVCacheSpec] = field(default_factory=dict)  # of a drafter's layers
+    device: str = "cpu"  # or "cuda"
 
 
 def merge_capabilities(ranks: Sequence[Capabilities]) -> Capabilities:

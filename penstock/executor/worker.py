@@ -170,4 +170,7 @@ class Worker:
             draft_specs,
         )  # fmt: skip
         info = self.pooler.info if self.pooler is not None else None
-        return Capabilities(self.limits, self.dtypes.kv, kv_specs, budget, info, draft_specs)
+        device = self.platform.device.type
+        return Capabilities(
+            self.limits, self.dtypes.kv, kv_specs, budget, info, draft_specs, device
+        )

@@ -135,6 +135,10 @@ class RequestState(_EveryStep):
         return None if self.adapter is None else self.adapter.digest
 
     @property
+    def adapter_name(self) -> str | None:
+        return None if self.adapter is None else self.adapter.name
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
