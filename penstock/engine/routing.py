@@ -23,12 +23,13 @@ MAX_SESSIONS = 2**16  # the least recently used are forgotten
 # Costs, each relative to computing one prompt token of the request:
 WAITING_TOKENS = 0.25  # one prompt token that the replica has yet to compute for others
 REQUEST_TOKENS = 128  # one more unfinished request on the replica
-EXCESS_TOKENS = 64  # one more request than another replica of late
+EXCESS_TOKENS = 0.125  # one token more of recent work
 ADAPTER_TOKENS = 1024  # loading an adapter that the replica has not used lately
 
 MAX_IMBALANCE = 1.25  # unfinished requests of a replica, relative to the mean
 ALWAYS_ALLOWED = 4  # unfinished requests of a replica, whatever the mean is
-RECENT_PER_REPLICA = 64  # requests over which `EXCESS_TOKENS` counts
+RECENT_PER_REPLICA = 64  # requests that count as recent, roughly
+OUTPUT_TOKENS = 384  # work of a request besides its prompt, in prompt tokens
 MAX_WEIGHT = 2.0**512
 
 _Found = Mapping[PrefixKeys | None, Sequence[tuple[int, bytes]]]  # landmarks: (tokens, key)
@@ -45,17 +46,18 @@ class _Replica:
     waiting: dict[str, int] = field(default_factory=dict)  # tokens to compute before the first
     num_waiting_tokens: int = 0  # their sum
     num_requests: int = 0  # unfinished
-    recent: float = 0.0  # requests of late, each by the weight of its time
+    recent: float = 0.0  # tokens of recent work, weighted: the older the less
 
 
 class Router:
     """Chooses replicas by what they have cached and by their load.
 
-    prefix: the replica with the least cost: prompt tokens that are not cached there, plus its load.
-    No replica gets more than `MAX_IMBALANCE` times the mean number of
-    unfinished requests. A request is expected to publish its prompt on its replica, so others with
-    the same prefix follow at once. least-loaded: the fewest unfinished requests. round-robin: each
-    in turn. Requests of a session stay on their replica while these rules allow it.
+    prefix: the replica with the least cost, which is the prompt tokens that are not cached there,
+    plus its load. A prefix is copied to another replica once serving it where it is has cost as
+    much. No replica gets more than `MAX_IMBALANCE` times the mean number of unfinished requests. A
+    request is expected to publish its prompt on its replica, so others with the same prefix follow
+    at once. least-loaded: the fewest unfinished requests. round-robin: each in turn. Requests of a
+    session stay on their replica while these rules allow it, except with round-robin.
 
     A choice never changes a request's tokens.
     """
@@ -148,7 +150,7 @@ class Router:
         self._keep(replica, [key for _, key in reversed(marks)])  # the end is dropped first
         if request.adapter is not None:
             self._keep(replica, [_adapter_key(request)])
-        replica.recent += self._weight
+        replica.recent += self._weight * (num_new_tokens + OUTPUT_TOKENS)
         self._weight *= 1 + 1 / (RECENT_PER_REPLICA * len(self._replicas))
         if self._weight > MAX_WEIGHT:
             for known in self._replicas.values():
