@@ -191,7 +191,6 @@ NOT_SUPPORTED = {
     "exclude_tools_when_tool_choice_none": _switch("leave tools out of the request"),
     "tokens_only": _switch("use skip_tokenizer_init and prompts of token IDs"),
     "log_config_file": ForeignOption("use log_level"),
-    "kv_events_config": ForeignOption("KV events are not published"),
     "grpc": _switch("use HTTP"),
 }
 
