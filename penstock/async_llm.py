@@ -35,7 +35,7 @@ from penstock.text.pooling import (
     pooling_info,
     prepare_pieces,
 )
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.user_tokenizer import UserTokenizer
 
 
 class AsyncLLM:
@@ -255,8 +255,9 @@ class AsyncLLM:
             raise ConfigError("the engine is not running: `await llm.start()` first")
         await self._client.call("reset_prefix_cache")
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.frontend.get_tokenizer()
+    def get_tokenizer(self) -> UserTokenizer:
+        """The tokenizer, with the methods that users of Hugging Face's call."""
+        return UserTokenizer(self.frontend.get_tokenizer(), self.frontend)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the defaults from the model's generation_config.json."""

@@ -30,7 +30,7 @@ from penstock.runner.logits_processors import LogitsProcessor
 from penstock.text.collector import OutputCollector
 from penstock.text.frontend import Frontend, PreparedRequest, Prompt, read_prompt, with_priorities
 from penstock.text.templates import read_chat_template
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.user_tokenizer import UserTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -265,8 +265,9 @@ class LLM(PoolingMethods):
                     sequence.text = tokenizer.decode(sequence.tokens)
         return results
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.frontend.get_tokenizer()
+    def get_tokenizer(self) -> UserTokenizer:
+        """The tokenizer, with the methods that users of Hugging Face's call."""
+        return UserTokenizer(self.frontend.get_tokenizer(), self.frontend)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return a copy of the defaults from the model's generation_config.json."""

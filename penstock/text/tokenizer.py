@@ -262,13 +262,18 @@ class Tokenizer:
             return frozenset()
         return self.special_ids.difference(map(self._backend.token_to_id, shown_tokens))
 
+    def token_id(self, text: str) -> int | None:
+        """The token that is spelled so in the vocabulary."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
     def is_special(self, text: str) -> bool:
         """Whether a special token has this text."""
         return self._backend.token_to_id(text) in self.special_ids
 
     def is_token(self, text: str) -> bool:
         """Whether a token, special or not, has this text."""
-        return self._backend.token_to_id(text) is not None
+        return self.token_id(text) is not None
 
     @property
     def spells_bytes(self) -> bool:
